@@ -1,0 +1,30 @@
+"""The errors a user can cause, and the ones that end a run on purpose. Imports nothing, so every layer may raise them.
+
+A `UserError` names the value, the place it came from and what to do about it; the command line prints it without a
+traceback. Our own mistakes stay `assert`s and ordinary exceptions.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the user gave is wrong. The message says what, where, and the fix."""
+
+
+class ConfigError(UserError):
+    """A recipe or an override is wrong."""
+
+
+class DataError(UserError):
+    """A data set, a tokenizer or a model folder is not what the recipe says."""
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on (numerical failure, a dead peer). What was saved, and where, is in the message."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`" Did you mean 'lr'?"` when something known is close to `name`, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,143 @@
+"""What an algorithm is: which model outputs it needs, how it attributes credit, and its loss as sums.
+
+The trainer knows nothing else. One step of it reads
+
+    batch = model outputs named in `objective.needs`, added to the sampled batch
+    updates, state = objective.prepare(batch, state)
+    for update in updates: optimizer steps of update.model on update.batch, with update.loss
+
+Losses are *sums with named denominators*. The trainer divides each by that count over the whole global mini-batch, so
+that a gradient does not depend on how the mini-batch is cut into micro-batches, packed, or spread over ranks.
+
+How the families fit: a critic is a second `Update` with model "critic" and outputs {"values"}; pairs share a `unit`;
+refined responses join the batch in `extend`, with a denominator of their own; a plug-in takes an objective and is one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rft.records import Batch, segment_ids
+
+State = dict[str, Tensor]  # flat, so that it goes into a safetensors file as it is
+Outputs = dict[str, Tensor]  # what the model gave for a micro-batch: "logprobs", "entropy", "values", each [R]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over a micro-batch; `per` names the count that turns it into a mean over the global mini-batch."""
+
+    total: Tensor  # scalar
+    per: str  # a key of `counts`
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`terms` are differentiable and add up to the loss, each as weight * total / count; `metrics` are only logged."""
+
+    terms: dict[str, tuple[float, Sum]]
+    metrics: dict[str, Sum] = field(default_factory=dict)
+
+    def mean(self, counts: dict[str, float]) -> Tensor:
+        """This micro-batch's share of the loss: its sums over the *global* counts."""
+        return sum(weight * term.total / counts[term.per] for weight, term in self.terms.values())
+
+    def logged(self) -> dict[str, Sum]:
+        return {f"loss/{name}": Sum(term.total.detach(), term.per) for name, (_, term) in self.terms.items()} | self.metrics
+
+
+LossFunction = Callable[[Outputs, Batch], Loss]
+
+
+def counts(batch: Batch) -> dict[str, float]:
+    """The denominators of a global mini-batch. At least 1 each: an empty one has sums of zero."""
+    mask = batch.response_mask
+    trained = torch.zeros(len(batch)).index_add_(0, batch.sequence_ids, mask)
+    return {
+        "response_tokens": max(mask.sum().item(), 1.0),
+        "sequences": max((trained > 0).sum().item(), 1.0),
+        "units": max(len(batch.units.unique()), 1.0),
+    }
+
+
+@dataclass(frozen=True)
+class Update:
+    """Optimizer steps of one model on one batch: `epochs` passes over `mini_batches` parts of about equal size."""
+
+    name: str  # "policy", "verification", "value": prefix of its metrics
+    batch: Batch
+    loss: LossFunction
+    outputs: frozenset[str] = frozenset({"logprobs"})
+    model: str = "actor"
+    mini_batches: int = 1
+    epochs: int = 1
+    learning_rate: float | None = None  # None: the model's schedule, which then advances by one
+
+    def steps(self) -> Iterator[Batch]:
+        """The mini-batches in order. Sequences of one group stay together, as they were sampled."""
+        groups = self.batch.sequences.get("group", self.batch.units)
+        _, group_of = groups.unique(return_inverse=True)
+        count = int(group_of.max()) + 1 if len(group_of) else 0
+        for _ in range(self.epochs):
+            for part in torch.arange(count).chunk(self.mini_batches):
+                yield self.batch.select(torch.isin(group_of, part))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    updates: list[Update]
+    state: State
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Objective(ABC):
+    """One algorithm. Its methods are pure: tensors in, tensors out, no process groups, the same on every rank."""
+
+    needs: frozenset[str] = frozenset()  # of "old_logprobs", "ref_logprobs", "values"
+
+    def init(self) -> State:
+        """The state before the first step; what `prepare` returns replaces it, and checkpoints carry it."""
+        return {}
+
+    def keep(self, batch: Batch) -> Tensor:
+        """[B] bool: sequences worth training on. Groups left out may be replaced by sampling again (DAPO)."""
+        return torch.ones(len(batch), dtype=torch.bool)
+
+    def extend(self, batch: Batch, tools: Any) -> Batch:
+        """Add sequences to the sampled batch, such as a refiner's corrections."""
+        return batch
+
+    @abstractmethod
+    def prepare(self, batch: Batch, state: State) -> Prepared:
+        """Attribute credit and say which updates to make."""
+
+
+class PolicyObjective(Objective):
+    """An online policy-gradient method, in the parts that a plug-in may use apart from each other."""
+
+    @abstractmethod
+    def advantages(self, batch: Batch) -> Tensor:
+        """[R] the local attribution of each response token."""
+
+    @abstractmethod
+    def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
+        """The clipped objective alone (no KL, no bonus), on batch.tokens["advantages"] and ["old_logprobs"]."""
+
+    def improvement_attributions(self, batch: Batch) -> Tensor:
+        """[R] the attribution that PIPO scales (pipo.txt 4.1): the advantages, unless the method says otherwise."""
+        return self.advantages(batch)
+
+
+def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
+    """[R] -> [B] sums over each sequence's own (unmasked) tokens, differentiable."""
+    ids = segment_ids(batch.response_lens).to(values.device)
+    return values.new_zeros(len(batch)).index_add(0, ids, values * batch.response_mask.to(values))
+
+
+def sequence_means(values: Tensor, batch: Batch) -> Tensor:
+    """[R] -> [B] means over each sequence's own tokens; 0 for a sequence without any."""
+    return sequence_sums(values, batch) / sequence_sums(torch.ones_like(values), batch).clamp(min=1)

@@ -1,0 +1,186 @@
+"""The few types that cross a boundary, and the legend of shape letters used everywhere.
+
+    B  sequences of a batch            P  prompt tokens of all sequences, end to end
+    G  responses per prompt            R  response tokens of all sequences, end to end
+    V  vocabulary                      T  tokens of a packed micro-batch (prompts, responses, padding)
+    H  hidden size
+
+A batch is *ragged*: sequences lie end to end, never padded. Two sequences, prompts (5 6) and (7), responses (8 9 2)
+and (2), with 2 the end-of-sequence token, are
+
+    prompt_ids    = [5, 6, 7]       prompt_lens   = [2, 1]
+    response_ids  = [8, 9, 2, 2]    response_lens = [3, 1]
+    tokens["old_logprobs"] has shape [R] = [4], sequences["rewards"] has shape [B] = [2]
+
+Everything here is small (a few bytes per token), so every rank of a run holds the whole global batch: credit
+assignment, filters and PIPO's statistics are plain code that every rank computes identically.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem. `index` is its place in the data set: stable over epochs, part of every sampling seed."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str
+    fields: dict[str, Any] = field(default_factory=dict)  # the rest of the row: level, subject, tests ...
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response. `token_ids` end with the stop token when `finish_reason` is "stop"."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of the sampling distribution, one per token of token_ids
+    finish_reason: str  # "stop" | "length" | "abort"
+    weight_version: int  # of the weights that wrote its first token
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a verifier says of one response. `error` is the grader's own failure: never a reward of zero."""
+
+    reward: float
+    reason: str = ""
+    error: str | None = None
+
+
+def segment_ids(lens: Tensor) -> Tensor:
+    """[B] lengths -> [sum] the sequence each token belongs to: (3, 1) -> (0, 0, 0, 1)."""
+    return torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens)
+
+
+def take_segments(values: Tensor, lens: Tensor, index: Tensor) -> Tensor:
+    """The segments `index` of `values` (segments of lengths `lens`, end to end), in that order."""
+    starts = lens.cumsum(0) - lens
+    chosen = lens[index]
+    offsets = torch.arange(int(chosen.sum())) - torch.repeat_interleave(chosen.cumsum(0) - chosen, chosen)
+    return values[torch.repeat_interleave(starts[index], chosen) + offsets]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A ragged batch of (prompt, response) sequences with named values per response token and per sequence.
+
+    Names in use, `tokens` [R]: response_mask (1 where the policy wrote the token), rollout_logprobs (engine),
+    old_logprobs (trainer, before the step), ref_logprobs, values, advantages, returns.
+    `sequences` [B]: group (same number: same prompt), rewards (the verifier's), prompt_index, finished, weight_version.
+    A sequence's `unit` keeps it in one micro-batch with the others of that unit (pairs); default: each its own.
+    `scalars`: facts of the whole batch, such as sampled_reward_sum and sampled_count before any filter.
+    """
+
+    prompt_ids: Tensor  # [P] int64
+    prompt_lens: Tensor  # [B] int64
+    response_ids: Tensor  # [R] int64
+    response_lens: Tensor  # [B] int64
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    sequences: dict[str, Tensor] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, value in self.tokens.items():
+            assert len(value) == len(self.response_ids), f"{name}: {len(value)} values, {len(self.response_ids)} tokens"
+        for name, value in self.sequences.items():
+            assert len(value) == len(self), f"{name}: {len(value)} values, {len(self)} sequences"
+
+    @classmethod
+    def of(cls, prompts: list[list[int]], responses: list[list[int]], **named: dict) -> "Batch":
+        """From lists of token ids; `tokens=`, `sequences=` and `scalars=` as in the class."""
+        assert len(prompts) == len(responses), f"{len(prompts)} prompts, {len(responses)} responses"
+        flat = [torch.tensor([t for ids in many for t in ids], dtype=torch.long) for many in (prompts, responses)]
+        lens = [torch.tensor([len(ids) for ids in many], dtype=torch.long) for many in (prompts, responses)]
+        return cls(flat[0], lens[0], flat[1], lens[1], **named)
+
+    def __len__(self) -> int:
+        return len(self.response_lens)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] tokens of prompt and response together."""
+        return self.prompt_lens + self.response_lens
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[R] the sequence each response token belongs to."""
+        return segment_ids(self.response_lens)
+
+    @property
+    def response_mask(self) -> Tensor:
+        """[R] float, 1 on tokens that the policy wrote."""
+        mask = self.tokens.get("response_mask")
+        return torch.ones(len(self.response_ids)) if mask is None else mask
+
+    @property
+    def units(self) -> Tensor:
+        """[B] sequences of equal unit stay in one micro-batch."""
+        unit = self.sequences.get("unit")
+        return torch.arange(len(self)) if unit is None else unit
+
+    def with_tokens(self, **values: Tensor) -> "Batch":
+        return replace(self, tokens={**self.tokens, **values})
+
+    def with_sequences(self, **values: Tensor) -> "Batch":
+        return replace(self, sequences={**self.sequences, **values})
+
+    def with_scalars(self, **values: float) -> "Batch":
+        return replace(self, scalars={**self.scalars, **values})
+
+    def only(self, tokens: set[str], sequences: set[str]) -> "Batch":
+        """The same sequences with no other named values than these."""
+        return replace(
+            self,
+            tokens={k: v for k, v in self.tokens.items() if k in tokens},
+            sequences={k: v for k, v in self.sequences.items() if k in sequences},
+        )
+
+    def select(self, index: Tensor) -> "Batch":
+        """The sequences `index` (positions or a mask), in that order. `scalars` describe the whole and stay."""
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index
+        return Batch(
+            take_segments(self.prompt_ids, self.prompt_lens, index),
+            self.prompt_lens[index],
+            take_segments(self.response_ids, self.response_lens, index),
+            self.response_lens[index],
+            {k: take_segments(v, self.response_lens, index) for k, v in self.tokens.items()},
+            {k: v[index] for k, v in self.sequences.items()},
+            dict(self.scalars),
+        )
+
+    def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
+        """Flat tensors, for a safetensors file; `from_state_dict` is the inverse."""
+        own = {name: getattr(self, name) for name in ("prompt_ids", "prompt_lens", "response_ids", "response_lens")}
+        named = {f"tokens.{k}": v for k, v in self.tokens.items()} | {f"sequences.{k}": v for k, v in self.sequences.items()}
+        scalars = {f"scalars.{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()}
+        return {prefix + k: v.contiguous() for k, v in (own | named | scalars).items()}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Tensor], prefix: str = "") -> "Batch":
+        state = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+        def part(kind: str) -> dict[str, Tensor]:
+            return {k.removeprefix(f"{kind}."): v for k, v in state.items() if k.startswith(f"{kind}.")}
+
+        scalars = {k: v.item() for k, v in part("scalars").items()}
+        own = [state[name] for name in ("prompt_ids", "prompt_lens", "response_ids", "response_lens")]
+        return cls(*own, part("tokens"), part("sequences"), scalars)
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """One batch of all sequences, in order. Named values must be the same in all; `scalars` are added up."""
+    first = batches[0]
+    for other in batches[1:]:
+        assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)
+    return Batch(
+        *(torch.cat([getattr(b, name) for b in batches]) for name in ("prompt_ids", "prompt_lens", "response_ids", "response_lens")),
+        {k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},
+        {k: torch.cat([b.sequences[k] for b in batches]) for k in first.sequences},
+        {k: sum(b.scalars.get(k, 0.0) for b in batches) for k in set().union(*(b.scalars for b in batches))},
+    )

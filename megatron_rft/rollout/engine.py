@@ -1,0 +1,69 @@
+"""What every generation engine can do, whoever runs it: in this process, in processes of its own, or behind a URL.
+
+An engine takes token ids and gives token ids: nothing is ever re-tokenised. Results come as an iterator of *groups* in
+the order in which they end, so that rewards and refinement of early ones overlap with late ones. Weights come as one
+stream of HF-named tensors; every response says which version of them wrote it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_rft.records import Response
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. What the trainer cannot replay in its log-probs (top_p, top_k) is refused by the configuration."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """`n` responses to one prompt. Response i draws from its own random stream, a function of (seed, i) alone: it does
+    not depend on what else is in the batch, nor on how many engines share the work."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    n: int
+    seed: int
+    max_tokens: int | None = None  # below the sampling's, for this request
+
+
+@dataclass(frozen=True)
+class Group:
+    """All responses to one request."""
+
+    id: int
+    responses: tuple[Response, ...]
+
+
+class Engine(Protocol):
+    """Calls come from one thread. `generate` may be called again only when its iterator is exhausted or closed."""
+
+    weight_version: int
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        """Groups in the order in which they end; each request comes back exactly once."""
+        ...
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take every parameter of the model from the stream. Each exactly once, or an error that names the tensor."""
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory back until `wake`. Weights and caches may be lost: `load_weights` follows a wake."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        """Leave no process and no memory behind. May be called twice."""
+        ...
