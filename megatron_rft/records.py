@@ -157,7 +157,9 @@ class Batch:
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """Flat tensors, for a safetensors file; `from_state_dict` is the inverse."""
         own = {name: getattr(self, name) for name in ("prompt_ids", "prompt_lens", "response_ids", "response_lens")}
-        named = {f"tokens.{k}": v for k, v in self.tokens.items()} | {f"sequences.{k}": v for k, v in self.sequences.items()}
+        named = {f"tokens.{k}": v for k, v in self.tokens.items()} | {
+            f"sequences.{k}": v for k, v in self.sequences.items()
+        }
         scalars = {f"scalars.{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()}
         return {prefix + k: v.contiguous() for k, v in (own | named | scalars).items()}
 
@@ -179,7 +181,10 @@ def concatenate(batches: list[Batch]) -> Batch:
     for other in batches[1:]:
         assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)
     return Batch(
-        *(torch.cat([getattr(b, name) for b in batches]) for name in ("prompt_ids", "prompt_lens", "response_ids", "response_lens")),
+        *(
+            torch.cat([getattr(b, name) for b in batches])
+            for name in ("prompt_ids", "prompt_lens", "response_ids", "response_lens")
+        ),
         {k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},
         {k: torch.cat([b.sequences[k] for b in batches]) for k in first.sequences},
         {k: sum(b.scalars.get(k, 0.0) for b in batches) for k in set().union(*(b.scalars for b in batches))},

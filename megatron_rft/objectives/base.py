@@ -47,7 +47,8 @@ class Loss:
         return sum(weight * term.total / counts[term.per] for weight, term in self.terms.values())
 
     def logged(self) -> dict[str, Sum]:
-        return {f"loss/{name}": Sum(term.total.detach(), term.per) for name, (_, term) in self.terms.items()} | self.metrics
+        """Everything worth a line in the metrics: the terms (detached, unweighted) and the metrics."""
+        return {name: Sum(term.total.detach(), term.per) for name, (_, term) in self.terms.items()} | self.metrics
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]

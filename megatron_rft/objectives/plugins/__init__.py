@@ -1,0 +1,1 @@
+"""Plug-ins: each takes an objective and gives back an objective."""

@@ -1,0 +1,109 @@
+"""PIPO: the previous update is verified by what it did to the reward, and reinforced or rectified (pipo.txt 4).
+
+At step t, with mu_t the mean verifier reward of everything just sampled,
+
+    xi_t  = (mu_t - mean(mu_{t-K..t-1})) / std(mu_{t-K..t-1})           Eq. 8, 9: std with K-1
+    phi   = xi if xi >= 0 else rectification * xi                       Def. 4.1
+    r_PI  = a_{t-1} * phi(xi_t)                                         Eq. 10
+    J_PI  = mean of min(nu r_PI, clip(nu) r_PI) over B_{t-1}            Eq. 11
+
+and, once K means are known, one optimizer step on J_PI comes before the base algorithm's. a_{t-1} are the base's
+attributions of the previous batch, nu the base's kind of ratio against the policy that sampled it.
+
+No step is made when phi is zero (also: std zero or not finite) or when every attribution is zero: Adam would move the
+weights by its momentum even with a zero gradient.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rft.objectives.base import PolicyObjective, Prepared, State, Update
+from megatron_rft.records import Batch
+
+KEPT_TOKENS = {"old_logprobs", "attributions", "response_mask"}  # of the previous batch
+KEPT_SEQUENCES = {"group", "unit"}
+
+
+def improvement(mu: float, window: Tensor, bound: float) -> float:
+    """xi of Eq. 9, clipped to [-bound, bound]; 0 where the window's std is zero or anything is not finite."""
+    std = window.double().std().item()
+    xi = (mu - window.double().mean().item()) / std if std > 0 else 0.0
+    return max(-bound, min(bound, xi)) if math.isfinite(xi) else 0.0
+
+
+def rectified(xi: float, rectification: float) -> float:
+    """phi of Definition 4.1."""
+    return xi if xi >= 0 else rectification * xi
+
+
+def _part(state: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class PIPO(PolicyObjective):
+    base: PolicyObjective
+    window: int = 8
+    rectification: float = 0.1
+    learning_rate: float = 1e-6
+    xi_max: float = 10.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.base.needs | {"old_logprobs"}
+
+    def init(self) -> State:
+        return {"mu": torch.zeros(0, dtype=torch.float64)} | {f"base.{k}": v for k, v in self.base.init().items()}
+
+    def keep(self, batch: Batch) -> Tensor:
+        return self.base.keep(batch)
+
+    def extend(self, batch: Batch, tools) -> Batch:
+        return self.base.extend(batch, tools)
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return self.base.advantages(batch)
+
+    def surrogate(self, outputs, batch):
+        return self.base.surrogate(outputs, batch)
+
+    def improvement_attributions(self, batch: Batch) -> Tensor:
+        return self.base.improvement_attributions(batch)
+
+    def prepare(self, batch: Batch, state: State) -> Prepared:
+        mu = batch.scalars["sampled_reward_sum"] / batch.scalars["sampled_count"]
+        updates, metrics = self._verify(mu, state)
+        base = self.base.prepare(batch, _part(state, "base."))
+        previous = batch.with_tokens(attributions=self.improvement_attributions(batch)).only(
+            KEPT_TOKENS, KEPT_SEQUENCES
+        )
+        memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.window :]
+        state = {"mu": memory} | previous.state_dict("previous.") | {f"base.{k}": v for k, v in base.state.items()}
+        return Prepared([*updates, *base.updates], state, base.metrics | metrics)
+
+    def _verify(self, mu: float, state: State) -> tuple[list[Update], dict[str, float]]:
+        """The update on the previous batch, if there is one to make, and what the log says of it."""
+        if len(state["mu"]) < self.window:
+            return [], {"pipo/mu": mu}
+        xi = improvement(mu, state["mu"], self.xi_max)
+        phi = rectified(xi, self.rectification)
+        previous = Batch.from_state_dict(state, "previous.")
+        rewards = previous.tokens["attributions"] * phi
+        made = bool(rewards.any())
+        metrics = {
+            "pipo/mu": mu,
+            "pipo/anchor_mean": state["mu"].mean().item(),
+            "pipo/anchor_std": state["mu"].std().item(),
+            "pipo/xi": xi,
+            "pipo/phi": phi,
+            "pipo/reinforced": float(made and phi > 0),
+            "pipo/suppressed": float(made and phi < 0),
+            "pipo/skipped": float(not made),
+        }
+        if not made:
+            return [], metrics
+        batch = previous.with_tokens(advantages=rewards)
+        return [Update("verification", batch, self.surrogate, learning_rate=self.learning_rate)], metrics

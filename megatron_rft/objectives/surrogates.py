@@ -1,0 +1,48 @@
+"""Clipped policy surrogates and how their terms become one number. Losses are minimised: J = -loss."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rft.objectives.base import Loss, Sum, sequence_means
+from megatron_rft.records import Batch
+
+
+class Clipped(NamedTuple):
+    terms: Tensor  # -min(r A, clip(r) A)
+    ratio: Tensor  # r
+    clipped: Tensor  # 1 where the clip decides, and so the gradient is zero
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Clipped:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratio), elementwise (pipo.txt A.2).
+
+    For r = 1.5, A = 2 and high = 0.2: min(3, 2.4) = 2.4, so the term is -2.4 and it is clipped.
+    """
+    ratio = log_ratio.exp()
+    plain, bounded = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return Clipped(-torch.minimum(plain, bounded), ratio.detach(), (bounded < plain).float().detach())
+
+
+def aggregate(values: Tensor, batch: Batch, how: str) -> Sum:
+    """[R] token terms -> a sum with its denominator.
+
+    sequence_mean: mean over the tokens of a sequence, then over sequences (PPO, GRPO).
+    token_mean: mean over all response tokens of the global mini-batch (DAPO).
+    """
+    if how == "sequence_mean":
+        return Sum(sequence_means(values, batch).sum(), "sequences")
+    assert how == "token_mean", how
+    return Sum((values * batch.response_mask.to(values)).sum(), "response_tokens")
+
+
+def token_surrogate(logprobs: Tensor, batch: Batch, low: float, high: float, how: str) -> Loss:
+    """The surrogate with a ratio per token, on batch.tokens["advantages"] and ["old_logprobs"], all [R]."""
+    tokens = {name: batch.tokens[name].to(logprobs) for name in ("advantages", "old_logprobs")}
+    result = clipped_surrogate(logprobs - tokens["old_logprobs"], tokens["advantages"], low, high)
+    metrics = {
+        "ratio_mean": aggregate(result.ratio, batch, "token_mean"),
+        "clip_fraction": aggregate(result.clipped, batch, "token_mean"),
+    }
+    return Loss({"surrogate": (1.0, aggregate(result.terms, batch, how))}, metrics)
