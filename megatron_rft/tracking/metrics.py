@@ -1,0 +1,85 @@
+"""The run's numbers: one JSON object per line and step, {"step": 12, "time": 1700000000.0, "reward/mean": 0.41, ...}.
+
+Every step stands in the file exactly once, however often the run was killed: opening the file for a resume drops what
+will be done again, and a last line torn by a kill. NaN and infinities are written as null, for JSON has no word for them.
+Writing only: what the names mean is in docs/metrics.md.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def _valid(value: Any) -> int | float | None:
+    """A number that JSON can hold. A Tensor of one element counts as a number."""
+    if isinstance(value, int):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _records(lines: list[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines that are whole and come in order, each with what it says."""
+    last_step = -math.inf
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith(b"\n") and isinstance(record, dict) and record.get("step", last_step) > last_step:
+            last_step = record["step"]
+            yield line, record
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of the file, oldest first. A run may be writing to it meanwhile."""
+    return [record for _, record in _records(Path(path).read_bytes().splitlines(keepends=True))]
+
+
+def drop_from(path: Path, step: int) -> None:
+    """Leave the lines of steps before `step`, and nothing torn. The file is replaced atomically, or left as it is."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line, record in _records(lines) if record["step"] < step]
+    if len(kept) == len(lines):
+        return
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+class MetricsFile:
+    """Append-only JSONL. `resume_step` is the first step that this process will do: 0 begins the file anew.
+
+    A line is handed to the operating system at once, so that a killed process loses nothing; `sync` makes it survive the
+    machine too, and is called before a checkpoint that counts on the lines.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            drop_from(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self.last_step = max((record["step"] for record in read_metrics(self.path)), default=-1)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        assert step > self.last_step, f"step {step} is already written: the last one is {self.last_step}"
+        record = {"step": step, "time": round(time.time(), 3)} | {
+            name: _valid(value) for name, value in metrics.items()
+        }
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        self.last_step = step
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,243 @@
+"""What a person sees of a running job: a live display on a terminal, one plain line per step anywhere else.
+
+Shows whatever metrics a step has of those it knows, so that one display serves every trainer. Rank 0 only.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# (metric, label, format), in the order of display
+SHOWN = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("policy/loss", "loss", "{:.4f}"),
+    ("policy/kl", "KL", "{:.4f}"),
+    ("policy/entropy", "entropy", "{:.3f}"),
+    ("pipo/xi", "PIPO xi", "{:+.2f}"),
+    ("response/length_mean", "length", "{:.1f}"),
+    ("policy/grad_norm", "grad norm", "{:.3f}"),
+    ("mismatch/kl", "mismatch KL", "{:.1e}"),
+    ("tokens/per_second", "tokens/s", "{:,.0f}"),
+    ("memory/peak_gib", "peak GiB", "{:.1f}"),
+)
+# Without these, a step's loss says what its reward says elsewhere
+TREND = ("reward/mean", "policy/loss")
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Progress(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done. `metrics` may hold an evaluation alone."""
+        ...
+
+    def example(self, text: str) -> None:
+        """A response that the model wrote, to look at."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One line to the user, which stays on the screen."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def accuracy(metrics: Mapping[str, float]) -> str | None:
+    """`0.412 ± 0.017` of an evaluation, when the step has one."""
+    if "evaluation/pass@1" not in metrics:
+        return None
+    error = metrics.get("evaluation/pass@1_se")
+    return f"{metrics['evaluation/pass@1']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, the longest first."""
+    phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
+    phases.pop("step", None)
+    return dict(sorted(phases.items(), key=lambda item: -item[1]))
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last `width` values in eighths of a line's height; all of equal height when they are equal."""
+    values = values[-width:]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round((v - low) / (high - low) * top) if high > low else top // 2] for v in values)
+
+
+def clock_time(seconds: float) -> str:
+    """3725 -> 1:02:05, 65 -> 1:05"""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Pace:
+    """Time left, from the mean wall time of the last steps (evaluations and checkpoints between them included)."""
+
+    def __init__(self, total_steps: int, window: int = 20):
+        self.total_steps = total_steps
+        self._ends: deque[tuple[int, float]] = deque([], maxlen=window + 1)
+
+    def step_done(self, step: int) -> None:
+        self._ends.append((step, time.monotonic()))
+
+    def left(self) -> float | None:
+        if len(self._ends) < 2:
+            return None
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        return (ended - began) / max(last - first, 1) * (self.total_steps - last)
+
+
+class PlainProgress:
+    """One line per step, for logs and pipes:
+
+    step 12/200  reward 0.412  KL 0.0012  PIPO xi +0.82  3.1 s (generation 1.6, training 1.2)  left 9:43
+    """
+
+    def __init__(self, total_steps: int):
+        self._pace = Pace(total_steps)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.step_done(step)
+        width = len(str(self._pace.total_steps))
+        parts = [f"step {step:>{width}}/{self._pace.total_steps}"]
+        parts += [f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN if name in metrics]
+        if (shown := accuracy(metrics)) is not None:
+            parts.append(f"held-out pass@1 {shown}")
+        if "seconds/step" in metrics:
+            longest = ", ".join(f"{name} {value:.1f}" for name, value in list(phase_seconds(metrics).items())[:3])
+            parts.append(f"{metrics['seconds/step']:.1f} s ({longest})")
+        if (left := self._pace.left()) is not None:
+            parts.append(f"left {clock_time(left)}")
+        print("  ".join(parts), flush=True)
+
+    def example(self, text: str) -> None:
+        pass  # examples are for looking at; a log keeps them out of the numbers' way
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class RichProgress:
+    """A display that stays in place at the bottom of a terminal; notes and other output scroll above it."""
+
+    def __init__(self, total_steps: int, title: str, console: Console | None = None):
+        self._title = title
+        self._pace = Pace(total_steps)
+        self._step = 0
+        self._metrics: dict[str, float] = {}  # the latest of each
+        self._trends: dict[str, list[float]] = {name: [] for name in TREND}
+        self._accuracies: list[str] = []
+        self._example = ""
+        self._live = Live(self._draw(), console=console, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.step_done(step)
+        self._step = step
+        self._metrics = {name: metrics[name] for name in metrics}
+        for name, values in self._trends.items():
+            if name in metrics:
+                values.append(metrics[name])
+        if (shown := accuracy(metrics)) is not None:
+            self._accuracies.append(shown)
+        self._live.update(self._draw())
+
+    def example(self, text: str) -> None:
+        self._example = text
+        self._live.update(self._draw())
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self) -> Panel:
+        rows = [self._draw_bar(), self._draw_numbers(), self._draw_trend(), self._draw_phases(), self._draw_example()]
+        return Panel(Group(*(row for row in rows if row is not None)), title=Text(self._title), title_align="left")
+
+    def _draw_bar(self) -> Table:
+        left = self._pace.left()
+        row = Table.grid(expand=True, padding=(0, 1))
+        for ratio in (None, 1, None):
+            row.add_column(ratio=ratio, no_wrap=True)
+        bar = ProgressBar(total=self._pace.total_steps, completed=self._step)
+        row.add_row(
+            f"step {self._step}/{self._pace.total_steps}", bar, "" if left is None else f"{clock_time(left)} left"
+        )
+        return row
+
+    def _draw_numbers(self) -> Table | None:
+        cells = [(label, form.format(self._metrics[name])) for name, label, form in SHOWN if name in self._metrics]
+        if not cells:
+            return None
+        table = Table.grid(padding=(0, 3))
+        columns = 5
+        for begin in range(0, len(cells), columns):
+            cell = [
+                Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in cells[begin : begin + columns]
+            ]
+            table.add_row(*cell)
+        return table
+
+    def _draw_trend(self) -> Text | None:
+        name, values = next(((n, v) for n, v in self._trends.items() if v), (None, []))
+        if name is None and not self._accuracies:
+            return None
+        line = Text()
+        if name is not None:
+            line.append(f"{name} ", "dim").append(sparkline(values, 40), "green")
+        if self._accuracies:
+            line.append("   held-out pass@1 ", "dim").append(self._accuracies[0], "bold")
+            if len(self._accuracies) > 1:
+                line.append(f" → {self._accuracies[-1]}", "bold green")
+        return line
+
+    def _draw_phases(self) -> Text | None:
+        phases = phase_seconds(self._metrics)
+        if not phases:
+            return None
+        line = Text.assemble(
+            ("seconds ", "dim"), (f"{self._metrics.get('seconds/step', sum(phases.values())):.1f}", "bold")
+        )
+        for name, value in phases.items():
+            line.append(f"  {name} ", "dim").append(f"{value:.1f}")
+        return line
+
+    def _draw_example(self) -> Text | None:
+        if not self._example:
+            return None
+        example = Text(self._example.strip(), style="italic", overflow="ellipsis")
+        lines = example.split("\n")[:6]
+        return Text("\n").join(lines)
+
+
+class NoProgress:
+    """Nothing on the screen; the numbers are in the files."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def example(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def make_progress(kind: str, total_steps: int, title: str) -> Progress:
+    """`kind`: auto (rich on a terminal, plain elsewhere), rich, plain or none."""
+    if kind == "auto":
+        kind = "rich" if sys.stdout.isatty() and not Console().is_dumb_terminal else "plain"
+    if kind == "rich":
+        return RichProgress(total_steps, title)
+    return {"plain": lambda: PlainProgress(total_steps), "none": NoProgress}[kind]()

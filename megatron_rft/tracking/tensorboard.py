@@ -1,0 +1,27 @@
+"""TensorBoard event files under RUN/tensorboard, when asked for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_rft.errors import UserError
+
+
+class TensorBoardLogger:
+    """On a resume, what was logged at `resume_step` and beyond disappears from the curves."""
+
+    def __init__(self, output_dir: Path, resume_step: int = 0):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(
+                "tracking.tensorboard is set, but tensorboard is not installed: "
+                "pip install 'megatron-rft[tensorboard]', or set tracking.tensorboard=false"
+            ) from None
+        self._writer = SummaryWriter(str(Path(output_dir) / "tensorboard"), purge_step=resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,98 @@
+"""One call per step that reaches every place where a run is watched. Only the main rank has any."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_rft.tracking.metrics import MetricsFile
+from megatron_rft.tracking.progress import Progress, make_progress
+
+if TYPE_CHECKING:
+    from megatron_rft.config import TrackingConfig
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Logger(Protocol):
+    """Where numbers go: the metrics file is always one; wandb and TensorBoard by option."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """Fans out to the metrics file, the display and the optional loggers; silent on ranks other than the main one.
+
+    `resume_step` is the first step that this process will do. A step is logged once, with all that is known of it:
+    an evaluation after step 20 goes into the call for step 20.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        config: "TrackingConfig",
+        total_steps: int,
+        resume_step: int = 0,
+        is_main: bool = True,
+        recipe: Mapping[str, Any] | None = None,
+    ):
+        self._metrics_file: MetricsFile | None = None
+        self._progress: Progress | None = None
+        self._loggers: list[Logger] = []
+        if not is_main:
+            return
+        output_dir = Path(output_dir)
+        self._loggers = optional_loggers(output_dir, config, resume_step, recipe)
+        self._metrics_file = MetricsFile(output_dir / METRICS_FILE, resume_step)
+        self._progress = make_progress(config.progress, total_steps, title=output_dir.name)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._metrics_file is None:
+            return
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._metrics_file.log(step, numbers)
+        for logger in self._loggers:
+            logger.log(step, numbers)
+        self._progress.log(step, numbers)
+
+    def example(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.example(text)
+
+    def note(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def sync(self) -> None:
+        """Make the lines written so far survive a crash of the machine: before a checkpoint is declared complete."""
+        if self._metrics_file is not None:
+            self._metrics_file.sync()
+
+    def close(self) -> None:
+        """May be called twice."""
+        for part in (self._progress, self._metrics_file, *self._loggers):
+            if part is not None:
+                part.close()
+        self._metrics_file, self._progress, self._loggers = None, None, []
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def optional_loggers(
+    output_dir: Path, config: "TrackingConfig", resume_step: int, recipe: Mapping[str, Any] | None
+) -> list[Logger]:
+    loggers: list[Logger] = []
+    if config.wandb is not None:
+        from megatron_rft.tracking.wandb import WandbLogger
+
+        settings = {name: value for name, value in config.wandb.model_dump().items() if value is not None}
+        loggers.append(WandbLogger(output_dir, settings, recipe))
+    if config.tensorboard:
+        from megatron_rft.tracking.tensorboard import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(output_dir, resume_step))
+    return loggers
