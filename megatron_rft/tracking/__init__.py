@@ -1,1 +1,1 @@
-"""What a run tells the outside: numbers in files, a display for people, curves. Knows no algorithm and no process group."""
+"""What a run tells the outside: numbers in files, a display for people, curves. Knows no algorithms."""

@@ -1,8 +1,8 @@
 """The run's numbers: one JSON object per line and step, {"step": 12, "time": 1700000000.0, "reward/mean": 0.41, ...}.
 
 Every step stands in the file exactly once, however often the run was killed: opening the file for a resume drops what
-will be done again, and a last line torn by a kill. NaN and infinities are written as null, for JSON has no word for them.
-Writing only: what the names mean is in docs/metrics.md.
+will be done again, and a last line torn by a kill. NaN and infinities are written as null: JSON has no word for them.
+What the names mean is in docs/metrics.md.
 """
 
 import json
@@ -57,8 +57,8 @@ def drop_from(path: Path, step: int) -> None:
 class MetricsFile:
     """Append-only JSONL. `resume_step` is the first step that this process will do: 0 begins the file anew.
 
-    A line is handed to the operating system at once, so that a killed process loses nothing; `sync` makes it survive the
-    machine too, and is called before a checkpoint that counts on the lines.
+    A line is handed to the operating system at once, so that a killed process loses nothing; `sync` makes it survive
+    the machine too, and is called before a checkpoint that counts on the lines.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):

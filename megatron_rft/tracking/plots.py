@@ -128,15 +128,14 @@ def draw_seconds(axes: Axes, curves: Curves, most_bins: int = 40) -> None:
     """Means over bins of steps, so that a long run keeps its totals and stays readable."""
     phases = curves.phases
     shown = phases if len(phases) <= 7 else phases[:6]
-    timed = [record for record in curves.records if curves.seconds(record, phases) > 0]
+    timed = [record for record in curves.records if record.get("seconds/step") is not None]
     width = -(-len(timed) // most_bins)
     bins = [timed[i : i + width] for i in range(0, len(timed), width)]
     parts = {name.removeprefix("seconds/"): [name] for name in shown} | {"the rest": phases[len(shown) :]}
     bottom = [0.0] * len(bins)
     steps = [(many[0]["step"] + many[-1]["step"]) / 2 for many in bins]
-    for (label, names), color in zip(
-        parts.items(), (BLUE, ORANGE, GREEN, SKY, PURPLE, YELLOW, RED, GREY), strict=False
-    ):
+    colors = (BLUE, ORANGE, GREEN, SKY, PURPLE, YELLOW, RED, GREY)
+    for (label, names), color in zip(parts.items(), colors, strict=False):
         if names:
             heights = [sum(curves.seconds(record, names) for record in many) / len(many) for many in bins]
             axes.bar(steps, heights, bottom=bottom, width=width, color=color, label=label, alpha=0.85)
@@ -173,8 +172,8 @@ def panels_of(curves: Curves) -> list[PanelSpec]:
     return [panel for panel in present if panel.title != "Loss" or not curves.has("reward/mean")]
 
 
-def draw(run_dir: Path) -> Path:
-    """Draw RUN/metrics.jsonl into RUN/curves.png."""
+def draw(run_dir: Path, name: str | None = None) -> Path:
+    """Draw RUN/metrics.jsonl into RUN/curves.png, under the run's name (None: the folder's)."""
     run_dir = Path(run_dir)
     curves = Curves(read_metrics(run_dir / "metrics.jsonl"))
     panels = panels_of(curves)
@@ -182,7 +181,7 @@ def draw(run_dir: Path) -> Path:
     rows = max(-(-len(panels) // columns), 1)
     figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.4), layout="constrained", dpi=130)
     steps = [record["step"] for record in curves.records]
-    figure.suptitle(f"{run_dir.resolve().name}: {max(steps, default=0)} steps", fontsize=13, fontweight="bold")
+    figure.suptitle(f"{name or run_dir.resolve().name}: {max(steps, default=0)} steps", fontsize=13, fontweight="bold")
     for place, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
         panel.draw(axes, curves)

@@ -3,6 +3,7 @@
 Shows whatever metrics a step has of those it knows, so that one display serves every trainer. Rank 0 only.
 """
 
+import math
 import sys
 import time
 from collections import deque
@@ -29,7 +30,7 @@ SHOWN = (
     ("tokens/per_second", "tokens/s", "{:,.0f}"),
     ("memory/peak_gib", "peak GiB", "{:.1f}"),
 )
-# Without these, a step's loss says what its reward says elsewhere
+# The first of them that the run has is drawn as a line
 TREND = ("reward/mean", "policy/loss")
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -66,8 +67,8 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last `width` values in eighths of a line's height; all of equal height when they are equal."""
-    values = values[-width:]
+    """The last `width` finite values in eighths of a line's height; all of equal height when they are equal."""
+    values = [value for value in values if math.isfinite(value)][-width:]
     low, high = min(values, default=0.0), max(values, default=0.0)
     top = len(BLOCKS) - 1
     return "".join(BLOCKS[round((v - low) / (high - low) * top) if high > low else top // 2] for v in values)
@@ -199,7 +200,7 @@ class RichProgress:
             return None
         line = Text()
         if name is not None:
-            line.append(f"{name} ", "dim").append(sparkline(values, 40), "green")
+            line.append(f"{name.removesuffix('/mean')} ", "dim").append(sparkline(values, 40), "green")
         if self._accuracies:
             line.append("   held-out pass@1 ", "dim").append(self._accuracies[0], "bold")
             if len(self._accuracies) > 1:

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from megatron_rft.config.sections import Tracking
 from megatron_rft.tracking.metrics import MetricsFile
 from megatron_rft.tracking.progress import Progress, make_progress
-
-if TYPE_CHECKING:
-    from megatron_rft.config import TrackingConfig
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -24,16 +22,17 @@ class Tracker:
     """Fans out to the metrics file, the display and the optional loggers; silent on ranks other than the main one.
 
     `resume_step` is the first step that this process will do. A step is logged once, with all that is known of it:
-    an evaluation after step 20 goes into the call for step 20.
+    an evaluation after step 20 goes into the call for step 20. `name` is the run's: None takes the folder's.
     """
 
     def __init__(
         self,
         output_dir: Path,
-        config: "TrackingConfig",
+        config: Tracking,
         total_steps: int,
         resume_step: int = 0,
         is_main: bool = True,
+        name: str | None = None,
         recipe: Mapping[str, Any] | None = None,
     ):
         self._metrics_file: MetricsFile | None = None
@@ -42,9 +41,10 @@ class Tracker:
         if not is_main:
             return
         output_dir = Path(output_dir)
-        self._loggers = optional_loggers(output_dir, config, resume_step, recipe)
+        name = name or output_dir.resolve().name
+        self._loggers = optional_loggers(output_dir, config, resume_step, name, recipe)
         self._metrics_file = MetricsFile(output_dir / METRICS_FILE, resume_step)
-        self._progress = make_progress(config.progress, total_steps, title=output_dir.name)
+        self._progress = make_progress(config.progress, total_steps, title=name)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._metrics_file is None:
@@ -83,14 +83,14 @@ class Tracker:
 
 
 def optional_loggers(
-    output_dir: Path, config: "TrackingConfig", resume_step: int, recipe: Mapping[str, Any] | None
+    output_dir: Path, config: Tracking, resume_step: int, name: str, recipe: Mapping[str, Any] | None
 ) -> list[Logger]:
     loggers: list[Logger] = []
     if config.wandb is not None:
         from megatron_rft.tracking.wandb import WandbLogger
 
-        settings = {name: value for name, value in config.wandb.model_dump().items() if value is not None}
-        loggers.append(WandbLogger(output_dir, settings, recipe))
+        given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
+        loggers.append(WandbLogger(output_dir, {"name": name} | given, recipe))
     if config.tensorboard:
         from megatron_rft.tracking.tensorboard import TensorBoardLogger
 

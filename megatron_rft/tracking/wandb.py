@@ -12,18 +12,19 @@ from megatron_rft.errors import UserError
 
 
 class WandbLogger:
-    """`settings` are arguments of `wandb.init` (project, name, mode, entity, tags ...); `recipe` is shown beside the run."""
+    """`settings` are arguments of `wandb.init` (project, name, mode, entity); `recipe` is shown beside the run."""
 
     def __init__(self, output_dir: Path, settings: Mapping[str, Any], recipe: Mapping[str, Any] | None = None):
         try:
             import wandb
         except ImportError:
             raise UserError(
-                "tracking.wandb is set, but wandb is not installed: pip install 'megatron-rft[wandb]', or set tracking.wandb=null"
+                "tracking.wandb is set, but wandb is not installed: "
+                "pip install 'megatron-rft[wandb]', or set tracking.wandb=null"
             ) from None
         id_file = Path(output_dir) / "wandb_id"
         known_id = id_file.read_text().strip() if id_file.exists() else None
-        arguments = {"dir": str(output_dir), "name": Path(output_dir).name} | dict(settings)
+        arguments = {"dir": str(output_dir)} | dict(settings)
         try:
             self._run = wandb.init(**arguments, id=known_id, resume="allow", config=dict(recipe or {}))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:

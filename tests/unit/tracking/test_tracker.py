@@ -1,0 +1,77 @@
+import json
+import sys
+
+import pytest
+import torch
+
+from megatron_rft.config.sections import Tracking, Wandb
+from megatron_rft.errors import UserError
+from megatron_rft.tracking.tracker import Tracker
+
+PLAIN = Tracking(progress="plain")
+
+
+def test_the_main_rank_writes_and_prints(tmp_path, capsys):
+    with Tracker(tmp_path, PLAIN, total_steps=2) as tracker:
+        tracker.log(1, {"reward/mean": torch.tensor(0.5), "tokens/generated": 64})
+        tracker.sync()
+        tracker.note("half way")
+        tracker.example("1 + 1 = 2")
+    tracker.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (record["step"], record["reward/mean"], record["tokens/generated"]) == (1, 0.5, 64)
+    assert capsys.readouterr().out == "step 1/2  reward 0.500\nhalf way\n"
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    with Tracker(tmp_path, PLAIN, total_steps=2, is_main=False) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        tracker.note("unseen")
+        tracker.example("unseen")
+        tracker.sync()
+    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_does_steps_again(tmp_path):
+    quiet = Tracking(progress="none")
+    for first, last in ((0, 5), (3, 7)):
+        with Tracker(tmp_path, quiet, 7, resume_step=first) as tracker:
+            for step in range(first, last):
+                tracker.log(step, {"begun at": first})
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(7))
+    assert [record["begun at"] for record in records] == [0, 0, 0, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, package):
+    hidden = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[package]
+    monkeypatch.setitem(sys.modules, hidden, None)  # import then says ImportError
+    config = Tracking(progress="none", wandb=Wandb() if package == "wandb" else None, tensorboard=package != "wandb")
+    with pytest.raises(UserError, match=rf"tracking.{package} is set, .*megatron-rft\[{package}\]"):
+        Tracker(tmp_path, config, total_steps=1)
+
+
+def test_tensorboard_drops_what_is_done_again(tmp_path):
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = Tracking(progress="none", tensorboard=True)
+    for first, last in ((0, 4), (2, 5)):
+        with Tracker(tmp_path, config, 5, resume_step=first) as tracker:
+            for step in range(first, last):
+                tracker.log(step, {"reward/mean": first + step / 10})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
+    assert [event.step for event in events] == [0, 1, 2, 3, 4]
+    assert [event.value for event in events] == pytest.approx([0.0, 0.1, 2.2, 2.3, 2.4])
+
+
+def test_wandb_offline_goes_on_in_the_same_run(tmp_path):
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    config = Tracking(progress="none", wandb=Wandb(project="test", mode="offline"))
+    for first in (1, 2):
+        with Tracker(tmp_path, config, 3, resume_step=first, recipe={"run": {"seed": 3}}) as tracker:
+            tracker.log(first, {"reward/mean": 0.5})
+    run_id = (tmp_path / "wandb_id").read_text()
+    folders = [folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder.is_dir()]
+    assert len(run_id) > 4 and folders and all(folder.name.endswith(run_id) for folder in folders)
