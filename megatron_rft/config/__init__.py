@@ -1,0 +1,25 @@
+"""The whole configuration, validated before torch is imported. Section models are for anybody to import from here."""
+
+from megatron_rft.config.loading import dump, load
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.sections import (
+    GRPO,
+    PIPO,
+    SFT,
+    Batching,
+    Checkpoint,
+    Data,
+    Evaluation,
+    Faults,
+    Megatron,
+    Model,
+    Optimizer,
+    Reward,
+    Rollout,
+    Run,
+    Source,
+    Tracking,
+    Wandb,
+)
+
+__all__ = [name for name in dir() if not name.startswith("_")]

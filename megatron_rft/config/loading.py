@@ -1,0 +1,153 @@
+"""From files and overrides to a recipe, and back to a file.
+
+    base: common.yaml            another recipe, its path relative to this file; mappings merge, null takes a key away
+    rollout: {group_size: 16}
+
+Overrides, `rollout.group_size=8` or `pipo=null`, come last; their values are YAML.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megatron_rft.config.messages import Place, explain
+from megatron_rft.config.recipe import UNUSED, Recipe
+from megatron_rft.errors import ConfigError
+
+COMMAND_LINE = "the command line"
+Layers = list[tuple[str, dict]]  # (where it stands, what it says), the strongest last
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-6 is a number (YAML 1.1 wants 1.0e-6), and a key given twice is an error."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for twice in {str(key) for key in keys if keys.count(key) > 1}:
+            raise ConfigError(f"{node.start_mark.name}, line {node.start_mark.line + 1}: {twice!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Recipe:
+    """The recipe at `path`, with its bases and the overrides, checked as far as one can without the machine."""
+    layers = _files(Path(path), []) + [(COMMAND_LINE, parse_override(text)) for text in overrides]
+    merged: dict = {}
+    for _, layer in layers:
+        merged = _merge(merged, layer)
+    return _validated(merged, layers)
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every option written out; `load` of it gives an equal one."""
+    resolved = recipe.model_dump()
+    unused = list(UNUSED[recipe.trainer])
+    if recipe.model.precision != "fp8":
+        unused += ["megatron.fp8", "megatron.fp8_recipe"]
+    for key in unused:
+        *sections, name = key.split(".")
+        section = resolved
+        for part in sections:
+            section = section[part]
+        section.pop(name)
+    return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _read(path: Path) -> dict:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ConfigError(f"no recipe can be read at {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a recipe: its top level must be sections such as `run:` and `model:`")
+    return content or {}
+
+
+def _files(path: Path, above: list[Path]) -> Layers:
+    """`path` and what it inherits from, the strongest last."""
+    path = Path(path)
+    if path.resolve() in (other.resolve() for other in above):
+        raise ConfigError(f"recipes inherit from each other in a circle: {' -> '.join(map(str, [*above, path]))}")
+    content = _read(path)
+    base = content.pop("base", None)
+    if base is None:
+        return [(str(path), content)]
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base must be the path of another recipe, not {base!r}")
+    return [*_files(path.parent / base, [*above, path]), (str(path), content)]
+
+
+def parse_override(text: str) -> dict:
+    """`a.b=1` -> {"a": {"b": 1}}"""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"{text!r} is not an override: write section.option=value")
+    try:
+        nested: Any = yaml.load(value, _Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"the value of the override {text!r} is not valid YAML; quote it") from None
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def _merge(below: dict, above: dict) -> dict:
+    """Mappings merge, anything else replaces, null removes."""
+    merged = dict(below)
+    for key, value in above.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, dict):
+            lower = merged.get(key)
+            merged[key] = _merge(lower if isinstance(lower, dict) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _validated(merged: dict, layers: Layers) -> Recipe:
+    try:
+        return Recipe.model_validate(merged)
+    except ValidationError as error:
+        lines = []
+        for found in error.errors(include_url=False):
+            loc = tuple(map(str, found["loc"]))
+            place = (
+                loc[:1] + loc[2:] if loc[:1] == ("algorithm",) and len(loc) > 1 else loc
+            )  # pydantic names the variant
+            place, problem = explain(found, place, _beside(place))
+            lines.append(f"{_origin(place, layers)}: {'.'.join(place) or 'the recipe'}: {problem}")
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _beside(place: Place) -> set[str]:
+    """The options of the section that `place` points into."""
+    models: list[type[BaseModel]] = [Recipe]
+    for part in place[:-1]:
+        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        models = [kind for one in annotations for kind in (one, *get_args(one)) if hasattr(kind, "model_fields")]
+    return {name for model in models for name in model.model_fields}
+
+
+def _origin(place: Place, layers: Layers) -> str:
+    """The strongest layer that says something there; for what nobody says, the recipe itself."""
+    for name, layer in reversed(layers):
+        value: Any = layer
+        for part in place:
+            if isinstance(value, list):
+                break
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return name
+    return next(name for name, _ in reversed(layers) if name != COMMAND_LINE)

@@ -1,0 +1,72 @@
+"""What a wrong recipe is told: the dotted place, the value and the fix, in a person's words."""
+
+from collections.abc import Iterable
+
+from pydantic_core import PydanticCustomError
+
+from megatron_rft.errors import did_you_mean
+
+Place = tuple[str, ...]
+
+KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "model_type": "a section of options",
+    "model_attributes_type": "a section of options",
+    "dict_type": "a section of options",
+}
+BOUNDS = {
+    "greater_than": ("above", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def at(key: str, problem: str) -> PydanticCustomError:
+    """To raise in a section's validator: something is wrong with its option `key`."""
+    return PydanticCustomError("at", "{problem}", {"key": key, "problem": problem})
+
+
+def shown(value) -> str:
+    """A value as it stands in a recipe."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def explain(error: dict, place: Place, known: Iterable[str]) -> tuple[Place, str]:
+    """Where one of pydantic's errors is, and what to say of it. `known` are the names that may stand there."""
+    kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
+    if kind == "at":
+        return (*place, *context["key"].split(".")), context["problem"]
+    if kind == "extra_forbidden":
+        hint = did_you_mean(place[-1], known) or f" There are: {', '.join(sorted(known))}."
+        return place, f"there is no such option.{hint}"
+    if kind == "missing":
+        return place, "is required"
+    if kind in KINDS:
+        return place, f"{shown(value)} is not {KINDS[kind]}"
+    if kind in BOUNDS:
+        words, limit = BOUNDS[kind]
+        return place, f"{shown(value)} is not {words} {context[limit]}"
+    if kind == "literal_error":
+        return place, _not_among(value, context["expected"])
+    if kind == "union_tag_invalid":
+        return (*place, "name"), _not_among(context["tag"], context["expected_tags"])
+    if kind == "value_error":
+        return place, str(context["error"])
+    return place, f"{error['msg']} (given: {shown(value)})"
+
+
+def _not_among(value, expected: str) -> str:
+    """`expected` is pydantic's "'a', 'b' or 'c'"."""
+    choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")]
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    return f"{shown(value)} is not one of {', '.join(choices)}.{hint}".removesuffix("." if not hint else "")

@@ -1,0 +1,92 @@
+"""A whole recipe: the sections together, what one section asks of another, and what a kind of trainer has no use for."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rft.config import sections as s
+from megatron_rft.config.messages import at
+
+# Options without effect under a trainer. Given all the same they are refused: no option does nothing.
+UNUSED = {
+    "rl": ("run.epochs",),
+    "sft": (
+        "rollout.prompts_per_step",
+        "rollout.group_size",
+        "rollout.temperature",
+        "model.reference",
+        "batching.forward_only_tokens",
+        "pipo",
+    ),
+}
+
+
+class Recipe(s.Section):
+    trainer: Literal["rl", "sft"] = "rl"
+    """rl: sample, grade, learn. sft: learn from given answers."""
+    run: s.Run
+    model: s.Model
+    megatron: s.Megatron = s.Megatron()
+    optimizer: s.Optimizer = s.Optimizer()
+    batching: s.Batching = s.Batching()
+    data: s.Data
+    rollout: s.Rollout = s.Rollout()
+    reward: s.Reward = s.Reward()
+    algorithm: Annotated[s.GRPO | s.SFT, Field(discriminator="name")]
+    pipo: s.PIPO | None = None
+    """The plug-in that verifies each policy step by what it did to the reward. null: without it."""
+    evaluation: s.Evaluation = s.Evaluation()
+    checkpoint: s.Checkpoint = s.Checkpoint()
+    tracking: s.Tracking = s.Tracking()
+    faults: s.Faults = s.Faults()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_algorithm(cls, value: Any):
+        """`trainer: sft` implies algorithm.name sft, and rl grpo."""
+        if isinstance(value, dict) and isinstance(given := value.get("algorithm") or {}, dict) and "name" not in given:
+            return value | {"algorithm": given | {"name": "sft" if value.get("trainer") == "sft" else "grpo"}}
+        return value
+
+    @model_validator(mode="after")
+    def _check(self):
+        for key in UNUSED[self.trainer]:
+            if given(self, key):
+                raise at(
+                    key, f"does nothing with trainer {self.trainer}: leave it out, or set it to null to undo a base"
+                )
+        if (self.trainer == "sft") != (self.algorithm.name == "sft"):
+            fits = "sft" if self.trainer == "sft" else "grpo"
+            raise at(
+                "algorithm.name",
+                f"'{self.algorithm.name}' does not belong to trainer {self.trainer}: that needs {fits}",
+            )
+        if given(self, "model.reference") and not self.algorithm.kl_coefficient:
+            raise at("model.reference", "does nothing while algorithm.kl_coefficient is 0")
+        if self.evaluation.every and not self.data.validation:
+            raise at("evaluation.every", "does nothing without data.validation")
+        self._check_length()
+        self._check_precision()
+        return self
+
+    def _check_length(self):
+        if self.trainer == "rl" and self.run.steps is None:
+            raise at("run.steps", "is required with trainer rl")
+        if self.trainer == "sft" and (self.run.steps is None) == (self.run.epochs is None):
+            raise at("run.steps", "trainer sft needs either run.steps or run.epochs, and not both")
+
+    def _check_precision(self):
+        if self.model.precision != "fp8":
+            for name in sorted(self.megatron.model_fields_set | set(self.megatron.model_extra)):
+                if name == "fp8" or name.startswith("fp8_"):
+                    raise at(
+                        f"megatron.{name}", f"does nothing with model.precision {self.model.precision}: set that to fp8"
+                    )
+
+
+def given(recipe: Recipe, key: str) -> bool:
+    """Whether the dotted `key` was written down, with a value other than null."""
+    *sections, name = key.split(".")
+    for section in sections:
+        recipe = getattr(recipe, section)
+    return name in recipe.model_fields_set and getattr(recipe, name) is not None
