@@ -1,4 +1,4 @@
-"""Estimators of KL(pi_theta || pi_ref) from the log-probs of sampled tokens (Schulman, "Approximating KL divergence")."""
+"""Estimators of KL(pi_theta || pi_ref) from log-probs of sampled tokens (Schulman, "Approximating KL divergence")."""
 
 import torch
 from torch import Tensor

@@ -29,8 +29,9 @@ KEPT_SEQUENCES = {"group", "unit"}
 
 def improvement(mu: float, window: Tensor, bound: float) -> float:
     """xi of Eq. 9, clipped to [-bound, bound]; 0 where the window's std is zero or anything is not finite."""
-    std = window.double().std().item()
-    xi = (mu - window.double().mean().item()) / std if std > 0 else 0.0
+    if window.min() == window.max():  # exact, where a computed std would be rounding noise
+        return 0.0
+    xi = (mu - window.double().mean().item()) / window.double().std().item()
     return max(-bound, min(bound, xi)) if math.isfinite(xi) else 0.0
 
 

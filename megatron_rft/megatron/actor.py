@@ -1,0 +1,276 @@
+"""A model on megatron-core that can be trained and asked: log-probs, entropies and values of response tokens.
+
+Two verbs, both on a *global* ragged batch that every rank holds:
+
+    outputs(batch, names)  forward only; [R] per name, complete on every rank
+    step(batch, loss, ...) one optimizer step; the loss is a sum over micro-batches and ranks
+
+Scaling, in one place. `loss` gives sums; `Loss.mean(counts)` divides them by counts of the whole global mini-batch. The
+gradient wanted is therefore the plain *sum* over micro-batches and data- and context-parallel ranks. Megatron would
+average: with calculate_per_token_loss=True its schedule and its DDP add up instead, and the division by tokens that
+`finalize_model_grads` would make is left out by not passing it a token count.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.logprobs import logprobs_and_entropy
+from megatron_rft.megatron.optimizer import Optimizer
+from megatron_rft.megatron.packing import Layout, MicroBatch, filler, pack, plan
+from megatron_rft.records import Batch
+
+HEADS = frozenset({"logprobs", "entropy", "values"})
+
+
+class Actor:
+    """A policy (or, with value_head, a critic) under any Megatron layout; frozen when `optimizer` is None.
+
+    Args:
+        hf_config: the transformers configuration of the model.
+        megatron: the recipe's section of that name (layout and TransformerConfig / DDP fields).
+        batching: the recipe's section: token budgets, packing, log-prob chunk.
+        precision: fp32 | bf16 | fp8.
+        temperature: the sampler's; log-probs are those of softmax(logits / temperature).
+        optimizer: OptimizerConfig and schedule fields by Megatron's names, or None.
+        total_steps: length of the learning-rate schedule where it does not say.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        megatron: Any,
+        batching: Any,
+        precision: str,
+        *,
+        temperature: float = 1.0,
+        optimizer: dict[str, Any] | None = None,
+        total_steps: int = 1,
+        value_head: bool = False,
+    ):
+        self.hf_config, self.batching, self.temperature, self.value_head = hf_config, batching, temperature, value_head
+        self.models = models.build(hf_config, megatron, precision, value_head=value_head)
+        self.config = self.models[0].config
+        chunks = self.models if precision == "fp32" else [Float16Module(self.config, m) for m in self.models]
+        self.device = parallel.device()
+        self.optimizer = None
+        self.chunks = chunks
+        if optimizer is not None:
+            self.chunks = self._wrap(chunks, megatron, bool(optimizer.get("use_distributed_optimizer")))
+            self.optimizer = Optimizer(self.chunks, optimizer, precision, total_steps)
+        sequence_parallel = parallel.tp_size() if self.config.sequence_parallel else 1
+        self.layout = Layout(
+            cp_size=parallel.cp_size(),
+            cp_rank=parallel.cp_rank(),
+            total_multiple=sequence_parallel * (16 if precision == "fp8" else 1),
+            packed=batching.pack_sequences,
+        )
+
+    def _wrap(self, chunks: list, megatron: Any, distributed: bool) -> list[DistributedDataParallel]:
+        options = models.fields_of(DistributedDataParallelConfig, megatron)
+        config = DistributedDataParallelConfig(
+            **{"grad_reduce_in_fp32": True, **options}, use_distributed_optimizer=distributed
+        )
+        wrapped = [DistributedDataParallel(self.config, config, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)]
+        self.config.finalize_model_grads_func = lambda model, _tokens, **kw: finalize_model_grads(model, None, **kw)
+        one = len(wrapped) == 1
+        self.config.no_sync_func = wrapped[0].no_sync if one else [m.no_sync for m in wrapped]
+        if config.overlap_grad_reduce and not one:
+            self.config.grad_sync_func = [m.start_grad_sync for m in wrapped]
+        if config.overlap_param_gather and config.align_param_gather:
+            self.config.param_sync_func = wrapped[0].start_param_sync if one else [m.start_param_sync for m in wrapped]
+        return wrapped
+
+    # ---- weights
+
+    def load(self, lookup: Callable[[str], Tensor]) -> None:
+        """All weights from HF-named tensors; the optimizer's main copies follow."""
+        weights.load(self.models, lookup, self.hf_config)
+        if self.optimizer is not None:
+            self.optimizer.megatron.reload_model_params()
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) of every parameter, on every rank, in a fixed order. Every rank must exhaust it."""
+        self._settle()
+        return weights.stream(self.models, self.hf_config)
+
+    def snapshot(self) -> list[Tensor]:
+        """A copy of this rank's weights in host memory (pinned beside a GPU), for `swapped`."""
+        self._settle()
+        pinned = self.device.type != "cpu"
+        return [p.detach().to("cpu", copy=True).pin_memory() if pinned else p.detach().clone() for p in self._parameters()]
+
+    @contextmanager
+    def swapped(self, other: list[Tensor]) -> Iterator[None]:
+        """Run with the weights of a `snapshot` (the frozen reference), then with our own again, bit for bit."""
+        self._settle()
+        own = [p.data for p in self._parameters()]
+        for p, data in zip(self._parameters(), other, strict=True):
+            p.data = data.to(self.device, non_blocking=True)
+        try:
+            yield
+        finally:
+            for p, data in zip(self._parameters(), own, strict=True):
+                p.data = data
+
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        return (p for m in self.models for p in m.parameters())
+
+    def _settle(self) -> None:
+        """Finish a parameter gather that overlaps with the next forward pass."""
+        for chunk in self.chunks:
+            if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    # ---- forward
+
+    @torch.no_grad()
+    def outputs(self, batch: Batch, names: frozenset[str]) -> dict[str, Tensor]:
+        """[R] float32 per name of `HEADS`, on the host and the same on every rank."""
+        budget = self.batching.forward_only_tokens or 2 * self.batching.micro_batch_tokens
+        shares = plan(batch, parallel.dp_size(), budget, self._count_multiple())
+        mine = shares[parallel.dp_rank()]
+        token_of = torch.arange(len(batch.response_ids))
+        numbered = batch.only(set(), set()).with_tokens(number=token_of)
+        order = sorted(names)
+
+        def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
+            number = micro.tokens["number"]
+            values = torch.stack([out[name].float() for name in order])
+            return values.new_zeros(()), (number[micro.response_mask > 0], values[:, micro.response_mask.to(values) > 0])
+
+        found = self._run(numbered, mine, collect, names, forward_only=True)
+        full = torch.zeros(len(order), len(token_of), device=self.device)
+        if self._reports():
+            for number, values in found:
+                full[:, number.to(self.device)] = values
+        dist.all_reduce(full)  # one rank of each data-parallel share adds its tokens, the others add zeros
+        return dict(zip(order, full.cpu(), strict=True))
+
+    def step(
+        self,
+        batch: Batch,
+        loss: Callable[[dict[str, Tensor], Batch], Any],
+        counts: dict[str, float],
+        outputs: frozenset[str] = frozenset({"logprobs"}),
+        learning_rate: float | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on a global mini-batch.
+
+        `loss(outputs, micro_batch)` returns an object with `.mean(counts) -> scalar` and `.logged() -> {name: sum}`
+        (megatron_rft.objectives.base.Loss). Returns means over the mini-batch, "loss", "grad_norm", "learning_rate"
+        and "skipped" (1 where loss or gradient was not finite and nothing was changed).
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        mine = plan(batch, parallel.dp_size(), self.batching.micro_batch_tokens, self._count_multiple())
+
+        def differentiate(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
+            result = loss(out, micro)
+            total = result.mean(counts)
+            logged = {name: entry.total.detach() / counts[entry.per] for name, entry in result.logged().items()}
+            return total, {"loss": total.detach().clone(), **logged}
+
+        parts = self._run(batch, mine[parallel.dp_rank()], differentiate, outputs, forward_only=False)
+        metrics = self._add_up(parts if self._reports() else [])
+        finite = metrics["loss"] == metrics["loss"] and abs(metrics["loss"]) != float("inf")
+        applied, norm = self.optimizer.step(learning_rate) if finite else (False, float("nan"))
+        rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
+        return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
+
+    # ---- the schedule
+
+    def _run(self, batch: Batch, share: list[Tensor], finish: Callable, names: frozenset[str], forward_only: bool) -> list:
+        """megatron-core's pipeline schedule over this rank's micro-batches; what `finish` gave, on the last stage."""
+        assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
+        parts = [batch.select(index) if len(index) else filler(batch) for index in share]
+        micro_batches = [pack(part, self.layout, self.device) for part in parts]
+
+        def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+            micro = next(data)
+            options = {"fp32_output": False} if self.config.bf16 else {}  # hidden states stay in the model's precision
+            hidden = chunk(micro.token_ids, micro.position_ids, None, packed_seq_params=micro.packed, **options)
+            return hidden, partial(last_stage, micro)
+
+        def last_stage(micro: MicroBatch, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
+            value, kept = finish(self._heads(hidden, micro, names, forward_only), micro.batch)
+            return value, torch.zeros((), dtype=torch.int, device=self.device), kept
+
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+        longest = max(m.token_ids.shape[1] for m in micro_batches)
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=longest * parallel.cp_size(),
+            micro_batch_size=micro_batches[0].token_ids.shape[0],
+            forward_only=forward_only,
+        )
+
+    def _heads(self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], forward_only: bool) -> dict[str, Tensor]:
+        """Hidden states [b, S, H] (a 1/tp of S under sequence parallelism) -> [R] per name, on every rank of the stage."""
+        hidden = hidden.transpose(0, 1)  # [S, b, H], as the model holds it
+        if self.value_head:
+            found = {"values": hidden.reshape(-1)[micro.rows].float()}
+        else:
+            if self.config.sequence_parallel:
+                hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            else:
+                hidden = copy_to_tensor_model_parallel_region(hidden)
+            rows = hidden.reshape(-1, hidden.shape[-1])[micro.rows]
+            logprobs, entropy = logprobs_and_entropy(
+                rows,
+                models.output_weight(self.models[-1]),
+                micro.targets,
+                group=parallel.tp_group() if parallel.tp_size() > 1 else None,
+                vocab_size=self.hf_config.vocab_size,
+                temperature=self.temperature,
+                chunk_tokens=self.batching.logprob_chunk_tokens,
+                with_entropy="entropy" in names,
+            )
+            found = {"logprobs": logprobs} | ({"entropy": entropy} if "entropy" in names else {})
+        return {name: self._whole(value, micro) for name, value in found.items()}
+
+    def _whole(self, values: Tensor, micro: MicroBatch) -> Tensor:
+        """[R_local] of one context-parallel rank -> [R] on each. Forward adds up, backward takes one's own part: each of
+        these ranks computes the same loss, and their gradients are added later like data-parallel ones."""
+        if parallel.cp_size() == 1:
+            return values
+        placed = values.new_zeros(len(micro.batch.response_ids)).index_copy(0, micro.kept, values)
+        return reduce_from_tensor_model_parallel_region(placed, group=parallel_state.get_context_parallel_group())
+
+    def _count_multiple(self) -> int:
+        """Interleaved pipelines want a multiple of the pipeline's length."""
+        return parallel.pp_size() if len(self.chunks) > 1 else 1
+
+    def _reports(self) -> bool:
+        """One rank speaks for each data-parallel share: on the last pipeline stage, first of its other groups."""
+        return parallel.is_last_stage() and parallel.tp_rank() == 0 and parallel.cp_rank() == 0
+
+    def _add_up(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
+        """The sums of all micro-batches of all ranks, on every rank. Names are known on the last stage only."""
+        own = {name: sum(part[name].double().item() for part in parts) for name in (parts[0] if parts else {})}
+        gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, own)
+        spoken = [g for g in gathered if g]
+        return {name: sum(g[name] for g in spoken) for name in spoken[0]}

@@ -1,0 +1,135 @@
+"""Checkpoints: megatron's distributed format for weights and optimizer, a JSON and a safetensors file for the rest.
+
+    checkpoints/step_000040/          complete, or not there: it is written as step_000040.partial and renamed
+        weights and moments           torch_dist, reshardable to any TP x PP x DP
+        run.json                      step, data position and what else the trainer keeps
+        state.safetensors             the objective's state (PIPO's window and previous batch)
+
+Saving is asynchronous by default: a forked writer works from a copy-on-write image while training goes on.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rft.errors import DataError
+from megatron_rft.megatron.actor import Actor
+
+PARTIAL = ".partial"
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one format that can change TP and PP
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint."""
+    found = sorted(p for p in folder.glob("step_*") if p.suffix != PARTIAL and (p / "run.json").is_file())
+    return found[-1] if found else None
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of `models` (name -> Actor) under `folder`.
+
+    Every method is called by all ranks together. At most one save is under way: a second waits for the first.
+    """
+
+    def __init__(self, folder: Path, models: dict[str, Actor], keep: int = 2, asynchronous: bool = True):
+        self.folder, self.models, self.keep, self.asynchronous = folder, models, keep, asynchronous
+        self.queue = AsyncCallsQueue(persistent=False)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for torn in folder.glob(f"*{PARTIAL}"):
+                shutil.rmtree(torn)
+        dist.barrier()
+
+    def save(self, step: int, run: dict[str, Any], state: dict[str, Tensor]) -> None:
+        """Everything a run needs to go on from after `step`."""
+        self.wait()
+        final = self.folder / f"step_{step:06d}"
+        partial = final.with_name(final.name + PARTIAL)
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+        dist.barrier()
+        request = dist_checkpointing.save(
+            self._sharded(loading=False),
+            str(partial),
+            async_sharded_save=self.asynchronous,
+            content_metadata=METADATA,
+        )
+        if dist.get_rank() == 0:
+            save_file({name: value.contiguous() for name, value in state.items()}, partial / "state.safetensors")
+            (partial / "run.json").write_text(json.dumps({"step": step, **run}, indent=1))
+        if request is None:
+            self._publish(partial, final)
+        else:
+            request.add_finalize_fn(lambda: self._publish(partial, final))
+            self.queue.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Finish a save whose writer has ended. Cheap; call it once a step."""
+        self.queue.maybe_finalize_async_calls(blocking=False)
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        while self.queue.get_num_unfinalized_calls():
+            self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def close(self) -> None:
+        self.wait()
+        self.queue.close()
+
+    def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Weights, moments and schedule into the models; returns the run's facts and the objective's state."""
+        try:
+            found = dist_checkpointing.load(self._sharded(loading=True), str(path))
+        except Exception as error:
+            raise DataError(
+                f"The checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer changed? "
+                "Start in another run.output_dir, or remove the folder to go on from an earlier checkpoint."
+            ) from error
+        for name, actor in self.models.items():
+            for index, chunk in enumerate(actor.models):
+                chunk.load_state_dict(found[f"{name}.{index}"])
+            actor.optimizer.megatron.load_state_dict(found[f"{name}.optimizer"])
+            actor.optimizer.schedule.load_state_dict(found[f"{name}.schedule"])
+        return json.loads((path / "run.json").read_text()), load_file(path / "state.safetensors")
+
+    def _sharded(self, loading: bool) -> dict[str, Any]:
+        metadata = ensure_metadata_has_dp_cp_group(dict(METADATA))
+        whole: dict[str, Any] = {}
+        for name, actor in self.models.items():
+            model = {f"{name}.{i}": m.sharded_state_dict(f"{name}.", metadata=metadata) for i, m in enumerate(actor.models)}
+            # megatron's optimizer looks its parameters up under "model", or "model0", "model1" with virtual stages
+            keys = ["model"] if len(actor.models) == 1 else [f"model{i}" for i in range(len(actor.models))]
+            optimizer = actor.optimizer.megatron.sharded_state_dict(
+                dict(zip(keys, model.values(), strict=True)), is_loading=loading, metadata=metadata
+            )
+            whole |= model | {f"{name}.optimizer": optimizer, f"{name}.schedule": actor.optimizer.schedule.state_dict()}
+        return whole
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        """The one moment at which a checkpoint comes into being; then old ones go."""
+        if dist.get_rank() == 0:
+            _sync_to_disk(partial)
+            os.replace(partial, final)
+            complete = sorted(p for p in self.folder.glob("step_*") if p.suffix != PARTIAL)
+            for old in complete[: -self.keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+
+
+def _sync_to_disk(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

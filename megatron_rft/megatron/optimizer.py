@@ -1,0 +1,75 @@
+"""Megatron's optimizer and schedule behind one `step`, which refuses to apply a gradient that is not finite."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+SCHEDULE = ("lr_decay_style", "lr_warmup_steps", "lr_decay_steps")
+
+
+class Optimizer:
+    """The optimizer of a list of DDP-wrapped model chunks.
+
+    `options` has OptimizerConfig's fields and the schedule's, under Megatron's names. The schedule advances *before*
+    its step, so that the first of W warm-up steps runs at lr / W rather than at 0.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], options: dict[str, Any], precision: str, total_steps: int):
+        known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+        given = {name: value for name, value in options.items() if name in known and value is not None}
+        config = OptimizerConfig(
+            **given, bf16=precision != "fp32", params_dtype=torch.float32 if precision == "fp32" else torch.bfloat16
+        )
+        self.megatron = get_megatron_optimizer(config, chunks)
+        self.clip_grad = config.clip_grad
+        decay_steps = options.get("lr_decay_steps") or total_steps
+        warmup = options.get("lr_warmup_steps") or 0
+        self.schedule = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.min_lr or 0.0,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(decay_steps, warmup + 1),
+            lr_decay_style=options.get("lr_decay_style") or "constant",
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        return max(group["lr"] for group in self.megatron.param_groups)
+
+    def step(self, learning_rate: float | None = None) -> tuple[bool, float]:
+        """One step from the gradients in the DDP buffers, at `learning_rate` or at the schedule's next.
+
+        Returns (applied, gradient norm before clipping). A gradient with a NaN or an infinity is not applied: weights,
+        moments and schedule stay as they were.
+        """
+        optimizer = self.megatron
+        overflow = optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if overflow or not torch.isfinite(torch.tensor(norm)):
+            return False, norm
+        if learning_rate is None:
+            self.schedule.step(1)
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group.get("lr_mult", 1.0)
+        if self.clip_grad > 0:
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+        optimizer.step_with_ready_grads()
+        if learning_rate is not None:
+            self.schedule.step(0)  # the schedule's rate again, for the log and the next step
+        return True, norm
+
+    def zero_grad(self) -> None:
+        self.megatron.zero_grad()
