@@ -1,7 +1,9 @@
 """The whole configuration, validated before torch is imported. Section models are for anybody to import from here."""
 
 from megatron_rft.config.loading import dump, load
+from megatron_rft.config.plan import Plan, check
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.resume import difference
 from megatron_rft.config.sections import (
     GRPO,
     PIPO,
@@ -21,5 +23,3 @@ from megatron_rft.config.sections import (
     Tracking,
     Wandb,
 )
-
-__all__ = [name for name in dir() if not name.startswith("_")]

@@ -23,30 +23,34 @@ SECTIONS = {
 }
 CLASSES = {"TransformerConfig", "ModelParallelConfig", "DistributedDataParallelConfig", "OptimizerConfig"}
 
-# section -> reason -> names, where * stands for anything
+# section -> reason -> names; * stands for anything
 REFUSED = {
     "megatron": {
         "comes from the model's config.json": """
-            num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels normalization layernorm_*
-            add_bias_linear add_qkv_bias gated_linear_unit glu_linear_offset qk_layernorm qk_l2_norm activation_func*
-            rotary_interleaved softmax_scale softmax_type window_size window_attn_skip_freq no_rope_freq attention_output_gate
-            apply_residual_connection_post_layernorm init_method_std embedding_init_method_std num_moe_experts
-            moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_latent_size
-            moe_router_topk* moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_score_function
-            moe_router_enable_expert_bias moe_router_bias_update_rate moe_apply_probs_on_input""",
+            num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels
+            normalization layernorm_* add_bias_linear add_qkv_bias gated_linear_unit glu_linear_offset
+            qk_layernorm qk_l2_norm activation_func* rotary_interleaved softmax_scale softmax_type
+            window_size window_attn_skip_freq no_rope_freq attention_output_gate
+            apply_residual_connection_post_layernorm init_method_std embedding_init_method_std
+            num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+            moe_layer_freq moe_latent_size moe_router_topk* moe_router_num_groups moe_router_group_topk
+            moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias
+            moe_router_bias_update_rate moe_apply_probs_on_input""",
         "belongs to a model family that is not supported": """
-            mtp_* *mamba* linear_* dsa_* experimental_* multi_latent_attention cache_mla_latents is_hybrid_model mrope_section
-            heterogeneous_block_specs hetereogenous_dist_checkpoint""",
+            mtp_* *mamba* linear_* dsa_* experimental_* multi_latent_attention cache_mla_latents
+            is_hybrid_model mrope_section heterogeneous_block_specs hetereogenous_dist_checkpoint""",
         "is set by model.precision": "fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast fp4*",
         "is set by this package: losses are sums, divided by the counts of the whole mini-batch": """
             calculate_per_token_loss average_in_collective gradient_reduce_div_fusion""",
         "is set by this package, whose micro-batches differ in length": """
-            variable_seq_lengths overlap_p2p_comm* batch_p2p_* use_ring_exchange_p2p deallocate_pipeline_outputs
-            microbatch_group_size_per_vp_stage num_microbatches_with_partial_activation_checkpoints""",
+            variable_seq_lengths overlap_p2p_comm* batch_p2p_* use_ring_exchange_p2p
+            deallocate_pipeline_outputs microbatch_group_size_per_vp_stage
+            num_microbatches_with_partial_activation_checkpoints""",
         "needs micro-batches of one length, and here they differ": "*cuda_graph* tp_comm_* symmetric_ar_type",
         "is set by this package, which builds and loads the model": """
-            perform_initialization use_cpu_initialization init_model_with_meta_device transformer_impl use_te_rng_tracker
-            async_tensor_model_parallel_allreduce moe_extended_tp attention_softmax_in_fp32""",
+            perform_initialization use_cpu_initialization init_model_with_meta_device transformer_impl
+            use_te_rng_tracker async_tensor_model_parallel_allreduce moe_extended_tp
+            attention_softmax_in_fp32""",
         "needs process groups that this package does not make": """
             num_distributed_optimizer_instances hierarchical_context_parallel_sizes hybrid_context_parallel
             max_seqlen_per_dp_cp_rank""",
@@ -61,20 +65,24 @@ REFUSED = {
             moe_input_jitter_eps moe_token_drop* moe_expert_capacity_factor moe_pad_expert_input_to_capacity
             moe_router_force_load_balancing""",
         "concerns Megatron's own inference; here rollout.engine samples": """
-            flash_decode inference_* use_inference_optimized_layers mlp_chunks_for_prefill moe_enable_routing_replay""",
+            flash_decode inference_* use_inference_optimized_layers mlp_chunks_for_prefill
+            moe_enable_routing_replay""",
         "concerns Megatron's FSDP, which is not used; set optimizer.use_distributed_optimizer instead": """
-            use_megatron_fsdp use_custom_fsdp *_sharding_strategy fsdp_* nccl_ub suggested_communication_unit_size
-            preserve_fp32_weights keep_fp8_transpose_cache disable_symmetric_registration""",
+            use_megatron_fsdp use_custom_fsdp *_sharding_strategy fsdp_* nccl_ub
+            suggested_communication_unit_size preserve_fp32_weights keep_fp8_transpose_cache
+            disable_symmetric_registration""",
         "stands under optimizer": "use_distributed_optimizer",
         "belongs to an optimizer or a debugging aid that is not used here": """
-            qk_clip* log_max_attention_logit timers config_logger_dir moe_per_layer_logging test_mode *kitchen*""",
+            qk_clip* log_max_attention_logit timers config_logger_dir moe_per_layer_logging test_mode
+            *kitchen*""",
     },
     "optimizer": {
         "is set by model.precision": "fp16 bf16 fp8_recipe params_dtype *loss_scale* hysteresis",
         "belongs to another optimizer: this package trains with Adam": "optimizer sgd_* muon_*",
         "is not used: all parameters have one learning rate": "decoupled_lr decoupled_min_lr",
         "stands under megatron, and holds for both": "overlap_param_gather reuse_grad_buf_for_mxfp8_param_ag",
-        "is a debugging aid that is not used here": "timers barrier_with_L1_time log_num_zeros_in_grad config_logger_dir",
+        "is a debugging aid that is not used here": """
+            timers barrier_with_L1_time log_num_zeros_in_grad config_logger_dir""",
     },
 }
 NUMBER_TYPES = ("float32", "bfloat16", "float16", "uint8")  # for fields of type torch.dtype, by name

@@ -1,4 +1,4 @@
-"""A whole recipe: the sections together, what one section asks of another, and what a kind of trainer has no use for."""
+"""A whole recipe: the sections together, what one asks of another, and what a kind of trainer has no use for."""
 
 from typing import Annotated, Any, Literal
 

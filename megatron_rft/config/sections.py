@@ -110,7 +110,7 @@ class Megatron(Section):
 
 
 class Optimizer(Section):
-    """Fields of OptimizerConfig and OptimizerParamScheduler, under their own names. Adam with decoupled weight decay."""
+    """Fields of OptimizerConfig and OptimizerParamScheduler, under their own names. Adam with decoupled decay."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -145,7 +145,7 @@ class Optimizer(Section):
         return self
 
     def optimizer_fields(self) -> dict[str, Any]:
-        """What passes through to OptimizerConfig: none of the fields listed above. Types of numbers are given by name."""
+        """What passes through to OptimizerConfig: none of the fields listed above. A torch.dtype is given by name."""
         return passthrough.of_class("OptimizerConfig", self.model_extra)
 
 
@@ -156,8 +156,8 @@ class Batching(Section):
     """The same for passes without backward. None: twice micro_batch_tokens."""
     pack_sequences: bool = True
     """Sequences end to end without padding. false: rectangular micro-batches, padded to the longest."""
-    logprob_chunk_tokens: Count = 1024
-    """Tokens whose logits exist at one time."""
+    logprob_block_mib: Count = 64
+    """Size of the one block of logits that exists at a time."""
 
     @property
     def tokens_without_backward(self) -> int:

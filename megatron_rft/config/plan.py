@@ -1,0 +1,193 @@
+"""What a recipe comes to on a number of ranks: the cross-field checks, and their arithmetic for a person to read.
+
+Runs before torch is imported, so that a wrong recipe costs a second and not a queue.
+"""
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_rft.config import model_shape
+from megatron_rft.config.layout import Layout, check_layout
+from megatron_rft.config.model_shape import ModelShape
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.errors import ConfigError, DataError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Plan:
+    layout: Layout
+    steps_per_batch: int  # optimizer steps of the schedule per sampled batch (RL), or 1
+    optimizer_steps: int | None  # of the whole run; None where `run.epochs` decides, once the data is read
+    lines: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def check(recipe: Recipe, world_size: int = 1) -> Plan:
+    """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan."""
+    check_installed(recipe)
+    shape, model_line = check_model(recipe)
+    layout = check_layout(recipe.megatron, world_size, shape)
+    check_files(recipe)
+    longest = check_lengths(recipe, shape)
+    batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _sft_batch(recipe)
+    optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
+    check_schedule(recipe, optimizer_steps)
+    budget = recipe.batching.micro_batch_tokens
+    lines = [
+        model_line,
+        f"layout: {layout} = {_many(world_size, 'rank')}",
+        *batch_lines,
+        f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
+        _schedule_line(recipe, optimizer_steps),
+    ]
+    return Plan(layout, steps_per_batch, optimizer_steps, lines)
+
+
+def check_installed(recipe: Recipe) -> None:
+    """What the recipe asks of this machine's packages."""
+    if find_spec("psutil") is None:
+        raise ConfigError(
+            "psutil is not installed, and megatron-core's checkpoints hang without it: pip install psutil"
+        )
+    with_te = find_spec("transformer_engine") is not None
+    if recipe.model.precision == "fp8" and not with_te:
+        raise ConfigError(
+            "model.precision: fp8 needs Transformer Engine, which is not installed here; it runs on NVIDIA GPUs from "
+            "compute capability 8.9 on. Use bf16, or pip install 'transformer-engine[pytorch]' on such a machine"
+        )
+    if recipe.megatron.attention_backend != "auto" and not with_te:
+        raise ConfigError(
+            f"megatron.attention_backend: {recipe.megatron.attention_backend} chooses a kernel of Transformer Engine, "
+            "which is not installed here: torch's own attention is used. Set it to auto"
+        )
+    if recipe.rollout.engine == "vllm":
+        where = "is not installed here, and" if find_spec("vllm") is None else "is installed, but"
+        raise ConfigError(f"rollout.engine: vllm {where} this version samples with the hf engine only. Use hf or auto")
+    if recipe.tracking.wandb and find_spec("wandb") is None:
+        raise ConfigError(
+            "tracking.wandb: wandb is not installed: pip install 'megatron-rft[wandb]', or set it to null"
+        )
+    if recipe.tracking.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tracking.tensorboard: tensorboard is not installed: pip install tensorboard, or set it to false"
+        )
+
+
+def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
+    """The model's shape (None while it has not been downloaded), and what will be loaded."""
+    model = recipe.model
+    folder = model_shape.find_model(model.path)
+    shape = model_shape.read_shape(folder) if folder else None
+    if folder and model.initialise == "pretrained" and not any(folder.glob("*.safetensors")):
+        raise DataError(
+            f"model.path: {folder} has no *.safetensors. For new weights of its architecture: model.initialise=random"
+        )
+    if model.tokenizer:
+        model_shape.find_model(model.tokenizer, "model.tokenizer")
+    if model.reference:
+        reference = model_shape.find_model(model.reference, "model.reference")
+        other = model_shape.read_shape(reference, "model.reference") if reference else None
+        if shape and other and (other.vocabulary != shape.vocabulary):
+            raise DataError(
+                f"model.reference: its vocabulary has {other.vocabulary} tokens, that of model.path {shape.vocabulary}"
+            )
+    weights = "random weights" if model.initialise == "random" else "its weights"
+    source = f"{model.path} ({shape})" if shape else f"{model.path}, from the Hugging Face hub: not checked yet"
+    return shape, f"model: {source}, {weights}, {model.precision}"
+
+
+def check_files(recipe: Recipe) -> None:
+    for name in ("train", "validation", "test"):
+        source = getattr(recipe.data, name)
+        if source and source.path != "arithmetic" and not Path(source.path).expanduser().is_file():
+            near = [str(path) for path in Path(source.path).parent.glob("*")]
+            raise DataError(f"data.{name}: there is no such file, {source.path}.{did_you_mean(source.path, near)}")
+
+
+def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
+    """Tokens of the longest sequence, which must fit a micro-batch and the model's positions."""
+    rollout, evaluation = recipe.rollout, recipe.evaluation
+    prompt, budget = recipe.data.max_prompt_tokens, recipe.batching.micro_batch_tokens
+    sampled = evaluation.max_response_tokens or rollout.max_response_tokens
+    if recipe.trainer == "rl":
+        longest = prompt + rollout.max_response_tokens
+        sampled = max(sampled, rollout.max_response_tokens)
+        if longest > budget:
+            raise ConfigError(
+                f"batching.micro_batch_tokens: a sequence may have {longest} tokens (data.max_prompt_tokens {prompt} + "
+                f"rollout.max_response_tokens {rollout.max_response_tokens}), and does not fit {budget}"
+            )
+    else:
+        longest = budget
+        if prompt >= budget:
+            raise ConfigError(
+                f"data.max_prompt_tokens: {prompt} leaves nothing of batching.micro_batch_tokens, {budget}"
+            )
+    if recipe.batching.tokens_without_backward < longest:
+        raise ConfigError(
+            f"batching.forward_only_tokens: {recipe.batching.forward_only_tokens} does not hold a sequence of {longest}"
+        )
+    needed = prompt + sampled
+    if shape and needed > shape.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens {prompt} + response {sampled} = {needed} tokens is beyond the model's "
+            f"max_position_embeddings, {shape.max_positions}"
+        )
+    return longest if not shape else min(longest, shape.max_positions)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    prompts, group = rollout.prompts_per_step, rollout.group_size
+    mini = algorithm.mini_batch_prompts or prompts
+    if group < 2:
+        raise ConfigError(
+            f"rollout.group_size: {algorithm.name} compares the responses of a group: it takes 2 or more, not {group}"
+        )
+    if prompts % mini:
+        divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
+        raise ConfigError(
+            f"algorithm.mini_batch_prompts: {mini} does not divide rollout.prompts_per_step, {prompts}. "
+            f"Possible: {', '.join(map(str, divisors))}"
+        )
+    parts, epochs = prompts // mini, algorithm.epochs
+    over = f" x {epochs} epochs" if epochs > 1 else ""
+    lines = [
+        f"global batch: {prompts * group} responses = {prompts} prompts x {group}",
+        f"updates: {_many(parts * epochs, 'optimizer step')} = {parts} x {mini} prompts ({mini * group} responses){over}",
+    ]
+    if recipe.pipo:
+        pipo = recipe.pipo
+        late = ": never in this run" if recipe.run.steps <= pipo.window else ""
+        lines.append(
+            f"pipo: one verification step more, from step {pipo.window + 1} on{late}, at {pipo.learning_rate:g}"
+        )
+    return lines, parts * epochs
+
+
+def _sft_batch(recipe: Recipe) -> tuple[list[str], int]:
+    return [f"global batch: {recipe.algorithm.batch_sequences} sequences, one optimizer step"], 1
+
+
+def check_schedule(recipe: Recipe, total: int | None) -> None:
+    optimizer = recipe.optimizer
+    end = optimizer.lr_decay_steps or total
+    if end is not None and optimizer.lr_warmup_steps > end:
+        name = "lr_decay_steps" if optimizer.lr_decay_steps else "the run's optimizer steps"
+        raise ConfigError(f"optimizer.lr_warmup_steps: {optimizer.lr_warmup_steps} is beyond {name}, {end}")
+
+
+def _schedule_line(recipe: Recipe, total: int | None) -> str:
+    optimizer, run = recipe.optimizer, recipe.run
+    length = (
+        f"{run.epochs:g} epochs" if total is None else f"{_many(total, 'optimizer step')} in {_many(run.steps, 'step')}"
+    )
+    warmup = f", {optimizer.lr_warmup_steps} of warmup" if optimizer.lr_warmup_steps else ""
+    return f"schedule: {length}{warmup}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"

@@ -1,0 +1,47 @@
+"""May a run be continued with another recipe? What may differ, and what would make it another run."""
+
+from fnmatch import fnmatch
+from typing import Any
+
+from megatron_rft.config.messages import shown
+from megatron_rft.config.recipe import Recipe
+
+# What neither changes the numbers of a step (beyond rounding) nor what has been done so far.
+# fmt: off
+FREE = (
+    "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "tracking.*", "checkpoint.*",
+    "evaluation.*", "faults.*", "batching.*", "megatron.*", "optimizer.use_distributed_optimizer",
+    "optimizer.overlap*", "optimizer.*offload*", "optimizer.pin_cpu_*", "data.validation*", "data.test*",
+    "rollout.engine", "rollout.max_batch_sequences", "reward.workers", "reward.timeout_s",
+)
+# fmt: on
+
+
+def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"run": {"seed": 0}} -> {"run.seed": 0}"""
+    items: dict[str, Any] = {}
+    for name, value in section.items():
+        items |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return items
+
+
+def difference(old: Recipe, new: Recipe) -> list[str]:
+    """Where `new` would not continue `old`: one line for each option that matters. Empty: it is the same run."""
+    before, after = flat(old.model_dump()), flat(new.model_dump())
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key) and not any(fnmatch(key, pattern) for pattern in FREE):
+            lines.append(f"{key}: {shown(before.get(key))} there, {shown(after.get(key))} now")
+    return lines + _schedule(old, new)
+
+
+def _schedule(old: Recipe, new: Recipe) -> list[str]:
+    """The run may become longer; the learning rate's curve may not be bent by it."""
+    if new.optimizer.lr_decay_style == "constant" or new.optimizer.lr_decay_steps or old.optimizer.lr_decay_steps:
+        return []
+    return [
+        f"run.{key}: {getattr(old.run, key)} there, {getattr(new.run, key)} now, and the learning rate decays over the "
+        "whole run: give optimizer.lr_decay_steps from the start of a run that may be prolonged"
+        for key in ("steps", "epochs")
+        if getattr(old.run, key) != getattr(new.run, key)
+    ]
