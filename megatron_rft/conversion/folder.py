@@ -1,0 +1,160 @@
+"""The files of an HF model folder: safetensors shards with an index, config.json, tokenizer.
+
+Reads lazily, one tensor at a time, after checking names and shapes; writes shards as tensors come and appears under
+its name only when complete. Does not read pickles (`pytorch_model.bin`).
+"""
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rft.conversion.families import family_of
+from megatron_rft.conversion.mapping import hf_shapes
+from megatron_rft.errors import DataError
+
+IGNORED = ("rotary_emb.inv_freq", "score.weight")  # computed; a critic's head, asked for only by a critic
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+class HFFolder:
+    """The tensors of an HF folder by name, read when asked for: `folder(name)`; KeyError where there is none.
+
+    Checked against `hf_config` when opened: a missing tensor, one of another shape, or one that the model would not use
+    is an error that names it.
+    """
+
+    def __init__(self, path: str | Path, hf_config: Any):
+        self.path = Path(path)
+        shards = [safe_open(self.path / file, "pt") for file in self._files()]
+        self.where = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118
+        self._check(hf_config)
+
+    def _files(self) -> list[str]:
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif single.exists():
+            files = [single.name]
+        else:
+            raise DataError(f"{self.path}: no model.safetensors and no model.safetensors.index.json here{self._seen()}")
+        absent = [file for file in files if not (self.path / file).exists()]
+        if absent:
+            raise DataError(f"{self.path}: {index.name} names files that are not there: {', '.join(absent)}")
+        return files
+
+    def _seen(self) -> str:
+        if not self.path.is_dir():
+            return " (no such folder)"
+        if list(self.path.glob("*.bin")):
+            return "; pickled weights (*.bin) are not read: save the model with safe_serialization=True first"
+        return ""
+
+    def _check(self, hf_config: Any) -> None:
+        expected = hf_shapes(hf_config)
+        ignored = IGNORED + (("lm_head.weight",) if hf_config.tie_word_embeddings else ())
+        problems = {
+            "missing": [name for name in expected if name not in self.where],
+            "unexpected": [name for name in self.where if name not in expected and not name.endswith(ignored)],
+            "of another shape": [
+                f"{name} {self.shape(name)}, config.json says {shape}"
+                for name, shape in expected.items()
+                if name in self.where and self.shape(name) != shape
+            ],
+        }
+        found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+        if found:
+            raise DataError(
+                f"{self.path}: the tensors are not those of this {hf_config.model_type} model. " + "; ".join(found)
+            )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.where[name].get_slice(name).get_shape())
+
+    def __call__(self, name: str) -> Tensor:
+        return self.where[name].get_tensor(name)
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+class FolderWriter:
+    """Writes an HF folder from a stream of tensors: `add` each, then `finish`. Loadable by transformers."""
+
+    def __init__(self, path: str | Path, shard_bytes: int = 4 << 30):
+        self.path, self.shard_bytes = Path(path), shard_bytes
+        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        self.pending: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total_bytes = 0
+        self.dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        tensor = tensor.detach().to("cpu", copy=True).contiguous()
+        self.pending[name] = tensor
+        self.dtype = self.dtype or tensor.dtype
+        self.total_bytes += tensor.nbytes
+        if sum(t.nbytes for t in self.pending.values()) >= self.shard_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        save_file(self.pending, self.partial / f"{len(self.shards)}.safetensors", metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.pending = {}
+
+    def finish(self, hf_config: Any, tokenizer_folder: str | Path | None) -> None:
+        """Name the shards, add config and tokenizer, and put the folder in its place (of an older one, if any)."""
+        if self.pending:
+            self._flush()
+        self._name_shards()
+        self._config(hf_config).save_pretrained(self.partial)
+        for file in COMPANIONS:
+            if tokenizer_folder is not None and (Path(tokenizer_folder) / file).exists():
+                shutil.copy(Path(tokenizer_folder) / file, self.partial / file)
+        old = self.path.with_name(f".{self.path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.path.exists():
+            os.rename(self.path, old)
+        os.rename(self.partial, self.path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _name_shards(self) -> None:
+        count = len(self.shards)
+        if count == 1:
+            os.rename(self.partial / "0.safetensors", self.partial / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self.shards):
+            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            os.rename(self.partial / f"{i}.safetensors", self.partial / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+    def _config(self, hf_config: Any) -> Any:
+        config, architecture = copy.deepcopy(hf_config), family_of(hf_config).architecture
+        if any("score.weight" in names for names in self.shards):  # a critic
+            architecture, config.num_labels = architecture.replace("CausalLM", "SequenceClassification"), 1
+        config.architectures, config.dtype = [architecture], self.dtype
+        return config

@@ -1,0 +1,128 @@
+"""Lets the real megatron-core run on a host without CUDA (gloo). Does nothing where CUDA exists.
+
+megatron-core names its device in four ways: `torch.cuda.current_device()`, `device="cuda"` (with `pin_memory`) in a
+factory call, `Tensor.cuda()`, and a comparison with `Tensor.type()`. Here megatron.core's modules get their own view
+of `torch`, in which the first two mean the CPU; torch itself, and every other library, keeps the real ones. (Wrapping
+`torch.empty` and the others globally would break `with torch.device(...)`, which compares functions by identity:
+transformers then leaves its rotary buffers uninitialised.)
+
+This is the one place that knows of such hosts. What an option of megatron-core can say is said by an option instead:
+see `model.transformer_config`.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+
+import torch
+
+from megatron_rft.errors import UserError
+
+# Modules that name the device; imported here so that none of them is first imported after `install`.
+USED = (
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "optimizer",
+    "distributed",
+    "distributed.finalize_model_grads",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "dist_checkpointing",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "transformer.moe.moe_layer",
+)
+FACTORIES = ("empty", "empty_like", "zeros", "ones", "tensor")
+
+
+class _View(types.ModuleType):
+    """A module with some attributes replaced; everything else is the real module's."""
+
+    def __init__(self, module: types.ModuleType, **replaced):
+        super().__init__(module.__name__)
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str):
+        return getattr(self._module, name)
+
+
+def _on_cpu(factory):
+    """`factory` with device="cuda" read as the CPU and `pin_memory` ignored."""
+
+    @functools.wraps(factory)
+    def call(*args, **kwargs):
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _cuda(tensor, *args, **kwargs):
+    return tensor
+
+
+def _type(tensor, *args, plain=torch.Tensor.type, **kwargs):
+    name = plain(tensor, *args, **kwargs)  # megatron-core's optimizers compare it with 'torch.cuda.FloatTensor'
+    return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
+
+
+def install() -> None:
+    """Prepare megatron-core for this host. Called when `megatron_rft.megatron` is imported; again: nothing."""
+    if importlib.util.find_spec("psutil") is None:
+        # megatron-core does not list it, and without it `dist_checkpointing.save` hangs for ever
+        raise UserError("megatron-core needs the package psutil, which is not installed: pip install psutil")
+    if torch.cuda.is_available() or torch.Tensor.cuda is _cuda:
+        return
+    torch.Tensor.cuda, torch.Tensor.type = _cuda, _type
+    for name in USED:
+        importlib.import_module(f"megatron.core.{name}")
+    _redirect_torch()
+    _without_cuda_generators()
+    _moe_without_streams()
+
+
+def _redirect_torch() -> None:
+    cuda = _View(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda device=None: None,
+        current_stream=lambda device=None: None,
+    )
+    view = _View(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
+            module.torch = view
+
+
+def _without_cuda_generators() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random.get_cuda_rng_tracker(inference_rng_tracker=True)  # a tracker without states: fork() is a null context
+    # activation recompute saves and restores these beside the CPU generator's state, which it keeps by itself
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _moe_without_streams() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # megatron-core 0.16.1 raises NameError in the router where transformer-engine is absent
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = "none"  # set, so that no torch.cuda.Stream is made
+
+    def splits_to_host(self, point, tokens_per_expert=None):
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                if torch.is_tensor(getattr(self, name)):
+                    setattr(self, name, getattr(self, name).numpy())
+        return tokens_per_expert
+
+    dispatcher._maybe_dtoh_and_synchronize = splits_to_host

@@ -1,0 +1,156 @@
+"""The layer spec: Transformer Engine's where it is there (with CUDA), else torch's attention and norm.
+
+Both are ordinary ModuleSpec substitutions of megatron-core; nothing is patched. The torch spec knows right-padded
+batches, packed sequences (thd) and context parallelism, and runs on any device. Of its attention's two packed forms
+the bucketed one is for one rank of context, the masked one (all keys gathered) for several.
+"""
+
+import functools
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+# A bucket of packed sequences is padded to its longest; its shortest is at least this share of that.
+BUCKET_RATIO = 0.6
+
+
+def has_transformer_engine() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage (`vp_stage` of it), dense or mixture of experts as the config says."""
+    with_te = has_transformer_engine()
+    block = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
+    if with_te:
+        return block
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = TorchAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block.layer_norm = RMSNorm
+    return block
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under megatron-core's signature; it honours params_dtype and sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+@functools.lru_cache(maxsize=8)
+def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Packed sequences in groups of similar length, each padded to its longest.
+
+    Returns per bucket the packed position [n, longest] of every cell (padding repeats the sequence's last), and where
+    each packed token lies in the flattened buckets, end to end [T].
+    """
+    spans = sorted(((b - a, a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if b > a), reverse=True)
+    groups: list[list[tuple[int, int]]] = []
+    for span in spans:
+        if groups and span[0] >= BUCKET_RATIO * groups[-1][0][0]:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    cells, place, offset = [], torch.empty(cu_seqlens[-1], dtype=torch.long), 0
+    for group in groups:
+        length, start = torch.tensor(group).T[:, :, None]  # [n, 1] each
+        column = torch.arange(group[0][0])
+        cells.append((start + torch.minimum(column, length - 1)).to(device))
+        filled = column < length
+        place[cells[-1].cpu()[filled]] = offset + filled.flatten().nonzero().flatten()
+        offset += filled.numel()
+    return cells, place.to(device)
+
+
+def zigzag(length: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions of one sequence that a context-parallel rank holds: chunks `rank` and `2 * size - 1 - rank`."""
+    early, late = cp_rank, 2 * cp_size - 1 - cp_rank
+    chunks = torch.arange(length).chunk(2 * cp_size)
+    return torch.cat([chunks[early], chunks[late]])
+
+
+@functools.lru_cache(maxsize=2)
+def context_mask(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
+    """[Tq, Tk] True where this rank's query may see a key; keys in the order of the gathered ranks."""
+    lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+
+    def held_by(rank: int) -> tuple[Tensor, Tensor]:
+        positions = [zigzag(n, cp_size, rank) for n in lengths]
+        return torch.cat(positions), torch.cat([torch.full_like(p, i) for i, p in enumerate(positions)])
+
+    position_q, sequence_q = held_by(cp_rank)
+    position_k, sequence_k = (torch.cat(x) for x in zip(*map(held_by, range(cp_size)), strict=True))
+    causal = position_q[:, None] >= position_k[None]
+    return (causal & (sequence_q[:, None] == sequence_k[None])).to(device)
+
+
+class TorchAttention(MegatronModule):
+    """Causal attention by torch's scaled_dot_product_attention, in the place of core attention."""
+
+    def __init__(self, config, *, softmax_scale=None, pg_collection=None, **_):
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+        self.softmax_scale = softmax_scale
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[b, heads, s, d]; `mask` True where allowed, causal without. Grouped queries share keys (no copies)."""
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+        )
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
+        """[T, heads, d], sequences end to end -> [T, heads * d]. Causality keeps real tokens from seeing padding."""
+        cells, place = buckets(cu_seqlens, q.device)
+        outs = []
+        for index in cells:
+            parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in (q, k, v))
+            outs.append(self.attend(*parts).transpose(1, 2).flatten(0, 1).flatten(1))  # [n * longest, heads * d]
+        return torch.cat(outs).index_select(0, place)
+
+    def attend_over_context(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
+        """This rank's queries over every rank's keys; [s, b, heads, d] -> [s, b, heads * d]."""
+        k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (k, v))
+        mask = context_mask(cu_seqlens, self.cp_group.size(), self.cp_group.rank(), q.device)
+        return self.attend_padded(q, k, v, mask)
+
+    def attend_padded(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[s, b, heads, d] -> [s, b, heads * d]"""
+        out = self.attend(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), mask)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def forward(
+        self,
+        query: Tensor,  # [s, b, heads, d], or [T, heads, d] when packed
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,  # megatron-core's: True = masked out
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ) -> Tensor:
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q_padded
+            ends = tuple((packed_seq_params.cu_seqlens_q if ends is None else ends).tolist())
+            if self.cp_group.size() == 1:
+                return self.attend_packed(query, key, value, ends)
+            return self.attend_over_context(*(x[:, None] for x in (query, key, value)), ends)[:, 0]
+        if self.cp_group.size() > 1:
+            assert attention_mask is None, "context parallelism knows causal attention only"
+            return self.attend_over_context(query, key, value, (0, query.shape[0] * self.cp_group.size()))
+        return self.attend_padded(query, key, value, None if attention_mask is None else ~attention_mask)

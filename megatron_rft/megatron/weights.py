@@ -1,0 +1,172 @@
+"""HF-named tensors into a model and out of it, over any tensor, pipeline, virtual pipeline and expert layout.
+
+`load` and `stream` are inverse to each other, bit for bit. Both hold one parameter at a time in memory. A *lookup* is
+any function from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_rft.conversion import FolderWriter, HFFolder, Mapping, hf_shapes, partition_dim, shard, unshard
+from megatron_rft.conversion.mapping import EXPERT, LAYER
+from megatron_rft.megatron import parallel
+from megatron_rft.megatron.model import ValueHead
+
+Lookup = Callable[[str], Tensor]
+
+
+def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any) -> None:
+    """Set every parameter of this rank. A value head is left as it is where the lookup has none (KeyError).
+
+    An optimizer that keeps main parameters must be told afterwards (`reload_model_params`).
+    """
+    mapping = Mapping(hf_config)
+    with torch.no_grad():
+        for name, parameter in named_parameters(chunks):
+            try:
+                whole = mapping.merge(name, [lookup(n) for n in mapping.hf_names(name)])
+            except KeyError:
+                if name != "value_head.weight":
+                    raise
+                continue
+            part = shard(name, whole, *_sharding(name))
+            assert part.shape == parameter.shape, f"{name}: {tuple(part.shape)} for {tuple(parameter.shape)}"
+            parameter.copy_(part)
+
+
+def stream(chunks: list[GPTModel], hf_config: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of the model on every rank, in a fixed order; a tied output matrix is left out.
+
+    Collective: every rank must exhaust it. A tensor may share the model's memory: copy what outlives the next update.
+    """
+    mapping, mine = Mapping(hf_config), dict(named_parameters(chunks))
+    for stage, name, shape, own_dtype in _listing(mine, hf_config.tie_word_embeddings):
+        if stage == parallel.pp_rank():
+            part = _plain(mine[name]).to(dtype or own_dtype).contiguous()
+        else:
+            part = torch.empty(shape, dtype=dtype or own_dtype, device=parallel.device())
+        if parallel.pp_size() > 1:
+            dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
+        for whole_name, whole in _gather(name, part, hf_config):
+            yield from zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
+
+
+def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters by canonical name: layers and experts numbered over the whole model."""
+    for model in chunks:
+        for name, parameter in model.named_parameters():
+            in_layer = LAYER.fullmatch(name)
+            if in_layer:
+                number = model.decoder.layers[int(in_layer[1])].layer_number - 1
+                rest = _expert_renumbered(in_layer[2], parallel.ep_rank() * _local_experts(model.config))
+                name = f"decoder.layers.{number}.{rest}"
+            elif name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
+                name = "value_head.weight"
+            yield name, parameter
+
+
+def _local_experts(config: Any) -> int:
+    return (config.num_moe_experts or 0) // config.expert_model_parallel_size
+
+
+def _expert_renumbered(name: str, offset: int) -> str:
+    """`name` within a layer, its expert's number (if it has one) moved by `offset`."""
+    expert = EXPERT.fullmatch(name)
+    if not expert:
+        return name
+    group = "local" if expert["local"] else "grouped"
+    start, end = expert.span(group)
+    return f"{name[:start]}{int(expert[group]) + offset}{name[end:]}"
+
+
+def _is_expert(name: str) -> bool:
+    in_layer = LAYER.fullmatch(name)
+    return bool(in_layer and EXPERT.fullmatch(in_layer[2]))
+
+
+def _sharding(name: str) -> tuple[int, int]:
+    """(ranks, rank) among those that hold parts of this parameter."""
+    if _is_expert(name):
+        return parallel.etp_size(), parallel.etp_rank()
+    return parallel.tp_size(), parallel.tp_rank()
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
+
+
+def _listing(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str, torch.Size, torch.dtype]]:
+    """(pipeline rank, name, shape, dtype) of every parameter of this rank's pipeline, stage by stage."""
+    stages: list[Any] = [None] * parallel.pp_size()
+    own = [(name, p.shape, p.dtype) for name, p in mine.items()]
+    dist.all_gather_object(stages, own, group=parallel.pp_group())
+    skipped = {"output_layer.weight"} if tied else set()  # a tied copy on the last stage
+    return [(stage, *entry) for stage, entries in enumerate(stages) for entry in entries if entry[0] not in skipped]
+
+
+def _gather(name: str, part: Tensor, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
+    """One rank's part -> the whole parameter and, of an expert, also its counterparts on the expert-parallel ranks."""
+    if not _is_expert(name):
+        group = parallel.tp_group() if partition_dim(name) is not None else None
+        yield name, unshard(name, _all_gather(part, group), hf_config.vocab_size)
+        return
+    whole = unshard(name, _all_gather(part, parallel.etp_group()), hf_config.vocab_size)
+    number, rest = LAYER.fullmatch(name).groups()
+    step = hf_config.num_experts // parallel.ep_size()
+    for rank, expert in enumerate(_all_gather(whole.contiguous(), parallel.ep_group())):
+        moved = _expert_renumbered(rest, (rank - parallel.ep_rank()) * step)
+        yield f"decoder.layers.{number}.{moved}", expert
+
+
+def _all_gather(part: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    if group is None or group.size() == 1:
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part, group=group)
+    return parts
+
+
+def random_tensors(hf_config: Any, seed: int) -> Lookup:
+    """Fresh weights by HF's conventions, each drawn from (seed, its name): the same for every layout.
+
+    Matrices and embeddings normal(0, initializer_range), norms one, biases zero.
+    """
+    shapes = hf_shapes(hf_config)
+
+    def lookup(name: str) -> Tensor:
+        shape = shapes[name]
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        return torch.randn(shape, generator=generator) * hf_config.initializer_range
+
+    return lookup
+
+
+def open_folder(path: str | Path, hf_config: Any) -> HFFolder:
+    """A lookup over an HF folder, checked against the configuration."""
+    return HFFolder(path, hf_config)
+
+
+def save_folder(
+    tensors: Iterator[tuple[str, Tensor]], path: str | Path, hf_config: Any, tokenizer_folder: str | Path | None = None
+) -> None:
+    """A `stream` into an HF folder that transformers can load. Rank 0 writes; all ranks leave together."""
+    writer = FolderWriter(path) if parallel.rank() == 0 else None
+    for name, tensor in tensors:
+        if writer:
+            writer.add(name, tensor)
+    if writer:
+        writer.finish(hf_config, tokenizer_folder)
+    dist.barrier()
