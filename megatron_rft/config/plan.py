@@ -161,7 +161,7 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
     over = f" x {epochs} epochs" if epochs > 1 else ""
     lines = [
         f"global batch: {prompts * group} responses = {prompts} prompts x {group}",
-        f"updates: {_many(parts * epochs, 'optimizer step')} = {parts} x {mini} prompts ({mini * group} responses){over}",
+        f"updates: {_many(parts * epochs, 'optimizer step')} = {parts} x {mini} prompts{over}",
     ]
     if recipe.pipo:
         pipo = recipe.pipo

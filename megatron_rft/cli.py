@@ -1,0 +1,141 @@
+"""The command line: `megatron-rft train|plan|report|doctor`. Parses and validates before torch is imported.
+
+Exit statuses: 0 finished, 2 a mistake of the user's, 3 the run failed, 75 stopped by a signal after a checkpoint (the
+same command goes on), 130 Ctrl-C before there was anything to save.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rft import __version__, launcher
+from megatron_rft.config import Recipe, check, load
+from megatron_rft.errors import RunFailed, UserError
+from megatron_rft.launcher import FAILED, FINISHED, STOPPED, USER_ERROR
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="megatron-rft", description="Reinforcement fine-tuning on megatron-core.")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run a recipe, or go on with it", allow_abbrev=False)
+    _add_recipe(train)
+    train.add_argument("--nproc", type=_count, metavar="N", help="ranks on this machine (default: 1)")
+    train.add_argument("--dry-run", action="store_true", help="check the recipe, print its arithmetic and stop")
+    train.set_defaults(function=_train)
+
+    plan = commands.add_parser(
+        "plan", help="check a recipe and print its arithmetic: train --dry-run", allow_abbrev=False
+    )
+    _add_recipe(plan)
+    plan.add_argument("--nproc", type=_count, metavar="N", help="ranks it would run on (default: 1)")
+    plan.set_defaults(function=_train, dry_run=True)
+
+    report = commands.add_parser("report", help="draw a run's curves again", allow_abbrev=False)
+    report.add_argument("run", type=Path, metavar="RUN", help="the run's output folder")
+    report.set_defaults(function=_report)
+
+    doctor = commands.add_parser("doctor", help="what is installed here, and what a run would use")
+    doctor.set_defaults(function=_doctor)
+    return top
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", metavar="RECIPE", help="a YAML file")
+    command.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="on top of the file")
+    command.add_argument("--engine", choices=("auto", "vllm", "hf"), help="the same as rollout.engine=...")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Overrides may stand before and after options, which argparse alone does not allow."""
+    args, rest = parser().parse_known_args(arguments)
+    if any(text.startswith("-") for text in rest) or rest and not hasattr(args, "overrides"):
+        parser().error(f"there is no option {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes")
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status; mistakes of the user's are one line on stderr, without a traceback."""
+    args = parse(arguments)
+    try:
+        return args.function(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    return args.overrides + ([f"rollout.engine={args.engine}"] if args.engine else [])
+
+
+def _train(args: argparse.Namespace) -> int:
+    world_size = launcher.check_environment(args.nproc)
+    recipe = load(args.recipe, _overrides(args))
+    plan = check(recipe, world_size)
+    is_rank = "RANK" in os.environ
+    if not is_rank or (os.environ["RANK"] == "0" and launcher.PARENT not in os.environ):
+        print(plan, flush=True)
+    if args.dry_run:
+        return FINISHED
+    if world_size > 1 and not is_rank:
+        command = [sys.executable, "-m", "megatron_rft", "train", args.recipe, *_overrides(args)]
+        return launcher.launch(command, world_size, recipe.run.output_dir)
+    return _work(recipe, _run)
+
+
+def _run(recipe: Recipe) -> int:
+    from megatron_rft import trainers  # imports torch
+
+    return trainers.run(recipe)
+
+
+def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
+    """This process's part of the run, and its last words for whoever launched it."""
+    launcher.die_with_launcher()
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the trainer has something to save
+        signal.signal(number, lambda *_: sys.exit(STOPPED))
+    try:
+        status, message = run(recipe), ""
+    except UserError as error:
+        status, message = USER_ERROR, str(error)
+    except RunFailed as error:
+        status, message = FAILED, str(error)
+    except Exception as error:
+        traceback.print_exc()
+        status, message = FAILED, f"{type(error).__name__}: {error}"
+    launcher.write_exit(recipe.run.output_dir, status, message)
+    if message and launcher.PARENT not in os.environ:  # a launcher says it once for all ranks
+        print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megatron_rft.tracking import plots
+
+    if not (args.run / "metrics.jsonl").is_file():
+        raise UserError(f"{args.run} is not the folder of a run: it has no metrics.jsonl")
+    print(plots.draw(args.run))
+    return FINISHED
+
+
+def _doctor(_args: argparse.Namespace) -> int:
+    from megatron_rft import doctor
+
+    print(doctor.report())
+    return USER_ERROR if doctor.missing() else FINISHED

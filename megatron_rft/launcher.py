@@ -1,0 +1,183 @@
+"""Several ranks on this machine from one command: start them, pass signals on, and say which one failed. No torch.
+
+It does what torchrun does for one node, and four things that torchrun does not: SIGUSR1 and SIGTERM reach the ranks and
+nobody kills them while they save; the exit status is the ranks' own; the rank that was killed is named; and no rank
+outlives this process. On several nodes use torchrun (`launch/`): a process that finds RANK set is a rank.
+
+Every rank leaves RUN/launch/rank_N.json, `{"status": 75, "message": "..."}`, for launchers that see no exit status.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rft.errors import ConfigError
+
+FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
+PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
+PARENT = "MEGATRON_RFT_LAUNCHER"  # pid, in the environment of ranks that this module started
+
+
+@dataclass
+class Rank:
+    number: int
+    process: subprocess.Popen
+
+    @property
+    def status(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self.process.poll()
+
+
+def ranks_folder(output_dir: str) -> Path:
+    return Path(output_dir) / "launch"
+
+
+def write_exit(output_dir: str, status: int, message: str = "") -> None:
+    """A rank's last words."""
+    folder = ranks_folder(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank_{os.environ.get('RANK', '0')}.json"
+    path.with_suffix(".new").write_text(json.dumps({"status": status, "message": message, "time": time.time()}) + "\n")
+    path.with_suffix(".new").replace(path)
+
+
+def read_exit(output_dir: str, rank: int) -> dict:
+    try:
+        return json.loads((ranks_folder(output_dir) / f"rank_{rank}.json").read_text())
+    except (OSError, ValueError):
+        return {"message": "", "time": time.time()}
+
+
+def die_with_launcher() -> None:
+    """For a rank: the kernel kills it when its launcher is gone, however that went. Linux only; a no-op elsewhere."""
+    launcher = os.environ.get(PARENT)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def launch(command: list[str], nproc: int, output_dir: str) -> int:
+    """Run `command` as `nproc` ranks and return the run's exit status, with a line about any failure."""
+    shutil.rmtree(ranks_folder(output_dir), ignore_errors=True)
+    ranks = [Rank(number, _start(command, number, nproc, port)) for port in [_free_port()] for number in range(nproc)]
+    with _signals_passed_to(ranks):
+        try:
+            while all(rank.status in (None, FINISHED, STOPPED) for rank in ranks) and any(_alive(ranks)):
+                time.sleep(0.1)
+            stopped = _end(ranks)
+        finally:
+            _kill(ranks)
+    return _conclude(ranks, stopped, output_dir)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(command: list[str], rank: int, nproc: int, port: int) -> subprocess.Popen:
+    """In a session of its own: a Ctrl-C of the terminal reaches the ranks through us, once."""
+    environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # several ranks with many threads each choke each other
+    environment |= os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
+    }
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+@contextlib.contextmanager
+def _signals_passed_to(ranks: list[Rank]):
+    """SIGTERM and SIGUSR1 as they are; the first Ctrl-C as SIGTERM (save and end), the second kills."""
+    interrupts = 0
+
+    def pass_on(number: int, _frame) -> None:
+        nonlocal interrupts
+        if number == signal.SIGINT:
+            interrupts += 1
+            number = signal.SIGTERM if interrupts == 1 else signal.SIGKILL
+            print("stopping after this step; Ctrl-C again to kill" * (interrupts == 1), file=sys.stderr)
+        for rank in _alive(ranks):
+            with contextlib.suppress(ProcessLookupError):
+                rank.process.send_signal(number)
+
+    caught = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.signal(number, pass_on) for number in caught}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _alive(ranks: list[Rank]) -> list[Rank]:
+    return [rank for rank in ranks if rank.status is None]
+
+
+def _end(ranks: list[Rank]) -> list[int]:
+    """Wait for the ranks that are left after a failure; those that do not end in time are killed, and named."""
+    deadline = time.monotonic() + PATIENCE
+    while _alive(ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    stopped = [rank.number for rank in _alive(ranks)]
+    _kill(ranks)
+    return stopped
+
+
+def _kill(ranks: list[Rank]) -> None:
+    for rank in _alive(ranks):
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+
+
+def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str) -> int:
+    statuses = {rank.number: rank.status for rank in ranks}
+    if all(status == FINISHED for status in statuses.values()):
+        return FINISHED
+    if all(status in (FINISHED, STOPPED) for status in statuses.values()):
+        return STOPPED
+    killed = [number for number, status in statuses.items() if status < 0 and number not in stopped]
+    # A peer's abort is the consequence of a dead rank, not its cause.
+    killed = [number for number in killed if statuses[number] != -signal.SIGABRT] or killed
+    if killed:
+        names = ", ".join(f"rank {number} was killed by {signal.Signals(-statuses[number]).name}" for number in killed)
+        fix = f"The same command goes on from the last checkpoint in {output_dir}"
+        print(f"error: {names}; the other ranks were stopped. {fix}", file=sys.stderr)
+        return FAILED
+    failed = [
+        number for number, status in statuses.items() if status not in (FINISHED, STOPPED) and number not in stopped
+    ]
+    wrong = [number for number in failed if statuses[number] == USER_ERROR]
+    first = min(wrong or failed, key=lambda number: read_exit(output_dir, number)["time"])
+    message = read_exit(output_dir, first)["message"] or f"ended with status {statuses[first]}"
+    print(f"error: {message}" if wrong else f"error: rank {first} failed: {message}", file=sys.stderr)
+    return USER_ERROR if wrong else FAILED
+
+
+def check_environment(nproc: int | None) -> int:
+    """The number of ranks: what another launcher made, else `nproc`."""
+    if "RANK" not in os.environ:
+        return nproc or 1
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if nproc not in (None, world) and PARENT not in os.environ:
+        raise ConfigError(f"--nproc {nproc}: a launcher has started {world} ranks already: leave it out")
+    return world
