@@ -79,12 +79,12 @@ class Update:
     learning_rate: float | None = None  # None: the model's schedule, which then advances by one
 
     def steps(self) -> Iterator[Batch]:
-        """The mini-batches in order. Sequences of one group stay together, as they were sampled."""
+        """The mini-batches in order, none of them empty. Sequences of one group stay together, as they were sampled."""
         groups = self.batch.sequences.get("group", self.batch.units)
         _, group_of = groups.unique(return_inverse=True)
         count = int(group_of.max()) + 1 if len(group_of) else 0
-        for _ in range(self.epochs):
-            for part in torch.arange(count).chunk(self.mini_batches):
+        for _ in range(self.epochs if count else 0):
+            for part in torch.arange(count).tensor_split(min(self.mini_batches, count)):
                 yield self.batch.select(torch.isin(group_of, part))
 
 

@@ -31,7 +31,8 @@ def improvement(mu: float, window: Tensor, bound: float) -> float:
     """xi of Eq. 9, clipped to [-bound, bound]; 0 where the window's std is zero or anything is not finite."""
     if window.min() == window.max():  # exact, where a computed std would be rounding noise
         return 0.0
-    xi = (mu - window.double().mean().item()) / window.double().std().item()
+    std = window.double().std().item()
+    xi = (mu - window.double().mean().item()) / std if std > 0 else 0.0
     return max(-bound, min(bound, xi)) if math.isfinite(xi) else 0.0
 
 

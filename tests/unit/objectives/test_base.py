@@ -1,0 +1,86 @@
+"""Losses as sums, and updates cut into optimizer steps."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rft.objectives import GRPO, SFT
+from megatron_rft.objectives.base import Update, counts, sequence_means, sequence_sums
+
+
+def test_counts_by_hand(make_batch):
+    """Three sequences, one of them masked out whole: 3 trained tokens, 2 trained sequences, 3 units."""
+    batch = make_batch([2, 2, 1], [0, 0, 1], [0, 0, 0], response_mask=[1, 1, 0, 0, 1])
+    assert counts(batch) == {"response_tokens": 3.0, "sequences": 2.0, "units": 3.0}
+    paired = batch.with_sequences(unit=torch.tensor([4, 4, 9]))
+    assert counts(paired)["units"] == 2.0
+
+
+def test_counts_of_nothing_do_not_divide_by_zero(make_batch):
+    assert set(counts(make_batch([], [], [])).values()) == {1.0}
+    assert counts(make_batch([2], [0], [0], response_mask=[0, 0]))["response_tokens"] == 1.0
+
+
+def test_sequence_sums_and_means(make_batch):
+    batch = make_batch([3, 1, 0], [0, 0, 0], [0, 0, 0], response_mask=[1, 0, 1, 1])
+    values = torch.tensor([1.0, 50.0, 3.0, 10.0])
+    assert sequence_sums(values, batch).tolist() == [4.0, 10.0, 0.0]
+    assert sequence_means(values, batch).tolist() == [2.0, 10.0, 0.0]
+
+
+def groups_of(update: Update) -> list[list[int]]:
+    return [part.sequences["group"].tolist() for part in update.steps()]
+
+
+def test_steps_keep_groups_together(make_batch):
+    batch = make_batch([1] * 6, [7, 3, 7, 3, 5, 5], [0] * 6)
+    update = Update("policy", batch, loss=None, mini_batches=2, epochs=2)
+    assert groups_of(update) == [[3, 3, 5, 5], [7, 7]] * 2
+
+
+@pytest.mark.parametrize("groups, mini_batches, sizes", [(5, 4, [2, 1, 1, 1]), (2, 4, [1, 1]), (4, 1, [4]), (0, 3, [])])
+def test_as_many_steps_as_asked_for_and_none_empty(make_batch, groups, mini_batches, sizes):
+    batch = make_batch([1] * groups, list(range(groups)), [0.0] * groups)
+    assert [len(part) for part in groups_of(Update("policy", batch, None, mini_batches=mini_batches))] == sizes
+
+
+objectives = st.sampled_from(
+    [
+        GRPO(),
+        GRPO(aggregation="token_mean", kl_coefficient=0.5, kl_estimator="k2", entropy_coefficient=0.01),
+        GRPO(kl_coefficient=0.0, clip_low=0.05, clip_high=0.1),
+        SFT(),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(objectives, st.lists(st.integers(1, 5), min_size=2, max_size=9), st.data())
+def test_gradient_does_not_depend_on_the_cut(make_batch, objective, lens, data):
+    """Property 5 in the part that is the loss's: any micro-batches, in any order, add up to the whole mini-batch."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    size, number = sum(lens), len(lens)
+    random = {name: torch.rand(size, generator=generator) - 1 for name in ("old_logprobs", "ref_logprobs")}
+    mask = torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 1.0, 1.0]), min_size=size, max_size=size)))
+    rewards = torch.randint(0, 2, (number,), generator=generator).tolist()
+    batch = make_batch(lens, [i % 3 for i in range(number)], rewards, response_mask=mask, **random)
+    (update,) = objective.prepare(batch, objective.init()).updates
+    batch = update.batch.with_tokens(place=torch.arange(size))
+    owner = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=number, max_size=number)))
+
+    def gradient(parts: list[torch.Tensor]) -> torch.Tensor:
+        leaves = {
+            name: torch.rand(size, generator=torch.Generator().manual_seed(7)) - 1 for name in ("logprobs", "entropy")
+        }
+        leaves = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
+        for index in parts:
+            micro = batch.select(index)
+            outputs = {name: leaf[micro.tokens["place"]] for name, leaf in leaves.items()}
+            update.loss(outputs, micro).mean(counts(batch)).backward()
+        return torch.cat([leaf.grad if leaf.grad is not None else torch.zeros(size) for leaf in leaves.values()])
+
+    whole = gradient([torch.arange(number)])
+    cut = gradient([(owner == part).nonzero().flatten() for part in range(4)])
+    torch.testing.assert_close(cut, whole, rtol=1e-6, atol=1e-9)
+    assert (whole.view(2, size)[:, mask == 0] == 0).all()

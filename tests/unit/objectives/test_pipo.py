@@ -1,0 +1,207 @@
+"""PIPO: the arithmetic of its feedback, what it updates and when, and that its state survives a file."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from megatron_rft.objectives import GRPO, PIPO
+from megatron_rft.objectives.base import Prepared, State, Update, counts
+from megatron_rft.objectives.plugins.pipo import improvement, rectified
+from megatron_rft.records import Batch
+
+LENS, GROUPS = [2, 1, 3, 1], [0, 0, 1, 1]
+
+
+def window(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "mu, xi",
+    [(0.5, 2.0), (0.3, 0.0), (0.25, -0.5), (0.9, 5.0), (-0.9, -5.0), (math.nan, 0.0), (math.inf, 0.0)],
+)
+def test_feedback_by_hand(mu, xi):
+    """Window (0.2, 0.3, 0.4): mean 0.3 and std 0.1 with K - 1; the bound is 5."""
+    assert improvement(mu, window(0.2, 0.3, 0.4), 5.0) == pytest.approx(xi, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "values", [(0.3, 0.3, 0.3), (0.1,) * 7, (0.5,), (0.2, math.nan, 0.4), (0.2, math.inf, 0.4), (0.0, 1e-200)]
+)
+def test_no_feedback_without_a_finite_spread(values):
+    assert improvement(0.7, window(*values), 10.0) == 0.0
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=10), st.floats(0, 1))
+def test_feedback_is_finite_bounded_and_has_the_sign_of_the_change(values, mu):
+    xi = improvement(mu, window(*values), 10.0)
+    assert -10 <= xi <= 10
+    if abs(mu - sum(values) / len(values)) > 1e-9 and max(values) - min(values) > 1e-9:
+        assert (xi > 0) == (mu > sum(values) / len(values))
+
+
+def test_rectification():
+    assert (rectified(2.0, 0.1), rectified(0.0, 0.1), rectified(-2.0, 0.1)) == (2.0, 0.0, -0.2)
+
+
+def sampled(make_batch, mu: float, seed: int = 0, rewards: tuple = (1.0, 0.0, 1.0, 0.0)) -> Batch:
+    """A batch whose sampled mean is `mu`, whatever is left of it to train on."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = {name: torch.rand(sum(LENS), generator=random) - 1.5 for name in ("old_logprobs", "ref_logprobs")}
+    return make_batch(LENS, GROUPS, list(rewards), **tokens).with_scalars(sampled_reward_sum=mu * 8, sampled_count=8.0)
+
+
+def run(objective, batches: list[Batch], state: State | None = None) -> list[Prepared]:
+    steps = []
+    state = objective.init() if state is None else state
+    for batch in batches:
+        steps.append(objective.prepare(batch, state))
+        state = steps[-1].state
+    return steps
+
+
+def test_verification_begins_when_the_window_is_full(make_batch):
+    """K = 3: three steps fill it, the fourth compares 0.5 with (0.2, 0.3, 0.4), the fifth 0.3 with (0.3, 0.4, 0.5)."""
+    batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5, 0.3))]
+    steps = run(PIPO(GRPO(), window=3, learning_rate=3e-6), batches)
+    assert [[update.name for update in step.updates] for step in steps] == [["policy"]] * 3 + [
+        ["verification", "policy"]
+    ] * 2
+    assert [step.metrics["pipo/mu"] for step in steps] == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.3])
+    assert all("pipo/xi" not in step.metrics for step in steps[:3])
+    found = [{name.removeprefix("pipo/"): value for name, value in step.metrics.items()} for step in steps[3:]]
+    assert found[0] == pytest.approx(
+        dict(mu=0.5, anchor_mean=0.3, anchor_std=0.1, xi=2.0, phi=2.0, reinforced=1, suppressed=0, skipped=0)
+    )
+    assert found[1] == pytest.approx(
+        dict(mu=0.3, anchor_mean=0.4, anchor_std=0.1, xi=-1.0, phi=-0.1, reinforced=0, suppressed=1, skipped=0)
+    )
+
+
+def test_verification_is_one_step_on_the_previous_batch(make_batch):
+    """Rewards (1, 0) in both groups: attributions +1 and -1 on every token, times phi = 2."""
+    batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5))]
+    base = GRPO(mini_batches=2, epochs=3)
+    verification, policy = run(PIPO(base, window=3, learning_rate=3e-6), batches)[3].updates
+    (mini_batch,) = verification.steps()
+    assert mini_batch.response_ids.tolist() == batches[2].response_ids.tolist()
+    assert mini_batch.tokens["advantages"].tolist() == [2.0, 2.0, -2.0, 2.0, 2.0, 2.0, -2.0]
+    assert torch.equal(mini_batch.tokens["old_logprobs"], batches[2].tokens["old_logprobs"])
+    assert verification.learning_rate == 3e-6 and policy.learning_rate is None
+    assert torch.equal(policy.batch.tokens["old_logprobs"], batches[3].tokens["old_logprobs"])
+    assert len(list(policy.steps())) == 6
+
+
+def gradient(update: Update) -> torch.Tensor:
+    """By the log-probs, at the policy that sampled."""
+    logprobs = update.batch.tokens["old_logprobs"].clone().requires_grad_()
+    loss = update.loss({"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}, update.batch)
+    loss.mean(counts(update.batch)).backward()
+    return logprobs.grad
+
+
+@pytest.mark.parametrize("mu, phi", [(0.5, 2.0), (0.2, -0.1), (0.35, 0.5)])
+def test_a_rise_repeats_the_last_gradient_and_a_fall_takes_a_tenth_of_it_back(make_batch, mu, phi):
+    """Two of two groups have A = +-1, so that attributions are the advantages and J_PI's gradient is phi J_GRPO's."""
+    batches = [sampled(make_batch, value, seed) for seed, value in enumerate((0.2, 0.3, 0.4, mu))]
+    steps = run(PIPO(GRPO(kl_coefficient=0.0), window=3), batches)
+    (before,) = steps[2].updates
+    torch.testing.assert_close(gradient(steps[3].updates[0]), phi * gradient(before))
+
+
+def test_attributions_are_normalised_within_the_group(make_batch):
+    """Rewards (1, 0, 0, 0): A = (3, -1, -1, -1) / sqrt(3), attributions (2, -2/3, -2/3, -2/3)."""
+    batch = make_batch([1, 2, 1, 1], [0] * 4, [1.0, 0.0, 0.0, 0.0])
+    expected = torch.tensor([2.0, -2 / 3, -2 / 3, -2 / 3, -2 / 3])
+    torch.testing.assert_close(PIPO(GRPO()).improvement_attributions(batch), expected)
+
+
+def test_mu_is_that_of_everything_sampled(make_batch):
+    """Two groups of the batch were filtered away before: the mean is still that of all eight."""
+    batch = sampled(make_batch, 0.625).select(torch.tensor([0, 1]))
+    assert run(PIPO(GRPO()), [batch])[0].metrics["pipo/mu"] == 0.625
+
+
+def assert_same_updates(left: list[Update], right: list[Update]) -> None:
+    """To the last bit."""
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        facts = [(u.name, u.model, u.outputs, u.mini_batches, u.epochs, u.learning_rate) for u in (one, other)]
+        assert facts[0] == facts[1]
+        states = [u.batch.state_dict() for u in (one, other)]
+        assert states[0].keys() == states[1].keys()
+        for name in states[0]:
+            torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(gradient(one), gradient(other))
+
+
+@pytest.mark.parametrize(
+    "name, means, rectification, rewards",
+    [
+        ("std zero", [0.3] * 4 + [0.7], 0.1, (1.0, 0.0, 1.0, 0.0)),
+        ("xi zero", [0.25, 0.5, 0.75, 0.5], 0.1, (1.0, 0.0, 1.0, 0.0)),
+        ("lambda zero and a fall", [0.2, 0.3, 0.4, 0.1], 0.0, (1.0, 0.0, 1.0, 0.0)),
+        ("no attribution", [0.2, 0.3, 0.4, 0.9], 0.1, (1.0, 1.0, 0.0, 0.0)),
+        ("a mean that is not finite", [0.2, math.nan, 0.4, 0.9], 0.1, (1.0, 0.0, 1.0, 0.0)),
+    ],
+)
+def test_without_feedback_the_base_is_untouched(make_batch, name, means, rectification, rewards):
+    """Property 3. The first three means fill the window; everything after gives phi = 0 or nothing to scale."""
+    batches = [sampled(make_batch, mu, seed, rewards) for seed, mu in enumerate(means)]
+    base = GRPO(mini_batches=2)
+    closed = run(PIPO(base, window=3, rectification=rectification), batches)
+    for with_pipo, without in zip(closed, run(base, batches), strict=True):
+        assert_same_updates(with_pipo.updates, without.updates)
+    assert [step.metrics.get("pipo/skipped") for step in closed] == [None] * 3 + [1.0] * (len(means) - 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8), st.integers(2, 4))
+def test_the_base_part_never_depends_on_pipo(make_batch, means, size):
+    """Whatever the feedback, the base's own updates are those it makes alone; verification only comes before them."""
+    batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate(means)]
+    base = GRPO()
+    closed = run(PIPO(base, window=size), batches)
+    for with_pipo, without in zip(closed, run(base, batches), strict=True):
+        assert_same_updates(with_pipo.updates[-1:], without.updates)
+
+
+def test_killed_and_resumed_from_a_file_it_goes_on_bit_identically(make_batch, tmp_path):
+    """The state is written and read between any two steps, from the empty one on."""
+    batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5, 0.1, 0.7))]
+    objective = PIPO(GRPO(), window=3)
+    whole = run(objective, batches)
+    for stop in range(len(batches)):
+        state = whole[stop - 1].state if stop else objective.init()
+        save_file(state, tmp_path / "state.safetensors")
+        for resumed, uninterrupted in zip(
+            run(objective, batches[stop:], load_file(tmp_path / "state.safetensors")), whole[stop:], strict=True
+        ):
+            assert_same_updates(resumed.updates, uninterrupted.updates)
+            assert resumed.metrics == uninterrupted.metrics
+
+
+def test_the_memory_does_not_grow(make_batch):
+    steps = run(PIPO(GRPO(), window=3), [sampled(make_batch, 0.1 * i, i) for i in range(6)])
+    assert steps[-1].state["mu"].tolist() == pytest.approx([0.3, 0.4, 0.5])
+    sizes = [sum(value.numel() for value in step.state.values()) for step in steps]
+    assert sizes[2] == sizes[-1]
+
+
+class Counting(GRPO):
+    """A base with a state of its own: the number of its steps."""
+
+    def init(self) -> State:
+        return {"steps": torch.zeros(1)}
+
+    def prepare(self, batch: Batch, state: State) -> Prepared:
+        return Prepared(super().prepare(batch, {}).updates, {"steps": state["steps"] + 1}, {"mine": 1.0})
+
+
+def test_the_base_keeps_its_own_state_and_metrics(make_batch):
+    last = run(PIPO(Counting(), window=2), [sampled(make_batch, 0.1 * i) for i in range(4)])[-1]
+    assert last.state["base.steps"].item() == 4 and last.metrics["mine"] == 1.0
