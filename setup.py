@@ -1,0 +1,50 @@
+"""Packaging. `requirements.lock` has the exact versions that were tested; the ranges here are what should work."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1]
+    for line in (ROOT / "megatron_rft" / "__init__.py").read_text().splitlines()
+    if "__version__" in line
+)
+
+setup(
+    name="megatron-rft",
+    version=VERSION,
+    description="Reinforcement fine-tuning of language models on megatron-core and vLLM",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["megatron_rft", "megatron_rft.*"]),
+    include_package_data=True,
+    package_data={"megatron_rft": ["**/*.json", "**/*.txt", "**/*.yaml"]},
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.9,<2.14",
+        "megatron-core==0.16.1",  # the newest for Python 3.11
+        "psutil",  # megatron-core's checkpoints hang without it, and it does not ask for it
+        "transformers>=5.16.1,<5.20",  # what vLLM 0.32 takes
+        "datasets>=4",
+        "safetensors>=0.5",
+        "pydantic>=2.11,<3",
+        "PyYAML>=6",
+        "math-verify>=0.8",
+        "rich>=13",
+        "matplotlib>=3.8",
+        "numpy>=1.26",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "hypothesis>=6", "ruff>=0.12", "tensorboard>=2.17", "wandb>=0.19"],
+        "wandb": ["wandb>=0.19"],
+        "tensorboard": ["tensorboard>=2.17"],
+        "vllm": ["vllm==0.32.0"],
+        "launch": ["nemo-run==0.11.1", "leptonai<0.47"],  # nemo-run cannot be imported with a newer leptonai
+        "bench": ["trl>=0.24"],
+    },
+    entry_points={"console_scripts": ["megatron-rft = megatron_rft.cli:main"]},
+    classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
+)

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# All tests, from nothing: sets up the environment, checks the style, runs pytest. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. tools/setup_env.sh test
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+ruff check .
+ruff format --check .
+exec python -m pytest "$@"

@@ -1,0 +1,33 @@
+# The Python environment of this checkout, to be sourced: . tools/setup_env.sh [EXTRAS]
+# Uses the virtual environment that is active, or makes .venv. Installs what requirements.lock says, once: a stamp
+# remembers it. Afterwards `python` is that environment's.
+
+setup_env() {
+    local root extras="${1:-}" stamp wanted
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    exec 9>"$root/.setup.lock"
+    flock 9 2>/dev/null || true # two scripts at once must not install at once
+
+    if [ -z "${VIRTUAL_ENV:-}" ]; then
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+            echo "Python 3.11 or newer is needed; python3 is $(python3 --version)" >&2
+            return 1
+        }
+        [ -x "$root/.venv/bin/python" ] || python3 -m venv "$root/.venv" || return 1
+        VIRTUAL_ENV="$root/.venv"
+        export VIRTUAL_ENV
+    fi
+    export PATH="$VIRTUAL_ENV/bin:$PATH"
+
+    stamp="$VIRTUAL_ENV/.megatron-rft-installed"
+    wanted="$root $(cat "$root/requirements.lock" "$root/setup.py" | sha256sum | cut -c1-64)"
+    if ! grep -qxF "$wanted [$extras]" "$stamp" 2>/dev/null; then
+        echo "installing into $VIRTUAL_ENV (once; a few minutes)"
+        local pip=(python -m pip install -qq --disable-pip-version-check -c "$root/requirements.lock")
+        "${pip[@]}" torch==2.13.0 && "${pip[@]}" -e "$root${extras:+[$extras]}" || return 1
+        printf '%s\n' "$wanted []" "$wanted [$extras]" >"$stamp"
+    fi
+    exec 9>&-
+}
+
+setup_env "$@"
