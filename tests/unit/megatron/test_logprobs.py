@@ -1,0 +1,125 @@
+"""Log-probs and entropy from hidden states against float64 log_softmax: values, gradients, padding, precision, no tokens."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rft.megatron.logprobs import logprobs_and_entropy
+
+VOCAB, PADDED, HIDDEN = 700, 768, 16
+SMALL = 4 * 41 * 256  # bytes: three blocks of 256 columns for 41 tokens
+
+
+def problem(tokens=41):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, VOCAB, (tokens,), generator=generator)
+    pulls = torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+    return hidden, weight, targets, pulls
+
+
+def dense(hidden, weight, targets, temperature):
+    full = (hidden @ weight[:VOCAB].t() / temperature).log_softmax(-1)
+    return full.gather(1, targets.unsqueeze(1)).squeeze(1), -(full.exp() * full).sum(-1)
+
+
+def run(function, dtype, pulls, hidden, weight):
+    """Values, then gradients of sum(pull * value) with respect to hidden and weight, in float64."""
+    hidden, weight = (t.to(dtype).detach().requires_grad_() for t in (hidden, weight))
+    values = function(hidden, weight)
+    sum((pull * value).sum() for pull, value in zip(pulls, values, strict=True)).backward()
+    return [t.detach().double() for t in (*values, hidden.grad, weight.grad)]
+
+
+def distance(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+def test_values_and_gradients_equal_the_dense_softmax(dtype, bound, temperature):
+    hidden, weight, targets, pulls = problem()
+    ours = run(
+        lambda h, w: logprobs_and_entropy(h, w, targets, vocab_size=VOCAB, temperature=temperature, block_bytes=SMALL),
+        dtype,
+        pulls,
+        hidden,
+        weight,
+    )
+    expected = run(lambda h, w: dense(h, w, targets, temperature), torch.float64, pulls, hidden, weight)
+    for found, true in zip(ours, expected, strict=True):
+        assert distance(found, true) < bound
+    assert ours[3][VOCAB:].abs().max() == 0  # padded rows do not exist
+
+
+def test_logprobs_alone_equal_those_with_entropy():
+    hidden, weight, targets, pulls = problem()
+    both, alone = (
+        run(
+            lambda h, w, on=on: logprobs_and_entropy(
+                h, w, targets, vocab_size=VOCAB, with_entropy=on, block_bytes=SMALL
+            )[:1],
+            torch.float64,
+            pulls[:1],
+            hidden,
+            weight,
+        )
+        for on in (True, False)
+    )
+    for found, true in zip(alone, both, strict=True):
+        assert distance(found, true) < 1e-14
+    assert logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB, with_entropy=False)[1] is None
+
+
+def test_uniform_and_certain_distributions():
+    """Zero hidden states: log(1/V) and entropy log V. One overwhelming logit: log-prob 0 and entropy 0, all finite."""
+    targets = torch.tensor([5, 2])
+    logprobs, entropy = logprobs_and_entropy(torch.zeros(2, 4), torch.ones(256, 4), targets, vocab_size=200)
+    assert torch.allclose(logprobs, torch.full((2,), -math.log(200))) and torch.allclose(entropy, -logprobs)
+    weight = torch.zeros(200, 4)
+    weight[5] = 1e4
+    logprobs, entropy = logprobs_and_entropy(torch.ones(2, 4), weight, targets, vocab_size=200)
+    assert logprobs.tolist() == [0.0, -4e4] and entropy.tolist() == [0.0, 0.0]
+
+
+def test_bf16_is_as_exact_as_a_softmax_of_bf16_logits():
+    """Rounding is that of the bf16 logits, whose dense softmax in fp32 is the measure."""
+    hidden, weight, targets, pulls = problem()
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    expected = run(lambda h, w: dense(h, w, targets, 1.0), torch.float64, pulls, hidden, weight)
+    ours = run(
+        lambda h, w: logprobs_and_entropy(h, w, targets, vocab_size=VOCAB, block_bytes=SMALL),
+        torch.bfloat16,
+        pulls,
+        hidden,
+        weight,
+    )
+
+    def rounded(h, w):
+        full = (h @ w[:VOCAB].t()).float().log_softmax(-1)
+        return full.gather(1, targets.unsqueeze(1)).squeeze(1), -(full.exp() * full).sum(-1)
+
+    measure = run(rounded, torch.bfloat16, pulls, hidden, weight)
+    for found, usual, true in zip(ours, measure, expected, strict=True):
+        assert distance(found, true) < 1.2 * distance(usual, true) + 1e-4
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_no_tokens_still_run_backward(with_entropy):
+    hidden, weight = torch.empty(0, HIDDEN, requires_grad=True), torch.randn(PADDED, HIDDEN, requires_grad=True)
+    none = torch.empty(0, dtype=torch.long)
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, none, vocab_size=VOCAB, with_entropy=with_entropy)
+    (logprobs.sum() + (entropy.sum() if with_entropy else 0)).backward()
+    assert hidden.grad.shape == (0, HIDDEN) and weight.grad.abs().max() == 0
+
+
+def test_frozen_inputs_and_broken_ones():
+    hidden, weight, targets, _ = problem()
+    weight.requires_grad_()
+    logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB)[0].sum().backward()
+    assert hidden.grad is None and weight.grad.abs().max() > 0
+    hidden[7, 0] = float("nan")
+    logprobs, _ = logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB)
+    assert logprobs.isnan().nonzero().flatten().tolist() == [7]  # seen, and only where it is
