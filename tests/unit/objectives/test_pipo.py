@@ -113,11 +113,14 @@ def test_a_rise_repeats_the_last_gradient_and_a_fall_takes_a_tenth_of_it_back(ma
     torch.testing.assert_close(gradient(steps[3].updates[0]), phi * gradient(before))
 
 
-def test_attributions_are_normalised_within_the_group(make_batch):
-    """Rewards (1, 0, 0, 0): A = (3, -1, -1, -1) / sqrt(3), attributions (2, -2/3, -2/3, -2/3)."""
-    batch = make_batch([1, 2, 1, 1], [0] * 4, [1.0, 0.0, 0.0, 0.0])
-    expected = torch.tensor([2.0, -2 / 3, -2 / 3, -2 / 3, -2 / 3])
-    torch.testing.assert_close(PIPO(GRPO()).improvement_attributions(batch), expected)
+def test_what_is_scaled_are_the_normalised_attributions(make_batch):
+    """Rewards (1, 0, 0, 0): A = (3, -1, -1, -1) / sqrt(3), attributions (2, -2/3, -2/3, -2/3); phi = 2 doubles them."""
+    sample = make_batch([1, 2, 1, 1], [0] * 4, [1.0, 0.0, 0.0, 0.0], old_logprobs=[-1.0] * 5, ref_logprobs=[-1.0] * 5)
+    batches = [sample.with_scalars(sampled_reward_sum=mu, sampled_count=1.0) for mu in (0.2, 0.3, 0.4, 0.5)]
+    verification, _ = run(PIPO(GRPO(), window=3), batches)[3].updates
+    torch.testing.assert_close(
+        verification.batch.tokens["advantages"], torch.tensor([4.0, -4 / 3, -4 / 3, -4 / 3, -4 / 3])
+    )
 
 
 def test_mu_is_that_of_everything_sampled(make_batch):

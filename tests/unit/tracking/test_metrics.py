@@ -101,3 +101,13 @@ def test_kill_9_loses_no_step_that_was_logged(tmp_path):
     assert set(logged) <= set(steps_of(path))
     write_steps(path, 40, 45)
     assert steps_of(path) == list(range(45))
+
+
+def test_a_line_without_its_end_is_torn_even_if_it_reads_well(tmp_path):
+    """Appending to it would glue two steps into one broken line."""
+    path = tmp_path / "m.jsonl"
+    write_steps(path, 0, 3)
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert steps_of(path) == [0, 1]
+    write_steps(path, 3, 5)
+    assert steps_of(path) == [0, 1, 3, 4]
