@@ -11,6 +11,7 @@ average: with calculate_per_token_loss=True its schedule and its DDP add up inst
 `finalize_model_grads` would make is left out by not passing it a token count.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -163,19 +164,17 @@ class Actor:
         dist.all_reduce(full)  # one rank of each data-parallel share adds its tokens, the others add zeros
         return dict(zip(order, full.cpu(), strict=True))
 
-    def step(
+    def backward(
         self,
         batch: Batch,
         loss: Callable[[dict[str, Tensor], Batch], Any],
         counts: dict[str, float],
         outputs: frozenset[str] = frozenset({"logprobs"}),
-        learning_rate: float | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on a global mini-batch.
+        """The gradient of a global mini-batch, into the DDP buffers.
 
         `loss(outputs, micro_batch)` returns an object with `.mean(counts) -> scalar` and `.logged() -> {name: sum}`
-        (megatron_rft.objectives.base.Loss). Returns means over the mini-batch, "loss", "grad_norm", "learning_rate"
-        and "skipped" (1 where loss or gradient was not finite and nothing was changed).
+        (megatron_rft.objectives.base.Loss). Returns their means over the mini-batch, and "loss".
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -189,9 +188,23 @@ class Actor:
             return total, {"loss": total.detach().clone(), **logged}
 
         parts = self._run(batch, mine[parallel.dp_rank()], differentiate, outputs, forward_only=False)
-        metrics = self._add_up(parts if self._reports() else [])
-        finite = metrics["loss"] == metrics["loss"] and abs(metrics["loss"]) != float("inf")
-        applied, norm = self.optimizer.step(learning_rate) if finite else (False, float("nan"))
+        return self._add_up(parts if self._reports() else [])
+
+    def step(
+        self,
+        batch: Batch,
+        loss: Callable[[dict[str, Tensor], Batch], Any],
+        counts: dict[str, float],
+        outputs: frozenset[str] = frozenset({"logprobs"}),
+        learning_rate: float | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on a global mini-batch, at `learning_rate` or at the schedule's next.
+
+        Returns what `backward` does and "grad_norm", "learning_rate" and "skipped": 1 where the loss or the gradient
+        was not finite, and weights, moments and schedule stayed as they were.
+        """
+        metrics = self.backward(batch, loss, counts, outputs)
+        applied, norm = self.optimizer.step(learning_rate) if math.isfinite(metrics["loss"]) else (False, math.nan)
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 
@@ -245,7 +258,7 @@ class Actor:
                 group=parallel.tp_group() if parallel.tp_size() > 1 else None,
                 vocab_size=self.hf_config.vocab_size,
                 temperature=self.temperature,
-                chunk_tokens=self.batching.logprob_chunk_tokens,
+                block_bytes=self.batching.logprob_block_mib << 20,
                 with_entropy="entropy" in names,
             )
             found = {"logprobs": logprobs} | ({"entropy": entropy} if "entropy" in names else {})

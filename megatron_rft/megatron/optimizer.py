@@ -1,14 +1,13 @@
 """Megatron's optimizer and schedule behind one `step`, which refuses to apply a gradient that is not finite."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-SCHEDULE = ("lr_decay_style", "lr_warmup_steps", "lr_decay_steps")
 
 
 class Optimizer:
@@ -19,8 +18,12 @@ class Optimizer:
     """
 
     def __init__(self, chunks: list[torch.nn.Module], options: dict[str, Any], precision: str, total_steps: int):
-        known = {field.name for field in dataclasses.fields(OptimizerConfig)}
-        given = {name: value for name, value in options.items() if name in known and value is not None}
+        kinds = {field.name: field.type for field in dataclasses.fields(OptimizerConfig)}
+        given = {
+            name: getattr(torch, value) if kinds[name] is torch.dtype else value  # a recipe names a dtype
+            for name, value in options.items()
+            if name in kinds and value is not None
+        }
         config = OptimizerConfig(
             **given, bf16=precision != "fp32", params_dtype=torch.float32 if precision == "fp32" else torch.bfloat16
         )
@@ -55,7 +58,7 @@ class Optimizer:
         optimizer = self.megatron
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
-        if overflow or not torch.isfinite(torch.tensor(norm)):
+        if overflow or not math.isfinite(norm):
             return False, norm
         if learning_rate is None:
             self.schedule.step(1)

@@ -1,0 +1,178 @@
+"""What every run has besides its loop: its folder, its signals, its patience with bad steps, its place after a restart.
+
+Exit statuses, the same on every rank: FINISHED, STOPPED (a signal came: a checkpoint was written, the same command
+goes on from it).
+"""
+
+import signal
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from megatron_rft.config import Recipe, difference, dump, load
+from megatron_rft.errors import ConfigError, RunFailed
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.checkpoint import Checkpointer, latest
+from megatron_rft.objectives.base import State
+from megatron_rft.records import Batch
+from megatron_rft.tracking.phases import Phases
+from megatron_rft.tracking.tracker import Tracker
+
+FINISHED, STOPPED = 0, 75
+RECIPE_FILE = "recipe.yaml"
+
+
+class Stream(Protocol):
+    """Where the data comes from; `position` alone says what comes next."""
+
+    position: int
+
+
+class StopSignal:
+    """SIGTERM and SIGUSR1 (a time limit, a preemption) ask for an orderly end after the step under way."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        self.received = number
+
+    def agreed(self) -> int:
+        """The signal's number if any rank got one, else 0. All ranks call it together and hear the same."""
+        heard = torch.tensor([self.received], dtype=torch.int32)
+        if dist.get_backend() == "nccl":
+            heard = heard.cuda()
+        dist.all_reduce(heard, dist.ReduceOp.MAX)
+        return int(heard)
+
+
+class Patience:
+    """Bears a bounded number of skipped optimizer steps in a row, then ends the run with the batch on disk."""
+
+    def __init__(self, output_dir: Path, bound: int):
+        self.output_dir, self.bound, self.in_a_row, self.total = output_dir, bound, 0, 0
+
+    def note(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
+        if not metrics["skipped"]:
+            self.in_a_row = 0
+            return
+        self.in_a_row, self.total = self.in_a_row + 1, self.total + 1
+        if self.in_a_row <= self.bound:
+            return
+        path = self.output_dir / f"failed_batch_step_{step:06d}.safetensors"
+        if dist.get_rank() == 0:
+            save_file(batch.state_dict(), path)
+        raise RunFailed(
+            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.in_a_row} times "
+            f"in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest checkpoint "
+            "is from before these steps. A lower optimizer.lr, or fp32, is what usually helps"
+        )
+
+
+def claim_folder(recipe: Recipe) -> Path:
+    """The run's folder, with its resolved recipe inside. Refuses a folder that holds another run.
+
+    Called by one process before any model is built.
+
+    Raises:
+        ConfigError: another recipe's run is in there, or one where run.resume=never, or none where it is "must".
+    """
+    folder = Path(recipe.run.output_dir)
+    stored, mode = folder / RECIPE_FILE, recipe.run.resume
+    if stored.is_file():
+        if mode == "never":
+            raise ConfigError(f"run.output_dir {folder} holds a run and run.resume is 'never': choose another folder")
+        if changed := difference(load(stored), recipe):
+            raise ConfigError(
+                f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
+                "Choose another run.output_dir, or take these back to resume it"
+            )
+    elif mode == "must":
+        raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
+    elif folder.is_dir() and (found := sorted(p.name for p in folder.iterdir() if p.name != "launch")):
+        raise ConfigError(
+            f"run.output_dir {folder} is not empty ({', '.join(found[:3])} ...) and holds no run of ours: choose another"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    stored.write_text(dump(recipe))
+    return folder
+
+
+class Averages:
+    """Means over the optimizer steps of one training step, under the update's name: policy/loss, verification/grad_norm."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, update: str, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._values[f"{update}/{name}"].append(value)
+
+    def take(self) -> dict[str, float]:
+        values, self._values = self._values, defaultdict(list)
+        return {name: sum(many) / len(many) for name, many in values.items()}
+
+
+class Run:
+    """A run in its folder: where it starts, what happens at the end of each step, how it ends.
+
+    Steps count from 1: step n is done when n updates of the policy are. Step 0 is the model as it came.
+    """
+
+    def __init__(self, recipe: Recipe, models: dict[str, Actor], stream: Stream, total_steps: int):
+        self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
+        self.folder = Path(recipe.run.output_dir)
+        self.is_main = dist.get_rank() == 0
+        self.stop = StopSignal()
+        self.phases, self.averages = Phases(), Averages()
+        self.patience = Patience(self.folder, recipe.faults.max_skipped_steps)
+        options = recipe.checkpoint
+        self.checkpoints = Checkpointer(self.folder / "checkpoints", models, options.keep, options.asynchronous)
+        self.tracker: Tracker | None = None
+
+    def restore(self, state: State) -> tuple[State, int]:
+        """The state and the number of steps done: those of the newest checkpoint, else `state` and 0."""
+        path, done = latest(self.folder / "checkpoints"), 0
+        if path is not None:
+            facts, state = self.checkpoints.load(path)
+            done, self.stream.position, self.patience.total = facts["step"], facts["position"], facts["skipped_steps"]
+        first = done + 1 if done else 0
+        title = self.recipe.run.name or self.folder.name
+        self.tracker = Tracker(self.folder, self.recipe.tracking, self.total_steps, first, self.is_main, title)
+        if done:
+            self.tracker.note(f"resumed after step {done} from {path}")
+        return state, done
+
+    def end_of_step(self, step: int, state: State, metrics: dict[str, float]) -> bool:
+        """Log, save when it is due, and say whether a signal asks to stop (the checkpoint is then on disk)."""
+        stopping = bool(self.stop.agreed())
+        every = self.recipe.checkpoint.every
+        metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.patience.total} | self.phases.take()
+        if "tokens/generated" in metrics:
+            metrics["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
+        self.tracker.log(step, metrics)  # before the checkpoint: killed in between, the step and its line are done again
+        with self.phases("checkpoint"):
+            if stopping or step == self.total_steps or (every and step % every == 0):
+                self.save(step, state)
+            else:
+                self.checkpoints.poll()
+        if stopping:
+            self.checkpoints.wait()
+            self.tracker.note(f"stopped by {signal.Signals(self.stop.received or signal.SIGTERM).name} after step {step}; run the same command to go on")
+        return stopping
+
+    def save(self, step: int, state: State) -> None:
+        self.tracker.sync()
+        facts = {"position": self.stream.position, "skipped_steps": self.patience.total}
+        self.checkpoints.save(step, facts, state)
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        if self.tracker is not None:
+            self.tracker.close()
