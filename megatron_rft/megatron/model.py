@@ -94,17 +94,15 @@ def check_architecture(hf_config: Any) -> None:
 
 
 def _check_options(hf_config: Any, m: Any, precision: str) -> None:
-    extra = fields_of(TransformerConfig, m)
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if extra.get(name):
-            raise ConfigError(
-                f"megatron.{name}={extra[name]}: megatron-core scales this loss by its own token counts, which our "
-                "sums over the global mini-batch do not use, so its weight would depend on the batch. Leave it out."
-            )
-    if m.virtual_pipeline_model_parallel_size is not None and extra.get("batch_p2p_comm"):
-        raise ConfigError("megatron.batch_p2p_comm=true is wrong with virtual pipeline stages. Leave it out.")
     if family_of(hf_config).experts and m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
         raise ConfigError("tensor parallelism of a mixture of experts needs megatron.sequence_parallel=true")
+    experts_cut = (
+        m.expert_model_parallel_size > 1 and (m.expert_tensor_parallel_size or m.tensor_model_parallel_size) > 1
+    )
+    if experts_cut and not torch.cuda.is_available():
+        raise ConfigError(
+            "without GPUs, expert parallelism needs megatron.expert_tensor_parallel_size=1 (a limit of gloo)"
+        )
     if precision == "fp8" and not has_transformer_engine():
         raise ConfigError(
             "model.precision fp8 needs Transformer Engine and a GPU, which are not both here: install "

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 # A bucket of packed sequences is padded to its longest; its shortest is at least this share of that.
-BUCKET_RATIO = 0.6
+BUCKET_RATIO = 0.75
 
 
 def has_transformer_engine() -> bool:
@@ -78,6 +78,7 @@ def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Ten
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> Tensor:
     """Positions of one sequence that a context-parallel rank holds: chunks `rank` and `2 * size - 1 - rank`."""
+    assert length % (2 * cp_size) == 0, f"{length} tokens over {cp_size} context-parallel ranks"
     early, late = cp_rank, 2 * cp_size - 1 - cp_rank
     chunks = torch.arange(length).chunk(2 * cp_size)
     return torch.cat([chunks[early], chunks[late]])
@@ -116,6 +117,7 @@ class TorchAttention(MegatronModule):
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
         """[T, heads, d], sequences end to end -> [T, heads * d]. Causality keeps real tokens from seeing padding."""
+        assert cu_seqlens[-1] == len(q), f"{cu_seqlens[-1]} tokens in sequences, {len(q)} in the micro-batch"
         cells, place = buckets(cu_seqlens, q.device)
         outs = []
         for index in cells:

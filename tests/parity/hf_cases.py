@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
-from transformers.utils import logging
-
-import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host; first
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron_rft.conversion import FolderWriter, hf_shapes
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.utils import logging
+
+import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
+from megatron_rft.conversion import FolderWriter, family_of, hf_shapes
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.spec import zigzag
@@ -61,11 +61,10 @@ LAYOUTS = {
         "tp2 sp pp2 vpp2": dict(tp=2, sp=True, pp=2, vpp=2),
         "tp2 sp cp2": dict(tp=2, sp=True, cp=2),
         "tp2 sp ep2 etp1": dict(tp=2, sp=True, ep=2, etp=1),
-        "tp2 sp ep2": dict(tp=2, sp=True, ep=2),
         "pp2 ep2": dict(pp=2, ep=2),
     },
 }
-PACKED, PADDED = (16, 40, 8, 24), (3, 24)
+PACKED, PADDED = (36, 40, 8, 24), (3, 24)
 
 
 def section(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=None, sp=False, **extra):
@@ -113,9 +112,11 @@ def micro_batches(vocab_size):
 
 @torch.no_grad()
 def reference(path, packed, padded):
-    """transformers' hidden states and logits of both micro-batches, sequences one by one: [T, V], [b, s, V]."""
+    """transformers' logits and last hidden states of both micro-batches, sequences one by one: [T, .] and [b, s, .]."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    return [torch.cat([model(ids[None]).logits for ids in packed.split(PACKED)], 1)[0], model(padded).logits]
+    outs = [model(ids, output_hidden_states=True) for ids in (*(x[None] for x in packed.split(PACKED)), padded)]
+    logits, hidden = [out.logits for out in outs], [out.hidden_states[-1] for out in outs]
+    return [(torch.cat(values[:-1], 1)[0], values[-1]) for values in (logits, hidden)]
 
 
 def inputs(packed, padded):
@@ -165,15 +166,17 @@ def run(chunks, batches, last_stage):
     )
 
 
-def logits_difference(chunks, hf_config, ids, expected):
-    found = run(chunks, list(inputs(*ids)), lambda hidden, _: logits_of(hidden, chunks[-1], hf_config.vocab_size))
-    if not parallel.is_last_stage():
-        return 0.0
-    packed, padded = found
-    return max(
-        (packed["out"][0] - expected[0][packed["held"]]).abs().max().item(),
-        (padded["out"] - expected[1][:, padded["held"]]).abs().max().item(),
-    )
+def difference(found, expected):
+    """The largest over both micro-batches and all ranks of the last stage, known to all."""
+    worst = torch.zeros(())
+    if parallel.is_last_stage():
+        packed, padded = found
+        worst = torch.maximum(
+            (packed["out"][0] - expected[0][packed["held"]]).abs().max(),
+            (padded["out"] - expected[1][:, padded["held"]]).abs().max(),
+        )
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
 
 
 def export_differences(chunks, hf_config, folder):
@@ -186,34 +189,48 @@ def export_differences(chunks, hf_config, folder):
 
 
 def reloads(path, hf_config, folder):
-    """transformers finds nothing missing in what `save_folder` wrote, and the same tensors."""
+    """Does transformers find nothing missing in what `save_folder` wrote, and the same tensors?"""
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
     clean = not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     same = torch.equal(model.model.norm.weight, folder("model.norm.weight"))
-    return clean and same and type(model).__name__ == hf_config.architectures[0]
+    return clean and same and type(model).__name__ == family_of(hf_config).architecture
 
 
-def case(family, name, layout, root):
-    hf_config = FAMILIES[family]
-    megatron = section(**layout)
-    parallel.initialize(megatron)
-    chunks = models.build(hf_config, megatron, "fp32")
-    path = root / family
+def report(family, name, worst, wrong):
+    count = torch.tensor(len(wrong))
+    dist.all_reduce(count)
+    if parallel.rank() == 0:
+        print(f"CASE\t{family}\t{name}\t{worst:.3e}\t{count.item()}\t{wrong[:3]}", flush=True)
+
+
+def policy(family, name, layout, path, ids, logits):
+    hf_config, world = FAMILIES[family], parallel.world_size()
+    chunks = models.build(hf_config, section(**layout), "fp32")
     folder = weights.open_folder(path, hf_config)
     weights.load(chunks, folder, hf_config)
-    ids = micro_batches(hf_config.vocab_size)
-    difference = torch.tensor(logits_difference(chunks, hf_config, ids, reference(path, *ids)))
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
-    wrong = torch.tensor(len(export_differences(chunks, hf_config, folder)))
-    dist.all_reduce(wrong)
-    if name.startswith("tp2 pp2") or name == "ep2":
-        out = root / f"{family}-{name}-out"
+    found = run(chunks, list(inputs(*ids)), lambda hidden, _: logits_of(hidden, chunks[-1], hf_config.vocab_size))
+    worst, wrong = difference(found, logits), export_differences(chunks, hf_config, folder)
+    if layout == list(LAYOUTS[world].values())[0]:
+        out = path.with_name(f"{family}-out")
         weights.save_folder(weights.stream(chunks, hf_config), out, hf_config)
-        hf_config.architectures = hf_config.architectures or [models.family_of(hf_config).architecture]
-        wrong += 0 if reloads(out, hf_config, folder) else 1000
-    if parallel.rank() == 0:
-        print(f"CASE\t{family}\t{name}\t{difference.item():.3e}\t{wrong.item()}", flush=True)
-    parallel.forget_layout()
+        wrong += [] if reloads(out, hf_config, folder) else ["transformers reads another model"]
+    report(family, name, worst, wrong)
+
+
+def critic(family, name, layout, path, ids, hidden):
+    """Values are the last hidden states times `score.weight`, whatever the layout."""
+    hf_config = FAMILIES[family]
+    folder = weights.open_folder(path, hf_config)
+    score = torch.randn(1, hf_config.hidden_size, generator=torch.Generator().manual_seed(3))
+    chunks = models.build(hf_config, section(**layout), "fp32", value_head=True)
+    weights.load(chunks, lambda name: score if name == "score.weight" else folder(name), hf_config)
+    found = run(chunks, list(inputs(*ids)), lambda values, _: values)
+    exported = {name: tensor.clone() for name, tensor in weights.stream(chunks, hf_config)}
+    expected = set(hf_shapes(hf_config)) - {"lm_head.weight"} | {"score.weight"}
+    wrong = sorted(set(exported) ^ expected) + (
+        [] if torch.equal(exported["score.weight"], score) else ["score.weight"]
+    )
+    report(family, f"critic {name}", difference(found, [h @ score[0] for h in hidden]), wrong)
 
 
 def main():
@@ -222,15 +239,21 @@ def main():
     logging.disable_progress_bar()
     parallel.initialize(section())
     world = parallel.world_size()
-    parallel.forget_layout()
     for family, hf_config in FAMILIES.items():
-        write_folder(root / family, hf_config)
+        path, mixture = root / family, family == "qwen3_moe"
+        write_folder(path, hf_config)
+        ids = micro_batches(hf_config.vocab_size)
+        logits, hidden = reference(path, *ids)
         for name, layout in LAYOUTS[world].items():
-            mixture = hf_config.model_type == "qwen3_moe"
-            if mixture and "tp" in layout and "sp" not in layout:
-                layout, name = {**layout, "sp": True}, f"{name} (sp)"  # megatron-core wants it of a mixture
-            if mixture or "ep" not in layout:
-                case(family, name, layout, root)
+            if "ep" in layout and not mixture:
+                continue
+            if mixture and "tp" in layout:
+                layout = {**layout, "sp": True}  # megatron-core wants it of a mixture
+            parallel.forget_layout()
+            parallel.initialize(section(**layout))
+            policy(family, name, layout, path, ids, logits)
+            if family == "qwen3" and ("sp" in layout or world == 1):
+                critic(family, name, layout, path, ids, hidden)
     parallel.shutdown()
 
 

@@ -1,0 +1,90 @@
+"""Reading and writing HF folders: what transformers writes, what it reads, and what is wrong with a folder."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes
+from megatron_rft.errors import DataError
+
+CONFIG = Qwen3Config(
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    tie_word_embeddings=True,
+)
+
+
+def write(path, **options):
+    writer = FolderWriter(path, **options)
+    for i, (name, shape) in enumerate(hf_shapes(CONFIG).items()):
+        writer.add(name, torch.full(shape, float(i)))
+    writer.finish(CONFIG, None)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 1000], ids=["one file", "several"])
+def test_transformers_reads_what_is_written(tmp_path, shard_bytes):
+    write(tmp_path / "out", shard_bytes=shard_bytes)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    folder = HFFolder(tmp_path / "out", CONFIG)
+    assert torch.equal(model.model.norm.weight, folder("model.norm.weight"))
+    assert (tmp_path / "out" / "model.safetensors").exists() == (shard_bytes == 1 << 30)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_is_replaced_only_when_complete(tmp_path):
+    write(tmp_path / "out")
+    writer = FolderWriter(tmp_path / "out")
+    writer.add("model.norm.weight", torch.zeros(8))  # and then the process dies
+    assert HFFolder(tmp_path / "out", CONFIG)("model.norm.weight").mean() > 0
+    write(tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_tokenizer_and_generation_files_come_along(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "notes.md").write_text("not ours")
+    writer = FolderWriter(tmp_path / "out")
+    writer.add("model.norm.weight", torch.zeros(8, dtype=torch.bfloat16))
+    writer.finish(CONFIG, tmp_path / "source")
+    assert (tmp_path / "out" / "tokenizer.json").exists() and not (tmp_path / "out" / "notes.md").exists()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["dtype"] == "bfloat16"
+
+
+def test_what_is_wrong_with_the_tensors_is_named(tmp_path):
+    write(tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.q_norm.weight"]
+    tensors["model.norm.weight"] = torch.zeros(9)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(8)
+    tensors["model.rotary_emb.inv_freq"] = torch.zeros(1)
+    tensors["lm_head.weight"] = torch.zeros(10, 8)
+    save_file(tensors, file)
+    with pytest.raises(DataError) as error:
+        HFFolder(tmp_path / "out", CONFIG)
+    text = str(error.value)
+    assert "1 missing: model.layers.1.self_attn.q_norm.weight" in text
+    assert "1 unexpected: model.layers.0.self_attn.q_proj.bias" in text
+    assert "model.norm.weight (9,), config.json says (8,)" in text
+
+
+def test_no_folder_no_weights_and_pickles(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        HFFolder(tmp_path / "absent", CONFIG)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(DataError, match="not read: save the model with"):
+        HFFolder(tmp_path, CONFIG)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(DataError, match="names files that are not there: gone.safetensors"):
+        HFFolder(tmp_path, CONFIG)

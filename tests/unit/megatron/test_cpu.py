@@ -1,0 +1,46 @@
+"""The view of torch that megatron-core gets on a host without CUDA, and the optimizer it gets there."""
+
+import pytest
+import torch
+from megatron.core.optimizer import Adam
+from megatron.core.transformer import transformer_layer
+
+from megatron_rft.megatron import adam, cpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
+
+
+def test_megatron_core_means_the_cpu():
+    view = transformer_layer.torch
+    assert view.cuda.current_device() == torch.device("cpu")
+    assert view.empty(2, device="cuda", pin_memory=True).device.type == "cpu"
+    assert view.nn is torch.nn and view.Tensor is torch.Tensor
+
+
+def test_torch_itself_is_left_alone():
+    assert transformer_layer.torch is not torch
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.empty(2, device="cuda")
+
+
+def test_a_second_install_changes_nothing():
+    before = transformer_layer.torch
+    cpu.install()
+    assert transformer_layer.torch is before
+
+
+def test_adam_counts_steps_in_the_group_and_moves_like_torchs():
+    assert Adam is adam.FusedAdam
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    options = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    steps = adam.FusedAdam([ours], **options), torch.optim.AdamW([theirs], **options)
+    for _ in range(3):
+        gradient = torch.randn(3)
+        for parameter, optimizer in zip((ours, theirs), steps, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+    assert steps[0].param_groups[0]["step"] == 3 and set(steps[0].state[ours]) == {"exp_avg", "exp_avg_sq"}

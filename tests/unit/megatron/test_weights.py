@@ -1,0 +1,72 @@
+"""Loading, streaming and saving on one rank; layouts over several ranks are in tests/parity."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3MoeConfig
+
+from megatron_rft.config.sections import Megatron
+from megatron_rft.conversion import hf_shapes
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import parallel, weights
+
+SMALL = dict(
+    vocab_size=11,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+DENSE = Qwen3Config(**SMALL, tie_word_embeddings=True)
+MIXTURE = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    parallel.initialize(Megatron())
+    yield
+    parallel.shutdown()
+
+
+@pytest.mark.parametrize("hf_config", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_the_stream_gives_back_what_was_loaded(hf_config):
+    chunks = models.build(hf_config, Megatron(), "fp32")
+    lookup = weights.random_tensors(hf_config, seed=0)
+    weights.load(chunks, lookup, hf_config)
+    streamed = dict(weights.stream(chunks, hf_config))
+    assert set(streamed) == set(hf_shapes(hf_config))
+    assert all(torch.equal(tensor, lookup(name)) for name, tensor in streamed.items())
+    assert all(t.dtype is torch.bfloat16 for _, t in weights.stream(chunks, hf_config, torch.bfloat16))
+
+
+def test_random_tensors_depend_on_seed_and_name_only():
+    one, again, other = (weights.random_tensors(DENSE, seed) for seed in (0, 0, 1))
+    gate, up = (f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up"))
+    assert torch.equal(one(gate), again(gate))
+    assert not torch.equal(one(gate), other(gate)) and not torch.equal(one(gate), one(up))
+    assert one(gate).std() == pytest.approx(DENSE.initializer_range, rel=0.2)
+    assert one("model.norm.weight").tolist() == [1.0] * 16
+
+
+def test_grouped_experts_are_renumbered_like_local_ones():
+    assert weights._expert_renumbered("mlp.experts.linear_fc1.weight1", 4) == "mlp.experts.linear_fc1.weight5"
+    local = "mlp.experts.local_experts.1.linear_fc2.weight"
+    assert weights._expert_renumbered(local, 4) == "mlp.experts.local_experts.5.linear_fc2.weight"
+    assert weights._expert_renumbered("mlp.linear_fc2.weight", 4) == "mlp.linear_fc2.weight"
+
+
+def test_a_missing_tensor_is_not_passed_over():
+    chunks = models.build(DENSE, Megatron(), "fp32")
+    with pytest.raises(KeyError):
+        weights.load(chunks, {}.__getitem__, DENSE)
+
+
+def test_a_critic_is_saved_as_a_classifier_with_one_label(tmp_path):
+    chunks = models.build(DENSE, Megatron(), "fp32", value_head=True)
+    weights.load(chunks, weights.random_tensors(DENSE, seed=0), DENSE)
+    torch.nn.init.ones_(chunks[0].output_layer.weight)
+    weights.save_folder(weights.stream(chunks, DENSE), tmp_path / "critic", DENSE)
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.score.weight.tolist() == [[1.0] * 16]
