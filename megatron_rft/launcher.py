@@ -72,9 +72,12 @@ def die_with_launcher() -> None:
 def launch(command: list[str], nproc: int, output_dir: str) -> int:
     """Run `command` as `nproc` ranks and return the run's exit status, with a line about any failure."""
     shutil.rmtree(ranks_folder(output_dir), ignore_errors=True)
-    ranks = [Rank(number, _start(command, number, nproc, port)) for port in [_free_port()] for number in range(nproc)]
+    ranks: list[Rank] = []
     with _signals_passed_to(ranks):
         try:
+            port = _free_port()
+            for number in range(nproc):
+                ranks.append(Rank(number, _start(command, number, nproc, port)))
             while all(rank.status in (None, FINISHED, STOPPED) for rank in ranks) and any(_alive(ranks)):
                 time.sleep(0.1)
             stopped = _end(ranks)

@@ -37,7 +37,7 @@ REFUSED = {
             moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias
             moe_router_bias_update_rate moe_apply_probs_on_input""",
         "belongs to a model family that is not supported": """
-            mtp_* *mamba* linear_* dsa_* experimental_* multi_latent_attention cache_mla_latents
+            mtp_* *mamba* linear_* dsa_* experimental_* multi_latent_attention
             is_hybrid_model mrope_section heterogeneous_block_specs hetereogenous_dist_checkpoint""",
         "is set by model.precision": "fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast fp4*",
         "is set by this package: losses are sums, divided by the counts of the whole mini-batch": """

@@ -170,7 +170,7 @@ class Source(Section):
     path: str
     """A .jsonl or .parquet file, or `arithmetic`: the task that this package generates."""
     split: Literal["train", "demonstrations", "validation", "test"] | None = None
-    """Of arithmetic: which of its parts. None: the one it is named under. demonstrations are imperfect worked answers."""
+    """Of arithmetic: which part. None: the one it is named under. demonstrations are imperfect worked answers."""
     prompt_field: str | None = None
     """None: data.prompt_field."""
     answer_field: str | None = None

@@ -1,0 +1,213 @@
+"""The command line as a person or a launcher meets it: words, exit statuses, signals, ranks that die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rft import cli, launcher
+from megatron_rft.errors import ConfigError, DataError, RunFailed
+
+PRELUDE = """
+import os, signal, sys, time
+from megatron_rft import launcher
+launcher.die_with_launcher()
+rank, out = int(os.environ["RANK"]), sys.argv[1]
+def stop(*_):
+    launcher.write_exit(out, 75)
+    os._exit(75)
+signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGUSR1, stop)
+open(f"{out}/pid_{rank}", "w").write(str(os.getpid()))
+"""
+LAUNCHER = "import sys; from megatron_rft.launcher import launch; sys.exit(launch(sys.argv[2:], 2, sys.argv[1]))"
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", launcher.PARENT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    config = dict(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=2048,
+        vocab_size=64,
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "recipe.yaml"
+    model = f"model: {{path: {tmp_path}/model, initialise: random}}"
+    path.write_text(f"run: {{output_dir: {tmp_path}/out, steps: 2}}\n{model}\ndata: {{train: arithmetic}}\n")
+    return path
+
+
+def rank_command(code: str, out: Path) -> list[str]:
+    return [sys.executable, "-c", PRELUDE + code, str(out)]
+
+
+def start_launcher(code: str, out: Path) -> subprocess.Popen:
+    """A launcher of two ranks in a process of its own, once both ranks have written their pids."""
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(out), *rank_command(code, out)])
+    wait_until(lambda: all((out / f"pid_{rank}").exists() and (out / f"pid_{rank}").read_text() for rank in (0, 1)))
+    return process
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class TestWords:
+    def test_plan_prints_the_arithmetic(self, recipe, capsys):
+        assert cli.main(["plan", str(recipe), "--nproc", "2", "rollout.group_size=4"]) == 0
+        assert "global batch: 128 responses = 32 prompts x 4" in capsys.readouterr().out
+
+    def test_dry_run_writes_nothing(self, recipe):
+        assert cli.main(["train", str(recipe), "--dry-run"]) == 0
+        assert not (recipe.parent / "out").exists()
+
+    def test_engine_is_an_override(self, recipe, capsys):
+        assert cli.main(["plan", str(recipe), "--engine", "vllm"]) == 2
+        assert "rollout.engine: vllm" in capsys.readouterr().err
+
+    def test_user_errors_are_one_line_without_traceback(self, recipe):
+        command = [sys.executable, "-m", "megatron_rft", "train", str(recipe), "rolout.x=1"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: the command line: rolout: ") and len(done.stderr.splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        "arguments", [["train"], ["train", "r.yaml", "--nproc", "0"], ["plan", "r.yaml", "--nproq", "2"]]
+    )
+    def test_wrong_arguments(self, arguments):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+
+    def test_report_wants_a_run(self, tmp_path, capsys):
+        assert cli.main(["report", str(tmp_path)]) == 2
+        assert "no metrics.jsonl" in capsys.readouterr().err
+
+    def test_doctor_names_versions_and_what_is_used(self, capsys):
+        assert cli.main(["doctor"]) == 0
+        told = capsys.readouterr().out
+        assert "megatron-core" in told and "a run here uses" in told
+
+    def test_doctor_knows_the_other_apex(self, tmp_path, monkeypatch):
+        from megatron_rft import doctor
+
+        (tmp_path / "apex").mkdir()
+        (tmp_path / "apex" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert "unrelated" in doctor.apex()
+        (tmp_path / "apex" / "multi_tensor_apply").mkdir()
+        assert "NVIDIA's" in doctor.apex()
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize(
+        "error, status", [(None, 0), (DataError("no field"), 2), (RunFailed("NaN"), 3), (ZeroDivisionError("x"), 3)]
+    )
+    def test_last_words(self, tmp_path, monkeypatch, capsys, error, status):
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+        def run(_recipe):
+            if error:
+                raise error
+            return 0
+
+        assert cli._work(_recipe_stub(tmp_path), run) == status
+        words = json.loads((tmp_path / "launch" / "rank_0.json").read_text())
+        assert words["status"] == status
+        assert ("Traceback" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
+
+
+def _recipe_stub(out: Path):
+    from megatron_rft.config import Data, Model, Recipe, Run, Source
+
+    run = Run(output_dir=str(out), steps=1)
+    return Recipe(
+        run=run, model=Model(path="x"), data=Data(train=Source(path="arithmetic")), algorithm={"name": "grpo"}
+    )
+
+
+class TestRanks:
+    def test_all_finish(self, tmp_path):
+        assert launcher.launch(rank_command("assert os.environ['WORLD_SIZE'] == '3'", tmp_path), 3, str(tmp_path)) == 0
+
+    def test_one_thread_each_unless_said(self, tmp_path, monkeypatch):
+        code = "sys.exit(os.environ.get('OMP_NUM_THREADS') != wanted)"
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert launcher.launch(rank_command(f"wanted = '1'; {code}", tmp_path), 2, str(tmp_path)) == 0
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        assert launcher.launch(rank_command(f"wanted = '5'; {code}", tmp_path), 2, str(tmp_path)) == 0
+
+    def test_the_killed_rank_is_named_and_the_others_end(self, tmp_path, capsys):
+        code = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)"
+        assert launcher.launch(rank_command(code, tmp_path), 3, str(tmp_path)) == launcher.FAILED
+        told = capsys.readouterr().err
+        assert told.startswith("error: rank 1 was killed by SIGKILL; the other ranks were stopped.")
+        assert not any(running(int((tmp_path / f"pid_{rank}").read_text())) for rank in range(3))
+
+    def test_a_peers_abort_does_not_hide_the_cause(self, tmp_path, capsys):
+        code = "os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGABRT)"
+        assert launcher.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == launcher.FAILED
+        assert "rank 1 was killed by SIGKILL;" in capsys.readouterr().err
+
+    def test_a_mistake_of_the_users_is_said_once(self, tmp_path, capsys):
+        code = "launcher.write_exit(out, 2, 'no such field'); sys.exit(2)"
+        assert launcher.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == launcher.USER_ERROR
+        assert capsys.readouterr().err == "error: no such field\n"
+
+    def test_the_first_failure_is_named(self, tmp_path, capsys):
+        code = "time.sleep(0.3 * (rank == 0)); launcher.write_exit(out, 3, f'I am {rank}'); sys.exit(3)"
+        assert launcher.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == launcher.FAILED
+        assert capsys.readouterr().err == "error: rank 1 failed: I am 1\n"
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    def test_signals_reach_the_ranks_and_the_status_says_stopped(self, tmp_path, number):
+        process = start_launcher("time.sleep(600)", tmp_path)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == launcher.STOPPED
+
+    def test_no_rank_outlives_the_launcher(self, tmp_path):
+        process = start_launcher("time.sleep(600)", tmp_path)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(running(int((tmp_path / f"pid_{rank}").read_text())) for rank in (0, 1)))
+
+    def test_under_another_launcher_nproc_must_agree(self, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        assert launcher.check_environment(None) == launcher.check_environment(4) == 4
+        with pytest.raises(ConfigError, match="a launcher has started 4 ranks"):
+            launcher.check_environment(2)
+
+
+def test_ranks_are_started_with_the_same_recipe(recipe, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(launcher, "launch", lambda command, nproc, out: seen.update(command=command, nproc=nproc) or 0)
+    assert cli.main(["train", str(recipe), "run.seed=3", "--nproc", "2", "--engine", "hf"]) == 0
+    assert seen["command"][1:] == ["-m", "megatron_rft", "train", str(recipe), "run.seed=3", "rollout.engine=hf"]
+    assert seen["nproc"] == 2 and "RANK" not in os.environ
