@@ -2,16 +2,16 @@
 
     z_t = hidden_t W^T / temperature,   logprob_t = z_t[y_t] - log sum_j exp z_tj,   entropy_t = -sum_j p_tj log p_tj
 
-The output matrix is part of the function, so a [N, V] tensor never exists: the vocabulary is walked in blocks of columns,
-softmax statistics are merged online (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3), and backward computes
-each block again. Blocks cut the vocabulary and not the tokens, because then every row of the weight's gradient comes out
-of one matrix product over all tokens, accumulated in fp32 inside it: no fp32 copy of a [V, H] gradient is needed.
-Matrix products run in the inputs' dtype, everything else in fp32.
+The output matrix is part of the function, so a [N, V] tensor never exists: the vocabulary is walked in blocks of
+columns, softmax statistics are merged online (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3), and backward
+computes each block again. Blocks cut the vocabulary and not the tokens, because then every row of the weight's gradient
+comes out of one matrix product over all tokens, accumulated in fp32 inside it: no fp32 copy of a [V, H] gradient is
+needed. Matrix products run in the inputs' dtype, everything else in fp32.
 
 Under tensor parallelism each rank holds V/tp rows of W and every rank calls with the same `hidden` and `targets`.
 A call makes two collectives in forward (one MAX, one SUM, of [N] numbers), and none in backward: the gradient of
 `hidden` is this rank's share, *not yet summed over the group*. The caller's region ahead of the call does the sum
-(`copy_to_tensor_model_parallel_region`, or `gather_from_sequence_parallel_region(..., tensor_parallel_output_grad=True)`).
+(`copy_to_tensor_model_parallel_region`, or `gather_from_sequence_parallel_region` with tensor_parallel_output_grad).
 """
 
 import torch
@@ -79,7 +79,7 @@ class _Blocks:
         return values if values.dtype == dtype else self.buffer(name, rows, dtype).copy_(values)
 
     def places(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """[N, 1] the target's column in this block (any column where it is elsewhere), and 1 where it is here, else 0."""
+        """[N, 1] the target's column in this block (any, where it is in another), and 1 where it is here, else 0."""
         column = (self.targets - rows.start).unsqueeze(1)
         last = rows.stop - rows.start - 1
         return column.clamp(0, last), ((column >= 0) & (column <= last)).to(self.dtype)

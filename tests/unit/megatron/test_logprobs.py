@@ -1,4 +1,4 @@
-"""Log-probs and entropy from hidden states against float64 log_softmax: values, gradients, padding, precision, no tokens."""
+"""Log-probs and entropy from hidden states against float64 log_softmax: values, gradients, padding, bf16, no tokens."""
 
 import math
 
