@@ -1,0 +1,144 @@
+"""The task of the quickstart: chains of arithmetic with worked steps, made here, so nothing is downloaded.
+
+    question  "Start with 37, add 8, subtract 9, multiply by 2."
+    answer    "37+8=45\n45-9=36\n36*2=72\n#### 72"           (level 3: three steps)
+
+Rows have GSM8K's fields and are a pure function of (split, size, seed, levels). A problem belongs to one split by a hash
+of its question, whatever the seed, so train, validation and test never share one. The split "demonstrations" holds
+training problems worked by somebody careless: each step is wrong with probability SLIP, and the work goes on from the
+wrong number. A model warm-started on them knows how to work and makes such slips; the verifier's reward removes them.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.errors import DataError
+
+SPLITS = {"train": range(2, 10), "demonstrations": range(2, 10), "validation": range(1, 2), "test": range(0, 1)}
+SIZES = {"train": 8192, "demonstrations": 16384, "validation": 256, "test": 500}
+LEVELS = (3, 4, 5, 6)
+SLIP = 0.2
+LARGEST = 20
+WORDS = {"+": "add", "-": "subtract", "*": "multiply by"}
+PROMPT_TEMPLATE = "{question}\n"
+
+
+def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, ...] = LEVELS) -> list[dict[str, Any]]:
+    """`size` different problems of a split as {"question", "answer", "level"}, levels in turn."""
+    if split not in SPLITS:
+        raise DataError(f"arithmetic has no split {split!r}; it has {', '.join(SPLITS)}")
+    if not levels or min(levels) < 1:
+        raise DataError(f"arithmetic levels are numbers of steps, 1 or more, not {list(levels)}")
+    size = SIZES[split] if size is None else size
+    rng = random.Random(f"{split}/{seed}")
+    slip = SLIP if split == "demonstrations" else 0.0
+    found: dict[str, dict[str, Any]] = {}
+    tries = 0
+    while len(found) < size:
+        tries += 1
+        if tries > 100 * (size + 100):
+            raise DataError(f"arithmetic has fewer than {size} different {split} problems of levels {list(levels)}")
+        level = levels[len(found) % len(levels)]
+        start, steps = _problem(rng, level)
+        question = _question(start, steps)
+        if _bucket(question) in SPLITS[split] and question not in found:
+            found[question] = {"question": question, "answer": _work(start, steps, slip, rng), "level": level}
+    return list(found.values())
+
+
+def _bucket(question: str) -> int:
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % 10
+
+
+def _problem(rng: random.Random, level: int) -> tuple[int, list[tuple[str, int]]]:
+    """A start and `level` operations whose right values stay within 0..LARGEST."""
+    start = value = rng.randint(1, LARGEST)
+    steps = []
+    for _ in range(level):
+        operator, operand = rng.choice(list(_allowed(value)))
+        steps.append((operator, operand))
+        value = apply(value, operator, operand)
+    return start, steps
+
+
+def _allowed(value: int) -> Iterator[tuple[str, int]]:
+    yield from (("+", n) for n in range(1, 10) if value + n <= LARGEST)
+    yield from (("-", n) for n in range(1, 10) if value - n >= 0)
+    yield from (("*", n) for n in (2, 3) if 0 < value * n <= LARGEST)
+
+
+def apply(value: int, operator: str, operand: int) -> int:
+    return {"+": value + operand, "-": value - operand, "*": value * operand}[operator]
+
+
+def _question(start: int, steps: list[tuple[str, int]]) -> str:
+    return f"Start with {start}, " + ", ".join(f"{WORDS[operator]} {operand}" for operator, operand in steps) + "."
+
+
+def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Random) -> str:
+    lines, value = [], start
+    for operator, operand in steps:
+        result = apply(value, operator, operand)
+        if rng.random() < slip:
+            result = max(result + rng.choice((-2, -1, 1, 2)), 0)
+        lines.append(f"{value}{operator}{operand}={result}")
+        value = result
+    return "\n".join([*lines, f"#### {value}"])
+
+
+# ------------------------------------------------------------------------------------- tokenizer and model folder
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PIECES = ("Start with ", *(f", {word} " for word in WORDS.values()), "\n#### ")
+NUMBERS = tuple(str(n) for n in range(10, 100))
+CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
+VOCABULARY_SIZE = 256  # padded, so that tensor parallelism divides it
+
+
+def tokenizer():
+    """A tokenizer of the task's phrases and single ASCII characters; text comes back from its ids unchanged."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {piece: i for i, piece in enumerate((PAD, EOS, UNKNOWN, *PIECES, *CHARACTERS, *NUMBERS))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(PIECES) + r"|[1-9][0-9]|[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+
+
+def qwen3_config(hidden_size: int = 128, intermediate_size: int = 512, num_hidden_layers: int = 4, **more):
+    """A Qwen3 of about 1 M parameters; `more` are any other fields of transformers' Qwen3Config."""
+    from transformers import Qwen3Config
+
+    settings = dict(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    return Qwen3Config(**(settings | more))
+
+
+def write_model_folder(folder: str | Path, **config) -> Path:
+    """config.json and tokenizer of the model to train, without weights (`model.initialise: random`)."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    qwen3_config(**config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

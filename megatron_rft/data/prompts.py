@@ -1,0 +1,203 @@
+"""Rows to what models read: tokenised prompts for reinforcement learning, demonstrations for the warm start.
+
+Everything is tokenised once, here. A prompt's index is the number of its row in the data set: stable over epochs and
+over what is dropped, so sampling seeds and evaluation records can name problems by it.
+"""
+
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_rft.data.rows import Row
+from megatron_rft.errors import DataError, did_you_mean
+from megatron_rft.records import Batch, Prompt
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a row becomes a prompt. The names are those of a recipe's `data` section."""
+
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    prompt_template: str | None = None  # format string over the row's fields; None: the prompt field as it is
+    chat: bool = False  # through the tokenizer's chat template, as the user's turn
+    max_prompt_tokens: int = 512
+    overlong: Literal["drop", "error"] = "drop"
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The usable prompts of a data set, and how many rows are not, by reason."""
+
+    prompts: list[Prompt]
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One worked answer to learn: `response_ids` end with the end-of-sequence token."""
+
+    prompt: Prompt
+    response_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DemonstrationSet:
+    demonstrations: list[Demonstration]
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.demonstrations)
+
+
+def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -> PromptSet:
+    """Prompts with the reference answer of each. `source` names the data set in errors."""
+    prompts, dropped = _prompts(rows, tokenizer, form, source)
+    answered = [prompt for prompt in prompts if prompt.answer]
+    if not answered:
+        raise DataError(f"{source}: the field {form.answer_field!r} is empty in every row; rewards need its answers")
+    if len(answered) < len(prompts):
+        dropped["empty answer"] = len(prompts) - len(answered)
+    return PromptSet(answered, dropped)
+
+
+def demonstration_set(
+    rows: list[Row], tokenizer: Any, form: PromptFormat, source: str, max_response_tokens: int | None = None
+) -> DemonstrationSet:
+    """Prompts with the whole text of the answer field as the response to learn."""
+    prompts, dropped = _prompts(rows, tokenizer, form, source)
+    end = eos_token_id(tokenizer)
+    texts = [str(rows[prompt.index][form.answer_field]) for prompt in prompts]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    found = [Demonstration(p, (*ids, end)) for p, ids in zip(prompts, encoded, strict=True)]
+    if max_response_tokens is None:
+        return DemonstrationSet(found, dropped)
+    lengths = [len(each.response_ids) for each in found]
+    kept = [each for each in found if len(each.response_ids) <= max_response_tokens]
+    _check_lengths(lengths, max_response_tokens, "response", "rollout.max_response_tokens", form.overlong, source)
+    if len(kept) < len(found):
+        dropped["response too long"] = len(found) - len(kept)
+    return DemonstrationSet(kept, dropped)
+
+
+def as_batch(demonstrations: list[Demonstration]) -> Batch:
+    """Demonstrations as the records that objectives read."""
+    return Batch.of(
+        [list(each.prompt.token_ids) for each in demonstrations], [list(each.response_ids) for each in demonstrations]
+    )
+
+
+def reference_answer(value: Any) -> str:
+    """What the verifier compares with. GSM8K's worked answers end with "#### 18"; a float that is whole loses its
+    ".0"; a list of one is that one; several values are joined by commas, as they are written in an answer."""
+    if isinstance(value, list | tuple):
+        return ", ".join(reference_answer(each) for each in value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else str(value).rpartition("####")[2].strip()
+
+
+def check_tokenizer(tokenizer: Any, vocabulary_size: int, model: str) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for. Fewer ids than embeddings is common and fine."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocabulary_size:
+        raise DataError(
+            f"the tokenizer's ids go up to {largest}, but {model} has a vocabulary of {vocabulary_size}: "
+            "set model.tokenizer to the one that this model was trained with"
+        )
+    eos_token_id(tokenizer)
+
+
+def eos_token_id(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-sequence token (eos_token): responses could never end")
+    return tokenizer.eos_token_id
+
+
+def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -> tuple[list[Prompt], dict[str, int]]:
+    _check_fields(rows, form, source)
+    write = _writer(tokenizer, form, source)
+    texts = [write(row) for row in rows]
+    # A chat template writes its own special tokens; elsewhere the tokenizer adds what its model expects in front.
+    encoded = tokenizer(texts, add_special_tokens=not form.chat)["input_ids"]
+    lengths = [len(ids) for ids in encoded]
+    _check_lengths(lengths, form.max_prompt_tokens, "prompt", "data.max_prompt_tokens", form.overlong, source)
+    prompts = [
+        Prompt(index, tuple(ids), text, reference_answer(row[form.answer_field]), _rest(row, form))
+        for index, (row, text, ids) in enumerate(zip(rows, texts, encoded, strict=True))
+        if 0 < len(ids) <= form.max_prompt_tokens
+    ]
+    reasons = {
+        "prompt too long": sum(length > form.max_prompt_tokens for length in lengths),
+        "empty prompt": lengths.count(0),
+    }
+    if not prompts:
+        raise DataError(f"{source}: every prompt is empty; is {form.prompt_field!r} the right data.prompt_field?")
+    return prompts, {reason: count for reason, count in reasons.items() if count}
+
+
+def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in (form.prompt_field, form.answer_field)}
+
+
+def _template_fields(template: str) -> set[str]:
+    """The fields that a format string reads: {question} and {meta[level]} give question and meta."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise DataError(f"data.prompt_template: {error}; literal braces are written {{{{ and }}}}") from None
+    return {name.partition("[")[0].partition(".")[0] for name in names}
+
+
+def _check_fields(rows: list[Row], form: PromptFormat, source: str) -> None:
+    """Every field that the recipe names, in every row."""
+    template = form.prompt_template
+    wanted = {form.answer_field: "data.answer_field"}
+    wanted |= {name: "data.prompt_template" for name in _template_fields(template)} if template else {}
+    wanted |= {} if template else {form.prompt_field: "data.prompt_field"}
+    for number, row in enumerate(rows, start=1):
+        for name, option in wanted.items():
+            if name not in row:
+                raise DataError(
+                    f"{source}: row {number} has no field {name!r} ({option}); it has {', '.join(map(repr, row))}."
+                    f"{did_you_mean(name, row)}"
+                )
+
+
+def _writer(tokenizer: Any, form: PromptFormat, source: str) -> Callable[[Row], str]:
+    """The function from a row to the prompt's text."""
+
+    def plain(row: Row) -> str:
+        if form.prompt_template is None:
+            return str(row[form.prompt_field])
+        try:
+            return form.prompt_template.format(**row)
+        except (AttributeError, KeyError, IndexError, ValueError, TypeError) as error:
+            raise DataError(f"{source}: data.prompt_template {form.prompt_template!r} fails: {error!r}") from None
+
+    if not form.chat:
+        return plain
+    if tokenizer.chat_template is None:
+        raise DataError("data.chat is set, but the tokenizer has no chat template: use data.prompt_template")
+    return lambda row: tokenizer.apply_chat_template(
+        [{"role": "user", "content": plain(row)}], tokenize=False, add_generation_prompt=True
+    )
+
+
+def _check_lengths(lengths: list[int], limit: int, what: str, option: str, overlong: str, source: str) -> None:
+    """Refuse a data set that is too long as a whole, or in part where `overlong` says so."""
+    long = sum(length > limit for length in lengths)
+    if long == len(lengths):
+        raise DataError(
+            f"{source}: all {len(lengths)} {what}s are longer than {option}={limit}; the shortest has "
+            f"{min(lengths)} tokens, the longest {max(lengths)}: set {option} to at least {min(lengths)}"
+        )
+    if long and overlong == "error":
+        raise DataError(
+            f"{source}: {long} of {len(lengths)} {what}s are longer than {option}={limit} (longest: {max(lengths)}): "
+            f"raise it, or leave them out with data.overlong=drop"
+        )

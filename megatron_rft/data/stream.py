@@ -1,0 +1,47 @@
+"""An endless, resumable order over a data set: a pure function of (seed, epoch), so every rank draws the same."""
+
+import hashlib
+import random
+from typing import Generic, TypeVar
+
+from megatron_rft.errors import DataError
+
+Item = TypeVar("Item")
+
+
+class Stream(Generic[Item]):
+    """`position` counts the items drawn so far; setting it is all that resuming takes.
+
+    Epochs follow each other without a gap, so a draw may end one epoch and begin the next: an item can then come
+    twice in one draw.
+    """
+
+    def __init__(self, items: list[Item], seed: int = 0, shuffle: bool = True):
+        if not items:
+            raise DataError("there is nothing to draw from: the data set has no usable rows")
+        self.items, self.seed, self.shuffle = items, seed, shuffle
+        self.position = 0
+        self._order: tuple[int, list[int]] = (-1, [])  # of the epoch last drawn from
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, as a fraction: 1.5 is half way through the second."""
+        return self.position / len(self.items)
+
+    def next(self, count: int) -> list[Item]:
+        drawn = []
+        for place in range(self.position, self.position + count):
+            epoch, offset = divmod(place, len(self.items))
+            drawn.append(self.items[self._order_of(epoch)[offset]])
+        self.position += count
+        return drawn
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if self._order[0] != epoch:
+            order = list(range(len(self.items)))
+            if self.shuffle:
+                # A string, not numbers added up: (seed 1, epoch 0) and (seed 0, epoch 1) must not share an order.
+                digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
+                random.Random(int.from_bytes(digest, "big")).shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]

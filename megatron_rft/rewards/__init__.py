@@ -1,0 +1,3 @@
+"""Verifiers: from a problem and a response to a reward."""
+
+from megatron_rft.rewards.base import Reward, build

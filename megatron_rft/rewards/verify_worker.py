@@ -1,0 +1,46 @@
+"""The grading process: math-verify behind a pipe, one JSON line in, one out. Run as a file, so it never imports torch.
+
+The time limit is the kernel's: an alarm whose default action ends the process, whatever sympy is doing, and also when
+the trainer that asked is gone. Whoever reads the pipe sees it close and starts another.
+"""
+
+import json
+import logging
+import resource
+import signal
+import sys
+
+MEMORY = 4 << 30  # bytes of address space: 9^(9^9) is a MemoryError, not a machine without memory
+
+
+class UnreadableReference(ValueError):
+    """The reference answer holds nothing that can be compared with."""
+
+
+def judge(reference: str, answer: str) -> bool:
+    """Whether `answer` (LaTeX in a box, or a whole response) is equivalent to `reference` (in a box)."""
+    from math_verify import parse, verify
+
+    gold = parse(reference, parsing_timeout=None)
+    if not gold:
+        raise UnreadableReference(f"the reference answer cannot be read: {reference[:80]}")
+    return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
+
+
+def main(timeout_s: float) -> None:
+    logging.disable(logging.CRITICAL)
+    judge("\\boxed{\\frac{1}{2}}", "\\boxed{0.5}")  # loading takes a second: not out of the first question's time
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        try:
+            result = {"correct": judge(*json.loads(line))}
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
