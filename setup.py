@@ -28,7 +28,7 @@ setup(
         "megatron-core==0.16.1",  # the newest for Python 3.11
         "psutil",  # megatron-core's checkpoints hang without it, and it does not ask for it
         "transformers>=5.16.1,<5.20",  # what vLLM 0.32 takes
-        "datasets>=4",
+        "pyarrow>=15",  # parquet
         "safetensors>=0.5",
         "pydantic>=2.11,<3",
         "PyYAML>=6",

