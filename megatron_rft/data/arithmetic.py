@@ -1,10 +1,10 @@
-"""The task of the quickstart: chains of arithmetic with worked steps, made here, so nothing is downloaded.
+r"""The task of the quickstart: chains of arithmetic with worked steps, made here, so nothing is downloaded.
 
-    question  "Start with 37, add 8, subtract 9, multiply by 2."
-    answer    "37+8=45\n45-9=36\n36*2=72\n#### 72"           (level 3: three steps)
+    question  "Work from left to right: 3+5-6*2"
+    answer    "3+5=8\n8-6=2\n2*2=4\n#### 4"           (level 3: three steps)
 
-Rows have GSM8K's fields and are a pure function of (split, size, seed, levels). A problem belongs to one split by a hash
-of its question, whatever the seed, so train, validation and test never share one. The split "demonstrations" holds
+Rows have GSM8K's fields and are a pure function of (split, size, seed, levels). A problem belongs to one split by a
+hash of its question, whatever the seed, so train, validation and test never share one. The split "demonstrations" holds
 training problems worked by somebody careless: each step is wrong with probability SLIP, and the work goes on from the
 wrong number. A model warm-started on them knows how to work and makes such slips; the verifier's reward removes them.
 """
@@ -19,10 +19,9 @@ from megatron_rft.errors import DataError
 
 SPLITS = {"train": range(2, 10), "demonstrations": range(2, 10), "validation": range(1, 2), "test": range(0, 1)}
 SIZES = {"train": 8192, "demonstrations": 16384, "validation": 256, "test": 500}
-LEVELS = (3, 4, 5, 6)
+LEVELS = (3, 4, 5, 6)  # steps of a problem
+LARGEST = 10  # right intermediate values are 0..LARGEST
 SLIP = 0.2
-LARGEST = 20
-WORDS = {"+": "add", "-": "subtract", "*": "multiply by"}
 PROMPT_TEMPLATE = "{question}\n"
 
 
@@ -75,7 +74,7 @@ def apply(value: int, operator: str, operand: int) -> int:
 
 
 def _question(start: int, steps: list[tuple[str, int]]) -> str:
-    return f"Start with {start}, " + ", ".join(f"{WORDS[operator]} {operand}" for operator, operand in steps) + "."
+    return f"Work from left to right: {start}" + "".join(f"{operator}{operand}" for operator, operand in steps)
 
 
 def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Random) -> str:
@@ -83,7 +82,7 @@ def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Ran
     for operator, operand in steps:
         result = apply(value, operator, operand)
         if rng.random() < slip:
-            result = max(result + rng.choice((-2, -1, 1, 2)), 0)
+            result = rng.choice([wrong for by in (-2, -1, 1, 2) if (wrong := result + by) >= 0])
         lines.append(f"{value}{operator}{operand}={result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])
@@ -92,10 +91,10 @@ def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Ran
 # ------------------------------------------------------------------------------------- tokenizer and model folder
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-PIECES = ("Start with ", *(f", {word} " for word in WORDS.values()), "\n#### ")
+PIECES = ("Work from left to right: ", "\n#### ")
 NUMBERS = tuple(str(n) for n in range(10, 100))
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
-VOCABULARY_SIZE = 256  # padded, so that tensor parallelism divides it
+VOCABULARY_SIZE = 192  # one more than there are, and even, so that tensor parallelism divides it
 
 
 def tokenizer():

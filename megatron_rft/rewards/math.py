@@ -24,7 +24,7 @@ WORKER = Path(__file__).with_name("verify_worker.py")
 
 
 class MathReward:
-    """`workers=0` grades in this process, without a time limit. Processes start with the first answer that needs one."""
+    """`workers=0` grades in this process, without a time limit. Processes start when the first answer needs one."""
 
     def __init__(self, timeout_s: float = 5.0, workers: int = 1):
         if importlib.util.find_spec("math_verify") is None:

@@ -1,0 +1,190 @@
+"""One evaluation: completions from an engine, scores from a reward, numbers and tables from both.
+
+It loads no model and forms no process group: `rank`, `world` and `gather` say how the problems are shared, and the
+result is the same for every layout, because a completion depends on (seed, purpose, problem, its number) alone.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_rft.errors import DataError
+from megatron_rft.evaluation.passk import ks_up_to, majority, mean_pass_at_k, pass_at_1
+from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.rewards.base import Reward
+from megatron_rft.rollout.engine import Engine, Request, Sampling
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One graded response, as it is kept. `reward` is None where the grader failed; `error` then says how."""
+
+    problem: int
+    sample: int
+    prompt: str
+    text: str
+    reference: str
+    answer: str | None
+    reward: float | None
+    error: str | None
+    tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The numbers of one evaluation. `majority` counts a problem without any answer as wrong."""
+
+    name: str
+    problems: int
+    samples: int
+    pass_at_1: float
+    standard_error: float
+    pass_at_k: dict[int, float]
+    majority: float
+    errors: int  # completions that the grader failed on; in none of the accuracies
+    truncated: float  # share of completions that hit the token limit
+    mean_tokens: float
+    temperature: float
+    seed: int
+    completions: list[Completion]
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the completions, ready for JSON."""
+        return {name: value for name, value in self.__dict__.items() if name != "completions"}
+
+    def line(self) -> str:
+        """0.412 ± 0.009 (500 problems)"""
+        return f"{self.pass_at_1:.3f} ± {self.standard_error:.3f} ({self.problems} problems)"
+
+
+def evaluate(
+    engine: Engine,
+    sampling: Sampling,
+    prompts: list[Prompt],
+    reward: Reward,
+    tokenizer: Any,
+    samples: int = 1,
+    seed: int = 0,
+    gather: Callable[[list], list] = lambda mine: mine,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    batch: int = 64,
+    name: str = "test",
+) -> EvalResult:
+    """`samples` completions of each prompt. `gather` gives all ranks' lists as one; `batch` prompts go to the engine
+    at one time."""
+    mine = prompts[rank::world]
+    completions: list[Completion] = []
+    for start in range(0, len(mine), batch):
+        completions += _complete(engine, sampling, mine[start : start + batch], reward, tokenizer, samples, seed, name)
+    everything = sorted(gather(completions), key=lambda each: (each.problem, each.sample))
+    assert len(everything) == len(prompts) * samples, f"{len(everything)} completions of {len(prompts)} x {samples}"
+    return summarise(everything, name, samples, sampling.temperature, seed)
+
+
+def request_seed(seed: int, purpose: str, index: int) -> int:
+    """63 bits from (seed, purpose, problem): the same on every rank, in every layout, on every machine."""
+    digest = hashlib.sha256(f"{seed}/{purpose}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def summarise(completions: list[Completion], name: str, samples: int, temperature: float, seed: int) -> EvalResult:
+    """The numbers of completions that are sorted by problem and sample, `samples` of each problem."""
+    if not completions:
+        raise DataError(f"evaluation {name!r} has no problems")
+    problems = [completions[i : i + samples] for i in range(0, len(completions), samples)]
+    correct = [[each.reward for each in problem] for problem in problems]
+    votes = [majority([each.answer for each in problem], [each.reward for each in problem]) for problem in problems]
+    mean, standard_error = pass_at_1(correct)
+    return EvalResult(
+        name=name,
+        problems=len(problems),
+        samples=samples,
+        pass_at_1=mean,
+        standard_error=standard_error,
+        pass_at_k={k: mean_pass_at_k(correct, k) for k in ks_up_to(samples)},
+        majority=fmean(vote or 0.0 for vote in votes),
+        errors=sum(each.reward is None for each in completions),
+        truncated=fmean(each.finish_reason == "length" for each in completions),
+        mean_tokens=fmean(each.tokens for each in completions),
+        temperature=temperature,
+        seed=seed,
+        completions=completions,
+    )
+
+
+def _complete(engine, sampling, prompts, reward, tokenizer, samples, seed, name) -> Iterator[Completion]:
+    """Graded completions of a batch of prompts, in the order in which the engine ends them."""
+    by_index = {prompt.index: prompt for prompt in prompts}
+    requests = [Request(p.index, p.token_ids, samples, request_seed(seed, name, p.index)) for p in prompts]
+    answered: list[tuple[Prompt, int, Response]] = [
+        (by_index[group.id], number, response)
+        for group in engine.generate(requests, sampling)
+        for number, response in enumerate(group.responses)
+    ]
+    texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for _, _, response in answered]
+    scores = reward([prompt for prompt, _, _ in answered], texts)
+    for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True):
+        yield _completion(prompt, number, response, text, score, reward.answer(text))
+
+
+def _completion(
+    prompt: Prompt, number: int, response: Response, text: str, score: Score, answer: str | None
+) -> Completion:
+    return Completion(
+        problem=prompt.index,
+        sample=number,
+        prompt=prompt.text,
+        text=text,
+        reference=prompt.answer,
+        answer=answer,
+        reward=None if score.error else score.reward,
+        error=score.error,
+        tokens=len(response.token_ids),
+        finish_reason=response.finish_reason,
+    )
+
+
+def table(results: list[EvalResult]) -> str:
+    """A markdown table, one row per benchmark."""
+    ks = sorted({k for result in results for k in result.pass_at_k if k > 1})
+    head = ["benchmark", "problems", "n", "pass@1", *(f"pass@{k}" for k in ks), "maj@n", "truncated", "errors"]
+    rows = [
+        [
+            each.name,
+            str(each.problems),
+            str(each.samples),
+            f"{each.pass_at_1:.3f} ± {each.standard_error:.3f}",
+            *(f"{each.pass_at_k[k]:.3f}" if k in each.pass_at_k else "" for k in ks),
+            f"{each.majority:.3f}",
+            f"{each.truncated:.1%}",
+            str(each.errors),
+        ]
+        for each in results
+    ]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def write(results: list[EvalResult], folder: str | Path) -> None:
+    """`results.json`, `results.md`, and `<name>.jsonl` with every completion, into `folder`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        lines = (json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in result.completions)
+        (folder / f"{result.name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps([_finite(each.summary()) for each in results], indent=2) + "\n")
+    (folder / "results.md").write_text(table(results) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """NaN as null: a JSON file that every reader takes."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
