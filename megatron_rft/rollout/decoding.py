@@ -1,0 +1,262 @@
+"""The decode loop of the in-process engine: rows enter together with their prompt's prefill, leave when they end.
+
+All rows take one token a step. When an eighth of them has ended, those are handed out, the remaining ones close up, and
+waiting requests take the free places: the cost follows the rows that live. Knows a decoder's forward pass and nothing
+of its weights.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rft.records import Response
+from megatron_rft.rollout.engine import Group, Request, Sampling
+from megatron_rft.rollout.shared_prefix import SharedPrefixCache
+
+PREFILL_TOKENS = 16384  # of one forward pass over prompts, padding included
+GPU_STEPS_PER_LOOK = 8  # looking at what has ended makes the host wait for the device
+
+
+def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
+    """The random stream of one response: `count` numbers in [0, 1), a function of (seed, sample) alone."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count, dtype=np.float32)
+
+
+def choose(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """[L, V] logits, [L] uniform numbers -> [L] tokens and their log-probs under the distribution they came from.
+
+    That is softmax(logits / temperature), cut to top_k and then to top_p (the most probable tokens whose mass before
+    them is below top_p) and renormalised. Temperature 0 takes the largest logit, with its log-prob at temperature 1.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        logprobs = logits.log_softmax(-1)
+        token = logits.argmax(-1, keepdim=True)
+    else:
+        logprobs = _truncate((logits / sampling.temperature).log_softmax(-1), sampling).log_softmax(-1)
+        mass = logprobs.exp().cumsum(-1)  # [L, V]
+        below_total = mass[:, -1:].nextafter(torch.zeros_like(mass[:, -1:]))  # u * total may round up to the total
+        token = torch.searchsorted(mass, torch.minimum(u[:, None] * mass[:, -1:], below_total), right=True)
+    return token[:, 0], logprobs.gather(-1, token)[:, 0]
+
+
+def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    if 0 < sampling.top_k < logprobs.shape[-1]:
+        least = logprobs.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logprobs = logprobs.masked_fill(logprobs < least, float("-inf")).log_softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = logprobs.sort(dim=-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        cut = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
+        logprobs = logprobs.masked_fill(cut, float("-inf"))
+    return logprobs
+
+
+@dataclass(frozen=True)
+class Part:
+    """As many responses of one request as are decoded side by side: all of them, unless the batch is smaller."""
+
+    request: Request
+    samples: range
+
+
+class Decoder:
+    """Decodes one list of requests. `forward(ids, positions, cache)` gives hidden states, `head` turns them to logits."""
+
+    def __init__(
+        self,
+        config,
+        forward: Callable[[Tensor, Tensor, SharedPrefixCache], Tensor],
+        head: Callable[[Tensor], Tensor],
+        like: Tensor,
+        requests: list[Request],
+        sampling: Sampling,
+        most_rows: int,
+        weight_version: int,
+    ):
+        self.forward, self.head, self.sampling, self.weight_version = forward, head, sampling, weight_version
+        self.device = like.device
+        self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
+        longest_first = sorted(requests, key=lambda r: (-len(r.prompt_ids), r.id))
+        self.waiting = deque(
+            Part(r, range(first, min(first + most_rows, r.n)))
+            for r in longest_first
+            for first in range(0, r.n, most_rows)
+        )
+        self.answers: dict[int, list[Response | None]] = {r.id: [None] * r.n for r in requests}
+        rows = min(most_rows, sum(r.n for r in requests))
+        self.width = max(len(part.samples) for part in self.waiting)
+        groups = min(len(self.waiting), rows)
+        tokens = max(limit(r, sampling) for r in requests)
+        self.cache = SharedPrefixCache(
+            config, groups, self.width, rows, (len(longest_first[0].prompt_ids), tokens), like
+        )
+        self.parts: list[Part] = []  # of the live groups
+        self.owners: list[tuple[Request, int]] = []  # of the live rows: request and sample
+        self.most_rows = rows
+
+        def column(*shape: int, dtype=torch.long) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=self.device)
+
+        # one entry a row; tokens written so far are `count`, and a row that is done stays as it is
+        self.slot, self.prompt_len, self.count, self.limit, self.last = (column() for _ in range(5))
+        self.done = column(dtype=torch.bool)
+        self.u = column(tokens + 1, dtype=torch.float32)  # one more: a row that is done still computes, into the last
+        self.tokens, self.logprobs = column(tokens + 1), column(tokens + 1, dtype=torch.float32)
+
+    def run(self) -> Iterator[Group]:
+        look_every = GPU_STEPS_PER_LOOK if self.device.type == "cuda" else 1
+        while self.waiting or self.owners:
+            self._admit()
+            ended = int(self.done[: len(self.owners)].sum())
+            while ended == 0 or ended < len(self.owners) // 8:
+                for _ in range(look_every):
+                    self._step()
+                ended = int(self.done[: len(self.owners)].sum())
+            yield from self._hand_out()
+            self._close_up()
+
+    # --- entering ---
+
+    def _admit(self) -> None:
+        first, entering = len(self.owners), []
+        free = self.most_rows - first
+        while self.waiting and len(self.waiting[0].samples) <= free:
+            entering.append(self.waiting.popleft())
+            free -= len(entering[-1].samples)
+        if not entering:
+            return
+        group = len(self.parts)
+        logits = torch.cat([self._prefill(group + start, parts) for start, parts in _chunks(entering)])  # [n, V]
+        sizes = torch.tensor([len(part.samples) for part in entering], device=self.device)
+        self._register(group, entering)
+        self._write(slice(first, len(self.owners)), logits.repeat_interleave(sizes, dim=0))
+        self._measure()
+
+    def _prefill(self, group: int, parts: list[Part]) -> Tensor:
+        """[n, V] logits of the first response token; the prompts' keys and values stay in the cache."""
+        lens = [len(part.request.prompt_ids) for part in parts]
+        ids = torch.tensor([part.request.prompt_ids + (0,) * (max(lens) - n) for part, n in zip(parts, lens, strict=True)])
+        self.cache.begin_prefill(group, len(parts))
+        positions = torch.arange(max(lens), device=self.device)[None]
+        hidden = self.forward(ids.to(self.device), positions, self.cache)  # [n, S, H]
+        return self.head(hidden[torch.arange(len(parts)), torch.tensor(lens) - 1])
+
+    def _register(self, group: int, entering: list[Part]) -> None:
+        first = len(self.owners)
+        rows = [(g, place, part, sample) for g, part in enumerate(entering, group) for place, sample in enumerate(part.samples)]
+        self.parts += entering
+        self.owners += [(part.request, sample) for _, _, part, sample in rows]
+        new = slice(first, len(self.owners))
+        limits = [limit(part.request, self.sampling) for *_, part, _ in rows]
+        self.slot[new] = torch.tensor([g * self.width + place for g, place, *_ in rows], device=self.device)
+        self.prompt_len[new] = torch.tensor([len(part.request.prompt_ids) for *_, part, _ in rows], device=self.device)
+        self.limit[new] = torch.tensor(limits, device=self.device)
+        self.count[new], self.done[new] = 0, False
+        drawn = np.zeros((len(rows), self.u.shape[1]), dtype=np.float32)
+        for row, (*_, part, sample), most in zip(drawn, rows, limits, strict=True):
+            row[:most] = uniforms(part.request.seed, sample, most)
+        self.u[new] = torch.from_numpy(drawn).to(self.device)
+
+    # --- decoding ---
+
+    def _step(self) -> None:
+        live = slice(0, len(self.owners))
+        prompt_len, count = self.prompt_len[live], self.count[live]
+        self.cache.begin_decode(self.slot[live], prompt_len, count, self.spans)
+        hidden = self.forward(self.last[live, None], (prompt_len + count - 1)[:, None], self.cache)  # [L, 1, H]
+        self._write(live, self.head(hidden[:, 0]))
+        self.spans = (*self.spans[:2], min(self.spans[2] + 1, self.u.shape[1] - 1))
+
+    def _write(self, rows: slice, logits: Tensor) -> None:
+        """One more token to each of `rows`; rows that are done write behind their end."""
+        count, done = self.count[rows], self.done[rows]
+        at = count[:, None]
+        token, logprob = choose(logits, self.u[rows].gather(1, at)[:, 0], self.sampling)
+        self.tokens[rows].scatter_(1, at, token[:, None])
+        self.logprobs[rows].scatter_(1, at, logprob[:, None])
+        self.last[rows] = torch.where(done, self.last[rows], token)
+        count += ~done
+        done |= torch.isin(token, self.stop) | (count >= self.limit[rows])
+
+    def _measure(self) -> None:
+        """What part of the caches the live rows use: groups, columns of prompts, columns of responses."""
+        live = slice(0, len(self.owners))
+        self.spans = (
+            len(self.parts),
+            max((len(part.request.prompt_ids) for part in self.parts), default=0),
+            int(self.count[live].max()) if self.owners else 0,
+        )
+
+    # --- leaving ---
+
+    def _hand_out(self) -> Iterator[Group]:
+        """Rows that have ended become responses; a request whose last one this was becomes a group."""
+        ended = self.done[: len(self.owners)].nonzero()[:, 0]
+        counts, lasts = self.count[ended].tolist(), self.last[ended].tolist()
+        tokens, logprobs = self.tokens[ended].tolist(), self.logprobs[ended].tolist()
+        for row, count, last, ids, lps in zip(ended.tolist(), counts, lasts, tokens, logprobs, strict=True):
+            request, sample = self.owners[row]
+            reason = "stop" if last in self.sampling.stop_token_ids else "length"
+            answer = Response(tuple(ids[:count]), tuple(lps[:count]), reason, self.weight_version)
+            self.answers[request.id][sample] = answer
+            if None not in self.answers[request.id]:
+                yield Group(request.id, tuple(self.answers.pop(request.id)))
+
+    def _close_up(self) -> None:
+        """The last live rows and groups take the places of those that have ended."""
+        keep = (~self.done[: len(self.owners)]).tolist()
+        to, source = fill_holes(keep)
+        if to:
+            self.cache.move_rows(to, source)
+            for column in (self.slot, self.prompt_len, self.count, self.limit, self.last, self.done):
+                column[to] = column[source]
+            for table in (self.u, self.tokens, self.logprobs):
+                table[to] = table[source]
+        _close_list(self.owners, to, source, sum(keep))
+        self._close_groups()
+        self._measure()
+
+    def _close_groups(self) -> None:
+        slots = self.slot[: len(self.owners)]
+        used = set((slots // self.width).tolist())
+        keep = [group in used for group in range(len(self.parts))]
+        to, source = fill_holes(keep)
+        if to:
+            self.cache.move_groups(to, source)
+            place = torch.arange(len(keep), device=self.device)
+            place[source] = torch.tensor(to, device=self.device)
+            slots.copy_(place[slots // self.width] * self.width + slots % self.width)
+        _close_list(self.parts, to, source, sum(keep))
+
+
+def limit(request: Request, sampling: Sampling) -> int:
+    return min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
+
+
+def fill_holes(keep: list[bool]) -> tuple[list[int], list[int]]:
+    """Moves that make the kept entries the first ones: (to, source). [1, 0, 0, 1, 1] -> ([1, 2], [3, 4])."""
+    count = sum(keep)
+    holes = [i for i in range(count) if not keep[i]]
+    return holes, [i for i in range(count, len(keep)) if keep[i]]
+
+
+def _close_list(entries: list, to: list[int], source: list[int], count: int) -> None:
+    for hole, entry in zip(to, source, strict=True):
+        entries[hole] = entries[entry]
+    del entries[count:]
+
+
+def _chunks(parts: list[Part]) -> Iterator[tuple[int, list[Part]]]:
+    """(first, parts) of prefills of about PREFILL_TOKENS; the first part of each has its longest prompt."""
+    first = 0
+    while first < len(parts):
+        count = max(1, PREFILL_TOKENS // len(parts[first].request.prompt_ids))
+        yield first, parts[first : first + count]
+        first += count

@@ -1,0 +1,161 @@
+"""Generation by a transformers model in this process, on the CPU or on one GPU: the engine where vLLM is not installed.
+
+Weights come from the stream (or first from a folder), in place. Llama, Qwen2, Qwen3 and Qwen3-MoE shapes without
+sliding windows; the model's own forward computes everything except attention over the caches.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from megatron_rft.errors import DataError, RunFailed, UserError
+from megatron_rft.rollout.decoding import Decoder, limit
+from megatron_rft.rollout.engine import Engine, Group, Request, Sampling
+from megatron_rft.rollout.shared_prefix import ATTENTION
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # whose logits are lm_head of the last hidden state and nothing more
+
+
+class HFEngine(Engine):
+    """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights."""
+
+    def __init__(
+        self,
+        source: PreTrainedConfig | str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        max_batch_sequences: int = 256,
+    ):
+        given = isinstance(source, PreTrainedConfig)
+        config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)  # the model writes into its own
+        check_family(config)
+        if given:
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            model.tie_weights()  # which a model without initialisation has not done yet
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
+        self.device, self.max_batch_sequences = torch.device(device), max_batch_sequences
+        self.model = model.eval().requires_grad_(False).to(self.device)
+        self.weight_version = -1 if given else 0
+        self.targets = hf_views(self.model)
+
+    @torch.inference_mode()
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        if self.weight_version < 0:
+            raise RunFailed("generation was asked for before any weights were loaded")
+        self._check(requests, sampling)
+        if requests:
+            like = self.model.get_input_embeddings().weight
+            yield from Decoder(
+                self.model.config,
+                self._hidden,
+                self.model.get_output_embeddings(),
+                like,
+                requests,
+                sampling,
+                self.max_batch_sequences,
+                self.weight_version,
+            ).run()
+
+    def _hidden(self, ids: Tensor, positions: Tensor, cache) -> Tensor:
+        """[L, S] ids -> [L, S, H]."""
+        return self.model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, cache=cache
+        ).last_hidden_state
+
+    def _check(self, requests: list[Request], sampling: Sampling) -> None:
+        config = self.model.config
+        assert len({r.id for r in requests}) == len(requests), "two requests have the same id"
+        for request in requests:
+            length, most = len(request.prompt_ids), limit(request, sampling)
+            assert request.n >= 1 and most >= 1, request
+            if length == 0:
+                raise UserError(f"request {request.id} has an empty prompt: there is nothing to continue")
+            if length + most > config.max_position_embeddings:
+                raise UserError(
+                    f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = {length + most}, "
+                    f"but the model has {config.max_position_embeddings} positions (max_position_embeddings). "
+                    "Lower rollout.max_response_tokens or data.max_prompt_tokens"
+                )
+            if max(request.prompt_ids) >= config.vocab_size:
+                raise DataError(
+                    f"request {request.id}: token id {max(request.prompt_ids)} in a vocabulary of {config.vocab_size}: "
+                    "the tokenizer does not fit the model"
+                )
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """In place, each tensor straight from the stream. The stream is exhausted even when a tensor is refused,
+        for its collectives involve every rank; the first problem is raised then, and no `generate` is possible."""
+        written, problem = set(), None
+        for name, tensor in stream:
+            problem = problem or self._write(name, tensor, written)
+        if missing := [name for name in self.targets if name not in written]:
+            problem = problem or f"{missing[0]} is missing ({len(missing)} of {len(self.targets)} tensors are)"
+        if problem:
+            self.weight_version = -1
+            raise RunFailed(f"weights of version {version}: {problem}")
+        self.weight_version = version
+
+    @torch.no_grad()
+    def _write(self, name: str, tensor: Tensor, written: set[str]) -> str | None:
+        """What is wrong with the tensor, or None when it is in its place."""
+        target = self.targets.get(name)
+        if target is None:
+            return f"{name} is no tensor of this {self.model.config.model_type} model"
+        if name in written:
+            return f"{name} came twice"
+        if tensor.shape != target.shape:
+            return f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}"
+        if not tensor.isfinite().all():
+            return f"{name} has {int((~tensor.isfinite()).sum())} non-finite values"
+        target.copy_(tensor)
+        written.add(name)
+        return None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor) as the engine holds them; a tied output matrix is left out."""
+        return iter(self.targets.items())
+
+    def sleep(self) -> None:
+        self._to(torch.device("cpu"))
+
+    def wake(self) -> None:
+        self._to(self.device)
+
+    def _to(self, device: torch.device) -> None:
+        if self.device.type != "cpu":
+            self.model.to(device)
+            self.targets = hf_views(self.model)
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.model, self.targets, self.weight_version = None, {}, -1
+
+
+def check_family(config: PreTrainedConfig) -> None:
+    if config.model_type not in FAMILIES:
+        raise DataError(f"the hf engine generates with {', '.join(FAMILIES)}, not with {config.model_type!r}")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise DataError(f"this {config.model_type} model has sliding windows in its attention; the hf engine has none")
+
+
+def hf_views(model: torch.nn.Module) -> dict[str, Tensor]:
+    """HF checkpoint name -> the memory it is written to. transformers holds a layer's experts in two tensors,
+    gate_up_proj [E, 2I, H] and down_proj [E, H, I], where checkpoints name each expert's three."""
+    views = {}
+    for name, parameter in model.named_parameters():  # a tied lm_head is not listed again
+        experts = name.removesuffix("gate_up_proj").removesuffix("down_proj")
+        if name.endswith("experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(expert.chunk(2) for expert in parameter.data):
+                views |= {f"{experts}{e}.gate_proj.weight": gate, f"{experts}{e}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            views |= {f"{experts}{e}.down_proj.weight": down for e, down in enumerate(parameter.data)}
+        else:
+            views[name] = parameter.data
+    return views
