@@ -2,7 +2,7 @@
 
     python tools/bench/logprob_memory.py [--tokens 4096] [--vocab 151936] [--hidden 256] [--entropy]
 
-Both sides run forward and backward. The materialised one is what is usually written: logits, `.float().log_softmax(-1)`,
+Both sides run forward and backward. The materialised one is what is usually written: `.float().log_softmax(-1)`,
 gather. Memory is the peak over what was there before the call (resident set on a CPU, the allocator's peak on a GPU)
 and includes both gradients. The floor is what any method must return: the gradients of hidden states and weight, and
 two numbers per token.

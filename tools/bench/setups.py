@@ -1,0 +1,76 @@
+"""What the benchmarks share: Qwen3-shaped models of named sizes with random weights, on both sides the same."""
+
+import os
+import warnings
+from types import SimpleNamespace
+
+warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+from megatron_rft.config import Megatron  # noqa: E402
+from megatron_rft.megatron import parallel  # noqa: E402
+from megatron_rft.megatron.actor import Actor  # noqa: E402
+
+logging.set_verbosity_error()
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+# (vocabulary, hidden, layers, feed-forward, heads, key-value heads, head dimension)
+SIZES = {
+    "1m": (512, 128, 4, 384, 4, 2, 32),
+    "3m": (1024, 192, 6, 512, 6, 3, 32),
+    "20m": (8192, 384, 8, 1152, 6, 2, 64),
+    "600m": (151936, 1024, 28, 3072, 16, 8, 128),
+    "4b": (151936, 2560, 36, 9728, 32, 8, 128),
+}
+ADAMW = {"lr": 1e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "clip_grad": 1.0}
+
+
+def qwen3(size: str, **changes) -> Qwen3Config:
+    vocab, hidden, layers, feed_forward, heads, kv_heads, head_dim = SIZES[size]
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": feed_forward,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "architectures": ["Qwen3ForCausalLM"],
+        "attn_implementation": "sdpa",
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,  # transformers trains no embedding of a padding token
+    }
+    return Qwen3Config(**{**shape, **changes})
+
+
+def hf_model(config: Qwen3Config, precision: str, device: torch.device | str = "cpu") -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).to(device, DTYPES[precision])
+
+
+def actor_like(model: Qwen3ForCausalLM, precision: str, *, micro_batch_tokens: int, **options) -> Actor:
+    """An actor with the weights of `model`, in a world of this process alone. `options` go to Actor, or, in `megatron`,
+    to the recipe's section."""
+    megatron = Megatron(**options.pop("megatron", {}))
+    if not torch.distributed.is_initialized():
+        parallel.initialize(megatron)
+    batching = SimpleNamespace(
+        micro_batch_tokens=micro_batch_tokens,
+        forward_only_tokens=options.pop("forward_only_tokens", None),
+        pack_sequences=options.pop("pack_sequences", True),
+        logprob_block_mib=options.pop("logprob_block_mib", 64),
+    )
+    optimizer = {**ADAMW, "use_distributed_optimizer": True}
+    actor = Actor(model.config, megatron, batching, precision, optimizer=options.pop("optimizer", optimizer), **options)
+    actor.load(model.state_dict().__getitem__)
+    return actor
+
+
+def set_threads(count: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    torch.set_num_threads(count)
