@@ -56,7 +56,7 @@ def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True)
         yield f"{shape.heads} attention heads do not divide by TP {tp}"
     elif shape.kv_heads % tp and tp % shape.kv_heads:
         yield f"{shape.kv_heads} kv heads are neither a multiple nor a divisor of TP {tp}"
-    if shape.ffn % tp:
+    if not shape.experts and shape.ffn % tp:
         yield f"the feed-forward size {shape.ffn} does not divide by TP {tp}"
     if even_stages and shape.layers % (pp * (layout.vpp or 1)):
         stages = f"PP {pp} x {layout.vpp} virtual stages" if layout.vpp else f"PP {pp}"
