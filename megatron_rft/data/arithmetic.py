@@ -82,7 +82,7 @@ def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Ran
     for operator, operand in steps:
         result = apply(value, operator, operand)
         if rng.random() < slip:
-            result = rng.choice([wrong for by in (-2, -1, 1, 2) if (wrong := result + by) >= 0])
+            result += rng.choice((1, 2) if result < 2 else (-2, -1, 1, 2))
         lines.append(f"{value}{operator}{operand}={result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])
@@ -94,7 +94,7 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PIECES = ("Work from left to right: ", "\n#### ")
 NUMBERS = tuple(str(n) for n in range(10, 100))
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
-VOCABULARY_SIZE = 192  # one more than there are, and even, so that tensor parallelism divides it
+VOCABULARY_SIZE = 192  # one more than there are: tensor parallelism divides it
 
 
 def tokenizer():

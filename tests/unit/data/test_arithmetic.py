@@ -1,0 +1,84 @@
+import re
+
+import pytest
+
+from megatron_rft.data import arithmetic
+from megatron_rft.errors import DataError
+
+
+def check_steps(row) -> int:
+    """The number of wrong steps in a row's work, whose steps must be the question's, each from the last value."""
+    numbers = re.findall(r"[+*-]?\d+", row["question"].partition(": ")[2])
+    *lines, final = row["answer"].split("\n")
+    value, wrong = int(numbers[0]), 0
+    assert len(lines) == len(numbers) - 1 == row["level"]
+    for line, step in zip(lines, numbers[1:], strict=True):
+        left, _, result = line.partition("=")
+        assert left == f"{value}{step}"
+        wrong += eval(f"({value}){step}") != int(result)
+        value = int(result)
+    assert final == f"#### {value}"
+    return wrong
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_worked_answers_are_right_and_small(split):
+    rows = arithmetic.rows(split, 200)
+    assert sum(check_steps(row) for row in rows) == 0
+    values = [int(number) for row in rows for number in re.findall(r"=(-?\d+)", row["answer"])]
+    assert min(values) >= 0 and max(values) == arithmetic.LARGEST
+    assert [row["level"] for row in rows[:5]] == [3, 4, 5, 6, 3]
+
+
+def test_demonstrations_slip_at_the_stated_rate():
+    rows = arithmetic.rows("demonstrations", 2000)
+    steps = sum(row["level"] for row in rows)
+    slips = sum(check_steps(row) for row in rows)
+    assert abs(slips / steps - arithmetic.SLIP) < 0.02  # five standard errors over 9,000 steps
+
+
+def test_splits_are_disjoint_for_any_seed():
+    test = {row["question"] for row in arithmetic.rows("test", 500, seed=3)}
+    validation = {row["question"] for row in arithmetic.rows("validation", 256, seed=4)}
+    train = {row["question"] for row in arithmetic.rows("train", 4000)} | {
+        row["question"] for row in arithmetic.rows("demonstrations", 4000, seed=1)
+    }
+    assert len(test) == 500 and not test & validation and not test & train and not validation & train
+
+
+def test_rows_are_a_function_of_split_size_and_seed():
+    assert arithmetic.rows("train", 50) == arithmetic.rows("train", 200)[:50]
+    assert arithmetic.rows("train", 50) != arithmetic.rows("train", 50, seed=1)
+
+
+def test_impossible_requests_are_refused():
+    with pytest.raises(DataError, match="no split 'dev'; it has train"):
+        arithmetic.rows("dev")
+    with pytest.raises(DataError, match="fewer than 500 different test problems of levels \\[1\\]"):
+        arithmetic.rows("test", 500, levels=(1,))
+
+
+def test_tokenizer_gives_back_any_ascii_text_and_reloads(tmp_path):
+    from transformers import AutoTokenizer
+
+    arithmetic.write_model_folder(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    row = arithmetic.rows("train", 1)[0]
+    for text in (row["question"], row["answer"], "What is 105 + 7?\n\tNo idea: {x} #### 3"):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text.replace("\t", "<unk>")
+    assert tokenizer("10+7=17\n#### 17")["input_ids"] == tokenizer.convert_tokens_to_ids(
+        ["10", "+", "7", "=", "17", "\n#### ", "17"]
+    )
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.decode([25, 1, 0], skip_special_tokens=True) == tokenizer.decode([25])
+
+
+def test_the_model_is_a_qwen3_of_one_to_five_million_parameters(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    arithmetic.write_model_folder(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    assert config.model_type == "qwen3" and config.eos_token_id == 1
+    assert 1e6 <= sum(p.numel() for p in model.parameters()) <= 5e6

@@ -1,0 +1,95 @@
+import pytest
+
+from megatron_rft.data import arithmetic
+from megatron_rft.data.prompts import (
+    PromptFormat,
+    as_batch,
+    check_tokenizer,
+    demonstration_set,
+    prompt_set,
+    reference_answer,
+)
+from megatron_rft.errors import DataError
+
+ROWS = [
+    {"question": "3+4", "answer": "3+4=7\n#### 7", "level": 1},
+    {"question": "3+4+5+6", "answer": "?\n#### 18", "level": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return arithmetic.tokenizer()
+
+
+def test_prompts_keep_row_numbers_fields_and_answers(tokenizer):
+    found = prompt_set(ROWS, tokenizer, PromptFormat(prompt_template="{question}\n", max_prompt_tokens=8), "rows")
+    first, second = found.prompts
+    assert (first.text, first.answer, first.fields, first.index) == ("3+4\n", "7", {"level": 1}, 0)
+    assert tokenizer.decode(first.token_ids) == "3+4\n" and second.index == 1 and found.dropped == {}
+
+
+def test_long_prompts_are_dropped_and_counted_or_refused(tokenizer):
+    kept = prompt_set(ROWS[::-1], tokenizer, PromptFormat(max_prompt_tokens=3), "rows")
+    assert [prompt.index for prompt in kept.prompts] == [1] and kept.dropped == {"prompt too long": 1}
+    with pytest.raises(DataError, match=r"1 of 2 prompts are longer than data.max_prompt_tokens=3 \(longest: 7\)"):
+        prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=3, overlong="error"), "rows")
+    with pytest.raises(DataError, match="all 2 prompts .* the shortest has 3 tokens.* to at least 3"):
+        prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=2), "rows")
+
+
+def test_missing_fields_list_what_there_is(tokenizer):
+    with pytest.raises(DataError, match=r"row 1 has no field 'answers' .*'question', 'answer', 'level'.*'answer'\?"):
+        prompt_set(ROWS, tokenizer, PromptFormat(answer_field="answers"), "rows")
+    with pytest.raises(DataError, match="no field 'problem' .data.prompt_template."):
+        prompt_set(ROWS, tokenizer, PromptFormat(prompt_template="{problem}"), "rows")
+    with pytest.raises(DataError, match="row 2 has no field 'question'"):
+        prompt_set([ROWS[0], {"answer": "1"}], tokenizer, PromptFormat(), "rows")
+    with pytest.raises(DataError, match="literal braces"):
+        prompt_set(ROWS, tokenizer, PromptFormat(prompt_template="{question} \\boxed{"), "rows")
+
+
+def test_rows_without_an_answer_are_counted_or_refused(tokenizer):
+    rows = [{"question": "1", "answer": ""}, {"question": "2", "answer": "3"}]
+    assert prompt_set(rows, tokenizer, PromptFormat(), "rows").dropped == {"empty answer": 1}
+    with pytest.raises(DataError, match="'answer' is empty in every row"):
+        prompt_set(rows[:1], tokenizer, PromptFormat(), "rows")
+
+
+def test_chat_template(tokenizer):
+    with pytest.raises(DataError, match="no chat template"):
+        prompt_set(ROWS, tokenizer, PromptFormat(chat=True), "rows")
+    talking = arithmetic.tokenizer()
+    talking.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}bot: "
+    assert prompt_set(ROWS, talking, PromptFormat(chat=True), "rows").prompts[0].text == "user: 3+4\nbot: "
+
+
+def test_demonstrations_end_with_eos(tokenizer):
+    found = demonstration_set(ROWS, tokenizer, PromptFormat(), "rows")
+    batch = as_batch(found.demonstrations)
+    assert batch.prompt_lens.tolist() == [3, 7] and batch.response_lens.tolist() == [8, 4]
+    assert tokenizer.decode(batch.response_ids[:8]) == "3+4=7\n#### 7<eos>"
+    short = demonstration_set(ROWS, tokenizer, PromptFormat(), "rows", max_response_tokens=4)
+    assert len(short) == 1 and short.dropped == {"response too long": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a\n#### 1,080", "1,080"),
+        ("2", "2"),
+        (27.0, "27"),
+        (0.5, "0.5"),
+        (["$3$"], "$3$"),
+        ([1, 2], "1, 2"),
+        (None, ""),
+    ],
+)
+def test_reference_answers(value, expected):
+    assert reference_answer(value) == expected
+
+
+def test_a_tokenizer_too_large_for_the_model(tokenizer):
+    check_tokenizer(tokenizer, arithmetic.VOCABULARY_SIZE, "m")
+    with pytest.raises(DataError, match="ids go up to 190, but m has a vocabulary of 100"):
+        check_tokenizer(tokenizer, 100, "m")

@@ -1,0 +1,94 @@
+"""A scripted engine stands for the model: what is tested is the sharing, the grading and the books."""
+
+import hashlib
+import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megatron_rft.data import arithmetic
+from megatron_rft.errors import DataError
+from megatron_rft.evaluation import evaluate, request_seed
+from megatron_rft.evaluation.evaluate import table, write
+from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.rewards.math import MathReward
+from megatron_rft.rollout.engine import Group, Sampling
+
+TOKENIZER = arithmetic.tokenizer()
+PROMPTS = [Prompt(10 + i, tuple(TOKENIZER(f"{i}+1")["input_ids"]), f"{i}+1", str(i + 1)) for i in range(7)]
+
+
+class ScriptedEngine:
+    """Adds one, right about half of the time by its request's seed; groups end in reverse order."""
+
+    weight_version = 0
+
+    def generate(self, requests, sampling):
+        for request in reversed(requests):
+            value = int(TOKENIZER.decode(request.prompt_ids)[0]) + 1
+            luck = random.Random(request.seed)
+            texts = [f"so\n#### {value + luck.randint(0, 1)}" for _ in range(request.n)]
+            ids = [(*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id) for text in texts]
+            yield Group(request.id, tuple(Response(each, (0.0,) * len(each), "stop", 0) for each in ids))
+
+
+def run(**options):
+    return evaluate(
+        ScriptedEngine(), Sampling(8), PROMPTS, MathReward(workers=0), TOKENIZER, samples=4, seed=1, **options
+    )
+
+
+def test_the_result_does_not_depend_on_ranks_or_batches():
+    barrier, shared = threading.Barrier(3), {}
+
+    def on_rank(rank):
+        def gather(mine):
+            shared[rank] = mine
+            barrier.wait(timeout=30)
+            return [each for lists in shared.values() for each in lists]
+
+        return run(rank=rank, world=3, gather=gather, batch=2)
+
+    with ThreadPoolExecutor(3) as ranks:
+        results = list(ranks.map(on_rank, range(3)))
+    assert results == [run()] * 3
+
+
+def test_numbers_and_files(tmp_path):
+    result = run(name="toy")
+    right = [each.reward for each in result.completions]
+    assert result.pass_at_1 == pytest.approx(sum(right) / 28) and 0 < result.pass_at_1 < 1
+    assert result.problems == 7 and result.samples == 4 and result.errors == 0 and result.truncated == 0.0
+    assert result.pass_at_k[1] == pytest.approx(result.pass_at_1) and result.pass_at_k[4] >= result.pass_at_k[2]
+    assert result.mean_tokens == 5.0  # "s" "o" "\n#### " number eos
+
+    write([result], tmp_path)
+    [saved] = json.loads((tmp_path / "results.json").read_text())
+    kept = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
+    assert saved["pass_at_1"] == result.pass_at_1 and "completions" not in saved
+    assert len(kept) == 28 and kept[0]["problem"] == 10 and kept[0]["text"].startswith("so\n#### ")
+    assert (tmp_path / "results.md").read_text() == table([result]) + "\n"
+    assert table([result]).splitlines()[2].startswith(f"| toy | 7 | 4 | {result.pass_at_1:.3f} ± ")
+
+
+def test_failed_gradings_are_counted_apart():
+    class Failing(MathReward):
+        def __call__(self, prompts, texts):
+            scores = super().__call__(prompts, texts)
+            return [Score(0.0, error="broken"), *scores[1:]]
+
+    result = evaluate(ScriptedEngine(), Sampling(8), PROMPTS, Failing(workers=0), TOKENIZER, samples=4, seed=1)
+    assert result.errors == 1 and [each.error for each in result.completions].count("broken") == 1
+
+
+def test_request_seeds_are_stable():
+    # sha256("1/test/10"), first 8 bytes, halved: written down, so that a change of it is a choice
+    assert request_seed(1, "test", 10) == int(hashlib.sha256(b"1/test/10").hexdigest()[:16], 16) // 2
+    assert len({request_seed(s, p, i) for s in (0, 1) for p in ("test", "train") for i in range(50)}) == 200
+
+
+def test_no_problems():
+    with pytest.raises(DataError, match="'test' has no problems"):
+        evaluate(ScriptedEngine(), Sampling(8), [], MathReward(workers=0), TOKENIZER)

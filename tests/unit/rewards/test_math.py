@@ -1,0 +1,93 @@
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rft.errors import ConfigError
+from megatron_rft.records import Prompt
+from megatron_rft.rewards import build
+from megatron_rft.rewards.answers import as_latex, compare_exactly
+from megatron_rft.rewards.math import MathReward
+from megatron_rft.rewards.verify_worker import judge
+
+
+def prompts(*answers: str) -> list[Prompt]:
+    return [Prompt(index, (1,), "", answer) for index, answer in enumerate(answers)]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = MathReward(timeout_s=20.0, workers=1)
+    yield reward
+    reward.close()
+
+
+CASES = [
+    ("1/2", r"so \boxed{0.5}", 1),
+    (r"\frac{1}{2}", "#### 0.5", 1),
+    (r"\frac{1}{2}", "#### 0.25", 0),
+    ("[0,1)", r"\boxed{[0, 1)}", 1),
+    ("[0,1)", r"\boxed{(0, 1)}", 0),
+    ("2, 3", r"\boxed{3, 2}", 1),  # several values, in any order
+    ("2, 3", r"\boxed{2}", 0),
+    ("1,234", "#### $1234 dollars", 1),
+    ("10", "The answer is 10.", 1),  # unmarked: the last number
+    ("10", "First 10, then 11.", 0),
+    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
+    ("Paris", r"\boxed{Pairs}", 0),
+    ("3x+1", r"\boxed{1+3x}", 1),
+    ("7", "", 0),
+]
+
+
+def test_equivalent_answers(reward):
+    scores = reward(prompts(*(reference for reference, _, _ in CASES)), [text for _, text, _ in CASES])
+    assert [score.reward for score in scores] == [expected for _, _, expected in CASES]
+    assert all(score.error is None for score in scores)
+
+
+integers = st.integers(-(10**14), 10**14) | st.integers(-20, 20)
+written = st.builds(lambda n, commas: f"{n:,}" if commas else str(n), integers, st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(written, written, st.booleans())
+def test_the_short_way_agrees_with_the_algebra(reference, answer, same):
+    answer = reference.replace(",", "") if same else answer
+    assert compare_exactly(reference, answer) is judge(as_latex(reference), as_latex(answer))
+
+
+def test_a_hanging_answer_is_an_error_and_the_next_is_graded():
+    reward = MathReward(timeout_s=0.5, workers=1)
+    hang, fine = reward(prompts("9", "1/2"), [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.5}"])
+    assert "timeout_s=0.5" in hang.error and (fine.reward, fine.error) == (1.0, None)
+    assert reward(prompts("1/4"), [r"\boxed{0.25}"])[0].reward == 1.0  # by the process that replaced it
+    process = reward._idle.get()
+    pid = process.process.pid
+    os.kill(pid, signal.SIGKILL)  # any other death is retried, so it costs nothing
+    reward._idle.put(process)
+    assert reward(prompts("1/2"), [r"\boxed{0.5}"])[0].reward == 1.0
+    reward.close()
+    reward.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_without_workers_the_same_scores():
+    reward = MathReward(workers=0)
+    assert [score.reward for score in reward(prompts("1/2", "1/2"), [r"\boxed{0.5}", r"\boxed{2}"])] == [1.0, 0.0]
+
+
+def test_processes_start_only_when_needed():
+    reward = MathReward()
+    assert [s.reward for s in reward(prompts("7", "7"), ["#### 7", "#### 8"])] == [1.0, 0.0]
+    assert reward._threads is None and reward.answer("x\n#### 8") == "8"
+
+
+def test_kinds_are_listed():
+    with pytest.raises(ConfigError, match="reward.kind='maths': there is math. Did you mean 'math'"):
+        build(SimpleNamespace(kind="maths"))
+    assert isinstance(build(SimpleNamespace(kind="math", timeout_s=1.0, workers=1)), MathReward)
