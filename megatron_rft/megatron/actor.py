@@ -88,7 +88,8 @@ class Actor:
         config = DistributedDataParallelConfig(
             **{"grad_reduce_in_fp32": True, **options}, use_distributed_optimizer=distributed
         )
-        wrapped = [DistributedDataParallel(self.config, config, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)]
+        wrap = partial(DistributedDataParallel, self.config, config)
+        wrapped = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
         self.config.finalize_model_grads_func = lambda model, _tokens, **kw: finalize_model_grads(model, None, **kw)
         one = len(wrapped) == 1
         self.config.no_sync_func = wrapped[0].no_sync if one else [m.no_sync for m in wrapped]
@@ -114,8 +115,8 @@ class Actor:
     def snapshot(self) -> list[Tensor]:
         """A copy of this rank's weights in host memory (pinned beside a GPU), for `swapped`."""
         self._settle()
-        pinned = self.device.type != "cpu"
-        return [p.detach().to("cpu", copy=True).pin_memory() if pinned else p.detach().clone() for p in self._parameters()]
+        copies = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        return copies if self.device.type == "cpu" else [copy.pin_memory() for copy in copies]
 
     @contextmanager
     def swapped(self, other: list[Tensor]) -> Iterator[None]:
@@ -154,7 +155,8 @@ class Actor:
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
             number = micro.tokens["number"]
             values = torch.stack([out[name].float() for name in order])
-            return values.new_zeros(()), (number[micro.response_mask > 0], values[:, micro.response_mask.to(values) > 0])
+            real = micro.response_mask > 0  # none of a filler's
+            return values.new_zeros(()), (number[real], values[:, real.to(values.device)])
 
         found = self._run(numbered, mine, collect, names, forward_only=True)
         full = torch.zeros(len(order), len(token_of), device=self.device)
@@ -210,7 +212,9 @@ class Actor:
 
     # ---- the schedule
 
-    def _run(self, batch: Batch, share: list[Tensor], finish: Callable, names: frozenset[str], forward_only: bool) -> list:
+    def _run(
+        self, batch: Batch, share: list[Tensor], finish: Callable, names: frozenset[str], forward_only: bool
+    ) -> list:
         """megatron-core's pipeline schedule over this rank's micro-batches; what `finish` gave, on the last stage."""
         assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
         parts = [batch.select(index) if len(index) else filler(batch) for index in share]
@@ -223,8 +227,8 @@ class Actor:
             return hidden, partial(last_stage, micro)
 
         def last_stage(micro: MicroBatch, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
-            value, kept = finish(self._heads(hidden, micro, names, forward_only), micro.batch)
-            return value, torch.zeros((), dtype=torch.int, device=self.device), kept
+            value, kept = finish(self._heads(hidden, micro, names), micro.batch)
+            return value, torch.zeros((), dtype=torch.int, device=self.device), kept  # no token count, see the header
 
         for chunk in self.chunks:
             chunk.train(not forward_only)
@@ -240,8 +244,8 @@ class Actor:
             forward_only=forward_only,
         )
 
-    def _heads(self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], forward_only: bool) -> dict[str, Tensor]:
-        """Hidden states [b, S, H] (a 1/tp of S under sequence parallelism) -> [R] per name, on every rank of the stage."""
+    def _heads(self, hidden: Tensor, micro: MicroBatch, names: frozenset[str]) -> dict[str, Tensor]:
+        """Hidden states [b, S, H] (1/tp of S with sequence parallelism) -> [R] per name, on every rank of the stage."""
         hidden = hidden.transpose(0, 1)  # [S, b, H], as the model holds it
         if self.value_head:
             found = {"values": hidden.reshape(-1)[micro.rows].float()}
@@ -265,8 +269,8 @@ class Actor:
         return {name: self._whole(value, micro) for name, value in found.items()}
 
     def _whole(self, values: Tensor, micro: MicroBatch) -> Tensor:
-        """[R_local] of one context-parallel rank -> [R] on each. Forward adds up, backward takes one's own part: each of
-        these ranks computes the same loss, and their gradients are added later like data-parallel ones."""
+        """[R_local] of one context-parallel rank -> [R] on each. Forward adds up, backward takes one's own part: each
+        of these ranks computes the same loss, and their gradients are added later like data-parallel ones."""
         if parallel.cp_size() == 1:
             return values
         placed = values.new_zeros(len(micro.batch.response_ids)).index_copy(0, micro.kept, values)

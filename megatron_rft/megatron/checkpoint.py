@@ -92,8 +92,8 @@ class Checkpointer:
             found = dist_checkpointing.load(self._sharded(loading=True), str(path))
         except Exception as error:
             raise DataError(
-                f"The checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer changed? "
-                "Start in another run.output_dir, or remove the folder to go on from an earlier checkpoint."
+                f"the checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer "
+                "changed? Start in another run.output_dir, or remove the folder to go on from an earlier checkpoint"
             ) from error
         for name, actor in self.models.items():
             for index, chunk in enumerate(actor.models):
@@ -106,7 +106,10 @@ class Checkpointer:
         metadata = ensure_metadata_has_dp_cp_group(dict(METADATA))
         whole: dict[str, Any] = {}
         for name, actor in self.models.items():
-            model = {f"{name}.{i}": m.sharded_state_dict(f"{name}.", metadata=metadata) for i, m in enumerate(actor.models)}
+            model = {
+                f"{name}.{i}": chunk.sharded_state_dict(f"{name}.", metadata=metadata)
+                for i, chunk in enumerate(actor.models)
+            }
             # megatron's optimizer looks its parameters up under "model", or "model0", "model1" with virtual stages
             keys = ["model"] if len(actor.models) == 1 else [f"model{i}" for i in range(len(actor.models))]
             optimizer = actor.optimizer.megatron.sharded_state_dict(

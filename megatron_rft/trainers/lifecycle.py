@@ -17,10 +17,12 @@ from megatron_rft.config import Recipe, difference, dump, load
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer, latest
-from megatron_rft.objectives.base import State
+from megatron_rft.objectives.base import State, Update
 from megatron_rft.records import Batch
 from megatron_rft.tracking.phases import Phases
+from megatron_rft.tracking.plots import draw
 from megatron_rft.tracking.tracker import Tracker
+from megatron_rft.trainers.assembly import Evaluator
 
 FINISHED, STOPPED = 0, 75
 RECIPE_FILE = "recipe.yaml"
@@ -69,9 +71,9 @@ class Patience:
         if dist.get_rank() == 0:
             save_file(batch.state_dict(), path)
         raise RunFailed(
-            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.in_a_row} times "
-            f"in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest checkpoint "
-            "is from before these steps. A lower optimizer.lr, or fp32, is what usually helps"
+            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.in_a_row} "
+            f"times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest "
+            "checkpoint is from before these steps. A lower optimizer.lr, or fp32, is what usually helps"
         )
 
 
@@ -97,7 +99,7 @@ def claim_folder(recipe: Recipe) -> Path:
         raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
     elif folder.is_dir() and (found := sorted(p.name for p in folder.iterdir() if p.name != "launch")):
         raise ConfigError(
-            f"run.output_dir {folder} is not empty ({', '.join(found[:3])} ...) and holds no run of ours: choose another"
+            f"run.output_dir {folder} holds something else ({', '.join(found[:3])} ...): choose another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     stored.write_text(dump(recipe))
@@ -105,7 +107,7 @@ def claim_folder(recipe: Recipe) -> Path:
 
 
 class Averages:
-    """Means over the optimizer steps of one training step, under the update's name: policy/loss, verification/grad_norm."""
+    """Means over the optimizer steps of one training step, as policy/loss, verification/grad_norm and so on."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)
@@ -128,7 +130,7 @@ class Run:
     def __init__(self, recipe: Recipe, models: dict[str, Actor], stream: Stream, total_steps: int):
         self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
         self.folder = Path(recipe.run.output_dir)
-        self.is_main = dist.get_rank() == 0
+        self.done = 0
         self.stop = StopSignal()
         self.phases, self.averages = Phases(), Averages()
         self.patience = Patience(self.folder, recipe.faults.max_skipped_steps)
@@ -136,27 +138,65 @@ class Run:
         self.checkpoints = Checkpointer(self.folder / "checkpoints", models, options.keep, options.asynchronous)
         self.tracker: Tracker | None = None
 
+    # ---- start
+
     def restore(self, state: State) -> tuple[State, int]:
-        """The state and the number of steps done: those of the newest checkpoint, else `state` and 0."""
-        path, done = latest(self.folder / "checkpoints"), 0
+        """The objective's state and the number of steps done: the newest checkpoint's, else `state` and 0."""
+        path = latest(self.folder / "checkpoints")
         if path is not None:
             facts, state = self.checkpoints.load(path)
-            done, self.stream.position, self.patience.total = facts["step"], facts["position"], facts["skipped_steps"]
-        first = done + 1 if done else 0
-        title = self.recipe.run.name or self.folder.name
-        self.tracker = Tracker(self.folder, self.recipe.tracking, self.total_steps, first, self.is_main, title)
-        if done:
-            self.tracker.note(f"resumed after step {done} from {path}")
-        return state, done
+            self.done, self.stream.position = facts["step"], facts["position"]
+            self.patience.total = facts["skipped_steps"]
+        self.tracker = Tracker(
+            self.folder,
+            self.recipe.tracking,
+            self.total_steps,
+            resume_step=self.done + 1 if self.done else 0,
+            is_main=dist.get_rank() == 0,
+            name=self.recipe.run.name,
+            recipe=self.recipe.model_dump(),
+        )
+        if path is not None:
+            self.tracker.note(f"resumed after step {self.done}, from {path}")
+        return state, self.done
+
+    def note_dropped(self, source: str, dropped: dict[str, int]) -> None:
+        for reason, count in dropped.items():
+            self.tracker.note(f"{source}: {count} rows left out ({reason})")
+
+    def evaluate_at_start(self, evaluator: Evaluator) -> dict[str, float] | None:
+        """Validation and test before the first step; returns the test's, from the record where the run is resumed."""
+        if self.done:
+            return evaluator.recorded("test", 0)
+        return self._evaluate_both(evaluator, 0, log=True)
+
+    # ---- one step
+
+    def optimizer_step(self, actor: Actor, update: Update, batch: Batch, counts: dict[str, float], step: int) -> None:
+        metrics = actor.step(batch, update.loss, counts, update.outputs, update.learning_rate)
+        self.patience.note(metrics, batch, step)
+        self.averages.add(update.name, metrics)
+
+    def evaluation_due(self, step: int) -> bool:
+        every = self.recipe.evaluation.every
+        return bool(every and step % every == 0 and step < self.total_steps and self.recipe.data.validation)
+
+    def evaluate_if_due(self, evaluator: Evaluator, step: int) -> dict[str, float]:
+        """Metrics of the validation problems, where this step has an evaluation."""
+        if not self.evaluation_due(step):
+            return {}
+        with self.phases("evaluation"):
+            return accuracy("evaluation", evaluator("validation", step))
 
     def end_of_step(self, step: int, state: State, metrics: dict[str, float]) -> bool:
         """Log, save when it is due, and say whether a signal asks to stop (the checkpoint is then on disk)."""
-        stopping = bool(self.stop.agreed())
-        every = self.recipe.checkpoint.every
+        stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
         metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.patience.total} | self.phases.take()
         if "tokens/generated" in metrics:
             metrics["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
-        self.tracker.log(step, metrics)  # before the checkpoint: killed in between, the step and its line are done again
+        self.tracker.log(
+            step, metrics
+        )  # before the checkpoint: killed in between, the step and its line are done again
         with self.phases("checkpoint"):
             if stopping or step == self.total_steps or (every and step % every == 0):
                 self.save(step, state)
@@ -164,15 +204,43 @@ class Run:
                 self.checkpoints.poll()
         if stopping:
             self.checkpoints.wait()
-            self.tracker.note(f"stopped by {signal.Signals(self.stop.received or signal.SIGTERM).name} after step {step}; run the same command to go on")
-        return stopping
+            name = signal.Signals(stopping).name
+            self.tracker.note(f"stopped by {name} after step {step}; the same command goes on from here")
+        return bool(stopping)
 
     def save(self, step: int, state: State) -> None:
         self.tracker.sync()
         facts = {"position": self.stream.position, "skipped_steps": self.patience.total}
         self.checkpoints.save(step, facts, state)
 
+    # ---- end
+
+    def evaluate_at_end(self, evaluator: Evaluator) -> dict[str, float] | None:
+        """Validation and test of the final model; returns the test's."""
+        return self._evaluate_both(evaluator, self.total_steps, log=False)
+
+    def finish(self) -> None:
+        self.checkpoints.wait()
+        if self.recipe.tracking.plot and dist.get_rank() == 0:
+            self.tracker.note(f"curves: {draw(self.folder, self.recipe.run.name)}")
+        self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
+
     def close(self) -> None:
         self.checkpoints.close()
         if self.tracker is not None:
             self.tracker.close()
+
+    def _evaluate_both(self, evaluator: Evaluator, step: int, log: bool) -> dict[str, float] | None:
+        metrics, test = {}, None
+        if self.recipe.data.validation:
+            metrics |= accuracy("evaluation", evaluator("validation", step))
+        if self.recipe.data.test:
+            test = evaluator("test", step)
+            metrics |= accuracy("test", test)
+        if log and metrics:
+            self.tracker.log(step, metrics | self.phases.take())
+        return test
+
+
+def accuracy(prefix: str, summary: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix}/pass@1": summary["pass_at_1"], f"{prefix}/pass@1_se": summary["standard_error"]}

@@ -1,0 +1,158 @@
+"""From a recipe to the parts of a run: tokenizer, data, model, engine, sampler. What is wrong with them shows here."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer
+
+from megatron_rft.config import Recipe, Source
+from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
+from megatron_rft.data.rows import Row, load_rows
+from megatron_rft.errors import DataError
+from megatron_rft.evaluation.evaluate import evaluate, write
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.rewards import Reward
+from megatron_rft.rollout.engine import Engine, Sampling
+from megatron_rft.rollout.hf_engine import HFEngine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+def gather(items: list) -> list:
+    """The items of all ranks, in rank order, on every rank."""
+    everyone: list[list] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, items)
+    return [item for part in everyone for item in part]
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    path = recipe.model.tokenizer or recipe.model.path
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no tokenizer can be loaded from model.tokenizer {path}: {error}") from None
+
+
+def load_hf_config(recipe: Recipe) -> Any:
+    try:
+        return AutoConfig.from_pretrained(recipe.model.path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no model can be loaded from model.path {recipe.model.path}: {error}") from None
+
+
+def rows_of(recipe: Recipe, part: str) -> list[Row]:
+    """The rows of data.train, data.validation or data.test."""
+    source: Source = getattr(recipe.data, part)
+    return load_rows(source.path, source.split or part, source.limit or recipe.data.limit)
+
+
+def prompt_format(recipe: Recipe, part: str) -> PromptFormat:
+    data, source = recipe.data, getattr(recipe.data, part)
+    return PromptFormat(
+        prompt_field=source.prompt_field or data.prompt_field,
+        answer_field=source.answer_field or data.answer_field,
+        prompt_template=data.prompt_template,
+        chat=data.chat,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong,
+    )
+
+
+def load_prompts(recipe: Recipe, part: str, tokenizer: Any) -> PromptSet:
+    return prompt_set(rows_of(recipe, part), tokenizer, prompt_format(recipe, part), f"data.{part}")
+
+
+def build_actor(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
+    """The model to train, with the weights that it starts from."""
+    actor = Actor(
+        hf_config,
+        recipe.megatron,
+        recipe.batching,
+        recipe.model.precision,
+        temperature=recipe.rollout.temperature,
+        optimizer=recipe.optimizer.model_dump(),
+        total_steps=total_steps,
+    )
+    actor.load(start_weights(recipe, hf_config))
+    return actor
+
+
+def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tensor]:
+    if recipe.model.initialise == "random":
+        return weights.random_tensors(hf_config, recipe.run.seed)
+    return weights.open_folder(recipe.model.path, hf_config)
+
+
+def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
+    """The generation engine of this rank, without weights yet."""
+    dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
+    return HFEngine(hf_config, dtype, parallel.device(), recipe.rollout.max_batch_sequences)
+
+
+def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:
+    """The end-of-sequence token and rollout.stop, each of which must be one token."""
+    found = [eos_token_id(tokenizer)]
+    for stop in recipe.rollout.stop:
+        ids = [stop] if isinstance(stop, int) else tokenizer.encode(stop, add_special_tokens=False)
+        if len(ids) != 1:
+            raise DataError(f"rollout.stop {stop!r} is {len(ids)} tokens for this tokenizer; a stop must be one token")
+        found += ids
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass
+class Evaluator:
+    """Asks the model as the engine holds it, and keeps every answer under `folder`."""
+
+    recipe: Recipe
+    engine: Engine
+    tokenizer: Any
+    reward: Reward
+    folder: Path
+
+    def __call__(self, part: str, step: int) -> dict[str, float]:
+        """pass@1 of data.`part`, its standard error and more (EvalResult.summary). All ranks share the problems."""
+        options, rollout = self.recipe.evaluation, self.recipe.rollout
+        prompts = load_prompts(self.recipe, part, self.tokenizer).prompts[: options.limit]
+        sampling = Sampling(
+            max_tokens=options.max_response_tokens or rollout.max_response_tokens,
+            temperature=options.temperature,
+            stop_token_ids=stop_token_ids(self.recipe, self.tokenizer),
+        )
+        result = evaluate(
+            self.engine,
+            sampling,
+            prompts,
+            self.reward,
+            self.tokenizer,
+            options.samples,
+            self.recipe.run.seed,
+            gather,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            batch=options.batch,
+            name=part,
+        )
+        if dist.get_rank() == 0:
+            write([result], self._folder(part, step))
+        return result.summary()
+
+    def recorded(self, part: str, step: int) -> dict[str, float] | None:
+        """What an earlier start of this run measured at `step`."""
+        path = self._folder(part, step) / "results.json"
+        return json.loads(path.read_text())[0] if path.is_file() else None
+
+    def _folder(self, part: str, step: int) -> Path:
+        return self.folder / f"{part}_step_{step:06d}"
+
+
+def headline(before: dict[str, float], after: dict[str, float]) -> str:
+    """pass@1 0.31 ± 0.02 -> 0.58 ± 0.02 (500 problems)"""
+    first, last = (f"{r['pass_at_1']:.2f} ± {r['standard_error']:.2f}" for r in (before, after))
+    return f"pass@1 {first} -> {last} ({after['problems']} problems)"
