@@ -1,14 +1,16 @@
-"""The command line: `megatron-rft train|plan|report|doctor`. Parses and validates before torch is imported.
+"""The command line: `megatron-rft train|plan|evaluate|report|doctor`. Parses and validates before torch is imported.
 
 Exit statuses: 0 finished, 2 a mistake of the user's, 3 the run failed, 75 stopped by a signal after a checkpoint (the
 same command goes on), 130 Ctrl-C before there was anything to save.
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +37,12 @@ def parser() -> argparse.ArgumentParser:
     _add_recipe(plan)
     plan.add_argument("--nproc", type=_count, metavar="N", help="ranks it would run on (default: 1)")
     plan.set_defaults(function=_train, dry_run=True)
+
+    evaluate = commands.add_parser("evaluate", help="measure a model on a recipe's problems", allow_abbrev=False)
+    _add_recipe(evaluate)
+    evaluate.add_argument("--model", metavar="FOLDER", help="in Hugging Face format (default: what the run exported)")
+    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
+    evaluate.set_defaults(function=_evaluate)
 
     report = commands.add_parser("report", help="draw a run's curves again", allow_abbrev=False)
     report.add_argument("run", type=Path, metavar="RUN", help="the run's output folder")
@@ -70,6 +78,8 @@ def _count(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; mistakes of the user's are one line on stderr, without a traceback."""
     args = parse(arguments)
+    # megatron-core says it six times on import; `doctor` says what is installed
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     try:
         return args.function(args)
     except UserError as error:
@@ -123,6 +133,16 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
     if message and launcher.PARENT not in os.environ:  # a launcher says it once for all ranks
         print(f"error: {message}", file=sys.stderr)
     return status
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    run_folder = Path(load(args.recipe, _overrides(args)).run.output_dir)
+    model = args.model or str(run_folder / "export")
+    recipe = load(args.recipe, [*_overrides(args), f"model.path={json.dumps(model)}", "model.initialise=pretrained"])
+    check(recipe)
+    from megatron_rft.trainers import standalone
+
+    return standalone.run(recipe, args.out or run_folder / "evaluation" / Path(model).name)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -125,6 +125,25 @@ class TestWords:
         assert "NVIDIA's" in doctor.apex()
 
 
+def test_evaluate_measures_a_folder(tmp_path, capsys):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megatron_rft.data.arithmetic import write_model_folder
+
+    model = write_model_folder(tmp_path / "model", num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"run: {{output_dir: {tmp_path}/run, steps: 1}}\nmodel: {{path: nowhere}}\n"
+        "data: {train: arithmetic, test: arithmetic, max_prompt_tokens: 64}\n"
+        "rollout: {max_response_tokens: 8}\nevaluation: {limit: 3, samples: 2}\n"
+    )
+    assert cli.main(["evaluate", str(path), "--model", str(model)]) == 0
+    assert "| test | 3 | 2 |" in capsys.readouterr().out
+    lines = (tmp_path / "run" / "evaluation" / "model" / "test.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and len(json.loads(lines[0])["text"]) > 0
+
+
 class TestOneProcess:
     @pytest.mark.parametrize(
         "error, status", [(None, 0), (DataError("no field"), 2), (RunFailed("NaN"), 3), (ZeroDivisionError("x"), 3)]
