@@ -31,12 +31,15 @@ class SharedPrefixCache:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.width, self.most_columns = width, columns[1]
 
-        def empty(count: int, length: int) -> list[Tensor]:
-            # zeros: a hidden column has weight 0, but 0 times an uninitialised NaN is NaN
-            return [like.new_zeros(2, count, heads, length, self.head_dim) for _ in range(config.num_hidden_layers)]
+        def zeros(*shape: int) -> list[Tensor]:
+            # not empty: a hidden column has weight 0, and 0 times an uninitialised NaN is NaN
+            return [like.new_zeros(*shape) for _ in range(config.num_hidden_layers)]
 
-        self.prompts = empty(groups, columns[0])  # each [2, N, K, S, D]: keys, values
-        self.responses = empty(rows, min(columns[1], FIRST_COLUMNS))  # each [2, L, K, S, D]
+        first = min(columns[1], FIRST_COLUMNS)
+        self.prompt_keys = zeros(groups, heads, self.head_dim, columns[0])  # each [N, K, D, S]
+        self.prompt_values = zeros(groups, heads, columns[0], self.head_dim)  # each [N, K, S, D]
+        self.keys = zeros(rows, heads, self.head_dim, first)  # each [L, K, D, S]
+        self.values = zeros(rows, heads, first, self.head_dim)  # each [L, K, S, D]
 
     def begin_prefill(self, first: int, count: int) -> None:
         """The next forward writes the prompts of groups first ... first + count - 1, padded on the right."""
@@ -48,19 +51,21 @@ class SharedPrefixCache:
         slot [L]: group * width + place in the group; prompt_lens, counts [L]; spans: live groups, the longest prompt's
         tokens, the largest of `counts`.
         """
-        self.filling, self.slot, self.column = None, slot, counts - 1
-        self.rows, self.spans = torch.arange(len(slot), device=slot.device), spans
+        self.filling, self.slot, self.column, self.spans = None, slot, counts - 1, spans
+        self.rows = torch.arange(len(slot), device=slot.device)
+        self.row_of_slot = slot.new_zeros(spans[0] * self.width)  # a free slot shows row 0, and nobody reads its result
+        self.row_of_slot[slot] = self.rows
         self._grow(spans[2])
         prompt = torch.arange(spans[1], device=slot.device) >= prompt_lens[:, None]
         response = torch.arange(spans[2], device=slot.device) >= counts[:, None]
         hidden = torch.cat([prompt, response], dim=1)[:, None, None]
-        self.bias = torch.zeros_like(hidden, dtype=self.prompts[0].dtype).masked_fill_(hidden, float("-inf"))
+        self.bias = torch.zeros_like(hidden, dtype=self.keys[0].dtype).masked_fill_(hidden, float("-inf"))
 
     def prefill(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [n, K*g, S, D], keys and values [n, K, S, D] -> [n, S, K*g, D]. Causality alone hides the padding."""
         length = keys.shape[2]
-        self.prompts[layer][0, self.filling, :, :length] = keys
-        self.prompts[layer][1, self.filling, :, :length] = values
+        self.prompt_keys[layer][self.filling, ..., :length] = keys.transpose(2, 3)
+        self.prompt_values[layer][self.filling, :, :length] = values
         grouped = query.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped)
         return out.transpose(1, 2)
@@ -69,53 +74,54 @@ class SharedPrefixCache:
         """query [L, K*g, 1, D], keys and values [L, K, 1, D] -> [L, 1, K*g, D]."""
         live, kv_heads = keys.shape[:2]
         groups, in_prompt, in_response = self.spans
-        own = self.responses[layer][:, :live]
-        own[0, self.rows, :, self.column] = keys[:, :, 0]
-        own[1, self.rows, :, self.column] = values[:, :, 0]
-        own_keys, own_values = own[:, :, :, :in_response]
-        prompt_keys, prompt_values = self.prompts[layer][:, :groups, :, :in_prompt]
+        own_keys, own_values = self.keys[layer][:live], self.values[layer][:live]
+        own_keys[self.rows, :, :, self.column] = keys[:, :, 0]
+        own_values[self.rows, :, self.column] = values[:, :, 0]
+        prompt_keys = self.prompt_keys[layer][:groups, ..., :in_prompt]
+        prompt_values = self.prompt_values[layer][:groups, :, :in_prompt]
 
         query = query.reshape(live, kv_heads, -1, self.head_dim) * scaling  # [L, K, g, D]
         scores = torch.cat(
             [
-                self._by_row(self._by_group(query) @ prompt_keys.transpose(2, 3), query.shape[2]),
-                query @ own_keys.transpose(2, 3),
+                self._by_row(self._by_group(query) @ prompt_keys, query.shape[2]),
+                query @ own_keys[..., :in_response],
             ],
             dim=-1,
         )  # [L, K, g, S of the prompt + S of the response]
         weights = scores.add_(self.bias).softmax(-1, dtype=torch.float32).to(query.dtype)
-        out = weights[..., in_prompt:] @ own_values
+        out = weights[..., in_prompt:] @ own_values[:, :, :in_response]
         out += self._by_row(self._by_group(weights[..., :in_prompt]) @ prompt_values, query.shape[2])
         return out.view(live, 1, -1, self.head_dim)
 
     def _by_group(self, values: Tensor) -> Tensor:
-        """[L, K, g, X] -> [N, K, W*g, X], zero where a group has no row."""
-        _, heads, grouped, size = values.shape
-        slots = values.new_zeros(self.spans[0] * self.width, heads, grouped, size)
-        slots[self.slot] = values
-        return slots.view(-1, self.width, heads, grouped, size).transpose(1, 2).flatten(2, 3)
+        """[L, K, g, X] -> [N, K, W*g, X]."""
+        slots = values.index_select(0, self.row_of_slot).unflatten(0, (-1, self.width))
+        return slots.transpose(1, 2).flatten(2, 3)
 
     def _by_row(self, values: Tensor, grouped: int) -> Tensor:
         """[N, K, W*g, X] -> [L, K, g, X]."""
-        return values.unflatten(2, (self.width, grouped)).transpose(1, 2).flatten(0, 1)[self.slot]
+        slots = values.unflatten(2, (self.width, grouped)).transpose(1, 2).flatten(0, 1)
+        return slots.index_select(0, self.slot)
 
     def _grow(self, columns: int) -> None:
         """Room for `columns` tokens of a response: half as much again, so that copies stay a small share."""
-        have = self.responses[0].shape[3]
+        have = self.values[0].shape[2]
         if columns > have:
             more = max(columns, min(have * 3 // 2, self.most_columns)) - have
-            self.responses = [F.pad(layer, (0, 0, 0, more)) for layer in self.responses]
+            self.keys = [F.pad(keys, (0, more)) for keys in self.keys]
+            self.values = [F.pad(values, (0, 0, 0, more)) for values in self.values]
 
     def move_rows(self, to: Sequence[int], source: Sequence[int]) -> None:
-        _move(self.responses, to, source, self.spans[2])
+        _move(self.keys, self.values, to, source, self.spans[2])
 
     def move_groups(self, to: Sequence[int], source: Sequence[int]) -> None:
-        _move(self.prompts, to, source, self.spans[1])
+        _move(self.prompt_keys, self.prompt_values, to, source, self.spans[1])
 
 
-def _move(layers: list[Tensor], to: Sequence[int], source: Sequence[int], columns: int) -> None:
-    for layer in layers:
-        layer[:, to, :, :columns] = layer[:, source, :, :columns]
+def _move(keys: list[Tensor], values: list[Tensor], to: Sequence[int], source: Sequence[int], columns: int) -> None:
+    for layer_keys, layer_values in zip(keys, values, strict=True):
+        layer_keys[to, ..., :columns] = layer_keys[source, ..., :columns]
+        layer_values[to, :, :columns] = layer_values[source, :, :columns]
 
 
 def attend(module, query, key, value, attention_mask, scaling: float, cache: SharedPrefixCache, **_):
