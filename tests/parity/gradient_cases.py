@@ -51,7 +51,9 @@ def mini_batch() -> Batch:
     draw = {name: torch.randn(tokens, generator=generator) for name in ("advantages", "noise", "ref_logprobs")}
     group = torch.arange(12) // 4
     batch = batch.with_sequences(group=group, rewards=torch.rand(12, generator=generator))
-    return batch.with_tokens(advantages=draw["advantages"], old_logprobs=draw["noise"], ref_logprobs=draw["ref_logprobs"] - 5)
+    return batch.with_tokens(
+        advantages=draw["advantages"], old_logprobs=draw["noise"], ref_logprobs=draw["ref_logprobs"] - 5
+    )
 
 
 def gradients(case: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

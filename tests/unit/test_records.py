@@ -1,0 +1,50 @@
+"""Ragged batches: selection, concatenation and the trip through a file, on numbers that can be checked by hand."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rft.records import Batch, concatenate, segment_ids, take_segments
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """The example of the module's header, with a third sequence."""
+    whole = Batch.of([[5, 6], [7], [3, 3]], [[8, 9, 2], [2], [4, 2]])
+    whole = whole.with_tokens(old_logprobs=torch.tensor([-1.0, -2, -3, -4, -5, -6]))
+    return whole.with_sequences(rewards=torch.tensor([1.0, 0, 0.5])).with_scalars(sampled_count=3.0)
+
+
+def test_segments():
+    assert segment_ids(torch.tensor([3, 0, 1])).tolist() == [0, 0, 0, 2]
+    taken = take_segments(torch.arange(6), torch.tensor([3, 1, 2]), torch.tensor([2, 0]))
+    assert taken.tolist() == [4, 5, 0, 1, 2]
+
+
+def test_select(batch):
+    part = batch.select(torch.tensor([2, 0]))
+    assert part.prompt_ids.tolist() == [3, 3, 5, 6]
+    assert part.response_ids.tolist() == [4, 2, 8, 9, 2]
+    assert part.tokens["old_logprobs"].tolist() == [-5, -6, -1, -2, -3]
+    assert part.sequences["rewards"].tolist() == [0.5, 1.0]
+    assert torch.equal(batch.select(torch.tensor([True, False, True])).response_ids, torch.tensor([8, 9, 2, 4, 2]))
+    assert len(batch.select(torch.zeros(3, dtype=torch.bool))) == 0
+
+
+def test_concatenate_undoes_select(batch):
+    parts = [batch.select(torch.tensor([i])) for i in range(3)]
+    whole = concatenate(parts)
+    assert all(torch.equal(v, whole.state_dict()[k]) for k, v in batch.state_dict().items() if "scalars" not in k)
+    assert whole.scalars == {"sampled_count": 9.0}  # scalars add up
+
+
+def test_state_survives_a_file(batch, tmp_path):
+    save_file(batch.state_dict("previous."), tmp_path / "batch.safetensors")
+    again = Batch.from_state_dict(load_file(tmp_path / "batch.safetensors"), "previous.")
+    assert again.scalars == batch.scalars
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in batch.state_dict().items())
+
+
+def test_a_name_of_the_wrong_length_is_our_mistake(batch):
+    with pytest.raises(AssertionError, match="advantages: 2 values, 6 tokens"):
+        batch.with_tokens(advantages=torch.zeros(2))
