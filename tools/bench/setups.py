@@ -1,5 +1,6 @@
 """What the benchmarks share: Qwen3-shaped models of named sizes with random weights, on both sides the same."""
 
+import logging
 import os
 import warnings
 from types import SimpleNamespace
@@ -8,13 +9,14 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+from transformers.utils.logging import set_verbosity_error  # noqa: E402
 
 from megatron_rft.config import Megatron  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.megatron.actor import Actor  # noqa: E402
 
-logging.set_verbosity_error()
+set_verbosity_error()
+logging.getLogger("megatron").setLevel(logging.ERROR)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 # (vocabulary, hidden, layers, feed-forward, heads, key-value heads, head dimension)
 SIZES = {

@@ -2,9 +2,9 @@
 
     python tools/bench/train_vs_hf.py [--sizes 1m 3m 20m] [--steps 10] [--threads 1] [--precision fp32]
 
-Same architecture and weights, same tokens, same threads. The steps of both sides alternate in one process, so that other
-load on the machine meets both alike. Ratios above 1 mean that ours is faster. "min" compares the fastest steps, "median"
-the usual ones, "cpu" the least processor time.
+Same architecture and weights, same tokens, same threads. The steps of both sides alternate in one process, so that
+other load on the machine meets both alike. Ratios above 1 mean that ours is faster. "min" compares the fastest steps,
+"median" the usual ones, "cpu" the least processor time.
 """
 
 import argparse
