@@ -87,6 +87,7 @@ def install() -> None:
     _redirect_torch()
     _without_cuda_generators()
     _moe_without_streams()
+    _lean_rotary()
 
 
 def _redirect_torch() -> None:
@@ -126,3 +127,11 @@ def _moe_without_streams() -> None:
         return tokens_per_expert
 
     dispatcher._maybe_dtoh_and_synchronize = splits_to_host
+
+
+def _lean_rotary() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from megatron_rft.megatron.torch_layers import rotary
+
+    rope_utils._apply_rotary_pos_emb_bshd = rotary  # reached by name from within the module: packed sequences too

@@ -1,0 +1,76 @@
+"""The elementwise parts of a layer in as few passes over memory as plain torch allows, with their own backward.
+
+For hosts without Transformer Engine. megatron-core's eager versions of these concatenate and copy more than they
+compute; what autograd keeps is smaller here too (the input only).
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+
+class SwiGLU(torch.autograd.Function):
+    """[gate | up] -> silu(gate) * up. Shazeer, arXiv:2002.05202."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return out
+
+
+class TorchMLP(MLP):
+    """megatron-core's feed-forward of a dense layer, with `SwiGLU`."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_):
+        assert per_token_scale is None, "that is for experts"
+        gate_up, bias = self.linear_fc1(hidden_states)
+        assert bias is None, "none of the supported families has one"
+        return self.linear_fc2(SwiGLU.apply(gate_up))
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary position embedding, halves rotated against each other; its inverse is the rotation by the opposite angle.
+    Su et al., arXiv:2104.09864."""
+
+    @staticmethod
+    def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(t, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """t * cos + (-t2, t1) * sin, for t = (t1, t2) [.., heads, d]"""
+    half = t.shape[-1] // 2
+    out = t * cos
+    out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(t[..., :half], sin[..., half:])
+    return out
+
+
+def rotary(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+) -> Tensor:
+    """In the place of megatron-core's `_apply_rotary_pos_emb_bshd`. t [s, b, heads, d], freqs [s, 1, 1, d]"""
+    assert not rotary_interleaved and not multi_latent_attention and mscale == 1.0 and freqs.shape[-1] == t.shape[-1]
+    return Rotate.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
