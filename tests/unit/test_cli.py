@@ -192,7 +192,7 @@ class TestRanks:
     def test_a_peers_abort_does_not_hide_the_cause(self, tmp_path, capsys):
         code = "os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGABRT)"
         assert launcher.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == launcher.FAILED
-        assert "rank 1 was killed by SIGKILL;" in capsys.readouterr().err
+        assert capsys.readouterr().err.startswith("error: rank 1 was killed by SIGKILL;")
 
     def test_a_mistake_of_the_users_is_said_once(self, tmp_path, capsys):
         code = "launcher.write_exit(out, 2, 'no such field'); sys.exit(2)"

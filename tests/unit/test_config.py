@@ -264,6 +264,13 @@ def test_possible_layouts_have_no_problems_and_miss_none(world, heads_per_group,
         assert (one in found) == (not list(problems(one, shape)))
 
 
+@pytest.mark.parametrize("tp, fits", [(1, True), (2, False), (3, True), (6, True), (4, False)])
+def test_kv_heads_divide_or_are_divided(tp, fits):
+    """12 heads in 3 groups: TP 2 would cut a group in half; TP 6 gives every rank a copy of one."""
+    shape = ModelShape(4, 64, 12, 3, 96, 0, 0, 512, 128)
+    assert (not list(problems(Layout(tp, tp, 1, 1, 1, tp), shape))) == fits
+
+
 class TestDifference:
     def test_what_may_change(self, recipe):
         free = [
