@@ -67,7 +67,7 @@ class Part:
 
 
 class Decoder:
-    """Decodes one list of requests. `forward(ids, positions, cache)` gives hidden states, `head` turns them to logits."""
+    """Decodes one list of requests. `forward(ids, positions, cache)` gives hidden states, `head` makes them logits."""
 
     def __init__(
         self,
@@ -135,34 +135,35 @@ class Decoder:
         group = len(self.parts)
         logits = torch.cat([self._prefill(group + start, parts) for start, parts in _chunks(entering)])  # [n, V]
         sizes = torch.tensor([len(part.samples) for part in entering], device=self.device)
-        self._register(group, entering)
+        self._register(entering)
         self._write(slice(first, len(self.owners)), logits.repeat_interleave(sizes, dim=0))
         self._measure()
 
     def _prefill(self, group: int, parts: list[Part]) -> Tensor:
         """[n, V] logits of the first response token; the prompts' keys and values stay in the cache."""
-        lens = [len(part.request.prompt_ids) for part in parts]
-        ids = torch.tensor([part.request.prompt_ids + (0,) * (max(lens) - n) for part, n in zip(parts, lens, strict=True)])
+        prompts = [torch.tensor(part.request.prompt_ids) for part in parts]
+        ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)  # [n, S]
         self.cache.begin_prefill(group, len(parts))
-        positions = torch.arange(max(lens), device=self.device)[None]
-        hidden = self.forward(ids.to(self.device), positions, self.cache)  # [n, S, H]
-        return self.head(hidden[torch.arange(len(parts)), torch.tensor(lens) - 1])
+        hidden = self.forward(ids, torch.arange(ids.shape[1], device=self.device)[None], self.cache)  # [n, S, H]
+        return self.head(hidden[torch.arange(len(parts)), torch.tensor([len(prompt) - 1 for prompt in prompts])])
 
-    def _register(self, group: int, entering: list[Part]) -> None:
-        first = len(self.owners)
-        rows = [(g, place, part, sample) for g, part in enumerate(entering, group) for place, sample in enumerate(part.samples)]
+    def _register(self, entering: list[Part]) -> None:
+        """Rows for all samples of the parts, behind those that live."""
+        new, owners, slots = len(self.owners), [], []
+        for group, part in enumerate(entering, len(self.parts)):
+            owners += [(part.request, sample) for sample in part.samples]
+            slots += range(group * self.width, group * self.width + len(part.samples))
+        limits = [limit(request, self.sampling) for request, _ in owners]
+        drawn = np.zeros((len(owners), self.u.shape[1]), dtype=np.float32)
+        for row, (request, sample), most in zip(drawn, owners, limits, strict=True):
+            row[:most] = uniforms(request.seed, sample, most)
         self.parts += entering
-        self.owners += [(part.request, sample) for _, _, part, sample in rows]
-        new = slice(first, len(self.owners))
-        limits = [limit(part.request, self.sampling) for *_, part, _ in rows]
-        self.slot[new] = torch.tensor([g * self.width + place for g, place, *_ in rows], device=self.device)
-        self.prompt_len[new] = torch.tensor([len(part.request.prompt_ids) for *_, part, _ in rows], device=self.device)
-        self.limit[new] = torch.tensor(limits, device=self.device)
-        self.count[new], self.done[new] = 0, False
-        drawn = np.zeros((len(rows), self.u.shape[1]), dtype=np.float32)
-        for row, (*_, part, sample), most in zip(drawn, rows, limits, strict=True):
-            row[:most] = uniforms(part.request.seed, sample, most)
-        self.u[new] = torch.from_numpy(drawn).to(self.device)
+        self.owners += owners
+        self.slot[new : len(self.owners)] = torch.tensor(slots)
+        self.prompt_len[new : len(self.owners)] = torch.tensor([len(request.prompt_ids) for request, _ in owners])
+        self.limit[new : len(self.owners)] = torch.tensor(limits)
+        self.u[new : len(self.owners)] = torch.from_numpy(drawn)
+        self.count[new : len(self.owners)], self.done[new : len(self.owners)] = 0, False
 
     # --- decoding ---
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_rft.records import Response
@@ -49,13 +50,22 @@ class Engine(Protocol):
     """Calls come from one thread. `generate` may be called again only when its iterator is exhausted or closed."""
 
     weight_version: int
+    dtype: torch.dtype  # of its weights
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         """Groups in the order in which they end; each request comes back exactly once."""
         ...
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take every parameter of the model from the stream. Each exactly once, or an error that names the tensor."""
+        """Take every parameter of the model from the stream. Each exactly once, or RunFailed naming the tensor.
+
+        Also refused: a shape that is not the model's, values that are not finite, a tensor of zeros that was none
+        before. The stream is read to its end in any case: its collectives involve every rank.
+        """
+        ...
+
+    def checksums(self) -> dict[str, int]:
+        """HF name -> `checksum` of every parameter as the engine holds it, for the proof of a sync."""
         ...
 
     def sleep(self) -> None:
@@ -67,3 +77,13 @@ class Engine(Protocol):
     def close(self) -> None:
         """Leave no process and no memory behind. May be called twice."""
         ...
+
+
+def checksum(tensor: Tensor) -> int:
+    """64 bits of a tensor's bits and their order. Both sides of a weight sync compute it."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits, total = tensor.detach().contiguous().view(-1).view(whole), 0
+    for part in bits.split(1 << 22):  # int64 copies of a part at a time
+        odd = torch.arange(1, 2 * len(part), 2, device=part.device)
+        total = (total * 0x100000001B3 + int((part.long() * odd).sum())) % 2**64
+    return total

@@ -15,10 +15,15 @@ from transformers.initialization import no_init_weights
 
 from megatron_rft.errors import DataError, RunFailed, UserError
 from megatron_rft.rollout.decoding import Decoder, limit
-from megatron_rft.rollout.engine import Engine, Group, Request, Sampling
+from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, checksum
 from megatron_rft.rollout.shared_prefix import ATTENTION
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # whose logits are lm_head of the last hidden state and nothing more
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)  # logits: lm_head of the last hidden state, nothing more
 
 
 class HFEngine(Engine):
@@ -40,7 +45,7 @@ class HFEngine(Engine):
             model.tie_weights()  # which a model without initialisation has not done yet
         else:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
-        self.device, self.max_batch_sequences = torch.device(device), max_batch_sequences
+        self.dtype, self.device, self.max_batch_sequences = dtype, torch.device(device), max_batch_sequences
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.weight_version = -1 if given else 0
         self.targets = hf_views(self.model)
@@ -79,8 +84,8 @@ class HFEngine(Engine):
                 raise UserError(f"request {request.id} has an empty prompt: there is nothing to continue")
             if length + most > config.max_position_embeddings:
                 raise UserError(
-                    f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = {length + most}, "
-                    f"but the model has {config.max_position_embeddings} positions (max_position_embeddings). "
+                    f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = "
+                    f"{length + most}, but the model has {config.max_position_embeddings} positions (max_position_embeddings). "
                     "Lower rollout.max_response_tokens or data.max_prompt_tokens"
                 )
             if max(request.prompt_ids) >= config.vocab_size:
@@ -114,13 +119,14 @@ class HFEngine(Engine):
             return f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}"
         if not tensor.isfinite().all():
             return f"{name} has {int((~tensor.isfinite()).sum())} non-finite values"
+        if self.weight_version >= 0 and target.any() and not tensor.any():
+            return f"{name} is all zero, and was not before"
         target.copy_(tensor)
         written.add(name)
         return None
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor) as the engine holds them; a tied output matrix is left out."""
-        return iter(self.targets.items())
+    def checksums(self) -> dict[str, int]:
+        return {name: checksum(tensor) for name, tensor in self.targets.items()}
 
     def sleep(self) -> None:
         self._to(torch.device("cpu"))

@@ -1,0 +1,229 @@
+"""From prompts to a scored batch: every rank generates for a share of the prompts, all ranks end up with the same batch.
+
+Knows no process group: `gather` joins the ranks' lists. The batch does not depend on how many ranks shared the work:
+seeds are functions of the problem and the step, and sequences are in the order of the prompts and their samples.
+"""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rft.errors import RunFailed
+from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
+from megatron_rft.rollout.engine import Engine, Group, Request, Sampling
+
+EXAMPLES = 4
+
+
+class Reward(Protocol):
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One scored response. `place` is its prompt's among all that were drawn in the step."""
+
+    place: int
+    sample: int
+    prompt: Prompt
+    response: Response
+    text: str
+    score: Score
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank, or all of them together, did in one round."""
+
+    rollouts: list[Rollout]
+    generation_seconds: float
+    reward_seconds: float  # of its own; most of it passes while other groups are still being generated
+
+
+@dataclass(frozen=True)
+class Example:
+    prompt: str
+    response: str
+    reward: float
+
+    def __str__(self) -> str:
+        return f"{self.prompt}{self.response}   [reward {self.reward:g}]"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """`batch` is what to train on; `metrics` speak of everything that was sampled."""
+
+    batch: Batch
+    metrics: dict[str, float]
+    examples: list[Example]
+
+
+def request_seed(*parts: int) -> int:
+    """63 bits from some numbers: the same on every rank, in every layout, on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Sampler:
+    """`gather(list)` gives the concatenation of all ranks' lists, in rank order, on every rank.
+
+    A response whose grader failed has no reward. `on_error` "drop": it is left out of the batch and of the rewards'
+    statistics, its group is one smaller, and it is counted. "stop": it ends the run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        reward: Reward,
+        tokenizer: Any,
+        group_size: int,
+        seed: int,
+        gather: Callable[[list], list] = list,
+        rank: int = 0,
+        world: int = 1,
+        on_error: str = "drop",
+    ):
+        assert on_error in ("drop", "stop"), on_error
+        self.engine, self.sampling, self.reward, self.tokenizer = engine, sampling, reward, tokenizer
+        self.group_size, self.seed, self.on_error = group_size, seed, on_error
+        self.gather, self.rank, self.world = gather, rank, world
+
+    def sample(
+        self,
+        draw: Callable[[int], list[Prompt]],
+        count: int,
+        step: int,
+        keep: Callable[[Batch], Tensor] | None = None,
+        max_rounds: int = 1,
+    ) -> Sampled:
+        """`count` groups that `keep` wants, for as long as `max_rounds` rounds of sampling give them (DAPO).
+
+        `draw(n)` gives the next n prompts, the same on every rank. When the rounds run out the batch is what was kept;
+        when nothing was, it is the last round whole, whose groups then all lack a training signal.
+        """
+        rounds: list[Share] = []
+        kept: list[Batch] = []
+        groups = drawn = 0
+        while groups < count and len(rounds) < max_rounds:
+            prompts = draw(count - groups)
+            rounds.append(self._round(prompts, drawn, step, len(rounds)))
+            drawn += len(prompts)
+            batch = to_batch(rounds[-1].rollouts)
+            kept.append(batch if keep is None else batch.select(keep(batch)))
+            groups += len(kept[-1].sequences["group"].unique())
+        rollouts = [rollout for each in rounds for rollout in each.rollouts]
+        rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
+        result = concatenate(kept) if groups else batch
+        result = result.with_scalars(sampled_reward_sum=float(sum(rewards)), sampled_count=float(len(rewards)))
+        metrics = (
+            statistics(rollouts) | timings(rounds) | {"rollout/rounds": len(rounds), "rollout/kept_groups": groups}
+        )
+        examples = [Example(r.prompt.text, r.text, r.score.reward) for r in rollouts[:: self.group_size][:EXAMPLES]]
+        return Sampled(result, {name: float(value) for name, value in metrics.items()}, examples)
+
+    def _round(self, prompts: list[Prompt], first: int, step: int, number: int) -> Share:
+        """All ranks' rollouts in order, and the seconds of the slowest; places count from `first`."""
+        shares = self.gather([self._own_share(prompts, first, step, number)])
+        rollouts = sorted((r for share in shares for r in share.rollouts), key=lambda r: (r.place, r.sample))
+        failed = [rollout for rollout in rollouts if rollout.score.error is not None]
+        if failed and (self.on_error == "stop" or len(failed) == len(rollouts)):
+            worst = failed[0]  # every rank comes here, so every rank stops
+            raise RunFailed(
+                f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, first on problem "
+                f"{worst.prompt.index} ({worst.prompt.text[:80]!r}): {worst.score.error}"
+            )
+        slowest = (max(getattr(share, name) for share in shares) for name in ("generation_seconds", "reward_seconds"))
+        return Share(rollouts, *slowest)
+
+    def _own_share(self, prompts: list[Prompt], first: int, step: int, number: int) -> Share:
+        """Generate for this rank's prompts; a thread of its own scores groups while later ones are generated."""
+        requests = self._requests(prompts, first, step, number)
+        start = time.perf_counter()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scoring:
+            jobs = [
+                scoring.submit(self._score, prompts[group.id - first], group)
+                for group in self.engine.generate(requests, self.sampling)
+            ]
+            seconds = time.perf_counter() - start
+            scored = [job.result() for job in jobs]
+        rollouts = [rollout for some, _ in scored for rollout in some]
+        return Share(rollouts, seconds, sum(seconds for _, seconds in scored))
+
+    def _requests(self, prompts: list[Prompt], first: int, step: int, number: int) -> list[Request]:
+        """This rank's: by length of the prompt, so that ranks have about equal work. A problem that was drawn twice
+        is sampled with two seeds."""
+        seen: Counter[int] = Counter()
+        requests = []
+        for place, prompt in enumerate(prompts, first):
+            seed = request_seed(self.seed, step, number, prompt.index, seen[prompt.index])
+            seen[prompt.index] += 1
+            requests.append(Request(place, tuple(prompt.token_ids), self.group_size, seed))
+        return sorted(requests, key=lambda request: len(request.prompt_ids))[self.rank :: self.world]
+
+    def _score(self, prompt: Prompt, group: Group) -> tuple[list[Rollout], float]:
+        start = time.perf_counter()
+        texts = [self.tokenizer.decode(list(r.token_ids), skip_special_tokens=True) for r in group.responses]
+        scores = self.reward([prompt] * len(texts), texts)
+        rollouts = [
+            Rollout(group.id, sample, prompt, *each)
+            for sample, each in enumerate(zip(group.responses, texts, scores, strict=True))
+        ]
+        return rollouts, time.perf_counter() - start
+
+
+def to_batch(rollouts: list[Rollout]) -> Batch:
+    """The rollouts that have a reward, in their order. Groups are numbered by the place of their prompt."""
+    rollouts = [rollout for rollout in rollouts if rollout.score.error is None]
+    responses = [rollout.response for rollout in rollouts]
+    logprobs = torch.tensor([logprob for response in responses for logprob in response.logprobs])
+    return Batch.of(
+        [list(rollout.prompt.token_ids) for rollout in rollouts],
+        [list(response.token_ids) for response in responses],
+        tokens={"rollout_logprobs": logprobs, "response_mask": torch.ones(len(logprobs))},
+        sequences={
+            "group": torch.tensor([rollout.place for rollout in rollouts]),
+            "rewards": torch.tensor([rollout.score.reward for rollout in rollouts], dtype=torch.float32),
+            "prompt_index": torch.tensor([rollout.prompt.index for rollout in rollouts]),
+            "finished": torch.tensor([int(response.finish_reason == "stop") for response in responses]),
+            "weight_version": torch.tensor([response.weight_version for response in responses]),
+        },
+    )
+
+
+def statistics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Right: a reward of 1 or more. Wrong: 0 or less. Lengths and counts are of all responses, scored or not."""
+    batch = to_batch(rollouts)
+    rewards, groups = batch.sequences["rewards"], batch.sequences["group"]
+    by_group = [rewards[groups == each] for each in groups.unique()]
+    lengths = torch.tensor([len(rollout.response.token_ids) for rollout in rollouts], dtype=torch.float32)
+    finished = [rollout.response.finish_reason == "stop" for rollout in rollouts]
+    return {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "reward/all_right_groups": sum(bool((each >= 1).all()) for each in by_group) / len(by_group),
+        "reward/all_wrong_groups": sum(bool((each <= 0).all()) for each in by_group) / len(by_group),
+        "reward/grader_errors": len(rollouts) - len(batch),
+        "response/length_mean": lengths.mean().item(),
+        "response/length_max": lengths.max().item(),
+        "response/finished": sum(finished) / len(finished),
+        "tokens/generated": lengths.sum().item(),
+    }
+
+
+def timings(rounds: list[Share]) -> dict[str, float]:
+    generation = sum(each.generation_seconds for each in rounds)
+    tokens = sum(len(rollout.response.token_ids) for each in rounds for rollout in each.rollouts)
+    return {
+        "rollout/generation_seconds": generation,
+        "rollout/reward_seconds": sum(each.reward_seconds for each in rounds),
+        "rollout/tokens_per_second": tokens / generation,
+    }
