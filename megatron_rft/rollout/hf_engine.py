@@ -76,16 +76,17 @@ class HFEngine(Engine):
 
     def _check(self, requests: list[Request], sampling: Sampling) -> None:
         config = self.model.config
+        positions = config.max_position_embeddings
         assert len({r.id for r in requests}) == len(requests), "two requests have the same id"
         for request in requests:
             length, most = len(request.prompt_ids), limit(request, sampling)
             assert request.n >= 1 and most >= 1, request
             if length == 0:
                 raise UserError(f"request {request.id} has an empty prompt: there is nothing to continue")
-            if length + most > config.max_position_embeddings:
+            if length + most > positions:
                 raise UserError(
                     f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = "
-                    f"{length + most}, but the model has {config.max_position_embeddings} positions (max_position_embeddings). "
+                    f"{length + most}, but the model has {positions} positions (max_position_embeddings). "
                     "Lower rollout.max_response_tokens or data.max_prompt_tokens"
                 )
             if max(request.prompt_ids) >= config.vocab_size:

@@ -1,4 +1,4 @@
-"""From prompts to a scored batch: every rank generates for a share of the prompts, all ranks end up with the same batch.
+"""From prompts to a scored batch: every rank generates for a share of them, all get the same batch.
 
 Knows no process group: `gather` joins the ranks' lists. The batch does not depend on how many ranks shared the work:
 seeds are functions of the problem and the step, and sequences are in the order of the prompts and their samples.
@@ -10,20 +10,17 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rft.errors import RunFailed
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rollout.engine import Engine, Group, Request, Sampling
 
 EXAMPLES = 4
-
-
-class Reward(Protocol):
-    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]: ...
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,8 @@ class Sampler:
         rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
         result = concatenate(kept) if groups else batch
         result = result.with_scalars(sampled_reward_sum=float(sum(rewards)), sampled_count=float(len(rewards)))
-        metrics = (
-            statistics(rollouts) | timings(rounds) | {"rollout/rounds": len(rounds), "rollout/kept_groups": groups}
-        )
+        metrics = statistics(rollouts) | timings(rounds)
+        metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups}
         examples = [Example(r.prompt.text, r.text, r.score.reward) for r in rollouts[:: self.group_size][:EXAMPLES]]
         return Sampled(result, {name: float(value) for name, value in metrics.items()}, examples)
 

@@ -16,7 +16,7 @@ from megatron_rft.rollout.engine import Engine, checksum
 
 
 def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, verify: bool = False) -> dict[str, float]:
-    """Load `stream` into `engine` as weights of `version`; RunFailed, naming the tensor, where that cannot be proven."""
+    """Load `stream` into `engine` as weights of `version`; RunFailed, naming the tensor, where the proof fails."""
     start = time.perf_counter()
     witness = Witness(stream, engine.dtype if verify else None)
     try:

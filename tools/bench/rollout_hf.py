@@ -81,9 +81,7 @@ def main() -> None:
             count = run()
             best[name] = max(best[name], count / (time.perf_counter() - start))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    print(
-        f"{millions:.1f} M parameters, {torch.get_num_threads()} thread(s), {arguments.prompts} prompts x {arguments.samples}"
-    )
+    print(f"{millions:.1f} M parameters, {torch.get_num_threads()} thread(s), {len(prompts)} prompts x {work[1]}")
     for name, speed in best.items():
         print(f"{name:10s} {speed:8.0f} tokens/s")
     print(f"ratio      {best['hf engine'] / best['generate']:8.2f}")
