@@ -31,7 +31,6 @@ LAUNCHER = "import sys; from megatron_rft.launcher import launch; sys.exit(launc
 def no_rank(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", launcher.PARENT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
 
 
 @pytest.fixture
@@ -182,8 +181,11 @@ class TestRanks:
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         assert launcher.launch(rank_command(f"wanted = '5'; {code}", tmp_path), 2, str(tmp_path)) == 0
 
-    def test_the_killed_rank_is_named_and_the_others_end(self, tmp_path, capsys):
-        code = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)"
+    def test_the_killed_rank_is_named_and_the_others_end(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+        code = "pids = [f'{out}/pid_{r}' for r in range(3)]\n"
+        code += "while not all(os.path.exists(p) and os.path.getsize(p) for p in pids): time.sleep(0.01)\n"
+        code += "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)"
         assert launcher.launch(rank_command(code, tmp_path), 3, str(tmp_path)) == launcher.FAILED
         told = capsys.readouterr().err
         assert told.startswith("error: rank 1 was killed by SIGKILL; the other ranks were stopped.")
@@ -200,7 +202,8 @@ class TestRanks:
         assert capsys.readouterr().err == "error: no such field\n"
 
     def test_the_first_failure_is_named(self, tmp_path, capsys):
-        code = "time.sleep(0.3 * (rank == 0)); launcher.write_exit(out, 3, f'I am {rank}'); sys.exit(3)"
+        code = "while rank == 0 and not os.path.exists(f'{out}/launch/rank_1.json'): time.sleep(0.01)\n"
+        code += "launcher.write_exit(out, 3, f'I am {rank}'); sys.exit(3)"
         assert launcher.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == launcher.FAILED
         assert capsys.readouterr().err == "error: rank 1 failed: I am 1\n"
 
