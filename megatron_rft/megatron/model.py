@@ -150,12 +150,13 @@ def _architecture(c: Any) -> dict[str, Any]:
 
 def _host(precision: str) -> dict[str, Any]:
     """What depends on the machine: fused kernels on GPUs, plain torch elsewhere."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu, with_te = torch.cuda.is_available(), has_transformer_engine()
     return {
         "use_cpu_initialization": not on_gpu,
-        "bias_activation_fusion": on_gpu,
+        "bias_activation_fusion": with_te,
+        "use_te_activation_func": not with_te,  # that is: the spec's activation, here `torch_layers.GatedActivation`
         "bias_dropout_fusion": on_gpu,
-        "apply_rope_fusion": has_transformer_engine(),
+        "apply_rope_fusion": with_te,
         "masked_softmax_fusion": False,
         **({} if on_gpu else {"batch_p2p_sync": False}),
     }

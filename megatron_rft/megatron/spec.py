@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rft.megatron.torch_layers import TorchMLP
+from megatron_rft.megatron.torch_layers import GatedActivation
 
 # A bucket of packed sequences is padded to its longest; its shortest is at least this share of that.
 BUCKET_RATIO = 0.75
@@ -41,8 +41,10 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         attention.core_attention = TorchAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if layer.submodules.mlp.module is MLP:
-            layer.submodules.mlp.module = TorchMLP
+        mlp = layer.submodules.mlp
+        feed_forward = mlp.submodules.experts if mlp.module is MoELayer else mlp
+        if feed_forward.submodules is not None:  # grouped experts have none, and their own activation
+            feed_forward.submodules.activation_func = GatedActivation
     block.layer_norm = RMSNorm
     return block
 

@@ -6,7 +6,8 @@ compute; what autograd keeps is smaller here too (the input only).
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
@@ -30,14 +31,14 @@ class SwiGLU(torch.autograd.Function):
         return out
 
 
-class TorchMLP(MLP):
-    """megatron-core's feed-forward of a dense layer, with `SwiGLU`."""
+class GatedActivation(MegatronModule):  # whose empty sharded_state_dict checkpoints ask for
+    """`SwiGLU` as the `activation_func` of megatron-core's feed-forward."""
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_):
-        assert per_token_scale is None, "that is for experts"
-        gate_up, bias = self.linear_fc1(hidden_states)
-        assert bias is None, "none of the supported families has one"
-        return self.linear_fc2(SwiGLU.apply(gate_up))
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config=config)
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return SwiGLU.apply(gate_up)
 
 
 class Rotate(torch.autograd.Function):
