@@ -63,8 +63,8 @@ def train(recipe: Recipe) -> int:
                         run.optimizer_step(run.models[update.model], update, mini_batch, counts(mini_batch), step)
             state = prepared.state
             with phases("sync"):
-                weight_sync.push(actor.stream(), engine, version=step)
-            metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics
+                synced = weight_sync.push(actor.stream(), engine, version=step)
+            metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced
             metrics["tokens/trained"] = float(batch.lengths.sum())
             metrics |= run.evaluate_if_due(evaluator, step)
             run.tracker.example(sampled.examples[0])
