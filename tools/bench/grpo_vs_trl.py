@@ -1,0 +1,200 @@
+"""One whole GRPO step, generation included, beside TRL's GRPOTrainer.
+
+    pip install trl
+    python tools/bench/grpo_vs_trl.py [--prompts 16] [--group 8] [--tokens 64] [--steps 5] [--threads 1]
+
+Same model, weights, tokenizer, prompts, group size, reward, KL and clipping, fp32, one optimizer step a batch. Every
+response has exactly `--tokens` tokens on both sides (TRL: min_new_tokens, ours: no stop token). TRL's trainer runs as
+it is (transformers' generate, one batch, no gradient checkpointing, no logging, no process group); at the end of each of
+its steps one of ours runs, so that other load on the machine meets both alike. Ratios above 1 mean that ours is faster.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+from setups import ADAMW, actor_like, set_threads
+
+warnings.filterwarnings("ignore")
+
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from megatron_rft import weight_sync  # noqa: E402
+from megatron_rft.data import arithmetic  # noqa: E402
+from megatron_rft.megatron import parallel  # noqa: E402
+from megatron_rft.objectives import GRPO  # noqa: E402
+from megatron_rft.objectives.base import counts  # noqa: E402
+from megatron_rft.records import Prompt, Score  # noqa: E402
+from megatron_rft.rollout.engine import Sampling  # noqa: E402
+from megatron_rft.rollout.hf_engine import HFEngine  # noqa: E402
+from megatron_rft.rollout.sampler import Sampler  # noqa: E402
+from megatron_rft.trainers.rl import mismatch_metrics, model_outputs  # noqa: E402
+
+KL, CLIP, RATE = 0.001, 0.2, 1e-5
+WARM_UP = 2
+
+
+def reward_of(text: str) -> float:
+    """Cheap, and different within a group: the share of digits."""
+    return sum(c.isdigit() for c in text) / max(len(text), 1)
+
+
+class OurReward:
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
+        return [Score(reward_of(text)) for text in texts]
+
+
+class Ours:
+    """The body of trainers/rl.py's loop, timed by phase."""
+
+    def __init__(self, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        optimizer = {**ADAMW, "lr": RATE, "use_distributed_optimizer": True}
+        self.actor = actor_like(model, "fp32", micro_batch_tokens=args.micro_batch_tokens, optimizer=optimizer)
+        self.reference = self.actor.snapshot()
+        self.engine = HFEngine(model.config, max_batch_sequences=args.prompts * args.group)
+        weight_sync.push(self.actor.stream(), self.engine, version=0)
+        self.objective = GRPO(clip_low=CLIP, clip_high=CLIP, kl_coefficient=KL)
+        sampling = Sampling(max_tokens=args.tokens)
+        self.sampler = Sampler(self.engine, sampling, OurReward(), tokenizer, args.group, seed=0)
+        self.prompts = [Prompt(i, tuple(tokenizer.encode(text)), text, "") for i, text in enumerate(texts)]
+        self.count, self.old, self.done = args.prompts, args.old_logprobs, 0
+        self.phases: dict[str, list[float]] = defaultdict(list)
+
+    def draw(self, count: int) -> list[Prompt]:
+        start = (self.done * self.count) % (len(self.prompts) - count + 1)
+        return self.prompts[start : start + count]
+
+    def step(self) -> None:
+        clock = [time.perf_counter()]
+
+        def lap(name: str) -> None:
+            clock.append(time.perf_counter())
+            self.phases[name].append(clock[-1] - clock[-2])
+
+        batch = self.sampler.sample(self.draw, self.count, self.done, keep=self.objective.keep).batch
+        lap("generation")
+        batch = model_outputs(batch, self.objective, self.actor, self.reference, self.old)
+        mismatch_metrics(batch)
+        lap("log-probs")
+        for update in self.objective.prepare(batch, {}).updates:
+            for mini_batch in update.steps():
+                self.actor.step(mini_batch, update.loss, counts(mini_batch), update.outputs)
+        lap("training")
+        self.done += 1
+        weight_sync.push(self.actor.stream(), self.engine, version=self.done)
+        lap("sync")
+
+
+class Alternate(TrainerCallback):
+    """After each step of TRL's, one of ours; TRL's time is from the end of ours to the end of its own."""
+
+    ours: (
+        Ours  # set later: TRL's trainer is made while there is no process group yet, or it would wrap its model in DDP
+    )
+
+    def __init__(self):
+        self.times: dict[str, list[float]] = {"TRL": [], "megatron_rft": []}
+        self.left = 0.0
+
+    def on_step_end(self, *_, **__) -> None:
+        ended = time.perf_counter()
+        self.times["TRL"].append(ended - self.left)
+        self.ours.step()
+        self.left = time.perf_counter()
+        self.times["megatron_rft"].append(self.left - ended)
+
+
+def trl_trainer(folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, callback) -> GRPOTrainer:
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=args.prompts * args.group,
+        gradient_accumulation_steps=1,
+        num_generations=args.group,
+        max_completion_length=args.tokens,
+        generation_kwargs={"min_new_tokens": args.tokens},
+        temperature=1.0,
+        beta=KL,
+        epsilon=CLIP,
+        loss_type="grpo",
+        scale_rewards="group",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        weight_decay=ADAMW["weight_decay"],
+        max_grad_norm=ADAMW["clip_grad"],
+        max_steps=args.steps + WARM_UP,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    return GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        reward_funcs=lambda completions, **_: [reward_of(text) for text in completions],
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+        processing_class=tokenizer,
+        callbacks=[callback],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--old-logprobs",
+        choices=("recompute", "rollout"),
+        default="rollout",
+        help="rollout: no pass for them, as TRL makes none when every batch gets one step; recompute: our default",
+    )
+    args = parser.parse_args()
+    set_threads(args.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shape = {"intermediate_size": 4 * args.hidden, "num_hidden_layers": args.layers}
+        arithmetic.write_model_folder(folder, hidden_size=args.hidden, **shape)
+        AutoModelForCausalLM.from_config(arithmetic.qwen3_config(args.hidden, **shape)).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        texts = [row["question"] + "\n" for row in arithmetic.rows("train", 2000)]
+        callback = Alternate()
+        trainer = trl_trainer(folder, tokenizer, texts, args, callback)
+        ours = callback.ours = Ours(folder, tokenizer, texts, args)
+        callback.left = time.perf_counter()
+        trainer.train()
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+    parallel.shutdown()
+
+    generated = args.prompts * args.group * args.tokens
+    times = {name: values[WARM_UP:] for name, values in callback.times.items()}
+    print(
+        f"{parameters / 1e6:.1f} M parameters, {args.prompts} x {args.group} x {args.tokens} tokens, "
+        f"{args.threads} thread(s), {args.steps} steps, old log-probs: {args.old_logprobs}"
+    )
+    print("| side | seconds per step: min | median | generated tokens/s (median) |\n| --- | --- | --- | --- |")
+    for name, values in times.items():
+        middle = statistics.median(values)
+        print(f"| {name} | {min(values):.2f} | {middle:.2f} | {generated / middle:,.0f} |")
+    ratios = [f(times["TRL"]) / f(times["megatron_rft"]) for f in (min, statistics.median)]
+    print(f"ours: {ratios[0]:.2f}x by the fastest steps, {ratios[1]:.2f}x by the median")
+    print("ours by phase: " + ", ".join(f"{k} {statistics.median(v[WARM_UP:]):.2f} s" for k, v in ours.phases.items()))
+
+
+if __name__ == "__main__":
+    main()
