@@ -4,9 +4,10 @@
 
 The output matrix is part of the function, so a [N, V] tensor never exists: the vocabulary is walked in blocks of
 columns, softmax statistics are merged online (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3), and backward
-computes each block again. Blocks cut the vocabulary and not the tokens, because then every row of the weight's gradient
-comes out of one matrix product over all tokens, accumulated in fp32 inside it: no fp32 copy of a [V, H] gradient is
-needed. Matrix products run in the inputs' dtype, everything else in fp32.
+computes each block again, unless one block is all there is: that one is kept. Blocks cut the vocabulary and not the
+tokens, because then every row of the weight's gradient comes out of one matrix product over all tokens, accumulated in
+fp32 inside it: no fp32 copy of a [V, H] gradient is needed. Matrix products run in the inputs' dtype, everything else
+in fp32.
 
 Under tensor parallelism each rank holds V/tp rows of W and every rank calls with the same `hidden` and `targets`.
 A call makes two collectives in forward (one MAX, one SUM, of [N] numbers), and none in backward: the gradient of
@@ -52,6 +53,7 @@ class _Blocks:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         fitting = block_bytes // (self.dtype.itemsize * max(len(hidden), 1))
         self.width = min(max(fitting // COLUMNS, 1) * COLUMNS, len(weight))
+        self.one = self.width == len(weight)
         self.buffers: dict[str, Tensor] = {}
 
     def __iter__(self):
@@ -101,17 +103,15 @@ class _SoftmaxSums:
             self.dot = (self.dot + shift * self.total) * shift.exp()
         self.total, self.top = self.total * shift.exp(), top
 
-    def add(self, logits: Tensor, column: Tensor, here: Tensor, scratch: Tensor | None):
-        """Take in a block. Overwrites `logits`."""
+    def add(self, logits: Tensor, column: Tensor, here: Tensor, scratch: Tensor):
+        """Take in a block. Leaves logits - top in `logits`, unless that is `scratch` too."""
         self.target += (logits.gather(1, column) * here).squeeze(1)
         self.rebase(torch.maximum(self.top, logits.amax(1)))
         logits.sub_(self.top.unsqueeze(1))
-        if self.dot is None:
-            self.total += logits.exp_().sum(1)
-            return
         exp = torch.exp(logits, out=scratch)
         self.total += exp.sum(1)
-        self.dot += exp.mul_(logits).sum(1)
+        if self.dot is not None:
+            self.dot += exp.mul_(logits).sum(1)
 
     def reduce(self, group: dist.ProcessGroup):
         """Sums over the whole vocabulary, on every rank of the group."""
@@ -124,20 +124,31 @@ class _SoftmaxSums:
         self.dot = dot[0] if dot else None
 
 
+def _logprobs(blocks: _Blocks, rows: slice, normalizer: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:
+    """[N, columns] log-probs of a block in scratch memory, from its `kept` (logits - top, top) if there is that."""
+    if kept is None:
+        return blocks.logits(rows).sub_(normalizer.unsqueeze(1))
+    shifted, top = kept
+    return torch.add(shifted, (top - normalizer).unsqueeze(1), out=blocks.buffer("logits", rows, blocks.dtype))
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, blocks: _Blocks, group, with_entropy: bool):
-        sums = _SoftmaxSums(blocks, with_entropy)
+        sums, kept = _SoftmaxSums(blocks, with_entropy), None
         for rows in blocks:
-            scratch = blocks.buffer("scratch", rows, blocks.dtype) if with_entropy else None
-            sums.add(blocks.logits(rows), *blocks.places(rows), scratch)
+            logits = blocks.logits(rows)
+            apart = with_entropy or blocks.one
+            scratch = blocks.buffer("scratch", rows, blocks.dtype) if apart else logits
+            sums.add(logits, *blocks.places(rows), scratch)
+            kept = (logits, sums.top) if blocks.one else None
         blocks.release()
         if group is not None:
             sums.reduce(group)
         log_total = sums.total.log()
         entropy = log_total - sums.dot / sums.total if with_entropy else None
         ctx.save_for_backward(hidden, weight, sums.top + log_total, entropy)
-        ctx.blocks = blocks
+        ctx.blocks, ctx.kept = blocks, kept
         ctx.set_materialize_grads(False)
         return sums.target - sums.top - log_total, entropy
 
@@ -157,7 +168,7 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=blocks.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in blocks:
-            block = blocks.logits(rows).sub_(normalizer.unsqueeze(1))
+            block = _logprobs(blocks, rows, normalizer, ctx.kept)
             column, here = blocks.places(rows)
             if grad_entropy is None:
                 block.exp_().scatter_add_(1, column, -here)

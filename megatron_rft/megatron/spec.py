@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rft.megatron.torch_layers import GatedActivation
+from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
 
 # A bucket of packed sequences is padded to its longest; its shortest is at least this share of that.
 BUCKET_RATIO = 0.75
@@ -57,6 +57,12 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel
 
+    def forward(self, x: Tensor) -> Tensor:
+        """torch has a fused kernel on GPUs only; lower precisions it computes in fp32."""
+        if x.is_cpu and x.dtype == torch.float32:
+            return Normalise.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
 
 @functools.lru_cache(maxsize=8)
 def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -65,7 +71,8 @@ def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Ten
     Returns per bucket the packed position [n, longest] of every cell (padding repeats the sequence's last), and where
     each packed token lies in the flattened buckets, end to end [T].
     """
-    spans = sorted(((b - a, a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if b > a), reverse=True)
+    spans = [(b - a, a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if b > a]
+    spans.sort(key=lambda span: -span[0])  # stable: sequences of one length stay in order
     groups: list[list[tuple[int, int]]] = []
     for span in spans:
         if groups and span[0] >= BUCKET_RATIO * groups[-1][0][0]:
@@ -126,6 +133,9 @@ class TorchAttention(MegatronModule):
         """[T, heads, d], sequences end to end -> [T, heads * d]. Causality keeps real tokens from seeing padding."""
         assert cu_seqlens[-1] == len(q), f"{cu_seqlens[-1]} tokens in sequences, {len(q)} in the micro-batch"
         cells, place = buckets(cu_seqlens, q.device)
+        if len(cells) == 1 and cells[0].numel() == len(q):  # all of one length: nothing to gather
+            parts = (x.unflatten(0, cells[0].shape).transpose(1, 2) for x in (q, k, v))
+            return self.attend(*parts).transpose(1, 2).flatten(0, 1).flatten(1)
         outs = []
         for index in cells:
             parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in (q, k, v))

@@ -41,6 +41,27 @@ class GatedActivation(MegatronModule):  # whose empty sharded_state_dict checkpo
         return SwiGLU.apply(gate_up)
 
 
+class Normalise(torch.autograd.Function):
+    """x / rms(x) * weight, in x's dtype. Zhang and Sennrich, arXiv:1910.07467.
+
+    With n = x / rms(x) and g the gradient times weight, dx = (g - n mean(g n)) / rms(x).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, inverse = ctx.saved_tensors
+        product = (grad * x).mul_(inverse).flatten(0, -2)  # grad n
+        mean = (product @ weight).view_as(inverse).div_(x.shape[-1])
+        grad_x = (grad * weight).mul_(inverse).addcmul_(x, mean.mul_(inverse).mul_(inverse), value=-1)
+        return grad_x, product.sum(0), None
+
+
 class Rotate(torch.autograd.Function):
     """Rotary position embedding, halves rotated against each other; its inverse is the rotation by the opposite angle.
     Su et al., arXiv:2104.09864."""
@@ -48,20 +69,20 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(t, cos, sin)
+        return _rotated(t, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _rotated(grad, cos, sin, -1), None, None
 
 
-def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """t * cos + (-t2, t1) * sin, for t = (t1, t2) [.., heads, d]"""
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """t * cos + direction * (-t2, t1) * sin, for t = (t1, t2) [.., heads, d]"""
     half = t.shape[-1] // 2
     out = t * cos
-    out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(t[..., :half], sin[..., half:])
+    out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=-direction)
+    out[..., half:].addcmul_(t[..., :half], sin[..., half:], value=direction)
     return out
 
 

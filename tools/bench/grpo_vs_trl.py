@@ -5,8 +5,8 @@
 
 Same model, weights, tokenizer, prompts, group size, reward, KL and clipping, fp32, one optimizer step a batch. Every
 response has exactly `--tokens` tokens on both sides (TRL: min_new_tokens, ours: no stop token). TRL's trainer runs as
-it is (transformers' generate, one batch, no gradient checkpointing, no logging, no process group); at the end of each of
-its steps one of ours runs, so that other load on the machine meets both alike. Ratios above 1 mean that ours is faster.
+it is (transformers' generate, one batch, no gradient checkpointing, no logging, no process group); after each of
+its steps one of ours runs, so that other load on the machine meets both alike. Ratios above 1: ours is faster.
 """
 
 import argparse

@@ -9,6 +9,7 @@ from megatron_rft.megatron.logprobs import logprobs_and_entropy
 
 VOCAB, PADDED, HIDDEN = 700, 768, 16
 SMALL = 4 * 41 * 256  # bytes: three blocks of 256 columns for 41 tokens
+ONE = 1 << 20  # everything in one block, which backward then finds kept
 
 
 def problem(tokens=41):
@@ -37,12 +38,14 @@ def distance(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature,block_bytes", [(1.0, SMALL), (0.6, SMALL), (0.6, ONE)])
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-13), (torch.float32, 3e-6)])
-def test_values_and_gradients_equal_the_dense_softmax(dtype, bound, temperature):
+def test_values_and_gradients_equal_the_dense_softmax(dtype, bound, temperature, block_bytes):
     hidden, weight, targets, pulls = problem()
     ours = run(
-        lambda h, w: logprobs_and_entropy(h, w, targets, vocab_size=VOCAB, temperature=temperature, block_bytes=SMALL),
+        lambda h, w: logprobs_and_entropy(
+            h, w, targets, vocab_size=VOCAB, temperature=temperature, block_bytes=block_bytes
+        ),
         dtype,
         pulls,
         hidden,
@@ -54,12 +57,13 @@ def test_values_and_gradients_equal_the_dense_softmax(dtype, bound, temperature)
     assert ours[3][VOCAB:].abs().max() == 0  # padded rows do not exist
 
 
-def test_logprobs_alone_equal_those_with_entropy():
+@pytest.mark.parametrize("block_bytes", [SMALL, ONE])
+def test_logprobs_alone_equal_those_with_entropy(block_bytes):
     hidden, weight, targets, pulls = problem()
     both, alone = (
         run(
             lambda h, w, on=on: logprobs_and_entropy(
-                h, w, targets, vocab_size=VOCAB, with_entropy=on, block_bytes=SMALL
+                h, w, targets, vocab_size=VOCAB, with_entropy=on, block_bytes=block_bytes
             )[:1],
             torch.float64,
             pulls[:1],

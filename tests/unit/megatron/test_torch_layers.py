@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from megatron_rft.megatron.torch_layers import SwiGLU, rotary
+from megatron_rft.megatron.torch_layers import Normalise, SwiGLU, rotary
 
 
 def test_swiglu_and_its_gradient():
@@ -11,6 +11,13 @@ def test_swiglu_and_its_gradient():
     gate, up = x.chunk(2, -1)
     torch.testing.assert_close(SwiGLU.apply(x), F.silu(gate) * up)
     assert torch.autograd.gradcheck(SwiGLU.apply, x)
+
+
+def test_normalise_and_its_gradients():
+    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(Normalise.apply(x, weight, 1e-6), F.rms_norm(x, (5,), weight, 1e-6))
+    assert torch.autograd.gradcheck(lambda x, weight: Normalise.apply(x, weight, 1e-2), (x, weight))
 
 
 def test_rotary_turns_each_pair_by_its_angle():
