@@ -49,7 +49,10 @@ def manual_seed(seed: int) -> None:
 
 
 def forget_layout() -> None:
-    """Drop the groups of the layout; the ranks stay connected."""
+    """Drop the groups of the layout, with their threads and sockets; the ranks stay connected."""
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
