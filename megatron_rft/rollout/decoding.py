@@ -215,7 +215,7 @@ class Decoder:
         keep = (~self.done[: len(self.owners)]).tolist()
         to, source = fill_holes(keep)
         if to:
-            self.cache.move_rows(to, source)
+            self.cache.move_rows(to, source, self.spans[2])
             for column in (self.slot, self.prompt_len, self.count, self.limit, self.last, self.done):
                 column[to] = column[source]
             for table in (self.u, self.tokens, self.logprobs):
@@ -230,7 +230,7 @@ class Decoder:
         keep = [group in used for group in range(len(self.parts))]
         to, source = fill_holes(keep)
         if to:
-            self.cache.move_groups(to, source)
+            self.cache.move_groups(to, source, self.spans[1])
             place = torch.arange(len(keep), device=self.device)
             place[source] = torch.tensor(to, device=self.device)
             slots.copy_(place[slots // self.width] * self.width + slots % self.width)

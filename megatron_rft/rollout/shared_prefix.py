@@ -111,11 +111,13 @@ class SharedPrefixCache:
             self.keys = [F.pad(keys, (0, more)) for keys in self.keys]
             self.values = [F.pad(values, (0, 0, 0, more)) for values in self.values]
 
-    def move_rows(self, to: Sequence[int], source: Sequence[int]) -> None:
-        _move(self.keys, self.values, to, source, self.spans[2])
+    def move_rows(self, to: Sequence[int], source: Sequence[int], columns: int) -> None:
+        """Responses, of which the first `columns` tokens matter."""
+        _move(self.keys, self.values, to, source, columns)
 
-    def move_groups(self, to: Sequence[int], source: Sequence[int]) -> None:
-        _move(self.prompt_keys, self.prompt_values, to, source, self.spans[1])
+    def move_groups(self, to: Sequence[int], source: Sequence[int], columns: int) -> None:
+        """Prompts, of which the first `columns` tokens matter."""
+        _move(self.prompt_keys, self.prompt_values, to, source, columns)
 
 
 def _move(keys: list[Tensor], values: list[Tensor], to: Sequence[int], source: Sequence[int], columns: int) -> None:

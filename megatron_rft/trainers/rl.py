@@ -67,7 +67,7 @@ def train(recipe: Recipe) -> int:
             metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced
             metrics["tokens/trained"] = float(batch.lengths.sum())
             metrics |= run.evaluate_if_due(evaluator, step)
-            run.tracker.example(sampled.examples[0])
+            run.tracker.example(str(sampled.examples[0]))
             if run.end_of_step(step, state, metrics):
                 return STOPPED
         after = run.evaluate_at_end(evaluator)

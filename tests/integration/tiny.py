@@ -1,0 +1,93 @@
+"""A run that takes seconds: two layers, four problems a step. Everything in it is real but small.
+
+The task is to repeat a digit. With a vocabulary of eight and answers of two tokens a model of random weights is right
+now and then, so that there are rewards to learn from at once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rft.data import arithmetic
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = {
+    "trainer": "rl",
+    "run": {"steps": 6, "seed": 3},
+    "model": {"precision": "fp32", "initialise": "random"},
+    "data": {
+        "max_prompt_tokens": 8,
+    },
+    "batching": {"micro_batch_tokens": 64},
+    "rollout": {"prompts_per_step": 4, "group_size": 8, "max_response_tokens": 2},
+    "algorithm": {"name": "grpo", "kl_coefficient": 0.01, "mini_batch_prompts": 2},
+    "optimizer": {"lr": 1e-2},
+    "checkpoint": {"every": 2},
+    "tracking": {"plot": False},
+}
+
+
+def write_model(folder: Path) -> None:
+    """Configuration and tokenizer of a model with a vocabulary of eight: pad, end, unknown and the digits 0 to 4."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"01234"])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    arithmetic.qwen3_config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=8, num_attention_heads=4, head_dim=8
+    ).save_pretrained(folder)
+
+
+def write_data(path: Path, rows: int) -> None:
+    digits = [f"{i % 5}" for i in range(rows)]
+    path.write_text(
+        "".join(json.dumps({"question": d * (1 + i % 3), "answer": d}) + "\n" for i, d in enumerate(digits))
+    )
+
+
+def write_recipe(folder: Path, **sections: dict) -> Path:
+    """The tiny recipe with a model folder beside it; keyword arguments are merged into its sections."""
+    recipe = {name: dict(value) if isinstance(value, dict) else value for name, value in RECIPE.items()}
+    for name, value in sections.items():
+        recipe[name] = recipe.get(name, {}) | value if isinstance(value, dict) else value
+    recipe["model"].setdefault("path", str(folder / "model"))
+    recipe["run"].setdefault("output_dir", str(folder / "run"))
+    recipe["data"] = {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")} | recipe["data"]
+    if not (folder / "model").exists():
+        write_model(folder / "model")
+        write_data(folder / "train.jsonl", 64)
+        write_data(folder / "test.jsonl", 10)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def start(recipe: Path, *arguments: str) -> subprocess.Popen:
+    """`megatron-rft train` as a user would start it, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_rft", "train", str(recipe), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def train(recipe: Path, *arguments: str, timeout: float = 240) -> tuple[int, str]:
+    """Exit status and what was printed."""
+    process = start(recipe, *arguments)
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
