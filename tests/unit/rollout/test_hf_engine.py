@@ -91,6 +91,20 @@ def test_stop_tokens_and_limits(engine):
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.parametrize("rows", [64, 9])
+def test_rows_that_end_with_their_first_token(model, engine, rows):
+    """Half of the vocabulary ends a response, so rows and whole groups leave at once, some before any decoding."""
+    requests, sampling = some_requests(24, n=3), Sampling(8, stop_token_ids=tuple(range(32)))
+    found = answers(build_engine(model, rows), requests, sampling)
+    assert sum(len(r.token_ids) == 1 for responses in found.values() for r in responses) > 8
+    for request in requests:
+        alone = answers(engine, [request], sampling)[request.id]
+        assert [r.token_ids for r in found[request.id]] == [r.token_ids for r in alone]
+        for response in found[request.id]:
+            expected = replay(model, request.prompt_ids, response.token_ids)
+            torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-5, rtol=0)
+
+
 def test_more_samples_than_places(model, engine):
     request, sampling = Request(4, (9, 8, 7), 11, seed=6), Sampling(9)
     expected = [r.token_ids for r in answers(engine, [request], sampling)[4]]

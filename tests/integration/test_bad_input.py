@@ -1,0 +1,104 @@
+"""What a user can get wrong with data, tokenizer, folder and numbers: one clear error, early, and nothing lost.
+
+Mistakes that the recipe alone shows (model folder, architecture, world size) are in tests/unit/test_cli.py and
+test_config.py. These runs go through the command line, in this process.
+"""
+
+import json
+import signal
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_rft.cli import main
+from megatron_rft.records import Batch
+from tests.integration.tiny import write_recipe
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A run takes SIGTERM and SIGUSR1 for itself; give them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def refused(capsys, recipe, *arguments: str) -> str:
+    assert main(["train", str(recipe), *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_missing_field_lists_the_fields_there_are(tmp_path, capsys):
+    error = refused(capsys, write_recipe(tmp_path, data={"prompt_field": "qestion"}))
+    assert "'qestion'" in error and "'question', 'answer'" in error and "Did you mean 'question'?" in error
+
+
+def test_empty_data_set(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "train.jsonl").write_text("\n")
+    assert "train.jsonl: the data set is empty" in refused(capsys, recipe)
+
+
+def test_broken_line_is_named(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": "2", "answ\n')
+    assert "train.jsonl:2: not JSON" in refused(capsys, recipe)
+
+
+def test_prompts_that_are_all_too_long(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "1" * 30, "answer": "1"}) + "\n")
+    error = refused(capsys, recipe)
+    assert "all 1 prompts are longer than data.max_prompt_tokens=8" in error and "at least 30" in error
+
+
+def test_tokenizer_of_another_model(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"vocab_size": 6}))
+    error = refused(capsys, recipe)
+    assert "ids go up to 7" in error and "vocabulary of 6" in error and "model.tokenizer" in error
+
+
+def test_folder_with_another_run(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, run={"steps": 1})
+    assert main(["train", str(recipe)]) == 0
+    capsys.readouterr()
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    error = refused(capsys, recipe, "optimizer.lr=0.5")
+    assert "holds another run" in error and "optimizer.lr: 0.01 there, 0.5 now" in error
+    assert "run.resume is 'never'" in refused(capsys, recipe, "run.resume=never")
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_folder_with_something_else(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.tex").write_text("years of work")
+    assert "holds something else (thesis.tex" in refused(capsys, recipe)
+    assert (tmp_path / "run/thesis.tex").read_text() == "years of work"
+
+
+def test_numbers_that_blow_up_end_the_run_with_the_batch_kept(tmp_path, capsys):
+    """At this rate the first step makes weights of 1e20, and no later loss is finite."""
+    recipe = write_recipe(
+        tmp_path,
+        trainer="sft",
+        run={"steps": 20},
+        algorithm={"name": "sft", "batch_sequences": 4},
+        optimizer={"lr": 1e20},
+        rollout={"max_response_tokens": 8},
+        faults={"max_skipped_steps": 2},
+    )
+    text = recipe.read_text()
+    for unused in ("kl_coefficient: 0.01", "mini_batch_prompts: 2", "group_size: 8", "prompts_per_step: 4"):
+        text = "\n".join(line for line in text.splitlines() if unused not in line)
+    recipe.write_text(text)
+    assert main(["train", str(recipe)]) == 3
+    error = capsys.readouterr().err
+    assert "not finite 3 times in a row" in error and "faults.max_skipped_steps = 2" in error
+    (kept,) = (tmp_path / "run").glob("failed_batch_step_*.safetensors")
+    assert len(Batch.from_state_dict(load_file(kept))) == 4
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["faults/skipped_steps"] == 2
