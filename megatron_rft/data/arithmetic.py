@@ -1,7 +1,7 @@
 r"""The task of the quickstart: chains of arithmetic with worked steps, made here, so nothing is downloaded.
 
-    question  "Work from left to right: 3+5-6*2"
-    answer    "3+5=8\n8-6=2\n2*2=4\n#### 4"           (level 3: three steps)
+    question  "Start with 3 (1) +5 (2) -6 (3) *2"
+    answer    "3 (1) +5=8 (2) -6=2 (3) *2=4\n#### 4"           (level 3: three steps)
 
 Rows have GSM8K's fields and are a pure function of (split, size, seed, levels). A problem belongs to one split by a
 hash of its question, whatever the seed, so train, validation and test never share one. The split "demonstrations" holds
@@ -11,6 +11,7 @@ wrong number. A model warm-started on them knows how to work and makes such slip
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from typing import Any
 from megatron_rft.errors import DataError
 
 SPLITS = {"train": range(2, 10), "demonstrations": range(2, 10), "validation": range(1, 2), "test": range(0, 1)}
-SIZES = {"train": 8192, "demonstrations": 16384, "validation": 256, "test": 500}
+SIZES = {"train": 8192, "demonstrations": 8192, "validation": 256, "test": 500}
 LEVELS = (3, 4, 5, 6)  # steps of a problem
 LARGEST = 10  # right intermediate values are 0..LARGEST
-SLIP = 0.2
+SLIP = 0.15
 PROMPT_TEMPLATE = "{question}\n"
 
 
@@ -29,8 +30,8 @@ def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, 
     """`size` different problems of a split as {"question", "answer", "level"}, levels in turn."""
     if split not in SPLITS:
         raise DataError(f"arithmetic has no split {split!r}; it has {', '.join(SPLITS)}")
-    if not levels or min(levels) < 1:
-        raise DataError(f"arithmetic levels are numbers of steps, 1 or more, not {list(levels)}")
+    if not levels or min(levels) < 1 or max(levels) > 9:
+        raise DataError(f"arithmetic levels are numbers of steps, 1 to 9, not {list(levels)}")
     size = SIZES[split] if size is None else size
     rng = random.Random(f"{split}/{seed}")
     slip = SLIP if split == "demonstrations" else 0.0
@@ -74,27 +75,28 @@ def apply(value: int, operator: str, operand: int) -> int:
 
 
 def _question(start: int, steps: list[tuple[str, int]]) -> str:
-    return f"Work from left to right: {start}" + "".join(f"{operator}{operand}" for operator, operand in steps)
+    return f"Start with {start}" + "".join(
+        f" ({number}) {operator}{operand}" for number, (operator, operand) in enumerate(steps, start=1)
+    )
 
 
 def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Random) -> str:
-    lines, value = [], start
-    for operator, operand in steps:
-        result = apply(value, operator, operand)
+    text, value = str(start), start
+    for number, (operator, operand) in enumerate(steps, start=1):
+        value = apply(value, operator, operand)
         if rng.random() < slip:
-            result += rng.choice((1, 2) if result < 2 else (-2, -1, 1, 2))
-        lines.append(f"{value}{operator}{operand}={result}")
-        value = result
-    return "\n".join([*lines, f"#### {value}"])
+            value += rng.choice((1, 2) if value < 2 else (-2, -1, 1, 2))
+        text += f" ({number}) {operator}{operand}={value}"
+    return f"{text}\n#### {value}"
 
 
 # ------------------------------------------------------------------------------------- tokenizer and model folder
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-PIECES = ("Work from left to right: ", "\n#### ")
+PIECES = ("Start with ", *(f" ({number}) " for number in range(1, 10)), "\n#### ")
 NUMBERS = tuple(str(n) for n in range(10, 100))
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
-VOCABULARY_SIZE = 192  # one more than there are: tensor parallelism divides it
+VOCABULARY_SIZE = 256  # more than there are (200): tensor parallelism divides it
 
 
 def tokenizer():
@@ -104,7 +106,9 @@ def tokenizer():
 
     vocabulary = {piece: i for i, piece in enumerate((PAD, EOS, UNKNOWN, *PIECES, *CHARACTERS, *NUMBERS))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(PIECES) + r"|[1-9][0-9]|[\s\S]"), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join(re.escape(p) for p in PIECES) + r"|[1-9][0-9]|[\s\S]"), "isolated"
+    )
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False

@@ -8,16 +8,16 @@ from megatron_rft.errors import DataError
 
 def check_steps(row) -> int:
     """The number of wrong steps in a row's work, whose steps must be the question's, each from the last value."""
-    numbers = re.findall(r"[+*-]?\d+", row["question"].partition(": ")[2])
-    *lines, final = row["answer"].split("\n")
-    value, wrong = int(numbers[0]), 0
-    assert len(lines) == len(numbers) - 1 == row["level"]
-    for line, step in zip(lines, numbers[1:], strict=True):
-        left, _, result = line.partition("=")
-        assert left == f"{value}{step}"
-        wrong += eval(f"({value}){step}") != int(result)
-        value = int(result)
-    assert final == f"#### {value}"
+    start, *asked = re.split(r" \(\d\) ", row["question"].removeprefix("Start with "))
+    first, *done = re.split(r" \(\d\) ", row["answer"].partition("\n")[0])
+    assert first == start and len(asked) == len(done) == row["level"]
+    value, wrong = int(start), 0
+    for step, line in zip(asked, done, strict=True):
+        assert line.partition("=")[0] == step
+        result = int(line.partition("=")[2])
+        wrong += eval(f"({value}){step}") != result
+        value = result
+    assert row["answer"].endswith(f"\n#### {value}")
     return wrong
 
 
@@ -67,9 +67,8 @@ def test_tokenizer_gives_back_any_ascii_text_and_reloads(tmp_path):
     for text in (row["question"], row["answer"], "What is 105 + 7?\n\tNo idea: {x} #### 3"):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text.replace("\t", "<unk>")
-    assert tokenizer("10+7=17\n#### 17")["input_ids"] == tokenizer.convert_tokens_to_ids(
-        ["10", "+", "7", "=", "17", "\n#### ", "17"]
-    )
+    ids = tokenizer("10 (1) +7=17\n#### 17")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["10", " (1) ", "+", "7", "=", "17", "\n#### ", "17"]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.decode([25, 1, 0], skip_special_tokens=True) == tokenizer.decode([25])
 
