@@ -332,7 +332,7 @@ def table(results: dict[str, dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What only a GPU can show; see gpu_checks.sh.")
-    parser.add_argument("--out", type=Path, default=Path("gpu_checks"), help="folder of the JSON and the table")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_checks"), help="folder of the JSON and the table")
     parser.add_argument("--only", help="run the parts whose name has this in it")
     parser.add_argument("--write-reference", help=argparse.SUPPRESS)
     args = parser.parse_args()
