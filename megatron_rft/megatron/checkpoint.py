@@ -97,7 +97,7 @@ class Checkpointer:
             ) from error
         for name, actor in self.models.items():
             for index, chunk in enumerate(actor.models):
-                chunk.load_state_dict(found[f"{name}.{index}"])
+                chunk.load_state_dict({k.removeprefix(f"{name}."): v for k, v in found[f"{name}.{index}"].items()})
             actor.optimizer.megatron.load_state_dict(found[f"{name}.optimizer"])
             actor.optimizer.schedule.load_state_dict(found[f"{name}.schedule"])
         return json.loads((path / "run.json").read_text()), load_file(path / "state.safetensors")

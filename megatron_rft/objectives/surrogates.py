@@ -18,9 +18,10 @@ class Clipped(NamedTuple):
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Clipped:
     """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratio), elementwise (pipo.txt A.2).
 
-    For r = 1.5, A = 2 and high = 0.2: min(3, 2.4) = 2.4, so the term is -2.4 and it is clipped.
+    For r = 1.5, A = 2 and high = 0.2: min(3, 2.4) = 2.4, so the term is -2.4 and it is clipped. Log ratios beyond ±20
+    count as ±20: a ratio of 5e8 says enough, and infinity times an advantage of 0 would be no number.
     """
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(-20.0, 20.0).exp()
     plain, bounded = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
     return Clipped(-torch.minimum(plain, bounded), ratio.detach(), (bounded < plain).float().detach())
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_rft.config import Recipe, Source
+from megatron_rft.config.model_shape import find_model
 from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.errors import DataError
-from megatron_rft.evaluation.evaluate import evaluate, write
+from megatron_rft.evaluation.evaluate import EvalResult, evaluate, write
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.rewards import Reward
@@ -31,19 +33,35 @@ def gather(items: list) -> list:
     return [item for part in everyone for item in part]
 
 
-def load_tokenizer(recipe: Recipe) -> Any:
-    path = recipe.model.tokenizer or recipe.model.path
+def local_folder(path: str, option: str = "model.path") -> Path:
+    """The folder of a model: itself, or the download of a hub name."""
+    folder = find_model(path, option)
+    if folder is not None:
+        return folder
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except (OSError, ValueError) as error:
-        raise DataError(f"no tokenizer can be loaded from model.tokenizer {path}: {error}") from None
+        raise DataError(f"{option}: {path} is no local folder, and its download failed: {error}") from None
+
+
+def tokenizer_folder(recipe: Recipe) -> Path:
+    return local_folder(recipe.model.tokenizer or recipe.model.path, "model.tokenizer")
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    folder = tokenizer_folder(recipe)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.tokenizer: no tokenizer can be loaded from {folder}: {error}") from None
 
 
 def load_hf_config(recipe: Recipe) -> Any:
+    folder = local_folder(recipe.model.path)
     try:
-        return AutoConfig.from_pretrained(recipe.model.path)
+        return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise DataError(f"no model can be loaded from model.path {recipe.model.path}: {error}") from None
+        raise DataError(f"model.path: no model configuration can be loaded from {folder}: {error}") from None
 
 
 def rows_of(recipe: Recipe, part: str) -> list[Row]:
@@ -86,7 +104,7 @@ def build_actor(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
 def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tensor]:
     if recipe.model.initialise == "random":
         return weights.random_tensors(hf_config, recipe.run.seed)
-    return weights.open_folder(recipe.model.path, hf_config)
+    return weights.open_folder(local_folder(recipe.model.path), hf_config)
 
 
 def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
@@ -108,38 +126,44 @@ def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:
 
 @dataclass
 class Evaluator:
-    """Asks the model as the engine holds it, and keeps every answer under `folder`."""
+    """Asks the model as the engine holds it; all ranks share the problems. Answers are kept under `folder`."""
 
     recipe: Recipe
     engine: Engine
     tokenizer: Any
     reward: Reward
     folder: Path
+    gather: Callable[[list], list] = list
+    rank: int = 0
+    world: int = 1
 
-    def __call__(self, part: str, step: int) -> dict[str, float]:
-        """pass@1 of data.`part`, its standard error and more (EvalResult.summary). All ranks share the problems."""
+    def measure(self, part: str) -> EvalResult:
+        """The problems of data.`part`."""
         options, rollout = self.recipe.evaluation, self.recipe.rollout
-        prompts = load_prompts(self.recipe, part, self.tokenizer).prompts[: options.limit]
         sampling = Sampling(
             max_tokens=options.max_response_tokens or rollout.max_response_tokens,
             temperature=options.temperature,
             stop_token_ids=stop_token_ids(self.recipe, self.tokenizer),
         )
-        result = evaluate(
+        return evaluate(
             self.engine,
             sampling,
-            prompts,
+            load_prompts(self.recipe, part, self.tokenizer).prompts[: options.limit],
             self.reward,
             self.tokenizer,
             options.samples,
             self.recipe.run.seed,
-            gather,
-            rank=dist.get_rank(),
-            world=dist.get_world_size(),
+            self.gather,
+            rank=self.rank,
+            world=self.world,
             batch=options.batch,
             name=part,
         )
-        if dist.get_rank() == 0:
+
+    def __call__(self, part: str, step: int) -> dict[str, float]:
+        """pass@1 of data.`part`, its standard error and more (EvalResult.summary), on record as that of `step`."""
+        result = self.measure(part)
+        if self.rank == 0:
             write([result], self._folder(part, step))
         return result.summary()
 
@@ -150,6 +174,12 @@ class Evaluator:
 
     def _folder(self, part: str, step: int) -> Path:
         return self.folder / f"{part}_step_{step:06d}"
+
+
+def build_evaluator(recipe: Recipe, engine: Engine, tokenizer: Any, reward: Reward) -> Evaluator:
+    """For all ranks of a run together."""
+    folder = Path(recipe.run.output_dir) / "evaluation"
+    return Evaluator(recipe, engine, tokenizer, reward, folder, gather, dist.get_rank(), dist.get_world_size())
 
 
 def headline(before: dict[str, float], after: dict[str, float]) -> str:

@@ -35,14 +35,16 @@ class Stream(Protocol):
 
 
 class StopSignal:
-    """SIGTERM and SIGUSR1 (a time limit, a preemption) ask for an orderly end after the step under way."""
+    """SIGTERM, SIGUSR1 (a time limit, a preemption) and Ctrl-C ask for an orderly end after the step under way."""
 
     def __init__(self) -> None:
         self.received = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: Any) -> None:
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt  # the second time somebody means it
         self.received = number
 
     def agreed(self) -> int:

@@ -37,7 +37,7 @@ def train(recipe: Recipe) -> int:
         if recipe.data.validation or recipe.data.test:
             reward = stack.enter_context(closing(build_reward(recipe.reward)))
             engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config)))
-            evaluator = assembly.Evaluator(recipe, engine, tokenizer, reward, run.folder / "evaluation")
+            evaluator = assembly.build_evaluator(recipe, engine, tokenizer, reward)
 
         for step in range(done + 1, steps + 1):
             batch = as_batch(stream.next(size))
@@ -58,8 +58,6 @@ def train(recipe: Recipe) -> int:
             after = run.evaluate_at_end(evaluator)
             if dist.get_rank() == 0:
                 print(f"pass@1 {after['pass_at_1']:.2f} ± {after['standard_error']:.2f} ({after['problems']} problems)")
-        weights.save_folder(
-            actor.stream(), run.folder / "export", hf_config, recipe.model.tokenizer or recipe.model.path
-        )
+        weights.save_folder(actor.stream(), run.folder / "export", hf_config, assembly.tokenizer_folder(recipe))
         run.finish()
     return FINISHED

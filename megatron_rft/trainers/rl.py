@@ -43,7 +43,7 @@ def train(recipe: Recipe) -> int:
         engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config)))
         run = stack.enter_context(closing(Run(recipe, {"actor": actor}, stream, recipe.run.steps)))
         sampler = build_sampler(recipe, engine, reward, tokenizer)
-        evaluator = assembly.Evaluator(recipe, engine, tokenizer, reward, run.folder / "evaluation")
+        evaluator = assembly.build_evaluator(recipe, engine, tokenizer, reward)
         state, done = run.restore(objective.init())
         run.note_dropped("data.train", train_prompts.dropped)
         weight_sync.push(actor.stream(), engine, version=done, verify=True)
@@ -71,9 +71,7 @@ def train(recipe: Recipe) -> int:
             if run.end_of_step(step, state, metrics):
                 return STOPPED
         after = run.evaluate_at_end(evaluator)
-        weights.save_folder(
-            actor.stream(), run.folder / "export", hf_config, recipe.model.tokenizer or recipe.model.path
-        )
+        weights.save_folder(actor.stream(), run.folder / "export", hf_config, assembly.tokenizer_folder(recipe))
         run.finish()
         if before and dist.get_rank() == 0:
             print(assembly.headline(before, after), flush=True)
@@ -127,7 +125,7 @@ def reference_weights(recipe: Recipe, actor: Actor, objective: Objective) -> lis
         return None
     if recipe.model.reference is None:
         return actor.snapshot()
-    actor.load(weights.open_folder(recipe.model.reference, actor.hf_config))
+    actor.load(weights.open_folder(assembly.local_folder(recipe.model.reference, "model.reference"), actor.hf_config))
     reference = actor.snapshot()
     actor.load(assembly.start_weights(recipe, actor.hf_config))
     return reference

@@ -17,8 +17,8 @@ from tests.integration.tiny import write_recipe
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """A run takes SIGTERM and SIGUSR1 for itself; give them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    """A run takes these signals for itself; give them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
