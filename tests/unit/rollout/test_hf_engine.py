@@ -92,7 +92,7 @@ def test_stop_tokens_and_limits(engine):
 
 
 @pytest.mark.parametrize("rows", [64, 9])
-def test_rows_that_end_with_their_first_token(model, engine, rows):
+def test_rows_and_groups_that_leave_before_any_decoding(model, engine, rows):
     """Half of the vocabulary ends a response, so rows and whole groups leave at once, some before any decoding."""
     requests, sampling = some_requests(24, n=3), Sampling(8, stop_token_ids=tuple(range(32)))
     found = answers(build_engine(model, rows), requests, sampling)
