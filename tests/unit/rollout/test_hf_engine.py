@@ -105,17 +105,6 @@ def test_rows_and_groups_that_leave_before_any_decoding(model, engine, rows):
             torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_rows_that_end_with_their_first_token(model, engine):
-    """Places are free again before any step of decoding has run."""
-    requests = [Request(i, (5 + i, 6), 3, seed=i, max_tokens=1 if i % 2 else 4) for i in range(6)]
-    expected = answers(engine, requests, Sampling(4))
-    assert {len(r.token_ids) for id, each in expected.items() for r in each if id % 2} == {1}
-    found = answers(build_engine(model, rows=4), requests, Sampling(4))
-    assert {i: [r.token_ids for r in found[i]] for i in found} == {
-        i: [r.token_ids for r in expected[i]] for i in expected
-    }
-
-
 def test_more_samples_than_places(model, engine):
     request, sampling = Request(4, (9, 8, 7), 11, seed=6), Sampling(9)
     expected = [r.token_ids for r in answers(engine, [request], sampling)[4]]
