@@ -127,6 +127,9 @@ class Batch:
     def with_tokens(self, **values: Tensor) -> "Batch":
         return replace(self, tokens={**self.tokens, **values})
 
+    def without_tokens(self, name: str) -> "Batch":
+        return replace(self, tokens={k: v for k, v in self.tokens.items() if k != name})
+
     def with_sequences(self, **values: Tensor) -> "Batch":
         return replace(self, sequences={**self.sequences, **values})
 

@@ -273,7 +273,8 @@ class GRPO(Section):
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     """sequence_mean: tokens are averaged in each response, then responses. token_mean: over all tokens at once."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The ratio's denominator: the trainer's own pass before the step, or what the engine said while sampling."""
+    """The ratio's denominator: the trainer's own pass before the step (left out where a batch gets one step only, whose
+    own log-probs they then are), or what the engine said while sampling."""
 
 
 class SFT(Section):

@@ -119,6 +119,7 @@ def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     chunks, chunk `cp_rank` and chunk `2 cp - 1 - cp_rank` (megatron-core's load-balanced layout)."""
     if cp_size == 1:
         return torch.arange(int(lengths.sum()))
+    assert not (lengths % (2 * cp_size)).any(), f"{lengths.tolist()} tokens over {cp_size} context-parallel ranks"
     parts = []
     for start, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True):
         chunk = length // (2 * cp_size)

@@ -19,7 +19,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rft.megatron.packing import zigzag
 from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
+from megatron_rft.records import segment_ids
 
 # A bucket of packed sequences is padded to its longest; its shortest is at least this share of that.
 BUCKET_RATIO = 0.75
@@ -90,27 +92,15 @@ def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Ten
     return cells, place.to(device)
 
 
-def zigzag(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions of one sequence that a context-parallel rank holds: chunks `rank` and `2 * size - 1 - rank`."""
-    assert length % (2 * cp_size) == 0, f"{length} tokens over {cp_size} context-parallel ranks"
-    early, late = cp_rank, 2 * cp_size - 1 - cp_rank
-    chunks = torch.arange(length).chunk(2 * cp_size)
-    return torch.cat([chunks[early], chunks[late]])
-
-
 @functools.lru_cache(maxsize=2)
 def context_mask(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
     """[Tq, Tk] True where this rank's query may see a key; keys in the order of the gathered ranks."""
-    lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
-
-    def held_by(rank: int) -> tuple[Tensor, Tensor]:
-        positions = [zigzag(n, cp_size, rank) for n in lengths]
-        return torch.cat(positions), torch.cat([torch.full_like(p, i) for i, p in enumerate(positions)])
-
-    position_q, sequence_q = held_by(cp_rank)
-    position_k, sequence_k = (torch.cat(x) for x in zip(*map(held_by, range(cp_size)), strict=True))
-    causal = position_q[:, None] >= position_k[None]
-    return (causal & (sequence_q[:, None] == sequence_k[None])).to(device)
+    lengths = torch.tensor(cu_seqlens).diff()
+    sequence = segment_ids(lengths)
+    position_q = zigzag(lengths, cp_size, cp_rank)
+    position_k = torch.cat([zigzag(lengths, cp_size, rank) for rank in range(cp_size)])
+    causal = position_q[:, None] >= position_k
+    return (causal & (sequence[position_q][:, None] == sequence[position_k])).to(device)
 
 
 class TorchAttention(MegatronModule):

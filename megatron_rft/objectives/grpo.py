@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_rft.objectives.advantages import group_normalised, group_relative, to_tokens
 from megatron_rft.objectives.base import Loss, Outputs, PolicyObjective, Prepared, State, Update
 from megatron_rft.objectives.kl import ESTIMATORS
+from megatron_rft.objectives.mismatch import mismatch_sums
 from megatron_rft.objectives.surrogates import aggregate, token_surrogate
 from megatron_rft.records import Batch
 
@@ -24,7 +25,9 @@ class GRPO(PolicyObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"old_logprobs"} | ({"ref_logprobs"} if self.kl_coefficient else set()))
+        off_policy = self.mini_batches * self.epochs > 1
+        wanted = {"old_logprobs": off_policy, "ref_logprobs": self.kl_coefficient > 0}
+        return frozenset(name for name, needed in wanted.items() if needed)
 
     def advantages(self, batch: Batch) -> Tensor:
         return to_tokens(group_relative(batch.sequences["rewards"], batch.sequences["group"]), batch)
@@ -46,6 +49,8 @@ class GRPO(PolicyObjective):
             metrics["kl"] = aggregate(kl.detach(), batch, "token_mean")
         if self.entropy_coefficient:
             terms["entropy_bonus"] = (-self.entropy_coefficient, aggregate(outputs["entropy"], batch, self.aggregation))
+        if "old_logprobs" not in batch.tokens:
+            metrics |= mismatch_sums(logprobs, batch)
         metrics["entropy"] = aggregate(outputs["entropy"].detach(), batch, "token_mean")
         return Loss(terms, metrics)
 

@@ -2,10 +2,16 @@
 
 from torch import Tensor
 
+from megatron_rft.objectives.base import Sum
+from megatron_rft.objectives.surrogates import aggregate
+from megatron_rft.records import Batch
 
-def mismatch(rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, bound: float = 0.1) -> dict[str, float]:
+BOUND = 0.1  # nats by which a token's log-probs may differ before it counts in mismatch/share
+
+
+def mismatch(rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
     """Over the response tokens: mismatch/kl, the k3 estimate of KL(engine || trainer); mismatch/max, the largest
-    |difference| of log-probs; mismatch/share, the share of tokens whose difference exceeds `bound`. All inputs [R].
+    |difference| of log-probs; mismatch/share, the share of tokens whose difference exceeds BOUND. All inputs [R].
     """
     difference = (old_logprobs - rollout_logprobs).double()[mask > 0]
     if not len(difference):
@@ -13,5 +19,14 @@ def mismatch(rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, bound
     return {
         "mismatch/kl": (difference.expm1() - difference).mean().item(),
         "mismatch/max": difference.abs().max().item(),
-        "mismatch/share": (difference.abs() > bound).double().mean().item(),
+        "mismatch/share": (difference.abs() > BOUND).double().mean().item(),
+    }
+
+
+def mismatch_sums(logprobs: Tensor, batch: Batch) -> dict[str, Sum]:
+    """The same (without the maximum) from an on-policy training pass, whose log-probs are those before the step."""
+    difference = logprobs.detach() - batch.tokens["rollout_logprobs"].to(logprobs)
+    return {
+        "mismatch/kl": aggregate(difference.expm1() - difference, batch, "token_mean"),
+        "mismatch/share": aggregate((difference.abs() > BOUND).float(), batch, "token_mean"),
     }

@@ -39,9 +39,12 @@ def aggregate(values: Tensor, batch: Batch, how: str) -> Sum:
 
 
 def token_surrogate(logprobs: Tensor, batch: Batch, low: float, high: float, how: str) -> Loss:
-    """The surrogate with a ratio per token, on batch.tokens["advantages"] and ["old_logprobs"], all [R]."""
-    tokens = {name: batch.tokens[name].to(logprobs) for name in ("advantages", "old_logprobs")}
-    result = clipped_surrogate(logprobs - tokens["old_logprobs"], tokens["advantages"], low, high)
+    """The surrogate with a ratio per token, on batch.tokens["advantages"] and ["old_logprobs"], all [R].
+
+    Without old_logprobs the step is on-policy: they are this pass's own, so that the ratio is 1 with a gradient.
+    """
+    old_logprobs = batch.tokens.get("old_logprobs", logprobs.detach()).to(logprobs)
+    result = clipped_surrogate(logprobs - old_logprobs, batch.tokens["advantages"].to(logprobs), low, high)
     metrics = {
         "ratio_mean": aggregate(result.ratio, batch, "token_mean"),
         "clip_fraction": aggregate(result.clipped, batch, "token_mean"),

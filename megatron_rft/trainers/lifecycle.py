@@ -109,14 +109,15 @@ def claim_folder(recipe: Recipe) -> Path:
 
 
 class Averages:
-    """Means over the optimizer steps of one training step, as policy/loss, verification/grad_norm and so on."""
+    """Means over the optimizer steps of one training step, as policy/loss, verification/grad_norm and so on. A name
+    that has a section already keeps it."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)
 
     def add(self, update: str, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self._values[f"{update}/{name}"].append(value)
+            self._values[name if "/" in name else f"{update}/{name}"].append(value)
 
     def take(self) -> dict[str, float]:
         values, self._values = self._values, defaultdict(list)

@@ -21,7 +21,7 @@ import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.conversion import FolderWriter, family_of, hf_shapes
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.megatron.spec import zigzag
+from megatron_rft.megatron.packing import zigzag
 
 SMALL = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16
@@ -123,12 +123,12 @@ def inputs(packed, padded):
     """What this rank feeds: (ids, position ids, packed_seq_params, positions held)."""
     size, rank = parallel.cp_size(), parallel.cp_rank()
     ends = torch.tensor([0, *PACKED]).cumsum(0)
-    held = torch.cat([zigzag(n, size, rank) + start for n, start in zip(PACKED, ends.tolist(), strict=False)])
+    held = zigzag(torch.tensor(PACKED), size, rank)
     positions = torch.cat([torch.arange(n) for n in PACKED])
     cu_seqlens = ends.to(torch.int32)
     params = PackedSeqParams("thd", cu_seqlens, cu_seqlens, None, None, max(PACKED), max(PACKED))
     yield packed[held][None], positions[held][None], params, held
-    held = zigzag(PADDED[1], size, rank)
+    held = zigzag(torch.tensor([PADDED[1]]), size, rank)
     yield padded[:, held], held.expand(PADDED[0], -1), None, held
 
 

@@ -78,7 +78,9 @@ class PIPO(PolicyObjective):
     def prepare(self, batch: Batch, state: State) -> Prepared:
         mu = batch.scalars["sampled_reward_sum"] / batch.scalars["sampled_count"]
         updates, metrics = self._verify(mu, state)
-        base = self.base.prepare(batch, _part(state, "base."))
+        # Without a step in between, a base that is on-policy stays exactly what it is without this plug-in.
+        on_policy = not updates and "old_logprobs" not in self.base.needs
+        base = self.base.prepare(batch.without_tokens("old_logprobs") if on_policy else batch, _part(state, "base."))
         previous = batch.with_tokens(attributions=self.improvement_attributions(batch)).only(
             KEPT_TOKENS, KEPT_SEQUENCES
         )

@@ -51,6 +51,8 @@ def test_every_response_token_is_predicted_once_by_the_token_before_it(packed, l
 def test_zigzag_by_hand():
     assert zigzag(torch.tensor([8, 4]), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert zigzag(torch.tensor([8, 4]), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    with pytest.raises(AssertionError, match="6"):
+        zigzag(torch.tensor([6]), 2, 0)
 
 
 @given(

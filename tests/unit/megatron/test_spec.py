@@ -45,13 +45,6 @@ def test_buckets_hold_similar_lengths_and_every_token_once():
     assert torch.equal(torch.cat([c.flatten() for c in cells])[place], torch.arange(19))
 
 
-def test_zigzag_gives_each_rank_an_early_and_a_late_chunk():
-    assert spec.zigzag(8, 2, 0).tolist() == [0, 1, 6, 7]
-    assert spec.zigzag(8, 2, 1).tolist() == [2, 3, 4, 5]
-    with pytest.raises(AssertionError, match="6 tokens over 2"):
-        spec.zigzag(6, 2, 0)
-
-
 def test_the_context_mask_is_causal_within_a_sequence():
     """Two sequences of 4 over 2 ranks. Rank 0 holds positions 0 and 3 of each; keys come rank by rank."""
     mask = spec.context_mask((0, 4, 8), 2, 0, torch.device("cpu"))

@@ -41,7 +41,21 @@ def test_loss_by_hand(make_batch):
 
 
 def test_needs_only_what_it_uses():
-    assert GRPO().needs == {"old_logprobs", "ref_logprobs"} and GRPO(kl_coefficient=0.0).needs == {"old_logprobs"}
+    assert GRPO(epochs=2).needs == GRPO(mini_batches=2).needs == {"old_logprobs", "ref_logprobs"}
+    assert GRPO().needs == {"ref_logprobs"} and GRPO(kl_coefficient=0.0).needs == set()
+
+
+def test_on_policy_step_is_that_of_equal_old_logprobs(make_batch):
+    logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+    given = make_batch([2, 1], [0, 0], [0.0, 1.0], old_logprobs=logprobs.detach())
+    given = given.with_tokens(advantages=torch.tensor([-1.0, -1.0, 1.0]), rollout_logprobs=logprobs.detach() + 0.2)
+    outputs, grpo = {"logprobs": logprobs, "entropy": torch.zeros(3)}, GRPO(kl_coefficient=0.0)
+    gradients = []
+    for batch in (given, given.without_tokens("old_logprobs")):
+        loss = grpo.loss(outputs, batch)
+        gradients.append(torch.autograd.grad(loss.mean(counts(batch)), logprobs)[0])
+    assert torch.equal(*gradients)
+    assert loss.metrics["mismatch/share"].total == 3 and loss.metrics["mismatch/kl"].total > 0
     assert SFT().needs == set()
 
 

@@ -52,6 +52,7 @@ def sampled(make_batch, mu: float, seed: int = 0, rewards: tuple = (1.0, 0.0, 1.
     """A batch whose sampled mean is `mu`, whatever is left of it to train on."""
     random = torch.Generator().manual_seed(seed)
     tokens = {name: torch.rand(sum(LENS), generator=random) - 1.5 for name in ("old_logprobs", "ref_logprobs")}
+    tokens["rollout_logprobs"] = tokens["old_logprobs"]
     return make_batch(LENS, GROUPS, list(rewards), **tokens).with_scalars(sampled_reward_sum=mu * 8, sampled_count=8.0)
 
 
@@ -98,7 +99,8 @@ def test_verification_is_one_step_on_the_previous_batch(make_batch):
 
 def gradient(update: Update) -> torch.Tensor:
     """By the log-probs, at the policy that sampled."""
-    logprobs = update.batch.tokens["old_logprobs"].clone().requires_grad_()
+    sampling = update.batch.tokens.get("old_logprobs", update.batch.tokens.get("rollout_logprobs"))
+    logprobs = sampling.clone().requires_grad_()
     loss = update.loss({"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}, update.batch)
     loss.mean(counts(update.batch)).backward()
     return logprobs.grad
@@ -167,10 +169,21 @@ def test_without_feedback_the_base_is_untouched(make_batch, name, means, rectifi
 def test_the_base_part_never_depends_on_pipo(make_batch, means, size):
     """Whatever the feedback, the base's own updates are those it makes alone; verification only comes before them."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate(means)]
-    base = GRPO()
+    base = GRPO(mini_batches=2)
     closed = run(PIPO(base, window=size), batches)
     for with_pipo, without in zip(closed, run(base, batches), strict=True):
         assert_same_updates(with_pipo.updates[-1:], without.updates)
+
+
+def test_an_on_policy_base_stays_on_policy_until_a_verification_step_was_made(make_batch):
+    """Its own log-probs are the old ones then, to the last bit; after a verification step they no longer are."""
+    batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5))]
+    steps = run(PIPO(GRPO(), window=3), batches)
+    assert PIPO(GRPO()).needs == {"old_logprobs", "ref_logprobs"}
+    alone = run(GRPO(), [batch.without_tokens("old_logprobs") for batch in batches])
+    for with_pipo, without in zip(steps[:3], alone, strict=False):
+        assert_same_updates(with_pipo.updates, without.updates)
+    assert torch.equal(steps[3].updates[1].batch.tokens["old_logprobs"], batches[3].tokens["old_logprobs"])
 
 
 def test_killed_and_resumed_from_a_file_it_goes_on_bit_identically(make_batch, tmp_path):
