@@ -8,7 +8,6 @@ Every rank leaves RUN/launch/rank_N.json, `{"status": 75, "message": "..."}`, fo
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rft.errors import ConfigError
+from megatron_rft.processes import die_with
 
 FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
 PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
@@ -59,14 +59,9 @@ def read_exit(output_dir: str, rank: int) -> dict:
 
 
 def die_with_launcher() -> None:
-    """For a rank: the kernel kills it when its launcher is gone, however that went. Linux only; a no-op elsewhere."""
-    launcher = os.environ.get(PARENT)
-    if launcher is None or not sys.platform.startswith("linux"):
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+    """For a rank that `launch` started."""
+    if PARENT in os.environ:
+        die_with(int(os.environ[PARENT]))
 
 
 def launch(command: list[str], nproc: int, output_dir: str) -> int:

@@ -229,7 +229,7 @@ class Rollout(Section):
     top_k: Natural = 0
     stop: list[str | int] = []
     """More strings (of one token) or token ids that end a response, besides the model's own."""
-    max_batch_sequences: Count = 256
+    max_batch_sequences: Count = 512
     """Sequences that the hf engine decodes together."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Of the hf engine's weights. None: model.precision (bf16 for fp8)."""

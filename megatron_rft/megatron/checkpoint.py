@@ -1,6 +1,6 @@
 """Checkpoints: megatron's distributed format for weights and optimizer, a JSON and a safetensors file for the rest.
 
-    checkpoints/step_000040/          complete, or not there: it is written as step_000040.partial and renamed
+    checkpoints/step_000040/          complete, or not there: it is written as step_000040.*.partial and renamed
         weights and moments           torch_dist, reshardable to any TP x PP x DP
         run.json                      step, data position and what else the trainer keeps
         state.safetensors             the objective's state (PIPO's window and previous batch)
@@ -9,13 +9,17 @@ Saving is asynchronous by default: a forked writer works from a copy-on-write im
 """
 
 import json
+import multiprocessing
 import os
 import shutil
+import uuid
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from megatron_rft.errors import DataError
 from megatron_rft.megatron.actor import Actor
+from megatron_rft.processes import die_with
 
 PARTIAL = ".partial"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one format that can change TP and PP
@@ -43,6 +48,10 @@ class Checkpointer:
     def __init__(self, folder: Path, models: dict[str, Actor], keep: int = 2, asynchronous: bool = True):
         self.folder, self.models, self.keep, self.asynchronous = folder, models, keep, asynchronous
         self.queue = AsyncCallsQueue(persistent=False)
+        _own_results_queue()
+        attempt = [uuid.uuid4().hex[:8]]
+        dist.broadcast_object_list(attempt)
+        self.partial = f".{attempt[0]}{PARTIAL}"  # a writer that outlives a killed start does not write into ours
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob(f"*{PARTIAL}"):
@@ -53,7 +62,7 @@ class Checkpointer:
         """Everything a run needs to go on from after `step`."""
         self.wait()
         final = self.folder / f"step_{step:06d}"
-        partial = final.with_name(final.name + PARTIAL)
+        partial = final.with_name(final.name + self.partial)
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -127,6 +136,16 @@ class Checkpointer:
             for old in complete[: -self.keep]:
                 shutil.rmtree(old)
         dist.barrier()
+
+
+def _own_results_queue() -> None:
+    """Give megatron's writer a queue whose process dies with this one. Its own starts a fresh interpreter, which takes
+    seconds and, when this process is killed, stays for ever."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(die_with, (os.getpid(),))
+        filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_queue._keep = manager  # it ends with the last reference
 
 
 def _sync_to_disk(folder: Path) -> None:

@@ -235,11 +235,12 @@ class Run:
 
     def _evaluate_both(self, evaluator: Evaluator, step: int, log: bool) -> dict[str, float] | None:
         metrics, test = {}, None
-        if self.recipe.data.validation:
-            metrics |= accuracy("evaluation", evaluator("validation", step))
-        if self.recipe.data.test:
-            test = evaluator("test", step)
-            metrics |= accuracy("test", test)
+        with self.phases("evaluation"):
+            if self.recipe.data.validation:
+                metrics |= accuracy("evaluation", evaluator("validation", step))
+            if self.recipe.data.test:
+                test = evaluator("test", step)
+                metrics |= accuracy("test", test)
         if log and metrics:
             self.tracker.log(step, metrics | self.phases.take())
         return test
