@@ -5,7 +5,6 @@ Does not choose a layout: the recipe does, and `megatron_rft.config` checks that
 
 import os
 import random
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +24,10 @@ def initialize(megatron: Any, *, seed: int = 0, timeout: timedelta = timedelta(m
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     if not dist.is_initialized():
-        _single_process_environment()
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # a process that no launcher started is a world of one
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timeout, **alone)
     _check_world(megatron)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
@@ -61,16 +62,6 @@ def shutdown() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _single_process_environment() -> None:
-    """A process that no launcher started is a world of one."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def _check_world(m: Any) -> None:
