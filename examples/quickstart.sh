@@ -4,12 +4,13 @@
 #
 #   bash examples/quickstart.sh [--nproc N] [--seed S] [--out FOLDER] [section.option=value ...]
 #
-# The options after the flags go to the reinforcement learning (examples/quickstart/pipo.yaml). Started again after a
-# stop, it goes on where it was.
+# --nproc is the number of ranks, by default two (data parallel) where there are two cores. The options after the flags
+# go to the reinforcement learning (examples/quickstart/pipo.yaml), so `megatron.tensor_model_parallel_size=2` makes the
+# two ranks tensor parallel. Started again after a stop, it goes on where it was.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-nproc=1 seed=0 out=""
+nproc=$(($(nproc) > 1 ? 2 : 1)) seed=0 out=""
 while [ $# -gt 0 ]; do
     case "$1" in
     --nproc) nproc="$2" && shift 2 ;;

@@ -94,9 +94,10 @@ def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Ran
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PIECES = ("Start with ", *(f" ({number}) " for number in range(1, 10)), "\n#### ")
-NUMBERS = tuple(str(n) for n in range(10, 100))
+NUMBERS = tuple(str(number) for number in range(10, 100))
+OPERATIONS = tuple(f"{operator}{operand}" for operator in "+-*" for operand in range(1, 10))
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
-VOCABULARY_SIZE = 256  # more than there are (200): tensor parallelism divides it
+VOCABULARY_SIZE = 256  # more than there are (227): tensor parallelism divides it
 
 
 def tokenizer():
@@ -104,10 +105,10 @@ def tokenizer():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {piece: i for i, piece in enumerate((PAD, EOS, UNKNOWN, *PIECES, *CHARACTERS, *NUMBERS))}
+    vocabulary = {piece: i for i, piece in enumerate((PAD, EOS, UNKNOWN, *PIECES, *CHARACTERS, *NUMBERS, *OPERATIONS))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(
-        Regex("|".join(re.escape(p) for p in PIECES) + r"|[1-9][0-9]|[\s\S]"), "isolated"
+        Regex("|".join(re.escape(p) for p in PIECES) + r"|[+*-][1-9](?![0-9])|[1-9][0-9]|[\s\S]"), "isolated"
     )
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

@@ -91,5 +91,5 @@ def test_reference_answers(value, expected):
 
 def test_a_tokenizer_too_large_for_the_model(tokenizer):
     check_tokenizer(tokenizer, arithmetic.VOCABULARY_SIZE, "m")
-    with pytest.raises(DataError, match="ids go up to 199, but m has a vocabulary of 100"):
+    with pytest.raises(DataError, match="ids go up to 226, but m has a vocabulary of 100"):
         check_tokenizer(tokenizer, 100, "m")
