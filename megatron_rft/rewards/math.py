@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -109,7 +110,8 @@ class VerifyProcess:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process.stdin.close()
+            with suppress(BrokenPipeError):  # a question that a dead process never took is still in the buffer
+                self.process.stdin.close()
             self.process.stdout.close()
             self.process = None
 

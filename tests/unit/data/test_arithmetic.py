@@ -68,7 +68,7 @@ def test_tokenizer_gives_back_any_ascii_text_and_reloads(tmp_path):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text.replace("\t", "<unk>")
     ids = tokenizer("10 (1) +7=17\n#### 17")["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["10", " (1) ", "+", "7", "=", "17", "\n#### ", "17"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["10", " (1) ", "+7", "=", "17", "\n#### ", "17"]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.decode([25, 1, 0], skip_special_tokens=True) == tokenizer.decode([25])
 

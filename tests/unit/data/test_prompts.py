@@ -30,12 +30,12 @@ def test_prompts_keep_row_numbers_fields_and_answers(tokenizer):
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(tokenizer):
-    kept = prompt_set(ROWS[::-1], tokenizer, PromptFormat(max_prompt_tokens=3), "rows")
+    kept = prompt_set(ROWS[::-1], tokenizer, PromptFormat(max_prompt_tokens=2), "rows")
     assert [prompt.index for prompt in kept.prompts] == [1] and kept.dropped == {"prompt too long": 1}
-    with pytest.raises(DataError, match=r"1 of 2 prompts are longer than data.max_prompt_tokens=3 \(longest: 7\)"):
-        prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=3, overlong="error"), "rows")
-    with pytest.raises(DataError, match="all 2 prompts .* the shortest has 3 tokens.* to at least 3"):
-        prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=2), "rows")
+    with pytest.raises(DataError, match=r"1 of 2 prompts are longer than data.max_prompt_tokens=2 \(longest: 4\)"):
+        prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=2, overlong="error"), "rows")
+    with pytest.raises(DataError, match="all 2 prompts .* the shortest has 2 tokens.* to at least 2"):
+        prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=1), "rows")
 
 
 def test_missing_fields_list_what_there_is(tokenizer):
@@ -67,8 +67,8 @@ def test_chat_template(tokenizer):
 def test_demonstrations_end_with_eos(tokenizer):
     found = demonstration_set(ROWS, tokenizer, PromptFormat(), "rows")
     batch = as_batch(found.demonstrations)
-    assert batch.prompt_lens.tolist() == [3, 7] and batch.response_lens.tolist() == [8, 4]
-    assert tokenizer.decode(batch.response_ids[:8]) == "3+4=7\n#### 7<eos>"
+    assert batch.prompt_lens.tolist() == [2, 4] and batch.response_lens.tolist() == [7, 4]
+    assert tokenizer.decode(batch.response_ids[:7]) == "3+4=7\n#### 7<eos>"
     short = demonstration_set(ROWS, tokenizer, PromptFormat(), "rows", max_response_tokens=4)
     assert len(short) == 1 and short.dropped == {"response too long": 1}
 
