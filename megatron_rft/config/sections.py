@@ -144,10 +144,6 @@ class Optimizer(Section):
             raise at("min_lr", f"{self.min_lr} is above lr, {self.lr}")
         return self
 
-    def optimizer_fields(self) -> dict[str, Any]:
-        """What passes through to OptimizerConfig: none of the fields listed above. A torch.dtype is given by name."""
-        return passthrough.of_class("OptimizerConfig", self.model_extra)
-
 
 class Batching(Section):
     micro_batch_tokens: Count = 4096
