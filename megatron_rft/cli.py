@@ -114,12 +114,26 @@ def _train(args: argparse.Namespace) -> int:
     is_rank = "RANK" in os.environ
     if not is_rank or (os.environ["RANK"] == "0" and launcher.PARENT not in os.environ):
         print(plan, flush=True)
+    _check_own_code(recipe)
     if args.dry_run:
         return FINISHED
     if world_size > 1 and not is_rank:
         command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *_overrides(args)]
         return launcher.launch(command, world_size, recipe.run.output_dir)
     return _work(recipe, _run)
+
+
+def _check_own_code(recipe: Recipe) -> None:
+    """A recipe that names code of the user's: whether it can be used, before any rank starts."""
+    if recipe.algorithm.name == "own":
+        from megatron_rft.trainers import rl
+
+        rl.build_objective(recipe)
+    for reward in recipe.reward.everything():
+        if reward.kind == "own":
+            from megatron_rft.rewards.own import OwnReward
+
+            OwnReward(reward.function, reward.maximum)
 
 
 def _generate(args: argparse.Namespace) -> int:

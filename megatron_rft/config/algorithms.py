@@ -6,7 +6,7 @@ Their names and defaults are those of megatron_rft.objectives, which says what t
 import string
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Natural, NonNegative, Positive, Section, Share, ShareOrAll
@@ -24,16 +24,21 @@ class Online(Section):
     """Prompts per optimizer step. None: rollout.prompts_per_step, one step per sampled batch."""
     epochs: Count = 1
     """Passes over a sampled batch."""
-    aggregation: Aggregation = "sequence_mean"
-    """sequence_mean: tokens are averaged in each response, then responses. token_mean: over all tokens at once.
-    group_mean: over all tokens of a prompt's responses, then over prompts. sequence_sum: tokens are added up in each
-    response, then responses averaged. constant: the same, divided by rollout.max_response_tokens."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """The ratio's denominator: the trainer's own pass before the step (left out where a batch gets one step only, whose
     own log-probs they then are), or what the engine said while sampling."""
 
 
-class PolicyGradient(Online):
+class Aggregating(Online):
+    """With a loss that makes one number of all tokens."""
+
+    aggregation: Aggregation = "sequence_mean"
+    """sequence_mean: tokens are averaged in each response, then responses. token_mean: over all tokens at once.
+    group_mean: over all tokens of a prompt's responses, then over prompts. sequence_sum: tokens are added up in each
+    response, then responses averaged. constant: the same, divided by rollout.max_response_tokens."""
+
+
+class PolicyGradient(Aggregating):
     clip_low: ShareOrAll = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: Positive = 0.2
@@ -158,7 +163,7 @@ class PPO(Clipped):
     """The same for the advantages of all tokens."""
 
 
-class SDPO(Online):
+class SDPO(Aggregating):
     name: Literal["sdpo"] = "sdpo"
     aggregation: Aggregation = "token_mean"
     feedback: list[Literal["sibling", "error", "solution"]] = ["sibling", "error"]
@@ -210,6 +215,16 @@ class SDPO(Online):
         return value
 
 
+class Own(Online):
+    """An algorithm of the user's (docs/own_algorithm.md). What is not here are fields of its class."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Literal["own"] = "own"
+    objective: str
+    """The class: my_file.py:Name, its path relative to the working directory, or my_module:Name."""
+
+
 class SFT(Section):
     name: Literal["sft"] = "sft"
     batch_sequences: Count = 64
@@ -248,5 +263,5 @@ class Critic(Section):
 
 
 Algorithm = (
-    PPO | GRPO | DrGRPO | GSPO | DAPO | CISPO | RLOO | ReinforcePlusPlus | ReinforcePlusPlusBaseline | SDPO | SFT
+    PPO | GRPO | DrGRPO | GSPO | DAPO | CISPO | RLOO | ReinforcePlusPlus | ReinforcePlusPlusBaseline | SDPO | Own | SFT
 )

@@ -18,6 +18,7 @@ UNUSED_IN_TRAINING = (
     "pipo",
     "critic",
     "generation",
+    "tracking.sampled_steps",
 )
 UNUSED_IN_GENERATION = (
     "run.steps",

@@ -22,6 +22,7 @@ UNUSED = {
         "pipo",
         "critic",
         "generation",
+        "tracking.sampled_steps",
     ),
     "offline": o.UNUSED_IN_TRAINING,
     "generate": o.UNUSED_IN_GENERATION,
@@ -65,6 +66,8 @@ class Recipe(s.Section):
             return value
         if value.get("trainer") == "generate":
             return value
+        if ":" in str(name := given.get("name")):
+            raise at("algorithm.name", f"{name!r} is code: write name: own, objective: {name}")
         return value | {"algorithm": {"name": DEFAULT_ALGORITHM.get(value.get("trainer"), "grpo")} | given}
 
     @model_validator(mode="after")
@@ -96,9 +99,10 @@ class Recipe(s.Section):
 
     def _check_online(self):
         algorithm = self.algorithm
-        if given(self, "model.reference") and not getattr(algorithm, "kl_coefficient", 0):
+        own = algorithm.name == "own"  # trainers/own.py asks the class what it needs
+        if given(self, "model.reference") and not own and not getattr(algorithm, "kl_coefficient", 0):
             raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or not there")
-        if (algorithm.name == "ppo") != (self.critic is not None):
+        if not own and (algorithm.name == "ppo") != (self.critic is not None):
             if self.critic:
                 raise at(
                     "critic", f"does nothing with algorithm {algorithm.name}, which has no value model: set it to null"

@@ -22,20 +22,22 @@ READS = {
     "server": {"url", "timeout_s", "batch"},
     "sum": {"parts"},
     "by_row": {"field", "kinds"},
+    "own": {"function", "maximum"},
 }
-REQUIRED = {"format": "tags", "model": "model", "server": "url", "sum": "parts", "by_row": "kinds"}
+REQUIRED = {"format": "tags", "model": "model", "server": "url", "sum": "parts", "by_row": "kinds", "own": "function"}
 PART = ("weight", "shaping", "name")
 
 
 class Reward(Section):
-    kind: Literal["math", "code", "tool", "choice", "format", "model", "server", "sum", "by_row"] = "math"
+    kind: Literal["math", "code", "tool", "choice", "format", "model", "server", "sum", "by_row", "own"] = "math"
     """math: the final answer is equivalent to the reference answer; 1 or 0.
     code: the program runs in a sandbox against the row's tests; -1, -0.6, or from -0.3 to 1 by the share it passes.
     tool: tool calls against the reference's.
     choice: the letter of a multiple choice; 1 or 0.
     format: the response consists of the sections `tags`; 1 or 0.
     model: a sequence-classification checkpoint scores the response. server: a URL does.
-    sum: the weighted sum of `parts`. by_row: each row's own kind."""
+    sum: the weighted sum of `parts`. by_row: each row's own kind.
+    own: a function of yours (docs/own_data_and_reward.md)."""
     on_error: Literal["drop", "stop"] = "drop"
     """When the grader itself fails on a response: leave it out, counted, or end the run. It is never a reward of 0."""
     on_nonfinite: Literal["drop", "stop"] = "stop"
@@ -64,6 +66,10 @@ class Reward(Section):
     """model, server: responses that are scored together."""
     url: str | None = None
     """server: takes a POST of {"prompts": [...], "responses": [...]} and answers {"rewards": [...]}."""
+    function: str | None = None
+    """own: my_file.py:name, its path relative to the working directory, or my_module:name."""
+    maximum: float | None = Field(default=None, allow_inf_nan=False)
+    """own: no reward is above it. None: there is no bound."""
     parts: list["Reward"] = []
     """sum: rewards, each with its `weight` and, where it is no part of what the verifier says, `shaping: true`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)

@@ -376,6 +376,8 @@ class Tracking(Section):
     tensorboard: bool = False
     plot: bool = True
     """Draw the curves when the run ends."""
+    sampled_steps: Natural = 40
+    """RL: steps, spread evenly over the run, of which the report shows a few responses token by token. 0: none."""
 
 
 class Faults(Section):

@@ -96,6 +96,12 @@ def _by_row(config: Any) -> Reward:
     return ByRowReward(config.field, {name: build(each) for name, each in config.kinds.items()})
 
 
+def _own(config: Any) -> Reward:
+    from megatron_rft.rewards.own import OwnReward
+
+    return OwnReward(config.function, config.maximum)
+
+
 KINDS: dict[str, Callable[[Any], Reward]] = {
     "math": _math,
     "code": _code,
@@ -106,4 +112,5 @@ KINDS: dict[str, Callable[[Any], Reward]] = {
     "server": _server,
     "sum": _sum,
     "by_row": _by_row,
+    "own": _own,
 }

@@ -21,8 +21,6 @@ from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rollout.engine import Engine, Group, Request, Sampling
 
-EXAMPLES = 4
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -36,6 +34,9 @@ class Rollout:
     score: Score
     context: tuple[int, ...] | None = None  # another prompt for the same response, where there is one to be had
 
+    def __str__(self) -> str:
+        return f"{self.prompt.text}{self.text}   [reward {self.score.reward:g}]"
+
 
 @dataclass(frozen=True)
 class Share:
@@ -47,22 +48,12 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Example:
-    prompt: str
-    response: str
-    reward: float
-
-    def __str__(self) -> str:
-        return f"{self.prompt}{self.response}   [reward {self.reward:g}]"
-
-
-@dataclass(frozen=True)
 class Sampled:
-    """`batch` is what to train on; `metrics` speak of everything that was sampled."""
+    """`batch` is what to train on; `metrics` speak of everything that was sampled, `rollouts` are that."""
 
     batch: Batch
     metrics: dict[str, float]
-    examples: list[Example]
+    rollouts: list[Rollout]
 
 
 def request_seed(*parts: int) -> int:
@@ -133,8 +124,7 @@ class Sampler:
         result = result.with_scalars(sampled_reward_sum=float(sum(rewards)), sampled_count=float(len(rewards)))
         metrics = statistics(rollouts) | timings(rounds)
         metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups}
-        examples = [Example(r.prompt.text, r.text, r.score.reward) for r in rollouts[:: self.group_size][:EXAMPLES]]
-        return Sampled(result, {name: float(value) for name, value in metrics.items()}, examples)
+        return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
     def _round(self, prompts: list[Prompt], first: int, step: int, number: int) -> Share:
         """All ranks' rollouts in order, and the seconds of the slowest; places count from `first`."""

@@ -54,8 +54,8 @@ def drop_from(path: Path, step: int) -> None:
     os.replace(new, path)
 
 
-class MetricsFile:
-    """Append-only JSONL. `resume_step` is the first step that this process will do: 0 begins the file anew.
+class StepFile:
+    """Append-only JSONL, one record a step. `resume_step` is the first step that this process will do: 0 begins anew.
 
     A line is handed to the operating system at once, so that a killed process loses nothing; `sync` makes it survive
     the machine too, and is called before a checkpoint that counts on the lines.
@@ -69,11 +69,9 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="utf-8")
         self.last_step = max((record["step"] for record in read_metrics(self.path)), default=-1)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, content: Mapping[str, Any]) -> None:
         assert step > self.last_step, f"step {step} is already written: the last one is {self.last_step}"
-        record = {"step": step, "time": round(time.time(), 3)} | {
-            name: _valid(value) for name, value in metrics.items()
-        }
+        record = {"step": step, "time": round(time.time(), 3), **content}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         self.last_step = step
@@ -83,3 +81,8 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class MetricsFile(StepFile):
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.write(step, {name: _valid(value) for name, value in metrics.items()})

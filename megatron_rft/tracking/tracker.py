@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from megatron_rft.config.sections import Tracking
 from megatron_rft.tracking.metrics import MetricsFile
 from megatron_rft.tracking.progress import Progress, make_progress
+from megatron_rft.tracking.samples import SAMPLES_FILE, Sample, SamplesFile, due
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -36,6 +37,7 @@ class Tracker:
         recipe: Mapping[str, Any] | None = None,
     ):
         self._metrics_file: MetricsFile | None = None
+        self._samples_file: SamplesFile | None = None
         self._progress: Progress | None = None
         self._loggers: list[Logger] = []
         if not is_main:
@@ -44,6 +46,8 @@ class Tracker:
         name = name or output_dir.resolve().name
         self._loggers = optional_loggers(output_dir, config, resume_step, name, recipe)
         self._metrics_file = MetricsFile(output_dir / METRICS_FILE, resume_step)
+        self._samples_file = SamplesFile(output_dir / SAMPLES_FILE, resume_step)
+        self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
         self._progress = make_progress(config.progress, total_steps, title=name)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -55,6 +59,14 @@ class Tracker:
             logger.log(step, numbers)
         self._progress.log(step, numbers)
 
+    def wants_samples(self, step: int) -> bool:
+        """Whether the responses of this step are among those that the report shows."""
+        return self._samples_file is not None and due(step, self._total_steps, self._sampled_steps)
+
+    def samples(self, step: int, samples: list[Sample]) -> None:
+        """Before the step is logged."""
+        self._samples_file.log(step, samples)
+
     def example(self, text: str) -> None:
         if self._progress is not None:
             self._progress.example(text)
@@ -65,15 +77,16 @@ class Tracker:
 
     def sync(self) -> None:
         """Make the lines written so far survive a crash of the machine: before a checkpoint is declared complete."""
-        if self._metrics_file is not None:
-            self._metrics_file.sync()
+        for file in (self._metrics_file, self._samples_file):
+            if file is not None:
+                file.sync()
 
     def close(self) -> None:
         """May be called twice."""
-        for part in (self._progress, self._metrics_file, *self._loggers):
+        for part in (self._progress, self._metrics_file, self._samples_file, *self._loggers):
             if part is not None:
                 part.close()
-        self._metrics_file, self._progress, self._loggers = None, None, []
+        self._metrics_file, self._samples_file, self._progress, self._loggers = None, None, None, []
 
     def __enter__(self) -> "Tracker":
         return self

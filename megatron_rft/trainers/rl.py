@@ -25,7 +25,7 @@ from megatron_rft.rewards import build as build_reward
 from megatron_rft.rollout.engine import Engine, Sampling
 from megatron_rft.rollout.feedback import Feedback, cutter
 from megatron_rft.rollout.sampler import Sampler
-from megatron_rft.trainers import assembly
+from megatron_rft.trainers import assembly, own, samples
 from megatron_rft.trainers.lifecycle import FINISHED, STOPPED, Run
 from megatron_rft.trainers.models import Models
 
@@ -70,7 +70,9 @@ def train(recipe: Recipe) -> int:
             metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced
             metrics["tokens/trained"] = float(batch.lengths.sum())
             metrics |= run.evaluate_if_due(evaluator, step)
-            run.tracker.example(str(sampled.examples[0]))
+            run.tracker.example(str(sampled.rollouts[0]))
+            if run.tracker.wants_samples(step):
+                run.tracker.samples(step, samples.take(batch, prepared.updates, sampled.rollouts, tokenizer))
             if short := note_of_shortage(sampled.metrics, options.prompts_per_step, step):
                 run.tracker.note(short)
             if run.end_of_step(step, state, metrics):
@@ -98,13 +100,16 @@ OF_THE_FEEDBACK = {
 
 def build_objective(recipe: Recipe) -> Objective:
     """The algorithm of a recipe, inside its plug-ins."""
-    options = recipe.algorithm.model_dump(exclude=OF_THE_TRAINER | OF_THE_FEEDBACK)
-    options |= {"mini_batches": mini_batches(recipe), "max_response_tokens": recipe.rollout.max_response_tokens}
+    filled = {"mini_batches": mini_batches(recipe), "max_response_tokens": recipe.rollout.max_response_tokens}
     if recipe.critic:
-        options |= {"value_clip": recipe.critic.value_clip, "critic_warmup_steps": recipe.critic.warmup_steps}
+        filled |= {"value_clip": recipe.critic.value_clip, "critic_warmup_steps": recipe.critic.warmup_steps}
     if recipe.algorithm.name == "sdpo":
-        options["teacher"] = "teacher" if recipe.algorithm.teacher_rate else "actor"
-    objective = OBJECTIVES[recipe.algorithm.name](**options)
+        filled["teacher"] = "teacher" if recipe.algorithm.teacher_rate else "actor"
+    if recipe.algorithm.name == "own":
+        objective = own.build_objective(recipe, filled)
+    else:
+        options = recipe.algorithm.model_dump(exclude=OF_THE_TRAINER | OF_THE_FEEDBACK)
+        objective = OBJECTIVES[recipe.algorithm.name](**options, **filled)
     if recipe.pipo is not None:
         objective = PLUGINS["pipo"](objective, **recipe.pipo.model_dump())
     return objective

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rft.megatron.checkpoint import latest
+from megatron_rft.tracking.samples import SAMPLES_FILE, read_samples
 from tests.integration.tiny import metrics, start, train, write_recipe
 
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
@@ -38,11 +39,18 @@ def numbers(run) -> list[dict]:
 def assert_same_run(run, other):
     assert (run / "export/model.safetensors").read_bytes() == (other / "export/model.safetensors").read_bytes()
     assert numbers(run) == numbers(other)
+    assert samples(run) == samples(other)
+
+
+def samples(run) -> list[tuple]:
+    """Those of each step, once."""
+    return [(line["step"], line["samples"]) for line in read_samples(run / SAMPLES_FILE)]
 
 
 def test_pipo_made_steps_of_both_kinds_or_this_proves_little(undisturbed):
     lines = metrics(undisturbed[1])
     assert any("verification/grad_norm" in line for line in lines)
+    assert [step for step, found in samples(undisturbed[1]) if found] == list(range(1, 7))
 
 
 def test_kill_9_at_random_moments(undisturbed, tmp_path):

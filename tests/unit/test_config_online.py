@@ -14,7 +14,9 @@ from megatron_rft.objectives import OBJECTIVES, PIPO
 from tests.unit.test_config import SHAPE
 
 ONLINE = [cls for cls in vars(sections).values() if isinstance(cls, type) and issubclass(cls, sections.Online)]
-NAMED = {cls.model_fields["name"].default: cls for cls in ONLINE if "name" in cls.model_fields}
+NAMED = {
+    cls.model_fields["name"].default: cls for cls in ONLINE if "name" in cls.model_fields and cls is not sections.Own
+}
 
 
 @pytest.fixture

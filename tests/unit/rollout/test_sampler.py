@@ -77,7 +77,7 @@ def test_a_batch_by_its_fields(engine):
     assert metrics["response/finished"] == pytest.approx(batch.sequences["finished"].float().mean().item())
     assert metrics["rollout/tokens_per_second"] > 0
     assert all(isinstance(value, float) for value in metrics.values())
-    assert [example.prompt for example in sampled.examples] == [f"problem {i}: " for i in (10, 11, 12, 13)]
+    assert [rollout.prompt.index for rollout in sampled.rollouts[::3]] == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize("world", [2, 3])
