@@ -50,6 +50,16 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
     evaluate.set_defaults(function=_evaluate)
 
+    convert = commands.add_parser("convert", help="a checkpoint from one format into the other", allow_abbrev=False)
+    convert.add_argument("source", help="Hugging Face folder or hub name, torch_dist checkpoint, or RUN (its newest)")
+    convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    convert.add_argument("--to", choices=("hf", "megatron"), help="default: the other format than the source's")
+    convert.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the source")
+    convert.add_argument("--tensor-parallel", type=_count, metavar="N", help="to megatron: chunks for N ranks (1)")
+    convert.add_argument("--file-gib", type=float, default=4.0, metavar="GIB", help="size of a file (default: 4)")
+    convert.add_argument("--logits", action="store_true", help="also compare logits, in fp32: needs the model's memory")
+    convert.set_defaults(function=_convert)
+
     report = commands.add_parser("report", help="draw a run's curves again", allow_abbrev=False)
     report.add_argument("run", type=Path, metavar="RUN", help="the run's output folder")
     report.set_defaults(function=_report)
@@ -177,6 +187,19 @@ def _evaluate(args: argparse.Namespace) -> int:
     from megatron_rft.trainers import standalone
 
     return standalone.run(recipe, args.out or run_folder / "evaluation" / Path(model).name)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from megatron_rft.trainers import convert
+
+    if args.file_gib <= 0:
+        raise UserError(f"--file-gib: {args.file_gib} is not a size")
+    file_bytes = round(args.file_gib * 2**30)
+    try:
+        return convert.run(args.source, args.out, args.to, args.like, args.tensor_parallel, file_bytes, args.logits)
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
 
 
 def _report(args: argparse.Namespace) -> int:

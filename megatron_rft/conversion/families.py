@@ -34,6 +34,7 @@ EXPERTS = {
     "mlp.experts.{e}.linear_fc1.weight": "mlp.experts.{e}.{gate,up}_proj.weight",
     "mlp.experts.{e}.linear_fc2.weight": "mlp.experts.{e}.down_proj.weight",
 }
+TRANSFORMER_ENGINE = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"}
 
 
 @dataclass(frozen=True)

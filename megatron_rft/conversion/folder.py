@@ -8,11 +8,12 @@ import copy
 import json
 import os
 import shutil
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -44,9 +45,22 @@ class HFFolder:
 
     def __init__(self, path: str | Path, hf_config: Any):
         self.path = Path(path)
-        shards = [safe_open(self.path / file, "pt") for file in self._files()]
-        self.where = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118
+        # One file at a time is mapped: what is read of it counts as this process's memory until it is closed.
+        self._open = lru_cache(maxsize=1)(lambda file: safe_open(self.path / file, "pt"))
+        self.where: dict[str, str] = {}  # name -> file
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in self._files():
+            self._list(file)
         self._check(hf_config)
+
+    def _list(self, file: str) -> None:
+        try:
+            tensors = self._open(file)
+            names = list(tensors.keys())
+        except SafetensorError as error:
+            raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
+        self.where |= dict.fromkeys(names, file)
+        self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
 
     def _files(self) -> list[str]:
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
@@ -80,17 +94,27 @@ class HFFolder:
                 if name in self.where and self.shape(name) != shape
             ],
         }
-        found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
-        if found:
-            raise DataError(
-                f"{self.path}: the tensors are not those of this {hf_config.model_type} model. " + "; ".join(found)
-            )
+        complain(self.path, hf_config, problems)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.where[name].get_slice(name).get_shape())
+        return self.shapes[name]
 
     def __call__(self, name: str) -> Tensor:
-        return self.where[name].get_tensor(name)
+        return self._open(self.where[name]).get_tensor(name)
+
+
+def complain(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:
+    """One error about everything that keeps a folder from being this model."""
+    found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise DataError(f"{path}: the tensors are not those of this {hf_config.model_type} model. " + "; ".join(found))
+
+
+def copy_companions(source: str | Path | None, target: Path) -> None:
+    """Tokenizer, chat template and generation defaults, as far as the source has them."""
+    for file in COMPANIONS:
+        if source is not None and (Path(source) / file).exists():
+            shutil.copy(Path(source) / file, target / file)
 
 
 def _some(names: list[str], most: int = 3) -> str:
@@ -129,9 +153,7 @@ class FolderWriter:
             self._flush()
         self._name_shards()
         self._config(hf_config).save_pretrained(self.partial)
-        for file in COMPANIONS:
-            if tokenizer_folder is not None and (Path(tokenizer_folder) / file).exists():
-                shutil.copy(Path(tokenizer_folder) / file, self.partial / file)
+        copy_companions(tokenizer_folder, self.partial)
         old = self.path.with_name(f".{self.path.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if self.path.exists():

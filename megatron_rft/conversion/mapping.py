@@ -7,13 +7,13 @@ Engine's grouped experts (`mlp.experts.linear_fc1.weight3`) mean the same. The s
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rft.conversion.families import family_of
+from megatron_rft.conversion.families import DENSE, EXPERTS, TRANSFORMER_ENGINE, family_of
 
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -37,6 +37,24 @@ def is_mixture(hf_config: Any, layer: int) -> bool:
     if not family_of(hf_config).experts:
         return False
     return layer not in (hf_config.mlp_only_layers or ()) and (layer + 1) % hf_config.decoder_sparse_step == 0
+
+
+def canonical_names(hf_config: Any) -> Iterator[str]:
+    """Every parameter of the model, under the names of megatron-core's local spec, in the order of the layers."""
+    family = family_of(hf_config)
+    yield "embedding.word_embeddings.weight"
+    for number in range(hf_config.num_hidden_layers):
+        parts = family.layer.keys() - TRANSFORMER_ENGINE - (DENSE if is_mixture(hf_config, number) else EXPERTS).keys()
+        for part in (part for part in family.layer if part in parts):
+            name = f"decoder.layers.{number}.{part}"
+            if "{e}" in part:
+                name = name.replace("experts.{e}", "experts.local_experts.{e}")
+                yield from (name.replace("{e}", str(expert)) for expert in range(hf_config.num_experts))
+            else:
+                yield name
+    yield "decoder.final_layernorm.weight"
+    if not hf_config.tie_word_embeddings:
+        yield "output_layer.weight"
 
 
 class Mapping:

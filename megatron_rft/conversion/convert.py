@@ -1,0 +1,161 @@
+"""One checkpoint into another: copied tensor by tensor, read back and compared, and only then given its name.
+
+Either side may be a Hugging Face folder or a torch_dist checkpoint; between two of one kind it cuts the files anew.
+What a checkpoint of a training run has beside the model (optimizer, schedule) stays behind.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megatron_rft.conversion.folder import FolderWriter, HFFolder, copy_companions
+from megatron_rft.conversion.mapping import hf_shapes
+from megatron_rft.conversion.torch_dist import MegatronFolder
+from megatron_rft.conversion.torch_dist_writer import MegatronWriter
+from megatron_rft.errors import DataError, RunFailed
+
+Format = Literal["hf", "megatron"]
+REPORT_FILE = "conversion.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to read: its tensors, and the folder that its config.json and tokenizer come from."""
+
+    path: Path
+    format: Format
+    hf_config: Any
+    companions: Path
+
+    def open(self) -> HFFolder | MegatronFolder:
+        return open_checkpoint(self.path, self.format, self.hf_config)
+
+
+@dataclass(frozen=True)
+class Report:
+    """`digest` is of all tensors' names, types, shapes and bits: the same for one model in either format."""
+
+    source: str
+    format: Format
+    tensors: int
+    bytes: int
+    digest: str
+
+
+def open_checkpoint(path: Path, format: Format, hf_config: Any) -> HFFolder | MegatronFolder:
+    """A lookup by HF name; a folder that is not this model, whole, is an error that says what is missing."""
+    return (HFFolder if format == "hf" else MegatronFolder)(path, hf_config)
+
+
+def convert(
+    source: Source,
+    out: Path,
+    to: Format,
+    *,
+    tensor_parallel: int = 1,
+    file_bytes: int = 4 << 30,
+    check: Callable[[Path], None] = lambda _: None,
+) -> Report:
+    """Write `source` to the new folder `out`. `check` may look at the result, and refuse it, before it gets its name.
+
+    Raises:
+        DataError: the source is not whole or not this model, `out` exists, or the disk is too small.
+        RunFailed: what was written does not read back as what was read.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} exists already: choose a new folder, or remove it")
+    lookup = source.open()
+    _check_space(out, lookup, source.hf_config)
+    with _whole_or_nothing(out) as partial:
+        read = Witness(lookup)
+        if to == "hf":
+            _write_hf(read, source, partial, file_bytes)
+        else:
+            partial.mkdir(parents=True)
+            MegatronWriter(partial, source.hf_config, tensor_parallel, file_bytes).write(read)
+            source.hf_config.save_pretrained(partial)
+            copy_companions(source.companions, partial)
+        _compare(read, open_checkpoint(partial, to, source.hf_config))
+        check(partial)
+        report = Report(str(source.path), to, len(read.seen), read.bytes, read.digest())
+        (partial / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1) + "\n")
+    return report
+
+
+def _write_hf(read: "Witness", source: Source, partial: Path, file_bytes: int) -> None:
+    writer = FolderWriter(partial, file_bytes)
+    for name in hf_shapes(source.hf_config):
+        writer.add(name, read(name))
+    writer.finish(source.hf_config, source.companions)
+
+
+class Witness:
+    """A lookup that remembers what went through it."""
+
+    def __init__(self, lookup: Callable[[str], Tensor]):
+        self.lookup, self.seen, self.bytes = lookup, {}, 0
+
+    def __call__(self, name: str) -> Tensor:
+        tensor = self.lookup(name)
+        if name not in self.seen:
+            self.seen[name] = fingerprint(tensor)
+            self.bytes += tensor.nbytes
+        return tensor
+
+    def digest(self) -> str:
+        return hashlib.blake2b(repr(sorted(self.seen.items())).encode(), digest_size=16).hexdigest()
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Of a tensor's type, shape and bits."""
+    content = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
+    content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return content.hexdigest()
+
+
+def _compare(read: Witness, written: Callable[[str], Tensor]) -> None:
+    different = [name for name, expected in read.seen.items() if fingerprint(written(name)) != expected]
+    if different:
+        raise RunFailed(
+            f"{len(different)} of {len(read.seen)} tensors do not read back as they were written, the first is "
+            f"{different[0]}: the disk or the memory is not to be trusted. Nothing was kept"
+        )
+
+
+def _check_space(out: Path, lookup: HFFolder | MegatronFolder, hf_config: Any) -> None:
+    elements = sum(torch.Size(shape).numel() for shape in hf_shapes(hf_config).values())
+    needed = elements * lookup(next(iter(hf_shapes(hf_config)))).element_size()
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if (free := shutil.disk_usage(there).free) < needed:
+        raise DataError(f"{out}: {needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free there")
+
+
+@contextmanager
+def _whole_or_nothing(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` at the end; after any failure there is nothing of it."""
+    partial = out.with_name(f".{out.name}.converting")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        if out.exists():
+            out.rmdir()  # it was there, and empty
+        os.rename(partial, out)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if "No space left" in str(error):
+            raise DataError(f"{out}: the disk is full; nothing was left there") from error
+        if isinstance(error, OSError):
+            raise DataError(f"{out} cannot be written: {error}") from error
+        raise
+    finally:
+        for left in (partial, partial.with_name(f".{partial.name}.partial")):
+            shutil.rmtree(left, ignore_errors=True)

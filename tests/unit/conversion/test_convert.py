@@ -1,0 +1,189 @@
+"""From one format into the other and back: the same bits, the tokenizer along, and nothing half on any failure."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes
+from megatron_rft.conversion import convert as conversion
+from megatron_rft.conversion.convert import Source, convert
+from megatron_rft.conversion.torch_dist import MegatronFolder
+from megatron_rft.errors import ConfigError, DataError, RunFailed
+
+SMALL = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+FAMILIES = {
+    "llama": LlamaConfig(**SMALL, **HEADS),
+    "qwen2": Qwen2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SMALL, **HEADS),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[0]
+    ),
+}
+
+
+def write(path, hf_config, dtype=torch.bfloat16):
+    """An HF folder with a number of its own in every cell, and a tokenizer and a chat template."""
+    writer, first = FolderWriter(path), 0
+    for name, shape in hf_shapes(hf_config).items():
+        count = torch.Size(shape).numel()
+        writer.add(name, torch.arange(first, first + count).view(shape).sin().to(dtype))
+        first += count
+    writer.finish(hf_config, None)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (path / name).write_text("{}")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    return Source(path, "hf", hf_config, path)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write(tmp_path / "hf", FAMILIES["qwen3"])
+
+
+@pytest.fixture
+def megatron(source, tmp_path):
+    """The same as a torch_dist checkpoint."""
+    convert(source, tmp_path / "megatron", "megatron")
+    return Source(tmp_path / "megatron", "megatron", source.hf_config, source.path)
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(tmp_path, family):
+    hf_config = FAMILIES[family]
+    source = write(tmp_path / "hf", hf_config)
+    there = convert(source, tmp_path / "megatron", "megatron", tensor_parallel=2, file_bytes=2000)
+    assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 1
+    middle = Source(tmp_path / "megatron", "megatron", hf_config, tmp_path / "megatron")
+    again = convert(middle, tmp_path / "recut", "megatron")
+    back = convert(Source(tmp_path / "recut", "megatron", hf_config, source.path), tmp_path / "back", "hf")
+    assert there.digest == again.digest == back.digest and back.tensors == len(hf_shapes(hf_config))
+    before, after = HFFolder(source.path, hf_config), HFFolder(tmp_path / "back", hf_config)
+    assert all(torch.equal(before(name), after(name)) for name in hf_shapes(hf_config))
+    assert after("model.norm.weight").dtype is torch.bfloat16
+    expected, found = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (source.path, tmp_path / "back"))
+    ids = torch.arange(8)[None]
+    assert torch.equal(expected(ids).logits, found(ids).logits)
+
+
+def test_what_belongs_to_the_model_comes_along(source, megatron):
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"):
+        assert (megatron.path / name).is_file()
+    report = json.loads((megatron.path / "conversion.json").read_text())
+    assert report["source"] == str(source.path) and report["tensors"] == len(hf_shapes(source.hf_config))
+
+
+def test_vllm_loads_it_and_gives_the_same_log_probs(tmp_path):
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    source = write(tmp_path / "hf", FAMILIES["qwen3"], torch.float32)
+    convert(source, tmp_path / "megatron", "megatron")
+    convert(Source(tmp_path / "megatron", "megatron", source.hf_config, source.path), tmp_path / "back", "hf")
+    options = dict(dtype="float32", enforce_eager=True, max_model_len=32, skip_tokenizer_init=True)
+    engine = vllm.LLM(str(tmp_path / "back"), **options, kv_cache_memory_bytes=16 << 20)
+    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (found,) = engine.generate([{"prompt_token_ids": list(range(8))}], sampling)
+    given = [next(iter(each.values())).logprob for each in found.prompt_logprobs[1:]]
+    model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).eval()
+    expected = model(torch.arange(8)[None]).logits[0, :-1].log_softmax(-1)[torch.arange(7), torch.arange(1, 8)]
+    assert given == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+# ---- what is refused
+
+
+def opened(folder, hf_config) -> str:
+    with pytest.raises(DataError) as error:
+        MegatronFolder(folder, hf_config)
+    return str(error.value)
+
+
+def test_a_checkpoint_of_another_architecture(megatron):
+    text = opened(megatron.path, FAMILIES["qwen2"])
+    assert "missing: decoder.layers.0.self_attention.linear_qkv.bias" in text
+    assert "unexpected: decoder.layers.self_attention.q_layernorm.weight" in text
+    assert "of another shape" in text and "config.json says" in text
+    deeper = Qwen3Config(**SMALL | {"num_hidden_layers": 3}, **HEADS)
+    assert "(2, 16), config.json says (3, 16)" in opened(megatron.path, deeper)
+
+
+@pytest.mark.parametrize("damage", ["no file", "cut off", "no metadata", "no checkpoint"])
+def test_a_checkpoint_that_is_not_whole(megatron, tmp_path, damage):
+    file, expected = megatron.path / "__0_0.distcp", "the file __0_0.distcp is "
+    if damage == "no file":
+        file.unlink()
+        expected += "not there"
+    elif damage == "cut off":
+        os.truncate(file, file.stat().st_size // 2)
+        expected += "cut off"
+    elif damage == "no metadata":
+        (megatron.path / ".metadata").unlink()
+        expected = "is incomplete: it has no .metadata"
+    else:
+        shutil.rmtree(megatron.path)
+        expected = "is no checkpoint"
+    with pytest.raises(DataError, match=expected):
+        convert(megatron, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_would_run_code(megatron):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch " + str(megatron.path / "ran"),)
+
+    (megatron.path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert "posix.system, which no checkpoint needs" in opened(megatron.path, megatron.hf_config)
+    assert not (megatron.path / "ran").exists()
+
+
+def test_a_safetensors_file_that_is_cut_off(source, tmp_path):
+    file = source.path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(DataError, match=r"model\.safetensors is damaged or incomplete"):
+        convert(source, tmp_path / "out", "megatron")
+
+
+def test_an_output_that_is_there_already(source, megatron):
+    with pytest.raises(DataError, match="exists already"):
+        convert(source, megatron.path, "megatron")
+
+
+def test_tensor_parallel_ranks_that_do_not_divide(source, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be cut for 7 tensor-parallel ranks"):
+        convert(source, tmp_path / "out", "megatron", tensor_parallel=7)
+    assert files(tmp_path) == ["hf"]
+
+
+def test_bits_that_do_not_come_back(source, tmp_path, monkeypatch):
+    read = MegatronFolder.__call__
+    monkeypatch.setattr(MegatronFolder, "__call__", lambda self, name: read(self, name) * (name != "model.norm.weight"))
+    with pytest.raises(RunFailed, match="1 of 25 tensors do not read back as they were written"):
+        convert(source, tmp_path / "out", "megatron")
+    assert files(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_disk_that_is_full(source, tmp_path, monkeypatch, to):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("a file system of its own can be mounted by root only")
+    try:
+        with pytest.raises(DataError, match="GiB are needed"):
+            convert(source, small / "out", to)
+        monkeypatch.setattr(conversion, "_check_space", lambda *_: None)  # the disk fills up meanwhile
+        with pytest.raises(DataError, match="disk is full; nothing was left there"):
+            convert(source, small / "out", to)
+        assert files(small) == []
+    finally:
+        subprocess.run(["umount", small], check=True)

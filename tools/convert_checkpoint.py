@@ -1,0 +1,14 @@
+"""Convert a checkpoint: Hugging Face to Megatron, Megatron to Hugging Face, or either with other files.
+
+    python tools/convert_checkpoint.py Qwen/Qwen3-8B-Base checkpoints/qwen3_8b --tensor-parallel 8
+    python tools/convert_checkpoint.py runs/pipo exported
+
+The same as `megatron-rft convert`; docs/checkpoints.md says more.
+"""
+
+import sys
+
+from megatron_rft.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", *sys.argv[1:]]))
