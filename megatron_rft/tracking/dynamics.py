@@ -2,14 +2,19 @@
 
 log-ratio       log pi(y|x) - log pi_ref(y|x) of right and of wrong trajectories
 weight          what the gradient of each is weighted by: pi^(1/|y|), or pi_hat^(1/|y|) where the run is FPA
-ratio           pi_hat / pi of wrong trajectories
+ratio           of wrong trajectories: pi_hat / pi within a run of FPA, and pi_hat of that run / pi of Off-RL's
 damped          wrong trajectories of a batch whose weight is below 0.2
 gradient norms  of the part of right and of the part of wrong trajectories
-accuracy        on the held-out problems over steps; and the best of each run over its lambda
+accuracy        on the held-out problems over steps; and over lambda: the best of each run there, and its test's
+
+Runs whose folders have one name, as seeds of one method have, share a color and, over lambda, a point.
 """
 
+import json
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 
 import yaml
 from matplotlib.axes import Axes
@@ -26,19 +31,40 @@ SIDES = (("correct", "-"), ("incorrect", "--"))
 class OfflineRun:
     name: str
     curves: Curves
-    extrapolation: float | None  # FPA's lambda; Off-RL's is 0, other methods have none
+    extrapolation: float | None  # lambda of FPA on all trajectories; Off-RL's is 0, other methods have none
+    tested: float | None = None  # pass@1 of the finished run on data.test
 
     @classmethod
     def of(cls, folder: Path) -> "OfflineRun":
         algorithm = yaml.safe_load((folder / "recipe.yaml").read_text())["algorithm"]
-        known = 0.0 if algorithm["name"] == "off_rl" else None
         records = read_metrics(folder / "metrics.jsonl")
-        return cls(folder.name, Curves(records), algorithm.get("extrapolation", known))
+        return cls(folder.name, Curves(records), _extrapolation(algorithm), _tested(folder))
 
     @property
     def weight(self) -> str:
         """The metric of what its gradient is weighted by."""
         return "future_weight" if self.curves.has("dynamics/future_weight_correct") else "weight"
+
+    @property
+    def best(self) -> tuple[float, float] | None:
+        """Its best pass@1 on the held-out problems after the first step, and the standard error of that."""
+        points = [
+            (record["evaluation/pass@1"], record.get("evaluation/pass@1_se") or 0.0)
+            for record in self.curves.records
+            if record["step"] and record.get("evaluation/pass@1") is not None
+        ]
+        return max(points, default=None)
+
+
+def _extrapolation(algorithm: dict) -> float | None:
+    if algorithm["name"] == "off_rl" and not algorithm.get("kl_coefficient"):
+        return 0.0
+    return algorithm.get("extrapolation") if algorithm.get("fpa_on", "both") == "both" else None
+
+
+def _tested(folder: Path) -> float | None:
+    results = sorted(folder.glob("evaluation/test_step_*/results.json"))
+    return json.loads(results[-1].read_text())[0]["pass_at_1"] if len(results) > 1 else None  # one: the start's alone
 
 
 def draw(folders: list[Path], path: Path) -> Path:
@@ -49,31 +75,42 @@ def draw(folders: list[Path], path: Path) -> Path:
     panels = (
         ("Log-ratio to the reference", "nats per trajectory", _log_ratios),
         ("Weight of the gradient", "geometric mean probability", _weights),
-        ("Predicted over present policy", "wrong trajectories", _ratios),
+        ("Predicted policy over present", "wrong trajectories", _ratios),
         ("Damped wrong trajectories", "below 0.2, per batch", _damped),
         ("Gradient norm of either part", "before clipping", _norms),
         ("Gradient norm", "before clipping", _norm),
         ("Held-out accuracy", "pass@1", _accuracy),
-        ("Best held-out accuracy", "pass@1", _sweep),
     )
-    for axes, (title, unit, panel) in zip(places, panels, strict=True):
-        for run, color in zip(runs, COLORS * len(runs), strict=False):
-            panel(axes, run, color)
-        axes.set_title(title, fontsize=10.5, fontweight="bold", loc="left")
-        axes.set_ylabel(unit, fontsize=9)
-        axes.set_xlabel(r"$\lambda$" if panel is _sweep else "step")
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    places[-1].set_xscale("symlog", linthresh=0.5)
+    names = list(dict.fromkeys(run.name for run in runs))
+    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(names)}
+    for axes, (title, unit, panel) in zip(places, panels, strict=False):
+        for run in runs:
+            panel(axes, run, colors[run.name])
+        _dress(axes, title, unit, "step")
+    _ratios_to_off_rl(places[2], runs, colors)
+    _sweep(places[7], runs)
+    _dress(places[7], r"Accuracy over $\lambda$", "pass@1", r"$\lambda$ (Off-RL: 0)")
     handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), fontsize=8)
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=min(len(shown), 6), fontsize=8)
     figure.savefig(path)
     return path
 
 
+def _dress(axes: Axes, title: str, unit: str, over: str) -> None:
+    axes.set_title(title, fontsize=10.5, fontweight="bold", loc="left")
+    axes.set_ylabel(unit, fontsize=9)
+    axes.set_xlabel(over)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not axes.has_data():
+        axes.text(0.5, 0.5, "not measured by these runs", transform=axes.transAxes, ha="center", color=GREY)
+
+
 def _line(axes: Axes, run: OfflineRun, metric: str, color: str, style: str = "-", label: str | None = None) -> None:
     steps, values = run.curves.of(metric)
-    axes.plot(steps, smooth(values), style, color=color, label=label, linewidth=1.5)
+    if steps:
+        axes.plot(steps, smooth(values), style, color=color, label=label, linewidth=1.5)
 
 
 def _log_ratios(axes: Axes, run: OfflineRun, color: str) -> None:
@@ -88,6 +125,24 @@ def _weights(axes: Axes, run: OfflineRun, color: str) -> None:
 
 def _ratios(axes: Axes, run: OfflineRun, color: str) -> None:
     _line(axes, run, "dynamics/future_ratio_incorrect", color)
+
+
+def _ratios_to_off_rl(axes: Axes, runs: list[OfflineRun], colors: dict[str, str]) -> None:
+    """fpa.txt figure 2, right: how far FPA's weight is ahead of that which Off-RL has at the same step."""
+    metric = "dynamics/weight_incorrect"
+    base = next((run for run in runs if run.extrapolation == 0 and run.curves.has(metric)), None)
+    if base is None:
+        return
+    weights = dict(zip(*base.curves.of(metric), strict=True))
+    for run in runs:
+        points = zip(*run.curves.of("dynamics/future_weight_incorrect"), strict=True)
+        shared = [(step, value / weights[step]) for step, value in points if weights.get(step)]
+        if shared:
+            steps, ratios = zip(*shared, strict=True)
+            axes.plot(steps, smooth(list(ratios)), ":", color=colors[run.name], linewidth=1.5)
+    axes.plot([], [], "-", color=GREY, label="of the same run")
+    axes.plot([], [], ":", color=GREY, label="over Off-RL's run")
+    axes.legend(fontsize=7, frameon=False)
 
 
 def _damped(axes: Axes, run: OfflineRun, color: str) -> None:
@@ -107,12 +162,27 @@ def _accuracy(axes: Axes, run: OfflineRun, color: str) -> None:
     axes.plot(*run.curves.of("evaluation/pass@1"), color=color, marker="o", markersize=3, linewidth=1.3)
 
 
-def _sweep(axes: Axes, run: OfflineRun, color: str) -> None:
-    points = [
-        (record["evaluation/pass@1"], record.get("evaluation/pass@1_se") or 0.0)
-        for record in run.curves.records
-        if record["step"] and record.get("evaluation/pass@1") is not None
-    ]
-    if run.extrapolation is not None and points:
-        best, error = max(points)
-        axes.errorbar([run.extrapolation], [best], yerr=[error], color=color, marker="o", capsize=3)
+def _sweep(axes: Axes, runs: list[OfflineRun]) -> None:
+    """Best held-out accuracy and test accuracy of FPA over lambda: means over runs of the same lambda."""
+    best, tested = defaultdict(list), defaultdict(list)
+    for run in runs:
+        if run.extrapolation is not None and run.best:
+            best[run.extrapolation].append(run.best)
+        if run.extrapolation is not None and run.tested is not None:
+            tested[run.extrapolation].append((run.tested, 0.0))
+    for points, label, color, marker in ((best, "held-out, best", BLUE, "o"), (tested, "test", ORANGE, "s")):
+        if points:
+            places = sorted(points)
+            means, errors = zip(*(_mean(points[place]) for place in places), strict=True)
+            axes.errorbar(places, means, yerr=errors, color=color, marker=marker, markersize=4, capsize=3, label=label)
+    axes.set_xscale("symlog", linthresh=0.5)
+    if best:
+        axes.set_xticks(sorted(best), [f"{place:g}" for place in sorted(best)])
+        axes.legend(fontsize=7, frameon=False)
+
+
+def _mean(measured: list[tuple[float, float]]) -> tuple[float, float]:
+    """(value, its own error) of each run -> their mean, with the standard error over runs where there are several."""
+    values = [value for value, _ in measured]
+    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else measured[0][1]
+    return fmean(values), error

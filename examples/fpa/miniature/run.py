@@ -1,16 +1,18 @@
-"""Table 1 of FPA's paper in small, on a CPU: one model, one set of trajectories, every method, several seeds.
+"""Tables 1 and 2 of FPA's paper in small, on a CPU: one model, one set of trajectories, every method, several seeds.
 
-    python examples/fpa/miniature/run.py [--out runs/miniature] [--seeds 3] [--methods dpo,fpa] [--epochs 3]
-                                         [--long-epochs 30] [--nproc 1] [section.option=value ...]
+    python examples/fpa/miniature/run.py [--out runs/miniature] [--seeds 3] [--methods dpo,fpa] [--epochs 2]
+                                         [--long-steps 600] [--nproc 1] [section.option=value ...]
 
-It warm-starts the quickstart's model on imperfect worked answers, samples eight answers to each problem from it, trains
-every method on those (the seed is that of the data's order; the trajectories are the same), tests each, and trains
-Off-RL, FPA and FPA's halves for long, without early stopping. The options at the end go to every offline run. What is
-done already is not done again. Written into the output folder:
+It warm-starts a small model on imperfect worked answers, samples eight answers to each problem from it, trains every
+method on those (the seed is that of the data's order; the trajectories are the same) and tests each. Then it trains
+Off-RL and FPA for long and without early stopping: from the same model, and from one whose warm start was shorter, so
+that most of its answers are wrong. The options at the end go to every offline run. What is done already is not done
+again. Written into the output folder:
 
     table.md          test pass@1 of each method's best checkpoint: mean over seeds and its standard error
-    dynamics.png      log-ratios, weights, gradient norms of Off-RL and FPA (one seed)
-    long.png, long.md the same of the long runs, and what became of their accuracy
+    dynamics.png      Off-RL beside FPA (one seed)
+    lambda.png        the same of Off-RL and FPA at every lambda, all seeds
+    long_*.png, .md   the long runs, and what became of their accuracy
 """
 
 import argparse
@@ -24,29 +26,39 @@ from megatron_rft.data import arithmetic
 from megatron_rft.tracking import dynamics
 
 HERE = Path(__file__).resolve().parent
+MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 METHODS = {
     "sft": "{name: rft}",
     "dpo": "{name: dpo}",
     "rpo": "{name: rpo}",
     "kto": "{name: kto}",
     "a_star_po": "{name: a_star_po}",
+    "off_rl": "{name: off_rl, part_norms_every: 10}",
+    "fpa": "{name: fpa, part_norms_every: 10}",
+    "off_rl_low_lr": "{name: off_rl}",
+    "off_rl_kl": "{name: off_rl, kl_coefficient: 0.04}",
+    "fpa_correct": "{name: fpa, fpa_on: correct}",
+    "fpa_incorrect": "{name: fpa, fpa_on: incorrect}",
+    "fpa_lambda_0.5": "{name: fpa, extrapolation: 0.5}",
+    "fpa_lambda_2": "{name: fpa, extrapolation: 2.0}",
+    "fpa_lambda_5": "{name: fpa, extrapolation: 5.0}",
+    "fpa_lambda_10": "{name: fpa, extrapolation: 10.0}",
     "simper": "{name: simper}",
     "ipo": "{name: ipo}",
     "simpo": "{name: simpo}",
-    "off_rl": "{name: off_rl, part_norms_every: 5}",
-    "off_rl_kl": "{name: off_rl, kl_coefficient: 0.04}",
-    "fpa": "{name: fpa, part_norms_every: 5}",
-    "fpa_lambda_2": "{name: fpa, extrapolation: 2.0}",
-    "fpa_correct": "{name: fpa, fpa_on: correct}",
-    "fpa_incorrect": "{name: fpa, fpa_on: incorrect}",
 }
+RATE = 1e-3
+RATES = {"off_rl_low_lr": 0.8 * RATE}  # table 2
+LAMBDAS = ("off_rl", "fpa_lambda_0.5", "fpa", "fpa_lambda_2", "fpa_lambda_5", "fpa_lambda_10")
 LONG = {
     "off_rl": "{name: off_rl, part_norms_every: 20}",
     "fpa": "{name: fpa, part_norms_every: 20}",
-    "fpa_lambda_2": "{name: fpa, extrapolation: 2.0, part_norms_every: 20}",
+    "fpa_lambda_5": "{name: fpa, extrapolation: 5.0, part_norms_every: 20}",
     "fpa_correct": "{name: fpa, fpa_on: correct}",
     "fpa_incorrect": "{name: fpa, fpa_on: incorrect}",
 }
+STARTS = {"strong": 5.0, "weak": 3.0}  # epochs of the warm start
+LONG_RATES = {"strong": RATE, "weak": 3e-4}
 
 
 def parse() -> argparse.Namespace:
@@ -54,47 +66,49 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/miniature"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", default=",".join(METHODS), help="of " + ", ".join(METHODS))
-    parser.add_argument(
-        "--warm-epochs", type=float, default=1.25, help="of the warm start: the fewer, the weaker it is"
-    )
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--long-epochs", type=float, default=30.0, help="0: no long runs")
-    parser.add_argument("--problems", type=int, default=1024)
+    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--long-steps", type=int, default=600, help="0: no long runs")
     parser.add_argument("--nproc", type=int, default=1)
     args, args.options = parser.parse_known_args()
-    if unknown := set(args.methods.split(",")) - METHODS.keys():
+    args.methods = args.methods.split(",")
+    if unknown := set(args.methods) - METHODS.keys():
         parser.error(f"--methods: there is no {', '.join(sorted(unknown))}")
     return args
 
 
-def rft(command: str, recipe: Path, out: Path, *options: str, nproc: int = 1, done: str = "export") -> Path:
-    """`megatron-rft COMMAND`, unless its output is there. Returns the output folder."""
-    if not (out / done).exists():
-        line = [sys.executable, "-m", "megatron_rft", command, str(recipe), f"run.output_dir={out}", *options]
-        print(f"--- {out}", flush=True)
-        subprocess.run([*line, "--nproc", str(nproc)], check=True)
-    return out
+class Miniature:
+    def __init__(self, args: argparse.Namespace):
+        self.out, self.nproc, self.options = args.out, args.nproc, args.options
 
+    def rft(self, command: str, recipe: Path, out: Path, *options: str, done: str = "export") -> Path:
+        """`megatron-rft COMMAND`, unless its output is there. Returns the output folder."""
+        if not (out / done).exists():
+            print(f"--- {out}", flush=True)
+            line = [sys.executable, "-m", "megatron_rft", command, str(recipe), f"run.output_dir={out}", *options]
+            subprocess.run([*line, "--nproc", str(self.nproc)], check=True)
+        return out
 
-def prepare(args: argparse.Namespace) -> tuple[Path, Path]:
-    """The warm-started model and its trajectories."""
-    model = args.out / "model"
-    if not model.exists():
-        arithmetic.write_model_folder(str(model))
-    recipe = HERE.parents[1] / "quickstart" / "sft.yaml"
-    sft = rft(
-        "train", recipe, args.out / "sft", f"model.path={model}", f"run.epochs={args.warm_epochs}", nproc=args.nproc
-    )
-    options = (f"model.path={sft / 'export'}", f"data.train.limit={args.problems}")
-    store = rft(
-        "generate", HERE / "generate.yaml", args.out / "trajectories", *options, nproc=args.nproc, done="index.json"
-    )
-    return sft / "export", store
+    def start(self, name: str) -> tuple[Path, Path]:
+        """A warm-started model and its trajectories."""
+        model = self.out / "model"
+        if not model.exists():
+            arithmetic.write_model_folder(model, **MODEL)
+        options = (f"model.path={model}", f"run.epochs={STARTS[name]}", "optimizer.lr=5e-3", "data.test=null")
+        sft = self.rft("train", HERE.parents[1] / "quickstart" / "sft.yaml", self.out / name / "sft", *options)
+        store = self.out / name / "trajectories"
+        self.rft("generate", HERE / "generate.yaml", store, f"model.path={sft / 'export'}", done="index.json")
+        return sft / "export", store
 
+    def train(self, name: str, start: str, algorithm: str, *options: str) -> Path:
+        """An offline run from a start; the later of two equal options holds."""
+        model, store = self.start(start)
+        given = (f"model.path={model}", f"data.train={store}", f"algorithm={algorithm}", *options, *self.options)
+        return self.rft("train", HERE / "common.yaml", self.out / start / name, *given)
 
-def train(args: argparse.Namespace, model: Path, store: Path, out: Path, algorithm: str, *options: str) -> Path:
-    given = (f"model.path={model}", f"data.train={store}", f"algorithm={algorithm}", *options, *args.options)
-    return rft("train", HERE / "common.yaml", out, *given, nproc=args.nproc)
+    def long(self, start: str, steps: int) -> dict[str, Path]:
+        options = (f"optimizer.lr={LONG_RATES[start]}", f"run.steps={steps}", "run.epochs=null", "evaluation.every=50")
+        options += ("data.test=null", "data.prompt_template=null")
+        return {name: self.train(f"long/{name}", start, how, *options) for name, how in LONG.items()}
 
 
 def tested(run: Path, first: bool = False) -> float:
@@ -113,58 +127,59 @@ def cell(values: list[float]) -> str:
     return f"{100 * fmean(values):.1f}{error}"
 
 
-def table(args: argparse.Namespace, runs: dict[str, list[Path]]) -> str:
+def table(runs: dict[str, list[Path]]) -> str:
     lines = [
-        f"Pass@1 in %, mean over {args.seeds} seeds ± its standard error: of the best checkpoint on the test problems, "
-        "and of the best and the last evaluation on the held-out problems.",
+        "Pass@1 in %, mean over seeds ± its standard error: of the best checkpoint on the test problems, of the best "
+        "and of the last evaluation on the held-out problems.",
         "",
-        "| method | test | held-out, best | held-out, last |",
-        "| --- | --- | --- | --- |",
-        f"| start | {100 * tested(next(iter(runs.values()))[0], first=True):.1f} | | |",
+        "| method | seeds | test | held-out, best | held-out, last |",
+        "| --- | --- | --- | --- | --- |",
+        f"| start | | {100 * tested(next(iter(runs.values()))[0], first=True):.1f} | | |",
     ]
     for name, of_seeds in runs.items():
         curves = [[accuracy for step, accuracy in validated(run) if step] for run in of_seeds]
         cells = [[tested(run) for run in of_seeds], [max(c) for c in curves], [c[-1] for c in curves]]
-        lines.append(f"| {name} | " + " | ".join(map(cell, cells)) + " |")
+        lines.append(f"| {name} | {len(of_seeds)} | " + " | ".join(map(cell, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
 def long_table(runs: dict[str, Path]) -> str:
-    lines = ["| method | steps | best held-out pass@1 | at step | last |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| method | start | best held-out pass@1 | at step | last | steps |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name, run in runs.items():
-        curve = [(step, accuracy) for step, accuracy in validated(run) if step]
-        step, best = max(curve, key=lambda point: point[1])
-        lines.append(f"| {name} | {curve[-1][0]} | {100 * best:.1f} | {step} | {100 * curve[-1][1]:.1f} |")
+        curve = validated(run)
+        step, best = max(curve[1:], key=lambda point: point[1])
+        first, last = 100 * curve[0][1], 100 * curve[-1][1]
+        lines.append(f"| {name} | {first:.1f} | {100 * best:.1f} | {step} | {last:.1f} | {curve[-1][0]} |")
     return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+    print(text, flush=True)
 
 
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    model, store = prepare(args)
-    runs: dict[str, list[Path]] = {name: [] for name in args.methods.split(",")}
+    miniature = Miniature(args)
+    runs: dict[str, list[Path]] = {name: [] for name in args.methods}
     for seed in range(args.seeds):
         for name, found in runs.items():
-            options = (f"run.seed={seed}", f"run.epochs={args.epochs}")
-            rate = ("optimizer.lr=3e-4",) if name == "sft" else ()  # the paper's SFT has four times the others' rate
-            out = args.out / f"seed{seed}" / name
-            found.append(train(args, model, store, out, METHODS[name], *options, *rate))
-    (args.out / "table.md").write_text(table(args, runs))
-    print((args.out / "table.md").read_text())
-    beside = [runs[name][0] for name in ("off_rl", "fpa") if name in runs]
-    if beside:
-        print(dynamics.draw(beside, args.out / "dynamics.png"))
-    if args.long_epochs:
-        options = (
-            f"run.epochs={args.long_epochs}",
-            "evaluation.every=50",
-            "data.test=null",
-            "data.prompt_template=null",
-        )
-        long = {name: train(args, model, store, args.out / "long" / name, how, *options) for name, how in LONG.items()}
-        (args.out / "long.md").write_text(long_table(long))
-        print((args.out / "long.md").read_text())
-        print(dynamics.draw(list(long.values()), args.out / "long.png"))
+            options = (f"run.seed={seed}", f"run.epochs={args.epochs}", f"optimizer.lr={RATES.get(name, RATE)}")
+            found.append(miniature.train(f"seed{seed}/{name}", "strong", METHODS[name], *options))
+        write(args.out / "table.md", table({name: found for name, found in runs.items() if found}))
+        for picture, names in (("dynamics.png", ("off_rl", "fpa")), ("lambda.png", LAMBDAS)):
+            shown = [run for name in names for run in runs.get(name, [])[: 1 if picture == "dynamics.png" else None]]
+            if shown:
+                dynamics.draw(shown, args.out / picture)
+        if seed == 0 and args.long_steps:  # before the other seeds, which only make the table surer
+            for start in STARTS:
+                long = miniature.long(start, args.long_steps)
+                write(args.out / f"long_{start}.md", long_table(long))
+                dynamics.draw(list(long.values()), args.out / f"long_{start}.png")
 
 
 if __name__ == "__main__":
