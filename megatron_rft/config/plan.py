@@ -26,6 +26,26 @@ class Plan:
         return "\n".join(self.lines)
 
 
+def engine_processes(recipe: Recipe, world_size: int, spare_gpus: int = 0) -> int:
+    """Of the whole run, with placement process."""
+    return recipe.rollout.processes or spare_gpus or world_size
+
+
+def check_engines(recipe: Recipe, world_size: int) -> list[str]:
+    """Which engines there will be."""
+    count = recipe.rollout.processes
+    if recipe.rollout.placement == "colocated":
+        return []
+    ranks = _many(world_size, "rank")
+    if count and count % world_size and world_size % count:
+        raise ConfigError(
+            f"rollout.processes: {count} engines cannot be shared evenly by {ranks}: one of the two "
+            "numbers must divide the other"
+        )
+    how_many = f"{count} of their own" if count else "their own, one on each spare GPU, else one per rank"
+    return [f"generation: engines in processes, {how_many}, for {ranks}"]
+
+
 def check(recipe: Recipe, world_size: int = 1) -> Plan:
     """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan."""
     check_installed(recipe)
@@ -44,6 +64,7 @@ def check(recipe: Recipe, world_size: int = 1) -> Plan:
         *data_lines,
         f"layout: {layout} = {_many(world_size, 'rank')}",
         *batch_lines,
+        *check_engines(recipe, world_size),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
         _schedule_line(recipe, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",

@@ -10,10 +10,12 @@ from megatron_rft.config import sections as s
 from megatron_rft.config.messages import at
 from megatron_rft.config.rewards import Reward
 
+OF_ENGINES = ("rollout.placement", "rollout.processes", "faults.engine_start_s", "faults.engine_silence_s")
 # Options without effect under a trainer. Given all the same they are refused: no option does nothing.
 UNUSED = {
     "rl": ("run.epochs", "generation"),
     "sft": (
+        *OF_ENGINES,
         "rollout.prompts_per_step",
         "rollout.group_size",
         "rollout.temperature",
@@ -24,8 +26,8 @@ UNUSED = {
         "generation",
         "tracking.sampled_steps",
     ),
-    "offline": o.UNUSED_IN_TRAINING,
-    "generate": o.UNUSED_IN_GENERATION,
+    "offline": (*OF_ENGINES, *o.UNUSED_IN_TRAINING),
+    "generate": (*OF_ENGINES, *o.UNUSED_IN_GENERATION),
 }
 DEFAULT_ALGORITHM = {"sft": "sft", "offline": "fpa"}  # elsewhere grpo
 
@@ -117,6 +119,9 @@ class Recipe(s.Section):
             )
         if not self.pipo:
             self._check_ratio()
+        for key in ("engine_start_s", "engine_silence_s"):
+            if self.rollout.placement == "colocated" and self.faults.differs(key):
+                raise at(f"faults.{key}", "does nothing with rollout.placement colocated: set that to process")
 
     def _check_offline(self):
         if self.evaluation.patience and not self.evaluation.every:

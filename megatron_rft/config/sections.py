@@ -297,6 +297,11 @@ class Rollout(Section):
 
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """auto: the best that is installed."""
+    placement: Literal["colocated", "process"] = "colocated"
+    """colocated: each rank drives an engine inside its own process. process: engines in processes of their own, which
+    the ranks start, watch, and replace when they are lost."""
+    processes: Count | None = None
+    """Of placement process: how many. None: one on each GPU that has no rank, else one per rank."""
     prompts_per_step: Count = 32
     group_size: Count = 8
     """Responses per prompt."""
@@ -311,6 +316,12 @@ class Rollout(Section):
     """Sequences that the hf engine decodes together."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Of the hf engine's weights. None: model.precision (bf16 for fp8)."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.processes and self.placement != "process":
+            raise at("processes", f"does nothing with placement {self.placement}: set that to process")
+        return self
 
     @field_validator("top_p", "top_k")
     @classmethod
@@ -383,3 +394,7 @@ class Tracking(Section):
 class Faults(Section):
     max_skipped_steps: Natural = 3
     """Optimizer steps in a row that may be skipped because the loss or the gradient is not finite."""
+    engine_start_s: Positive = 600.0
+    """Seconds in which an engine process must be ready."""
+    engine_silence_s: Positive = 300.0
+    """Seconds for which an engine process may get nothing done before it counts as hung, and is replaced."""

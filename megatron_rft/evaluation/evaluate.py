@@ -88,19 +88,20 @@ def evaluate(
     seed: int = 0,
     gather: Callable[[list], list] = lambda mine: mine,
     *,
-    rank: int = 0,
+    rank: int | None = 0,
     world: int = 1,
     batch: int = 64,
     name: str = "test",
     kept: Kept | None = None,
 ) -> EvalResult:
     """`samples` completions of each prompt. `gather` gives all ranks' lists as one; `batch` prompts go to the engine
-    at one time. `kept` has those of an earlier start, and takes the new ones."""
-    mine = prompts[rank::world]
+    at one time. `kept` has those of an earlier start, and takes the new ones. A `rank` of None has no engine to ask."""
+    mine = [] if rank is None else prompts[rank::world]
     done = kept.completions if kept else {}
     completions = [Completion(**row) for prompt in mine for row in done.get(prompt.index, [])]
     todo = [prompt for prompt in mine if prompt.index not in done]
-    for start in range(0, len(todo), batch):
+    most = len(todo) if kept else -(-len(prompts) // world)
+    for start in range(0, most, batch):  # as often on every rank: where an engine is lost, all of them replace it
         part = todo[start : start + batch]
         new = list(_complete(engine, sampling, part, reward, tokenizer, samples, seed, name))
         if kept:
@@ -156,7 +157,7 @@ def _complete(engine, sampling, prompts, reward, tokenizer, samples, seed, name)
         for number, response in enumerate(group.responses)
     ]
     texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for _, _, response in answered]
-    scores = reward([prompt for prompt, _, _ in answered], texts)
+    scores = reward([prompt for prompt, _, _ in answered], texts) if answered else []
     for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True):
         yield _completion(prompt, number, response, text, score, reward.answer(text))
 

@@ -78,9 +78,11 @@ class Decoder:
         requests: list[Request],
         sampling: Sampling,
         most_rows: int,
-        weight_version: int,
+        weight_version: Callable[[], int],
+        on_step: Callable[[], None] | None = None,
     ):
         self.forward, self.head, self.sampling, self.weight_version = forward, head, sampling, weight_version
+        self.on_step = on_step
         self.device = like.device
         self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
         longest_first = sorted(requests, key=lambda r: (-len(r.prompt_ids), r.id))
@@ -98,7 +100,7 @@ class Decoder:
             config, groups, self.width, rows, (len(longest_first[0].prompt_ids), tokens), like
         )
         self.parts: list[Part] = []  # of the live groups
-        self.owners: list[tuple[Request, int]] = []  # of the live rows: request and sample
+        self.owners: list[tuple[Request, int, int]] = []  # of the live rows: request, sample and version of the weights
         self.most_rows = rows
 
         def column(*shape: int, dtype=torch.long) -> Tensor:
@@ -149,18 +151,18 @@ class Decoder:
 
     def _register(self, entering: list[Part]) -> None:
         """Rows for all samples of the parts, behind those that live."""
-        new, owners, slots = len(self.owners), [], []
+        new, owners, slots, version = len(self.owners), [], [], self.weight_version()
         for group, part in enumerate(entering, len(self.parts)):
-            owners += [(part.request, sample) for sample in part.samples]
+            owners += [(part.request, sample, version) for sample in part.samples]
             slots += range(group * self.width, group * self.width + len(part.samples))
-        limits = [limit(request, self.sampling) for request, _ in owners]
+        limits = [limit(request, self.sampling) for request, *_ in owners]
         drawn = np.zeros((len(owners), self.u.shape[1]), dtype=np.float32)
-        for row, (request, sample), most in zip(drawn, owners, limits, strict=True):
+        for row, (request, sample, _), most in zip(drawn, owners, limits, strict=True):
             row[:most] = uniforms(request.seed, sample, most)
         self.parts += entering
         self.owners += owners
         self.slot[new : len(self.owners)] = torch.tensor(slots)
-        self.prompt_len[new : len(self.owners)] = torch.tensor([len(request.prompt_ids) for request, _ in owners])
+        self.prompt_len[new : len(self.owners)] = torch.tensor([len(request.prompt_ids) for request, *_ in owners])
         self.limit[new : len(self.owners)] = torch.tensor(limits)
         self.u[new : len(self.owners)] = torch.from_numpy(drawn)
         self.count[new : len(self.owners)], self.done[new : len(self.owners)] = 0, False
@@ -168,6 +170,8 @@ class Decoder:
     # --- decoding ---
 
     def _step(self) -> None:
+        if self.on_step:
+            self.on_step()
         live = slice(0, len(self.owners))
         prompt_len, count = self.prompt_len[live], self.count[live]
         self.cache.begin_decode(self.slot[live], prompt_len, count, self.spans)
@@ -203,9 +207,9 @@ class Decoder:
         counts, lasts = self.count[ended].tolist(), self.last[ended].tolist()
         tokens, logprobs = self.tokens[ended].tolist(), self.logprobs[ended].tolist()
         for row, count, last, ids, lps in zip(ended.tolist(), counts, lasts, tokens, logprobs, strict=True):
-            request, sample = self.owners[row]
+            request, sample, version = self.owners[row]
             reason = "stop" if last in self.sampling.stop_token_ids else "length"
-            answer = Response(tuple(ids[:count]), tuple(lps[:count]), reason, self.weight_version)
+            answer = Response(tuple(ids[:count]), tuple(lps[:count]), reason, version)
             self.answers[request.id][sample] = answer
             if None not in self.answers[request.id]:
                 yield Group(request.id, tuple(self.answers.pop(request.id)))

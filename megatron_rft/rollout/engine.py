@@ -5,13 +5,14 @@ the order in which they end, so that rewards and refinement of early ones overla
 stream of HF-named tensors; every response says which version of them wrote it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_rft.errors import RunFailed
 from megatron_rft.records import Response
 
 
@@ -47,11 +48,21 @@ class Group:
     responses: tuple[Response, ...]
 
 
+class EngineLost(RunFailed):
+    """An engine that was killed, crashed or hangs. Another can be started in its place (`fleet.py`)."""
+
+
 class Engine(Protocol):
-    """Calls come from one thread. `generate` may be called again only when its iterator is exhausted or closed."""
+    """Calls come from one thread. `generate` may be called again only when its iterator is exhausted or closed.
+
+    An engine that can calls `on_step` between the steps of generation. That is a sign of life, and the one moment at
+    which `load_weights` may be called while an iterator of `generate` is open: what is being written then goes on with
+    the new weights and the cache of the old, and keeps the version of its first token.
+    """
 
     weight_version: int
     dtype: torch.dtype  # of its weights
+    on_step: Callable[[], None] | None = None
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         """Groups in the order in which they end; each request comes back exactly once."""
@@ -66,7 +77,9 @@ class Engine(Protocol):
         ...
 
     def checksums(self) -> dict[str, int]:
-        """HF name -> `checksum` of every parameter as the engine holds it, for the proof of a sync."""
+        """HF name -> `checksum` of every parameter as the engine holds it, for the proof of a sync.
+
+        Empty where nothing is behind it: on a rank without an engine, or when it was lost and will be replaced."""
         ...
 
     def sleep(self) -> None:

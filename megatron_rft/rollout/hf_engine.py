@@ -65,7 +65,8 @@ class HFEngine(Engine):
                 requests,
                 sampling,
                 self.max_batch_sequences,
-                self.weight_version,
+                lambda: self.weight_version,
+                self.on_step,
             ).run()
 
     def _hidden(self, ids: Tensor, positions: Tensor, cache) -> Tensor:

@@ -67,7 +67,8 @@ Contexts = Callable[[Prompt, list[str], list[Score]], list[tuple[int, ...]]]
 
 
 class Sampler:
-    """`gather(list)` gives the concatenation of all ranks' lists, in rank order, on every rank.
+    """`gather(list)` gives the concatenation of all ranks' lists, in rank order, on every rank. `rank` of `world`:
+    this one's place among those that have an engine to ask; None where it has none.
 
     A response whose grader failed has no reward. `on_error` "drop": it is left out of the batch and of the rewards'
     statistics, its group is one smaller, and it is counted. "stop": it ends the run. `on_nonfinite` is the same for a
@@ -83,7 +84,7 @@ class Sampler:
         group_size: int,
         seed: int,
         gather: Callable[[list], list] = list,
-        rank: int = 0,
+        rank: int | None = 0,
         world: int = 1,
         on_error: str = "drop",
         on_nonfinite: str = "stop",
@@ -178,6 +179,8 @@ class Sampler:
             seed = request_seed(self.seed, step, number, prompt.index, seen[prompt.index])
             seen[prompt.index] += 1
             requests.append(Request(place, tuple(prompt.token_ids), self.group_size, seed))
+        if self.rank is None:
+            return []
         return sorted(requests, key=lambda request: len(request.prompt_ids))[self.rank :: self.world]
 
     def _score(self, prompt: Prompt, group: Group) -> tuple[list[Rollout], float]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_rft.records import Prompt
 from megatron_rft.rewards import Reward
 from megatron_rft.rollout.engine import Engine, Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.trainers import fleets
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
@@ -157,7 +159,11 @@ def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tenso
 def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
-    return HFEngine(hf_config, dtype, parallel.device(), recipe.rollout.max_batch_sequences)
+    # What makes an engine on a device, here or in a process of its own: a partial, so that it can travel there.
+    build_on = partial(HFEngine, hf_config, dtype, max_batch_sequences=recipe.rollout.max_batch_sequences)
+    if recipe.rollout.placement == "process":
+        return fleets.build(recipe, build_on, dtype, gather)
+    return build_on(parallel.device())
 
 
 def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:
@@ -181,7 +187,7 @@ class Evaluator:
     reward: Reward
     folder: Path
     gather: Callable[[list], list] = list
-    rank: int = 0
+    rank: int | None = 0  # of the ranks that have an engine to ask; None: this one has none
     world: int = 1
     given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems that no data source of the recipe has
 
@@ -239,7 +245,7 @@ class Evaluator:
 def build_evaluator(recipe: Recipe, engine: Engine, tokenizer: Any, reward: Reward, **given: list[Prompt]) -> Evaluator:
     """For all ranks of a run together. `given`: the problems of parts that the recipe has no data source for."""
     folder = Path(recipe.run.output_dir) / "evaluation"
-    return Evaluator(recipe, engine, tokenizer, reward, folder, gather, dist.get_rank(), dist.get_world_size(), given)
+    return Evaluator(recipe, engine, tokenizer, reward, folder, gather, *fleets.place(engine), given)
 
 
 def headline(before: dict[str, float], after: dict[str, float]) -> str:

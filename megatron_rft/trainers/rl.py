@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.data.prompts import PromptSet, ask_again, check_tokenizer
 from megatron_rft.data.stream import Stream
@@ -25,7 +24,7 @@ from megatron_rft.rewards import build as build_reward
 from megatron_rft.rollout.engine import Engine, Sampling
 from megatron_rft.rollout.feedback import Feedback, cutter
 from megatron_rft.rollout.sampler import Sampler
-from megatron_rft.trainers import assembly, own, samples
+from megatron_rft.trainers import assembly, fleets, own, samples
 from megatron_rft.trainers.lifecycle import FINISHED, STOPPED, Run
 from megatron_rft.trainers.models import Models
 
@@ -49,7 +48,8 @@ def train(recipe: Recipe) -> int:
         evaluator = assembly.build_evaluator(recipe, engine, tokenizer, reward)
         state, done = run.restore(objective.init())
         run.note_dropped("data.train", train_prompts.dropped)
-        weight_sync.push(actor.stream(), engine, version=done, verify=True)
+        sync = fleets.Sync(actor, engine, version=done)
+        sync.push(verify=True)
         before = run.evaluate_at_start(evaluator)
         phases, rounds = run.phases, getattr(recipe.algorithm, "max_rounds", 1)
 
@@ -64,15 +64,16 @@ def train(recipe: Recipe) -> int:
                     for mini_batch in update.steps():
                         run.optimizer_step(update, mini_batch, step, models.second(update, mini_batch))
             models.end_of_step()
-            state = prepared.state
+            state, sync.version = prepared.state, step
             with phases("sync"):
-                synced = weight_sync.push(actor.stream(), engine, version=step)
+                synced = sync.push()
             metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced
             metrics["tokens/trained"] = float(batch.lengths.sum())
             metrics |= run.evaluate_if_due(evaluator, step)
             run.tracker.example(str(sampled.rollouts[0]))
             if run.tracker.wants_samples(step):
                 run.tracker.samples(step, samples.take(batch, prepared.updates, sampled.rollouts, tokenizer))
+            metrics |= fleets.losses(engine, run.tracker.note)
             if short := note_of_shortage(sampled.metrics, options.prompts_per_step, step):
                 run.tracker.note(short)
             if run.end_of_step(step, state, metrics):
@@ -134,6 +135,7 @@ def build_sampler(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any
         temperature=options.temperature,
         stop_token_ids=assembly.stop_token_ids(recipe, tokenizer),
     )
+    rank, world = fleets.place(engine)
     return Sampler(
         engine,
         sampling,
@@ -142,8 +144,8 @@ def build_sampler(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any
         group_size=options.group_size,
         seed=recipe.run.seed,
         gather=assembly.gather,
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
+        rank=rank,
+        world=world,
         on_error=recipe.reward.on_error,
         on_nonfinite=recipe.reward.on_nonfinite,
         contexts=build_feedback(recipe, tokenizer) if recipe.algorithm.name == "sdpo" else None,

@@ -1,0 +1,218 @@
+"""An engine in a process of its own: any engine, behind the same protocol, started and watched from here.
+
+A process that dies, or of which nothing more is heard, raises `EngineLost`; `start` then begins another, without
+weights. No process outlives the one that started it.
+"""
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_rft.errors import RunFailed
+from megatron_rft.rollout.buckets import Buckets, Full
+from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling
+
+LAST_LINES = 15  # of the log, in an error
+LEAVE_S = 5.0
+
+
+class EngineProcess(Engine):
+    """`build` makes the engine, over there: it is pickled, so a function of a module or a partial of one."""
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        name: str,
+        log: Path,
+        start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
+        environment: dict[str, str] | None = None,
+    ):
+        """`log`: file of what the process prints. `silence_timeout_s`: how long it may get nothing done while it is
+        asked for something, before it counts as hung."""
+        self.build, self.name, self.log = build, name, log
+        self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
+        self.environment = environment or {}
+        self.process: subprocess.Popen | None = None
+        self._jobs = itertools.count()
+        self.start()
+
+    def start(self) -> None:
+        """A fresh process, in the place of one that is gone. It has no weights.
+
+        Raises:
+            RunFailed: it ended, or was not ready in time; with the last lines of its log.
+        """
+        self._kill()
+        self.weight_version = -1
+        self._buckets = Buckets()
+        self._connection, theirs = Pipe()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log, theirs:
+            inherited = (theirs.fileno(), self._buckets.fd)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rft.rollout.host", *map(str, inherited), str(os.getpid())],
+                env=os.environ | self.environment,
+                pass_fds=inherited,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in a terminal is the trainer's to hear
+            )
+        self._groups, self._replies = queue.Queue(), queue.Queue()
+        self._heard = self._advanced = time.monotonic()
+        self._done = 0
+        reader = threading.Thread(target=self._read, args=(self._connection, self._groups, self._replies), daemon=True)
+        reader.start()
+        try:
+            self._send("build", self.build)
+            self.dtype = self._reply(self.start_timeout_s)
+        except EngineLost as error:
+            self._kill()
+            raise RunFailed(f"{error}. It was starting; its log ends:\n{last_lines(self.log)}") from None
+
+    # ---- the protocol
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        if not requests:
+            return
+        job = next(self._jobs)
+        self._send("generate", job, requests, sampling)
+        while True:
+            name, number, rest = self._next(self._groups, self.silence_timeout_s)
+            if number != job:  # of an iterator that nobody read to its end
+                continue
+            if name == "group":
+                yield rest
+            elif rest is not None:
+                raise rest
+            else:
+                return
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weight_version = -1
+        self._send("load", version)
+        self._buckets.send(stream, self._tell, self._wait)
+        self._send("loaded")
+        self.weight_version = self._reply()
+
+    def _tell(self, full: Full) -> None:
+        self._send("full", full)
+
+    def _wait(self) -> None:
+        self._reply()
+
+    def checksums(self) -> dict[str, int]:
+        self._send("checksums")
+        return self._reply()
+
+    def sleep(self) -> None:
+        self._send("sleep")
+        self._reply()
+
+    def wake(self) -> None:
+        self._send("wake")
+        self._reply()
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(EngineLost, subprocess.TimeoutExpired):
+                self._send("close")
+                self.process.wait(LEAVE_S)
+        self._kill()
+
+    # ---- messages
+
+    def _send(self, *message) -> None:
+        self._advanced = max(self._advanced, time.monotonic())  # an idle process need not have got anything done
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise self._lost() from None
+
+    def _reply(self, timeout_s: float | None = None):
+        name, value = self._next(self._replies, timeout_s or self.silence_timeout_s)
+        if name == "failed":
+            raise value
+        return value
+
+    def _next(self, messages: queue.Queue, timeout_s: float) -> tuple:
+        """The next message, or EngineLost where the process has ended or hangs."""
+        begun = time.monotonic()
+        while True:
+            try:
+                message = messages.get(timeout=min(1.0, timeout_s / 4))
+            except queue.Empty:
+                last = max(begun, self._advanced)
+                if time.monotonic() - last > timeout_s:
+                    raise self._hung(timeout_s) from None
+                continue
+            if message is None:
+                messages.put(None)
+                raise self._lost()
+            return message
+
+    def _read(self, connection: Connection, groups: queue.Queue, replies: queue.Queue) -> None:
+        """Sorts what comes into two queues until the process is gone; that is then the last entry of both."""
+        try:
+            while True:
+                name, *rest = connection.recv()
+                self._heard = time.monotonic()
+                if name == "beat":
+                    if rest[0] != self._done:
+                        self._done, self._advanced = rest[0], self._heard
+                elif name in ("group", "end"):
+                    self._advanced = self._heard
+                    groups.put((name, *rest))
+                else:
+                    self._advanced = self._heard
+                    replies.put((name, rest[0] if rest else None))
+        except (EOFError, OSError):
+            groups.put(None)
+            replies.put(None)
+
+    # ---- losing it
+
+    def _lost(self) -> EngineLost:
+        if self.process is None:
+            return EngineLost(f"{self.name} was stopped")
+        try:
+            status = self.process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return EngineLost(f"{self.name} closed its connection")
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return EngineLost(f"{self.name} {how}")
+
+    def _hung(self, timeout_s: float) -> EngineLost:
+        silent = time.monotonic() - self._heard
+        what = "is silent" if silent > timeout_s / 2 else "gets nothing done"
+        self._kill()
+        return EngineLost(f"{self.name} {what} for {timeout_s:g} s")
+
+    def _kill(self) -> None:
+        """Its whole process group: an engine may have workers of its own."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process = None
+        self._connection.close()
+        self._buckets.close()
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(lines[-count:]) or "(empty)"

@@ -1,0 +1,78 @@
+"""Runs whose engines are processes of their own: engines are killed, and the trainer is. Nobody is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_kill_and_resume import wait_for_step
+from tests.integration.tiny import metrics, start, train, write_recipe
+
+PROCESS = "rollout.placement=process"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("engines"), run={"steps": 12}, checkpoint={"every": 0})
+
+
+def engines() -> dict[int, int]:
+    """pid -> parent's pid of every engine process on this machine."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and b"megatron_rft.rollout.host" in (folder / "cmdline").read_bytes():
+                found[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+    return found
+
+
+def of(parent: int) -> list[int]:
+    return [pid for pid, its_parent in engines().items() if its_parent == parent]
+
+
+def gone(pids: list[int], within_s: float = 10) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and set(pids) & engines().keys():
+        time.sleep(0.1)
+    return not set(pids) & engines().keys()
+
+
+def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, tmp_path):
+    """At staleness 0 the actor's weights are those that the lost engine had, and seeds are the requests' own."""
+    status, output = train(recipe, f"run.output_dir={tmp_path / 'colocated'}")
+    assert status == 0, output[-3000:]
+    out = tmp_path / "process"
+    process = start(recipe, f"run.output_dir={out}", PROCESS, "rollout.processes=2")
+    wait_for_step(out, process, 2)
+    pids = of(process.pid)
+    assert len(pids) == 2, engines()
+    os.kill(pids[0], signal.SIGKILL)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output[-3000:]
+    assert "was killed by SIGKILL; it was started again with the actor's weights" in output
+    assert metrics(out)[-1]["faults/engine_restarts"] == 1
+    assert (out / "engines/engine_1.log").exists()
+    assert gone(pids) and not of(process.pid)
+    weights = [(run / "export/model.safetensors").read_bytes() for run in (out, tmp_path / "colocated")]
+    assert weights[0] == weights[1]
+
+
+def test_no_engine_outlives_a_killed_trainer(recipe, tmp_path):
+    out = tmp_path / "run"
+    process = start(recipe, f"run.output_dir={out}", PROCESS, "run.steps=1000")
+    wait_for_step(out, process, 1)
+    pids = of(process.pid)
+    assert len(pids) == 1
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert gone(pids)
+
+
+def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, tmp_path):
+    status, output = train(recipe, f"run.output_dir={tmp_path / 'run'}", PROCESS, "faults.engine_start_s=0.01")
+    assert status == 3
+    assert "engine process 0 is silent for 0.01 s. It was starting; its log ends" in output

@@ -1,0 +1,66 @@
+"""Streams through buckets far smaller than the tensors, with both ends in turn."""
+
+import pytest
+import torch
+
+from megatron_rft.errors import RunFailed
+from megatron_rft.rollout.buckets import Buckets, cuts
+
+TENSORS = [
+    ("tiny", torch.arange(3, dtype=torch.float32)),
+    ("large", torch.randn(40, 7)),
+    ("odd", torch.randn(5, 5, dtype=torch.bfloat16)),
+    ("transposed", torch.randn(6, 4).t()),
+    ("scalar", torch.tensor(2.5)),
+    ("last", torch.randn(31)),
+]
+
+
+def through(size: int, damage=lambda buckets: None) -> list[tuple[str, torch.Tensor]]:
+    """The stream as it arrives. The receiver reads a bucket as soon as it is told of it."""
+    buckets, told = Buckets(size=size), []
+    buckets.send(TENSORS, told.append, lambda: None) if size > 4096 else None
+    if told:
+        damage(buckets)
+        return list(buckets.receive(told, lambda: None))
+    # One thread: each full bucket is copied as the receiver would find it, before the sender goes on.
+    kept, other = [], Buckets(size=size)
+    buckets.send(TENSORS, lambda full: kept.append((full, buckets.slots[full.slot].clone())), lambda: None)
+
+    def arriving():
+        for full, content in kept:
+            other.slots[full.slot] = content
+            yield full
+
+    assert len(kept) > 4
+    return list(other.receive(arriving(), lambda: None))
+
+
+@pytest.mark.parametrize("size", [64, 200, 1 << 16])
+def test_what_comes_out_is_what_went_in(size):
+    found = through(size)
+    assert [name for name, _ in found] == [name for name, _ in TENSORS]
+    for (_, one), (_, other) in zip(TENSORS, found, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def test_damage_is_noticed():
+    def damage(buckets):
+        buckets.slots[0, 20] += 1
+
+    with pytest.raises(RunFailed, match="begins with tiny was damaged"):
+        through(1 << 16, damage)
+
+
+def test_the_sender_waits_before_it_writes_over_an_unread_bucket():
+    buckets, told, waits = Buckets(size=64), [], []
+    buckets.send(TENSORS, lambda full: told.append(full.slot), lambda: waits.append(len(told)))
+    assert told == [i % 2 for i in range(len(told))]
+    assert waits == [*range(2, len(told) + 1), len(told)]  # never more than one is unread when another is filled
+
+
+def test_a_small_tensor_is_not_cut_and_a_large_one_fills_buckets():
+    assert list(cuts(10, 30, 64)) == [(0, 10)]
+    assert list(cuts(40, 30, 64)) == [(0, 40)]
+    assert list(cuts(150, 30, 64)) == [(0, 30), (30, 64), (94, 56)]
+    assert list(cuts(0, 5, 64)) == [(0, 0)]

@@ -1,0 +1,162 @@
+"""Real engine processes, killed and stopped at bad moments: the fleet's answers are those of one engine in here."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rft.errors import RunFailed
+from megatron_rft.rollout.engine import Engine, EngineLost, Request, Sampling
+from megatron_rft.rollout.fleet import Fleet, shares
+from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.rollout.process_engine import EngineProcess
+from megatron_rft.weight_sync import push
+from tests.unit.rollout.tiny import hf_stream
+
+SAMPLING = Sampling(24, stop_token_ids=(2,))
+REQUESTS = [Request(i, tuple(range(3, 6 + i % 4)), 4, i) for i in range(8)]
+
+
+class Slow(HFEngine):
+    """Takes its time, so that there is a middle to be killed in."""
+
+    def generate(self, requests, sampling):
+        for group in super().generate(requests, sampling):
+            time.sleep(0.3)
+            yield group
+
+    def load_weights(self, stream, version):
+        super().load_weights(map(slowly, stream), version)
+
+
+def slowly(pair):
+    time.sleep(0.02)
+    return pair
+
+
+def fails(*_):
+    print("no such device: imaginary")
+    raise OSError("no engine today")
+
+
+@pytest.fixture
+def fleet(model, tmp_path):
+    """Two processes; new weights for a lost one come from `model`."""
+    build = partial(Slow, model.config, max_batch_sequences=8)
+    members = [EngineProcess(build, f"engine process {i}", tmp_path / f"{i}.log", 120, 120) for i in range(2)]
+    fleet = Fleet(members, torch.float32)
+    fleet.reload = lambda: push(hf_stream(model), fleet, 3, verify=True)
+    yield fleet
+    fleet.close()
+
+
+def kill_later(process: EngineProcess, number=signal.SIGKILL) -> None:
+    os.kill(process.process.pid, number)
+
+
+def answers(groups) -> dict[int, list]:
+    found = list(groups)
+    assert len({group.id for group in found}) == len(found), "a request was answered twice"
+    return {group.id: [r.token_ids for r in group.responses] for group in found}
+
+
+def test_killed_in_generation_and_in_a_sync(fleet, model, engine):
+    """One fixture, one sequence: starting a process takes seconds."""
+    expected = answers(engine.generate(REQUESTS, SAMPLING))
+    push(hf_stream(model), fleet, 3, verify=True)
+    assert not fleet.recover()
+    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
+    first, second = fleet.members
+
+    found = fleet.generate(REQUESTS, SAMPLING)
+    groups = [next(found)]
+    kill_later(second)
+    assert answers([*groups, *found]) == expected
+    assert fleet.restarts == 1 and "engine process 1 was killed by SIGKILL" in fleet.news[0]
+
+    def killing(stream):
+        for number, pair in enumerate(stream):
+            if number == 5:
+                kill_later(first)
+            yield pair
+
+    push(killing(hf_stream(model)), fleet, 4, verify=True)
+    assert fleet.lost and fleet.recover() and fleet.restarts == 2
+    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
+
+    first.silence_timeout_s = second.silence_timeout_s = 4
+    found = fleet.generate(REQUESTS, SAMPLING)
+    groups = [next(found)]
+    kill_later(first, signal.SIGSTOP)
+    assert answers([*groups, *found]) == expected
+    assert "engine process 0 is silent for 4 s" in fleet.news[-1]
+
+    pids = [member.process.pid for member in fleet.members]
+    fleet.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path):
+    with pytest.raises(RunFailed, match="OSError: no engine today"):
+        EngineProcess(fails, "engine process 0", tmp_path / "log", 120)
+    assert "no such device: imaginary" in (tmp_path / "log").read_text()
+    with pytest.raises(RunFailed, match="silent for 0.2 s. It was starting; its log ends:\n"):
+        EngineProcess(fails, "engine process 0", tmp_path / "log", 0.2)
+
+
+class Doomed(Engine):
+    """Is lost in every generation."""
+
+    name, weight_version, dtype = "the doomed", 0, torch.float32
+
+    def start(self):
+        pass
+
+    def generate(self, requests, sampling):
+        raise EngineLost("the doomed was killed")
+        yield
+
+    def load_weights(self, stream, version):
+        list(stream)
+
+
+def test_requests_are_asked_again_once(model):
+    fleet = Fleet([Doomed()], torch.float32)
+    fleet.reload = lambda: push(hf_stream(model), fleet, 3)
+    with pytest.raises(RunFailed, match="the doomed was killed a second time"):
+        list(fleet.generate(REQUESTS, SAMPLING))
+    assert fleet.restarts == 1
+
+
+def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
+    engine = EngineProcess(partial(HFEngine, model.config), "engine process 0", tmp_path / "log", 120, 120)
+    fleet = Fleet([engine], torch.float32)
+    bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
+    with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has 12 non-finite"):
+        push(bad, fleet, 7)
+    push(hf_stream(model), fleet, 8, verify=True)  # it is alive, and takes good ones
+    assert fleet.weight_version == 8 and next(fleet.generate(REQUESTS, SAMPLING)).responses[0].weight_version == 8
+    fleet.close()
+
+
+def test_a_rank_without_an_engine_keeps_up(model):
+    fleet = Fleet([], torch.float32, place=(None, 1))
+    push(hf_stream(model), fleet, 3, verify=True)
+    assert list(fleet.generate([], SAMPLING)) == []
+
+
+@pytest.mark.parametrize(
+    "engines, world, expected",
+    [
+        (1, 1, [([0], 0, 1)]),
+        (4, 2, [([0, 2], 0, 2), ([1, 3], 1, 2)]),
+        (2, 4, [([0], 0, 2), ([], None, 2), ([1], 1, 2), ([], None, 2)]),
+    ],
+)
+def test_shares(engines, world, expected):
+    found = [shares(engines, rank, world) for rank in range(world)]
+    assert [(list(mine), *rest) for mine, *rest in found] == expected
