@@ -60,8 +60,9 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--logits", action="store_true", help="also compare logits, in fp32: needs the model's memory")
     convert.set_defaults(function=_convert)
 
-    report = commands.add_parser("report", help="draw a run's curves again", allow_abbrev=False)
-    report.add_argument("run", type=Path, metavar="RUN", help="the run's output folder")
+    report = commands.add_parser("report", help="a page about runs, with charts and samples", allow_abbrev=False)
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
+    report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
     report.set_defaults(function=_report)
 
     dynamics = commands.add_parser("dynamics", help="draw the dynamics of offline runs side by side")
@@ -203,11 +204,11 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_rft.tracking import plots
+    from megatron_rft.tracking import report
 
-    if not (args.run / "metrics.jsonl").is_file():
-        raise UserError(f"{args.run} is not the folder of a run: it has no metrics.jsonl")
-    print(plots.draw(args.run))
+    out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
+    page, picture, *charts = report.write(args.runs, out)
+    print(f"{page}\n{picture} ({len(charts)} charts, each alone in {out / 'charts'})")
     return FINISHED
 
 

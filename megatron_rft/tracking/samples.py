@@ -33,7 +33,8 @@ class Sample:
     kind: str = "sampled"  # or who else wrote it
     finished: bool = True
     shaping: float = 0.0
-    omitted: int = 0  # tokens left out after the first HEAD
+    omitted: int = 0  # tokens left out
+    head: int = HEAD  # after so many
 
 
 def due(step: int, total_steps: int, count: int) -> bool:

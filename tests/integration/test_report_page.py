@@ -1,0 +1,133 @@
+"""The report as a reader's browser has it: what stands there, what a hover says, and that nothing goes wrong."""
+
+import pytest
+
+from megatron_rft.tracking.report import page
+from megatron_rft.tracking.report.groups import grouped
+from megatron_rft.tracking.report.runs import read_all
+from tests.integration.browser import Browser, install
+from tests.unit.tracking.report.made import EVIL, write_run
+
+CHARTS = [
+    "Reward",
+    "Held-out accuracy",
+    "PIPO's improvement",
+    "KL to the reference",
+    "Entropy",
+    "Response length",
+    "Gradient norm",
+    "Engine against trainer",
+    "Tokens per second",
+]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The page of two seeds with PIPO and two without."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = [
+        write_run(folder / f"{kind}-seed{seed}", seed, kind == "pipo") for kind in ("pipo", "grpo") for seed in (0, 1)
+    ]
+    found, notices = read_all(runs)
+    return page.write(grouped(found), notices, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def opened(report):
+    install()
+    with Browser() as browser:
+        browser.open(report)
+        yield browser
+
+
+@pytest.fixture
+def browser(opened):
+    """With nothing to complain of, before and after."""
+    assert opened.console() == []
+    yield opened
+    assert opened.console() == []
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    return browser.ask("[...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector)
+
+
+def test_the_top(browser):
+    assert browser.ask("document.title") == "GRPO + PIPO / GRPO"
+    assert texts(browser, ".card h2") == ["GRPO + PIPO", "GRPO"]
+    assert texts(browser, ".number .value")[:2] == ["0.320 → 0.630", "0.430 → 0.700"]
+    assert "pipo.window" in texts(browser, ".differing th") and "seeds" in texts(browser, ".card dt")
+
+
+def test_charts_are_drawn(browser):
+    assert texts(browser, "#charts figure h3") == CHARTS
+    assert texts(browser, "#times figure h3") == ["GRPO + PIPO", "GRPO"]
+    paths = browser.ask("[...document.querySelectorAll('#charts svg path')].map((p) => p.getAttribute('d'))")
+    assert len(paths) > 2 * len(CHARTS) and not any("NaN" in d or "Infinity" in d for d in paths)
+    assert browser.ask("document.querySelectorAll('#chart_reward .band').length") == 2
+    assert browser.ask("document.querySelectorAll('#stack_0 .bar').length") == 2 * 30
+
+
+def test_a_hover_says_the_values_and_shows_in_all_charts(browser):
+    browser.hover("#chart_reward .plot svg")
+    assert browser.ask("document.getElementById('tip').hidden") is False
+    head, *rows = texts(browser, "#tip > div")
+    step = int(head.removeprefix("step "))
+    assert 10 <= step <= 20
+    value = f"{0.41 + 0.01 * step:.3f} ± 0.0100"
+    assert rows == [f"GRPO + PIPO{value}", f"GRPO{value}"]
+    assert browser.ask("document.querySelectorAll('#charts .cursor').length") == len(CHARTS)
+    browser.hover("#stack_0 .plot svg g:nth-of-type(3)")
+    assert texts(browser, "#tip > div") == ["step 3: 2 s", "training0.500 s", "generation1.50 s"]
+
+
+def test_axis_smoothing_and_a_hidden_group(browser):
+    path = "document.querySelector('#chart_pipos_improvement .mean').getAttribute('d')"
+    before = browser.ask(path)
+    browser.click("#smooth")
+    assert browser.ask(path) != before
+    browser.click("#smooth")
+    assert browser.ask(path) == before
+    browser.click("#axis button:nth-child(2)")
+    assert browser.ask("document.querySelector('#axis [aria-pressed=true]').textContent") == "hours"
+    browser.hover("#chart_entropy .plot svg")
+    assert "hours" in texts(browser, "#tip .head")[0]
+    browser.click("#legend button:nth-child(2)")
+    assert browser.ask("document.querySelectorAll('#chart_reward .mean').length") == 1
+    browser.click("#legend button:nth-child(2)")
+    browser.click("#axis button:nth-child(1)")
+
+
+def test_samples_token_by_token(browser):
+    assert texts(browser, "#samples output") == ["30"]
+    assert texts(browser, ".sample .badge") == ["reward 1"]
+    assert texts(browser, ".sample .response span") == ["4", EVIL]  # text, not a page within the page
+    colours = browser.ask("[...document.querySelectorAll('.response span')].map((s) => s.style.background)")
+    assert colours == ["rgba(var(--hot), 0.019)", "rgba(var(--hot), 0.563)"]
+    browser.hover(".sample .response span")
+    rows = texts(browser, "#tip > div")
+    assert rows[0] == '"4"' and "log-prob, engine-0.100 (p = 0.90)" in rows and "policy against reference0.100" in rows
+    browser.ask("(() => { const s = document.getElementById('sample_step'); s.value = 0; "
+                "s.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    assert texts(browser, "#samples output") == ["10"]
+
+
+def test_light_and_dark(browser):
+    colour = "getComputedStyle(document.body).backgroundColor"
+    first = browser.ask(colour)
+    browser.click("#theme")
+    assert browser.ask(colour) != first
+    browser.click("#theme")
+    assert browser.ask(colour) == first
+
+
+@pytest.mark.parametrize("width", [500, 800, 1600])
+def test_it_fits_a_phone_and_a_desk(browser, width):
+    browser.size(width, 900)
+    assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
+    chart = browser.ask("document.querySelector('#chart_reward svg').getBoundingClientRect().width")
+    assert 250 < chart < width
+
+
+def test_it_loads_nothing(browser, report):
+    assert browser.ask("performance.getEntriesByType('resource').length") == 0
