@@ -5,6 +5,7 @@ same command goes on), 130 Ctrl-C before there was anything to save.
 """
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -46,7 +47,11 @@ def parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("evaluate", help="measure a model on a recipe's problems", allow_abbrev=False)
     _add_recipe(evaluate)
-    evaluate.add_argument("--model", metavar="FOLDER", help="in Hugging Face format (default: what the run exported)")
+    evaluate.add_argument(
+        "--model",
+        help="Hugging Face folder or hub name, Megatron checkpoint, or RUN: its newest (default: the run's export)",
+    )
+    evaluate.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the model")
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
     evaluate.set_defaults(function=_evaluate)
 
@@ -172,7 +177,8 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
     except RunFailed as error:
         status, message = FAILED, str(error)
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
+            traceback.print_exc()
         status, message = FAILED, f"{type(error).__name__}: {error}"
     launcher.write_exit(recipe.run.output_dir, status, message)
     if message and launcher.PARENT not in os.environ:  # a launcher says it once for all ranks
@@ -183,11 +189,16 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     run_folder = Path(load(args.recipe, _overrides(args)).run.output_dir)
     model = args.model or str(run_folder / "export")
-    recipe = load(args.recipe, [*_overrides(args), f"model.path={json.dumps(model)}", "model.initialise=pretrained"])
-    check(recipe)
-    from megatron_rft.trainers import standalone
+    from megatron_rft.trainers import convert, standalone
 
-    return standalone.run(recipe, args.out or run_folder / "evaluation" / Path(model).name)
+    source = convert.find_source(model, args.like, "--model")
+    # A Megatron checkpoint has no *.safetensors, which `check` looks for: of its folder only the rest is used.
+    initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
+    place = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
+    recipe = load(args.recipe, [*_overrides(args), *place])
+    check(recipe)
+    name = Path(model).name if source.format == "hf" else source.path.name
+    return standalone.run(recipe, source, args.out or run_folder / "evaluation" / name)
 
 
 def _convert(args: argparse.Namespace) -> int:

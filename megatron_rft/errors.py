@@ -24,6 +24,11 @@ class RunFailed(RuntimeError):
     """The run cannot go on (numerical failure, a dead peer). What was saved, and where, is in the message."""
 
 
+def disk_is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of space. torch says of a write that fell short only where the file should be."""
+    return "No space left" in str(error) or "unexpected pos" in str(error)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'lr'?"` when something known is close to `name`, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -43,12 +43,14 @@ def ranks_folder(output_dir: str) -> Path:
 
 
 def write_exit(output_dir: str, status: int, message: str = "") -> None:
-    """A rank's last words."""
+    """A rank's last words. On a disk that is full there are none."""
     folder = ranks_folder(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{os.environ.get('RANK', '0')}.json"
-    path.with_suffix(".new").write_text(json.dumps({"status": status, "message": message, "time": time.time()}) + "\n")
-    path.with_suffix(".new").replace(path)
+    words = json.dumps({"status": status, "message": message, "time": time.time()}) + "\n"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".new").write_text(words)
+        path.with_suffix(".new").replace(path)
 
 
 def read_exit(output_dir: str, rank: int) -> dict:

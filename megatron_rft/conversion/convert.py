@@ -22,7 +22,7 @@ from megatron_rft.conversion.folder import FolderWriter, HFFolder, copy_companio
 from megatron_rft.conversion.mapping import hf_shapes
 from megatron_rft.conversion.torch_dist import MegatronFolder
 from megatron_rft.conversion.torch_dist_writer import MegatronWriter
-from megatron_rft.errors import DataError, RunFailed
+from megatron_rft.errors import DataError, RunFailed, disk_is_full
 
 Format = Literal["hf", "megatron"]
 REPORT_FILE = "conversion.json"
@@ -39,6 +39,11 @@ class Source:
 
     def open(self) -> HFFolder | MegatronFolder:
         return open_checkpoint(self.path, self.format, self.hf_config)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor) of the whole model."""
+        lookup = self.open()
+        return ((name, lookup(name)) for name in hf_shapes(self.hf_config))
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
             out.rmdir()  # it was there, and empty
         os.rename(partial, out)
     except (OSError, RuntimeError, SafetensorError) as error:
-        if "No space left" in str(error):
+        if disk_is_full(error):
             raise DataError(f"{out}: the disk is full; nothing was left there") from error
         if isinstance(error, OSError):
             raise DataError(f"{out} cannot be written: {error}") from error

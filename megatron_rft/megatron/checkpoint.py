@@ -14,6 +14,8 @@ import multiprocessing
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rft.errors import DataError
+from megatron_rft.errors import DataError, RunFailed, disk_is_full
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.average import MovingAverage
 from megatron_rft.processes import die_with
@@ -59,6 +62,7 @@ class Checkpointer:
         self.folder, self.models, self.keep, self.asynchronous = folder, models, keep, asynchronous
         self.averages = averages or {}
         self.queue = AsyncCallsQueue(persistent=False)
+        self.failed = False
         _own_results_queue()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt)
@@ -73,7 +77,11 @@ class Checkpointer:
         """Everything a run needs to go on from after `step`."""
         self.wait()
         final = self.folder / f"step_{step:06d}"
-        partial = final.with_name(final.name + self.partial)
+        partial = self.writing = final.with_name(final.name + self.partial)
+        with self._disk_may_be_full():
+            self._save(partial, final, {"step": step, **run}, state)
+
+    def _save(self, partial: Path, final: Path, run: dict[str, Any], state: dict[str, Tensor]) -> None:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -86,7 +94,7 @@ class Checkpointer:
         )
         if dist.get_rank() == 0:
             save_file({name: value.contiguous() for name, value in state.items()}, partial / "state.safetensors")
-            (partial / "run.json").write_text(json.dumps({"step": step, **run}, indent=1))
+            (partial / "run.json").write_text(json.dumps(run, indent=1))
         if request is None:
             self._publish(partial, final)
         else:
@@ -95,14 +103,36 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Finish a save whose writer has ended. Cheap; call it once a step."""
-        self.queue.maybe_finalize_async_calls(blocking=False)
+        with self._disk_may_be_full():
+            self.queue.maybe_finalize_async_calls(blocking=False)
 
     def wait(self) -> None:
         """Until nothing is being written."""
-        while self.queue.get_num_unfinalized_calls():
-            self.queue.maybe_finalize_async_calls(blocking=True)
+        with self._disk_may_be_full():
+            while self.queue.get_num_unfinalized_calls():
+                self.queue.maybe_finalize_async_calls(blocking=True)
+
+    @contextmanager
+    def _disk_may_be_full(self) -> Iterator[None]:
+        """A checkpoint that does not fit is taken back, and ends the run: what follows it would be lost as well."""
+        try:
+            yield
+        except (Exception, CheckpointException) as error:
+            if not disk_is_full(error):
+                raise
+            shutil.rmtree(self.writing, ignore_errors=True)
+            self.failed = True
+            newest = latest(self.folder)
+            left = f"{newest.name} stays the newest" if newest else "there is none before it"
+            name = self.writing.name.removesuffix(self.partial)
+            raise RunFailed(
+                f"the disk is full: {name} did not fit into {self.folder}; {left}. Free some "
+                "space (checkpoint.keep says how many checkpoints stay) and run the same command again"
+            ) from error
 
     def close(self) -> None:
+        if self.failed:
+            return  # its writers have ended, and what they could not write will not be asked for
         self.wait()
         self.queue.close()
 

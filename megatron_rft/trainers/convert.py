@@ -22,14 +22,15 @@ from megatron_rft.trainers.lifecycle import RECIPE_FILE
 OTHER: dict[Format, Format] = {"hf": "megatron", "megatron": "hf"}
 
 
-def find_source(path: str, like: str | None = None) -> Source:
+def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> Source:
     """A Hugging Face folder or hub name; a torch_dist checkpoint; or a training run, whose newest checkpoint is meant.
 
-    `like`: a folder or hub name that has config.json and the tokenizer, where the checkpoint's own are not known.
+    `option` is what the user gave the path for. `like`: a folder or hub name that has config.json and the tokenizer,
+    where the checkpoint's own are not known.
     """
     folder = _checkpoint_in(Path(path).expanduser())
     if folder is None:
-        folder = assembly.local_folder(path, "the checkpoint to convert")
+        folder = assembly.local_folder(path, option)
         companions = assembly.local_folder(like, "--like") if like else folder
         return Source(folder, "hf", _config(companions), companions)
     model, companions = _model_of(folder, like)

@@ -1,4 +1,6 @@
-"""Measure a model in Hugging Face format on a recipe's problems and benchmarks, in one process, by transformers alone.
+"""Measure a model on a recipe's problems and benchmarks, in one process, by transformers alone.
+
+Its weights come from a Hugging Face folder or a Megatron checkpoint; the latter is read into the engine as it is.
 
 A killed evaluation goes on with the same command: what was answered under the same conditions is not asked again.
 """
@@ -11,9 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_rft import rewards
+from megatron_rft import rewards, weight_sync
 from megatron_rft.config import Recipe, Reward
 from megatron_rft.config.datasets import DATASETS
+from megatron_rft.conversion.convert import Source
 from megatron_rft.errors import ConfigError
 from megatron_rft.evaluation.evaluate import EvalResult, table, write
 from megatron_rft.evaluation.kept import Kept
@@ -23,25 +26,25 @@ from megatron_rft.trainers import assembly
 from megatron_rft.trainers.assembly import Evaluator
 
 
-def evaluate_model(recipe: Recipe, folder: Path) -> list[EvalResult]:
-    """The model at `recipe.model.path` on data.validation, data.test and the benchmarks; results and completions go
-    into `folder`."""
+def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalResult]:
+    """The model `source` on data.validation, data.test and the benchmarks; results and completions go into `folder`.
+    The recipe's tokenizer is used: model.path is where the source has its own."""
     parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
     if not parts:
         raise ConfigError(
             "data.test: there is nothing to evaluate on: give data.test, data.validation or evaluation.benchmarks, for "
             "example evaluation.benchmarks.math500=math500"
         )
-    model, tokenizer = assembly.local_folder(recipe.model.path), assembly.load_tokenizer(recipe)
+    tokenizer = assembly.load_tokenizer(recipe)
     # All of them before the first: what is wrong with the last shows now.
     problems = {part: assembly.load_prompts(recipe, part, tokenizer) for part in parts}
     results = []
-    with closing(build_engine(recipe, model)) as engine:
+    with closing(build_engine(recipe, source)) as engine:
         for part, found in problems.items():
             section = reward_of(recipe, part)
             with closing(rewards.build(section)) as reward:
                 evaluator = Evaluator(recipe, engine, tokenizer, reward, folder)
-                depends_on = {"weights": weights(model), "reward": section.model_dump()}
+                depends_on = {"weights": weights(source.path), "reward": section.model_dump()}
                 result = _measure(evaluator, part, found.prompts[: recipe.evaluation.limit], depends_on)
                 results.append(replace(result, left_out=found.dropped))
     write(results, folder)
@@ -50,13 +53,16 @@ def evaluate_model(recipe: Recipe, folder: Path) -> list[EvalResult]:
     return results
 
 
-def build_engine(recipe: Recipe, model: Path) -> HFEngine:
-    return HFEngine(
-        model,
+def build_engine(recipe: Recipe, source: Source) -> HFEngine:
+    engine = HFEngine(
+        source.path if source.format == "hf" else source.hf_config,
         dtype=assembly.DTYPES[recipe.rollout.dtype or recipe.model.precision],
         device="cuda" if torch.cuda.is_available() else "cpu",
         max_batch_sequences=recipe.rollout.max_batch_sequences,
     )
+    if source.format == "megatron":
+        weight_sync.push(source.tensors(), engine, version=0, verify=True)
+    return engine
 
 
 def reward_of(recipe: Recipe, part: str) -> Reward:
@@ -71,7 +77,7 @@ def reward_of(recipe: Recipe, part: str) -> Reward:
 
 def weights(folder: Path) -> list[tuple[str, int, int]]:
     """What tells one model's weights from another's, or from the same folder's after more training."""
-    stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
+    stats = [(file.name, file.stat()) for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.distcp")])]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
@@ -101,7 +107,7 @@ def _part_file(folder: Path, part: str) -> Path:
     return folder / f"{part}.part.jsonl"
 
 
-def run(recipe: Recipe, folder: Path) -> int:
-    print(table(evaluate_model(recipe, folder)))
+def run(recipe: Recipe, source: Source, folder: Path) -> int:
+    print(table(evaluate_model(recipe, source, folder)))
     print(f"results and completions: {folder}")
     return 0

@@ -1,0 +1,82 @@
+"""A run's checkpoints: as models to convert and to evaluate, and on a disk that fills up."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rft.cli import main
+from megatron_rft.megatron.checkpoint import latest
+from tests.integration.test_bad_input import signal_handlers  # noqa: F401
+from tests.integration.tiny import train, write_recipe
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a recipe and of its finished run."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(folder, run={"steps": 2}, evaluation={"samples": 2})
+    status, output = train(recipe)
+    assert status == 0, output[-3000:]
+    return folder
+
+
+def test_the_newest_checkpoint_becomes_what_the_run_exported(run, tmp_path, capsys):
+    assert main(["convert", str(run / "run"), str(tmp_path / "out"), "--logits"]) == 0
+    told = capsys.readouterr().out
+    assert "checkpoints/step_000002 (megatron) ->" in told and "logits differ by at most" in told
+    expected, found = (load_file(folder / "model.safetensors") for folder in (run / "run/export", tmp_path / "out"))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (run / "run/export/tokenizer.json").read_bytes()
+
+
+def test_evaluate_reads_a_checkpoint_like_the_export(run, tmp_path, capsys):
+    evaluate = ["evaluate", str(run / "recipe.yaml"), "evaluation.limit=4"]
+    assert main([*evaluate, "--out", str(tmp_path / "hf")]) == 0
+    assert main([*evaluate, "--out", str(tmp_path / "megatron"), "--model", str(run / "run/checkpoints")]) == 0
+    told = [(tmp_path / kind / "test.jsonl").read_text() for kind in ("hf", "megatron")]
+    assert told[0] == told[1] and len(told[0].splitlines()) == 8
+
+
+def test_the_model_of_another_architecture(run, tmp_path, capsys):
+    shutil.copytree(run / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    assert main(["convert", str(run / "run"), str(tmp_path / "out"), "--like", str(tmp_path / "model")]) == 2
+    error = capsys.readouterr().err
+    assert "of another shape: embedding.word_embeddings.weight (8, 32), config.json says (8, 64)" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_model_is_gone(run, tmp_path, capsys):
+    shutil.copytree(run / "run", tmp_path / "run")
+    recipe = tmp_path / "run/recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(run / "model"), str(tmp_path / "moved")))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "if it is elsewhere now, give --like" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--like", str(run / "model")]) == 0
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_fills_up_leaves_the_checkpoint_before(run, tmp_path, capsys, asynchronous, signal_handlers):  # noqa: F811
+    """There is room for one checkpoint (0.44 MB) and not for two."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("a file system of its own can be mounted by root only")
+    try:
+        choice = [
+            f"run.output_dir={small}/run",
+            "checkpoint.every=1",
+            f"checkpoint.asynchronous={asynchronous}".lower(),
+        ]
+        assert main(["train", str(run / "recipe.yaml"), *choice]) == 3
+        error = capsys.readouterr().err
+        assert "the disk is full: step_000002 did not fit" in error and "step_000001 stays the newest" in error
+        folder = small / "run/checkpoints"
+        assert [each.name for each in folder.iterdir()] == ["step_000001"] == [latest(folder).name]
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
