@@ -74,7 +74,8 @@ def take_segments(values: Tensor, lens: Tensor, index: Tensor) -> Tensor:
     return values[torch.repeat_interleave(starts[index], chosen) + offsets]
 
 
-RAGGED = ("prompt_ids", "prompt_lens", "response_ids", "response_lens", "context_ids", "context_lens")
+RAGGED = ("prompt_ids", "prompt_lens", "response_ids", "response_lens")
+BESIDE = ("context_ids", "context_lens", "refined_ids", "refined_lens")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Batch:
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (beside them),
     prompt_index, finished, weight_version.
     A context is another prompt for the same response, such as one that tells a teacher what went wrong; length 0: none.
+    A refined response is another response to the same prompt, better than the sampled one; length 0: there is none.
     A sequence's `unit` keeps it in one micro-batch with the others of that unit (pairs); default: each its own.
     `scalars`: facts of the whole batch, such as sampled_reward_sum and sampled_count before any filter.
     """
@@ -99,6 +101,8 @@ class Batch:
     scalars: dict[str, float] = field(default_factory=dict)
     context_ids: Tensor | None = None  # [C] int64
     context_lens: Tensor | None = None  # [B] int64
+    refined_ids: Tensor | None = None  # [D] int64
+    refined_lens: Tensor | None = None  # [B] int64
 
     def __post_init__(self):
         for name, value in self.tokens.items():
@@ -161,9 +165,18 @@ class Batch:
 
     def with_contexts(self, contexts: list[list[int]]) -> "Batch":
         """Another prompt for each response; an empty one where there is none."""
-        assert len(contexts) == len(self), f"{len(contexts)} contexts, {len(self)} sequences"
-        flat = torch.tensor([t for ids in contexts for t in ids], dtype=torch.long)
-        return replace(self, context_ids=flat, context_lens=torch.tensor([len(c) for c in contexts], dtype=torch.long))
+        ids, lens = self._beside(contexts)
+        return replace(self, context_ids=ids, context_lens=lens)
+
+    def with_refined(self, responses: list[list[int]]) -> "Batch":
+        """A better response to each prompt; an empty one where there is none."""
+        ids, lens = self._beside(responses)
+        return replace(self, refined_ids=ids, refined_lens=lens)
+
+    def _beside(self, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
+        assert len(lists) == len(self), f"{len(lists)} lists of tokens, {len(self)} sequences"
+        flat = torch.tensor([t for ids in lists for t in ids], dtype=torch.long)
+        return flat, torch.tensor([len(ids) for ids in lists], dtype=torch.long)
 
     def in_context(self) -> "Batch":
         """The same responses, to their contexts instead of their prompts. Where there is none, to the prompt."""
@@ -178,13 +191,12 @@ class Batch:
         return replace(self, scalars={**self.scalars, **values})
 
     def only(self, tokens: set[str], sequences: set[str]) -> "Batch":
-        """The same sequences with no other named values than these, and no contexts."""
+        """The same sequences with no other named values than these, and nothing beside them."""
         return replace(
             self,
             tokens={k: v for k, v in self.tokens.items() if k in tokens},
             sequences={k: v for k, v in self.sequences.items() if k in sequences},
-            context_ids=None,
-            context_lens=None,
+            **dict.fromkeys(BESIDE),
         )
 
     def select(self, index: Tensor) -> "Batch":
@@ -198,16 +210,17 @@ class Batch:
             {k: take_segments(v, self.response_lens, index) for k, v in self.tokens.items()},
             {k: v[index] for k, v in self.sequences.items()},
             dict(self.scalars),
-            *(
-                (None, None)
-                if self.context_lens is None
-                else (take_segments(self.context_ids, self.context_lens, index), self.context_lens[index])
-            ),
+            *self._select_beside(self.context_ids, self.context_lens, index),
+            *self._select_beside(self.refined_ids, self.refined_lens, index),
         )
+
+    @staticmethod
+    def _select_beside(ids: Tensor | None, lens: Tensor | None, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if lens is None else (take_segments(ids, lens, index), lens[index])
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """Flat tensors, for a safetensors file; `from_state_dict` is the inverse."""
-        own = {name: getattr(self, name) for name in RAGGED if getattr(self, name) is not None}
+        own = {name: getattr(self, name) for name in RAGGED + BESIDE if getattr(self, name) is not None}
         named = {f"tokens.{k}": v for k, v in self.tokens.items()} | {
             f"sequences.{k}": v for k, v in self.sequences.items()
         }
@@ -222,7 +235,7 @@ class Batch:
             return {k.removeprefix(f"{kind}."): v for k, v in state.items() if k.startswith(f"{kind}.")}
 
         scalars = {k: v.item() for k, v in part("scalars").items()}
-        own = {name: state[name] for name in RAGGED if name in state}
+        own = {name: state[name] for name in RAGGED + BESIDE if name in state}
         return cls(**own, tokens=part("tokens"), sequences=part("sequences"), scalars=scalars)
 
 
@@ -231,8 +244,9 @@ def concatenate(batches: list[Batch]) -> Batch:
     first = batches[0]
     for other in batches[1:]:
         assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)
+    present = [name for name in RAGGED + BESIDE if getattr(first, name) is not None]
     return Batch(
-        **{name: torch.cat([getattr(b, name) for b in batches]) for name in RAGGED if getattr(first, name) is not None},
+        **{name: torch.cat([getattr(b, name) for b in batches]) for name in present},
         tokens={k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},
         sequences={k: torch.cat([b.sequences[k] for b in batches]) for k in first.sequences},
         scalars={k: sum(b.scalars.get(k, 0.0) for b in batches) for k in set().union(*(b.scalars for b in batches))},

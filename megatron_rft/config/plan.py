@@ -272,7 +272,19 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
         lines.append(
             f"pipo: one verification step more, from step {pipo.window + 1} on{late}, at {pipo.learning_rate:g}"
         )
+    if recipe.constraint and recipe.constraint.kind != "none":
+        lines.append(_constraint_line(recipe))
     return lines, parts * epochs
+
+
+def _constraint_line(recipe: Recipe) -> str:
+    constraint, algorithm = recipe.constraint, recipe.algorithm
+    if not constraint.refines:
+        return f"constraint: the KL to the reference in the {algorithm.kl_in}, coefficient {constraint.eta:g}"
+    which = "all responses" if constraint.share == 1 else f"{constraint.share:.0%} of the responses"
+    which += f", up to {constraint.first} of a group" if constraint.first else ""
+    what = f"in the {constraint.mode or 'loss'}, eta {constraint.eta:g}" if constraint.eta else "measured only, eta 0"
+    return f"constraint: a frozen refiner corrects {which} that can score higher; {what}"
 
 
 def _given_batch(recipe: Recipe) -> tuple[list[str], int]:

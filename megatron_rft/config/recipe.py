@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_rft.config import algorithms as a
+from megatron_rft.config import constraint as c
 from megatron_rft.config import offline as o
 from megatron_rft.config import sections as s
 from megatron_rft.config.messages import at
@@ -22,6 +23,7 @@ UNUSED = {
         "model.reference",
         "batching.forward_only_tokens",
         "pipo",
+        "constraint",
         "critic",
         "generation",
         "tracking.sampled_steps",
@@ -50,6 +52,8 @@ class Recipe(s.Section):
     """The value model of algorithm ppo."""
     pipo: a.PIPO | None = None
     """The plug-in that verifies each policy step by what it did to the reward. null: without it."""
+    constraint: c.Constraint | None = None
+    """What keeps the policy from degenerating. null: the KL that the algorithm has by its own options."""
     evaluation: s.Evaluation = s.Evaluation()
     checkpoint: s.Checkpoint = s.Checkpoint()
     tracking: s.Tracking = s.Tracking()
@@ -70,7 +74,8 @@ class Recipe(s.Section):
             return value
         if ":" in str(name := given.get("name")):
             raise at("algorithm.name", f"{name!r} is code: write name: own, objective: {name}")
-        return value | {"algorithm": {"name": DEFAULT_ALGORITHM.get(value.get("trainer"), "grpo")} | given}
+        value = value | {"algorithm": {"name": DEFAULT_ALGORITHM.get(value.get("trainer"), "grpo")} | given}
+        return c.into_algorithm(value)
 
     @model_validator(mode="after")
     def _check(self):
@@ -102,7 +107,11 @@ class Recipe(s.Section):
     def _check_online(self):
         algorithm = self.algorithm
         own = algorithm.name == "own"  # trainers/own.py asks the class what it needs
-        if given(self, "model.reference") and not own and not getattr(algorithm, "kl_coefficient", 0):
+        if self.constraint:
+            self._check_constraint()
+        measured = self.constraint and (self.constraint.refines or self.constraint.kl_every)
+        compares = own or measured or getattr(algorithm, "kl_coefficient", 0)
+        if given(self, "model.reference") and not compares:
             raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or not there")
         if not own and (algorithm.name == "ppo") != (self.critic is not None):
             if self.critic:
@@ -122,6 +131,15 @@ class Recipe(s.Section):
         for key in ("engine_start_s", "engine_silence_s"):
             if self.rollout.placement == "colocated" and self.faults.differs(key):
                 raise at(f"faults.{key}", "does nothing with rollout.placement colocated: set that to process")
+
+    def _check_constraint(self):
+        constraint = self.constraint
+        if not isinstance(self.algorithm, a.PolicyGradient):
+            raise at("constraint", f"is for methods with rewards, and {self.algorithm.name} has a loss of its own")
+        if constraint.refines:
+            constraint.template_text(self.reward.kind)
+        if constraint.first and constraint.first >= self.rollout.group_size:
+            raise at("constraint.first", f"does nothing: rollout.group_size is {self.rollout.group_size}")
 
     def _check_offline(self):
         if self.evaluation.patience and not self.evaluation.every:

@@ -101,7 +101,8 @@ def _balanced(cost: list[int], bins: int) -> list[list[int]]:
 def filler(batch: Batch) -> Batch:
     """The shortest sequence with no trainable token: what a rank without work forwards, so that collectives match."""
     shortest = batch.select(batch.lengths.argmin().reshape(1))
-    return shortest.with_tokens(response_mask=torch.zeros(len(shortest.response_ids)))
+    masks = {name for name in batch.tokens if name.endswith("_mask")} | {"response_mask"}
+    return shortest.with_tokens(**dict.fromkeys(masks, torch.zeros(len(shortest.response_ids))))
 
 
 def _fed(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from megatron_rft.objectives.cispo import CISPO
 from megatron_rft.objectives.dapo import DAPO
 from megatron_rft.objectives.grpo import GRPO, RLOO, DrGRPO
 from megatron_rft.objectives.gspo import GSPO
+from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.objectives.ppo import PPO
 from megatron_rft.objectives.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
@@ -23,5 +24,5 @@ OBJECTIVES = {
     "sdpo": SDPO,
     "sft": SFT,
 }
-PLUGINS = {"pipo": PIPO}
+PLUGINS = {"dynamic": DynamicConstraint, "pipo": PIPO}
 """Plug-ins: each takes an objective and gives back an objective."""

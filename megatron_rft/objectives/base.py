@@ -10,13 +10,12 @@ Losses are *sums with named denominators*. The trainer divides each by that coun
 that a gradient does not depend on how the mini-batch is cut into micro-batches, packed, or spread over ranks.
 
 How the families fit: a critic is a second `Update` with model "critic" and outputs {"values"}; pairs share a `unit`;
-refined responses join the batch in `extend`, with a denominator of their own; a plug-in takes an objective and is one.
+refined responses join an update's batch, with a denominator of their own; a plug-in takes an objective and is one.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,8 +128,8 @@ class Objective(ABC):
     """One algorithm. Its methods are pure: tensors in, tensors out, no process groups, the same on every rank."""
 
     needs: frozenset[str] = frozenset()
-    """What `prepare` finds in the batch, of "old_logprobs", "ref_logprobs", "ref_kl", "teacher_logprobs", "values"; and
-    "reference" where an update wants those weights beside."""
+    """What `prepare` finds in the batch, of "old_logprobs", "ref_logprobs", "ref_kl", "teacher_logprobs", "values",
+    "refined_logprobs"; and "reference" where an update wants those weights beside."""
 
     def init(self) -> State:
         """The state before the first step; what `prepare` returns replaces it, and checkpoints carry it."""
@@ -139,10 +138,6 @@ class Objective(ABC):
     def keep(self, batch: Batch) -> Tensor:
         """[B] bool: sequences worth training on. Groups left out may be replaced by sampling again (DAPO)."""
         return torch.ones(len(batch), dtype=torch.bool)
-
-    def extend(self, batch: Batch, tools: Any) -> Batch:
-        """Add sequences to the sampled batch, such as a refiner's corrections."""
-        return batch
 
     @abstractmethod
     def prepare(self, batch: Batch, state: State) -> Prepared:

@@ -77,7 +77,12 @@ class PolicyGradient(PolicyObjective):
     # ---- rewards
 
     def token_penalty(self, batch: Batch) -> Tensor:
-        """[R] what the KL takes off each token's reward."""
+        """[R] what comes off each token's reward: the KL's share, and a plug-in's."""
+        penalty = self.kl_penalty(batch)
+        return penalty + batch.tokens["penalty"] if "penalty" in batch.tokens else penalty
+
+    def kl_penalty(self, batch: Batch) -> Tensor:
+        """[R] the KL's."""
         if not self.kl_in_reward:
             return torch.zeros(len(batch.response_ids))
         if self.kl_estimator == "exact":
@@ -150,7 +155,7 @@ class PolicyGradient(PolicyObjective):
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         if not self.kl_in_reward:
             return {}
-        return {"reward/kl_penalty": sequence_sums(self.token_penalty(batch), batch).mean().item()}
+        return {"reward/kl_penalty": sequence_sums(self.kl_penalty(batch), batch).mean().item()}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 from megatron_rft.errors import RunFailed
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
 from megatron_rft.rewards.base import Reward
+from megatron_rft.rollout import refiner as refinement
 from megatron_rft.rollout.engine import Engine, Group, Request, Sampling
+from megatron_rft.rollout.refiner import Refined, Refiner, Refining
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Rollout:
     text: str
     score: Score
     context: tuple[int, ...] | None = None  # another prompt for the same response, where there is one to be had
+    refined: Refined | None = None  # what a refiner made of it
+    unrefined: str = ""  # why it made nothing of it, where there is a refiner
 
     def __str__(self) -> str:
         return f"{self.prompt.text}{self.text}   [reward {self.score.reward:g}]"
@@ -45,6 +50,7 @@ class Share:
     rollouts: list[Rollout]
     generation_seconds: float
     reward_seconds: float  # of its own; most of it passes while other groups are still being generated
+    refiner_seconds: float = 0.0  # likewise
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,9 @@ def request_seed(*parts: int) -> int:
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
+
+Keep = Callable[[Batch], Tensor]
+"""[B] bool: sequences worth training on."""
 
 Contexts = Callable[[Prompt, list[str], list[Score]], list[tuple[int, ...]]]
 """(problem, responses, scores) of a group -> the context of each response, empty where there is none."""
@@ -89,9 +98,12 @@ class Sampler:
         on_error: str = "drop",
         on_nonfinite: str = "stop",
         contexts: Contexts | None = None,
+        refiner: Refiner | None = None,
+        phases: Callable[[str], AbstractContextManager] = nullcontext,
     ):
         assert on_error in ("drop", "stop"), on_error
         self.contexts, self.on_nonfinite = contexts, on_nonfinite
+        self.refiner, self.phases = refiner, phases
         self.engine, self.sampling, self.reward, self.tokenizer = engine, sampling, reward, tokenizer
         self.group_size, self.seed, self.on_error = group_size, seed, on_error
         self.gather, self.rank, self.world = gather, rank, world
@@ -101,7 +113,7 @@ class Sampler:
         draw: Callable[[int], list[Prompt]],
         count: int,
         step: int,
-        keep: Callable[[Batch], Tensor] | None = None,
+        keep: Keep | None = None,
         max_rounds: int = 1,
     ) -> Sampled:
         """`count` groups that `keep` wants, for as long as `max_rounds` rounds of sampling give them (DAPO).
@@ -114,7 +126,7 @@ class Sampler:
         groups = drawn = 0
         while groups < count and len(rounds) < max_rounds:
             prompts = draw(count - groups)
-            rounds.append(self._round(prompts, drawn, step, len(rounds)))
+            rounds.append(self._round(prompts, drawn, step, len(rounds), keep))
             drawn += len(prompts)
             batch = to_batch(rounds[-1].rollouts)
             kept.append(batch if keep is None else batch.select(keep(batch)))
@@ -123,13 +135,13 @@ class Sampler:
         rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
         result = concatenate(kept) if groups else batch
         result = result.with_scalars(sampled_reward_sum=float(sum(rewards)), sampled_count=float(len(rewards)))
-        metrics = statistics(rollouts) | timings(rounds)
+        metrics = statistics(rollouts) | timings(rounds) | refinement.statistics(rollouts)
         metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups}
         return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
-    def _round(self, prompts: list[Prompt], first: int, step: int, number: int) -> Share:
+    def _round(self, prompts: list[Prompt], first: int, step: int, number: int, keep: Keep | None) -> Share:
         """All ranks' rollouts in order, and the seconds of the slowest; places count from `first`."""
-        shares = self.gather([self._own_share(prompts, first, step, number)])
+        shares = self.gather([self._own_share(prompts, first, step, number, keep)])
         rollouts = sorted((r for share in shares for r in share.rollouts), key=lambda r: (r.place, r.sample))
         rollouts = [self._checked(rollout, step) for rollout in rollouts]
         failed = [rollout for rollout in rollouts if rollout.score.error is not None]
@@ -139,8 +151,18 @@ class Sampler:
                 f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, first on problem "
                 f"{worst.prompt.index} ({worst.prompt.text[:80]!r}): {worst.score.error}"
             )
-        slowest = (max(getattr(share, name) for share in shares) for name in ("generation_seconds", "reward_seconds"))
-        return Share(rollouts, *slowest)
+        self._check_refined(rollouts, step)
+        clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
+        return Share(rollouts, *(max(getattr(share, name) for share in shares) for name in clocks))
+
+    def _check_refined(self, rollouts: list[Rollout], step: int) -> None:
+        """Where the grader fails on a refined response there is no pair; `on_error` may want more."""
+        failed = [each for each in rollouts if each.refined and each.refined.score.error is not None]
+        if failed and self.on_error == "stop":
+            raise RunFailed(
+                f"step {step}: the grader failed on {len(failed)} refined responses, first on problem "
+                f"{failed[0].prompt.index}: {failed[0].refined.score.error}"
+            )
 
     def _checked(self, rollout: Rollout, step: int) -> Rollout:
         """A reward that is no number would spoil the whole batch's advantages."""
@@ -156,19 +178,26 @@ class Sampler:
             )
         return replace(rollout, score=replace(score, reward=0.0, shaping=0.0, error=what))
 
-    def _own_share(self, prompts: list[Prompt], first: int, step: int, number: int) -> Share:
-        """Generate for this rank's prompts; a thread of its own scores groups while later ones are generated."""
+    def _own_share(self, prompts: list[Prompt], first: int, step: int, number: int, keep: Keep | None) -> Share:
+        """Generate for this rank's prompts; a thread of its own scores groups while later ones are generated, and
+        another refines what is scored."""
         requests = self._requests(prompts, first, step, number)
         start = time.perf_counter()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scoring:
+            refining = Refining(self.refiner, self.reward, scoring, step) if self.refiner else None
             jobs = [
-                scoring.submit(self._score, prompts[group.id - first], group)
+                scoring.submit(self._score, prompts[group.id - first], group, refining, keep)
                 for group in self.engine.generate(requests, self.sampling)
             ]
             seconds = time.perf_counter() - start
             scored = [job.result() for job in jobs]
-        rollouts = [rollout for some, _ in scored for rollout in some]
-        return Share(rollouts, seconds, sum(seconds for _, seconds in scored))
+            rollouts = [rollout for some, _ in scored for rollout in some]
+            if refining:
+                with self.phases("refine"):
+                    found = refining.results()
+                rollouts = [replace(each, refined=found.get((each.place, each.sample))) for each in rollouts]
+        reward_seconds = sum(seconds for _, seconds in scored)
+        return Share(rollouts, seconds, reward_seconds, refining.seconds if refining else 0.0)
 
     def _requests(self, prompts: list[Prompt], first: int, step: int, number: int) -> list[Request]:
         """This rank's: by length of the prompt, so that ranks have about equal work. A problem that was drawn twice
@@ -183,7 +212,9 @@ class Sampler:
             return []
         return sorted(requests, key=lambda request: len(request.prompt_ids))[self.rank :: self.world]
 
-    def _score(self, prompt: Prompt, group: Group) -> tuple[list[Rollout], float]:
+    def _score(
+        self, prompt: Prompt, group: Group, refining: Refining | None, keep: Keep | None
+    ) -> tuple[list[Rollout], float]:
         start = time.perf_counter()
         texts = [self.tokenizer.decode(list(r.token_ids), skip_special_tokens=True) for r in group.responses]
         scores = self.reward([prompt] * len(texts), texts)
@@ -192,7 +223,19 @@ class Sampler:
             Rollout(group.id, sample, prompt, *each)
             for sample, each in enumerate(zip(group.responses, texts, scores, contexts, strict=True))
         ]
+        if refining:
+            left = refining.add(rollouts, worth_training(rollouts, keep))
+            rollouts = [replace(each, unrefined=left.get(each.sample, "")) for each in rollouts]
         return rollouts, time.perf_counter() - start
+
+
+def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
+    """Which responses of a group the algorithm will train on."""
+    usable = [each.score.error is None and math.isfinite(each.score.reward + each.score.shaping) for each in group]
+    if keep is None or not any(usable):
+        return usable
+    kept = iter(keep(to_batch([each for each, fine in zip(group, usable, strict=True) if fine])).tolist())
+    return [fine and next(kept) for fine in usable]
 
 
 def to_batch(rollouts: list[Rollout]) -> Batch:
@@ -214,7 +257,11 @@ def to_batch(rollouts: list[Rollout]) -> Batch:
         },
     )
     contexts = [rollout.context for rollout in rollouts]
-    return batch if None in contexts else batch.with_contexts([list(context) for context in contexts])
+    batch = batch if None in contexts else batch.with_contexts([list(context) for context in contexts])
+    if not all(rollout.refined or rollout.unrefined for rollout in rollouts):
+        return batch
+    refined = [list(each.refined.token_ids) if each.refined and each.refined.kept else [] for each in rollouts]
+    return batch.with_refined(refined)
 
 
 def statistics(rollouts: list[Rollout]) -> dict[str, float]:
@@ -226,8 +273,10 @@ def statistics(rollouts: list[Rollout]) -> dict[str, float]:
     right = torch.tensor([rollout.score.right for rollout in rollouts if rollout.score.error is None])
     lengths = torch.tensor([len(rollout.response.token_ids) for rollout in rollouts], dtype=torch.float32)
     finished = [rollout.response.finish_reason == "stop" for rollout in rollouts]
+    spreads = [each.std(correction=0).item() for each in by_group if len(each) > 1]
     return {
         "reward/mean": rewards.mean().item(),
+        **({"reward/group_std": sum(spreads) / len(spreads)} if spreads else {}),
         "reward/std": rewards.std(correction=0).item(),
         "reward/all_right_groups": sum(bool(right[groups == each].all()) for each in groups.unique()) / len(by_group),
         "reward/all_wrong_groups": sum(bool((each <= 0).all()) for each in by_group) / len(by_group),
@@ -241,9 +290,11 @@ def statistics(rollouts: list[Rollout]) -> dict[str, float]:
 
 def timings(rounds: list[Share]) -> dict[str, float]:
     generation = sum(each.generation_seconds for each in rounds)
+    refining = sum(each.refiner_seconds for each in rounds)
     tokens = sum(len(rollout.response.token_ids) for each in rounds for rollout in each.rollouts)
     return {
         "rollout/generation_seconds": generation,
         "rollout/reward_seconds": sum(each.reward_seconds for each in rounds),
         "rollout/tokens_per_second": tokens / generation,
+        **({"constraint/refiner_seconds": refining} if refining else {}),
     }

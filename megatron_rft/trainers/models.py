@@ -5,14 +5,18 @@ The reference and the teacher share the actor's layout and run in its place: the
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor, Second
 from megatron_rft.megatron.average import MovingAverage
 from megatron_rft.objectives.base import Beside, Objective, Update
+from megatron_rft.objectives.plugins.dynamic import has_pairs, on_response_tokens, pairs
 from megatron_rft.records import Batch
+from megatron_rft.rollout.engine import Engine
 from megatron_rft.trainers import assembly
 
 LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
@@ -25,9 +29,10 @@ class Models:
         self.needs = objective.needs
         self.actor = assembly.build_actor(recipe, hf_config, policy_steps, moments)
         self.critic = assembly.build_critic(recipe, hf_config, critic_steps) if "values" in self.needs else None
-        self.reference = (
-            reference_weights(recipe, self.actor) if self.needs & {"ref_logprobs", "ref_kl", "reference"} else None
-        )
+        compared = self.needs & {"ref_logprobs", "ref_kl", "reference"}
+        measured = recipe.constraint is not None and recipe.constraint.kl_every > 0
+        refines = recipe.constraint is not None and recipe.constraint.refines
+        self.reference = reference_weights(recipe, self.actor) if compared or measured or refines else None
         rate = getattr(recipe.algorithm, "teacher_rate", None)
         self.teacher = MovingAverage(self.actor, rate) if rate else None
 
@@ -50,13 +55,25 @@ class Models:
             second = Second(batch, self.reference)
             batch = batch.with_tokens(ref_kl=self.actor.outputs(batch, frozenset({"reverse_kl"}), second)["reverse_kl"])
         if "ref_logprobs" in self.needs:
-            with self.actor.swapped(self.reference):
-                batch = batch.with_tokens(ref_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
+            batch = batch.with_tokens(ref_logprobs=self.reference_logprobs(batch))
+        if "refined_logprobs" in self.needs:
+            found = self.actor.outputs(pairs(batch), LOGPROBS)["logprobs"] if has_pairs(batch) else torch.zeros(0)
+            batch = batch.with_tokens(refined_logprobs=on_response_tokens(found, batch))
         if "teacher_logprobs" in self.needs:
             batch = batch.with_tokens(teacher_logprobs=self._teacher_logprobs(batch))
         if self.critic:
             batch = batch.with_tokens(values=self.critic.outputs(batch, VALUES)["values"])
         return batch
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """[R]"""
+        with self.actor.swapped(self.reference):
+            return self.actor.outputs(batch, LOGPROBS)["logprobs"]
+
+    def push_reference(self, engine: Engine) -> None:
+        """The reference's weights into an engine that keeps them."""
+        with self.actor.swapped(self.reference):
+            weight_sync.push(self.actor.stream(), engine, version=0, verify=True)
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor:
         if self.teacher is None:

@@ -23,8 +23,10 @@ from megatron_rft.rewards import Reward
 from megatron_rft.rewards import build as build_reward
 from megatron_rft.rollout.engine import Engine, Sampling
 from megatron_rft.rollout.feedback import Feedback, cutter
+from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler
-from megatron_rft.trainers import assembly, fleets, own, samples
+from megatron_rft.tracking.phases import Phases
+from megatron_rft.trainers import assembly, constraint, fleets, own, samples
 from megatron_rft.trainers.lifecycle import FINISHED, STOPPED, Run
 from megatron_rft.trainers.models import Models
 
@@ -44,9 +46,11 @@ def train(recipe: Recipe) -> int:
         reward = stack.enter_context(closing(build_reward(recipe.reward)))
         engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config)))
         run = stack.enter_context(closing(Run(recipe, models.trained, stream, recipe.run.steps, models.averages)))
-        sampler = build_sampler(recipe, engine, reward, tokenizer)
+        refiner = build_refiner(recipe, models, reward, tokenizer, hf_config, stack)
+        sampler = build_sampler(recipe, engine, reward, tokenizer, refiner, run.phases)
         evaluator = assembly.build_evaluator(recipe, engine, tokenizer, reward)
         state, done = run.restore(objective.init())
+        examples = constraint.Examples(recipe, actor, tokenizer, done, dist.get_rank() == 0) if refiner else None
         run.note_dropped("data.train", train_prompts.dropped)
         sync = fleets.Sync(actor, engine, version=done)
         sync.push(verify=True)
@@ -57,17 +61,24 @@ def train(recipe: Recipe) -> int:
             with phases("generation"):
                 sampled = sampler.sample(stream.next, options.prompts_per_step, step, objective.keep, rounds)
             with phases("logprobs"):
-                batch = models.outputs(objective.extend(sampled.batch, None), recipe.algorithm.old_logprobs)
+                batch = models.outputs(sampled.batch, recipe.algorithm.old_logprobs)
+                measured = constraint.measured_kl(recipe, models, batch, step)
+                if examples:
+                    examples.write(step, sampled.rollouts)
             prepared = objective.prepare(batch, state)
             for update in prepared.updates:
-                with phases("verification" if update.name == "verification" else "training"):
-                    for mini_batch in update.steps():
-                        run.optimizer_step(update, mini_batch, step, models.second(update, mini_batch))
+                for mini_batch in update.steps():
+                    second = models.second(update, mini_batch)
+                    if constraint.norms_due(recipe, update, step):
+                        with phases("part_norms"):
+                            measured |= constraint.part_norms(actor, update, mini_batch, second)
+                    with phases("verification" if update.name == "verification" else "training"):
+                        run.optimizer_step(update, mini_batch, step, second)
             models.end_of_step()
             state, sync.version = prepared.state, step
             with phases("sync"):
                 synced = sync.push()
-            metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced
+            metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced | measured
             metrics["tokens/trained"] = float(batch.lengths.sum())
             metrics |= run.evaluate_if_due(evaluator, step)
             run.tracker.example(str(sampled.rollouts[0]))
@@ -111,6 +122,9 @@ def build_objective(recipe: Recipe) -> Objective:
     else:
         options = recipe.algorithm.model_dump(exclude=OF_THE_TRAINER | OF_THE_FEEDBACK)
         objective = OBJECTIVES[recipe.algorithm.name](**options, **filled)
+    if recipe.constraint is not None and recipe.constraint.refines:
+        options = recipe.constraint
+        objective = PLUGINS["dynamic"](objective, options.eta, options.mode or "loss", options.tokens)
     if recipe.pipo is not None:
         objective = PLUGINS["pipo"](objective, **recipe.pipo.model_dump())
     return objective
@@ -128,7 +142,20 @@ def optimizer_steps(recipe: Recipe) -> tuple[int, int]:
     return (recipe.run.steps - alone) * in_a_step, recipe.run.steps * in_a_step
 
 
-def build_sampler(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any) -> Sampler:
+def build_refiner(
+    recipe: Recipe, models: Models, reward: Reward, tokenizer: Any, hf_config: Any, stack: ExitStack
+) -> Refiner | None:
+    """With an engine of its own, which holds the reference from here to the end of the run."""
+    if recipe.constraint is None or not recipe.constraint.refines:
+        return None
+    engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config)))
+    models.push_reference(engine)
+    return constraint.build_refiner(recipe, engine, reward, tokenizer, hf_config)
+
+
+def build_sampler(
+    recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any, refiner: Refiner | None, phases: Phases
+) -> Sampler:
     options = recipe.rollout
     sampling = Sampling(
         max_tokens=options.max_response_tokens,
@@ -149,6 +176,8 @@ def build_sampler(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any
         on_error=recipe.reward.on_error,
         on_nonfinite=recipe.reward.on_nonfinite,
         contexts=build_feedback(recipe, tokenizer) if recipe.algorithm.name == "sdpo" else None,
+        refiner=refiner,
+        phases=phases,
     )
 
 

@@ -20,10 +20,13 @@ def take(batch: Batch, updates: list[Update], rollouts: list[Rollout], tokenizer
 
 
 def with_credit(batch: Batch, updates: list[Update]) -> Batch:
-    """With what the objective added per token, such as advantages, where it trains on the same sequences."""
+    """With what the objective added per token, such as advantages, where it trains on the same sequences (and, behind
+    them, perhaps on refined ones)."""
+    count = len(batch.response_ids)
     for update in updates:
-        if update.model == "actor" and torch.equal(update.batch.response_ids, batch.response_ids):
-            batch = batch.with_tokens(**update.batch.tokens)
+        if update.model == "actor" and torch.equal(update.batch.response_ids[:count], batch.response_ids):
+            added = {name: values[:count] for name, values in update.batch.tokens.items() if name != "refined_mask"}
+            batch = batch.with_tokens(**added)
     return batch
 
 

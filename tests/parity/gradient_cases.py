@@ -26,10 +26,11 @@ from megatron_rft.objectives import (
     SDPO,
     SFT,
     DrGRPO,
+    DynamicConstraint,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from megatron_rft.objectives.base import PolicyObjective, Update, counts
+from megatron_rft.objectives.base import PolicyObjective, Update
 from megatron_rft.records import Batch
 
 KEYS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
@@ -55,7 +56,8 @@ def model_config() -> Qwen3Config:
 
 
 def mini_batch(starved: bool = False) -> Batch:
-    """Twelve ragged responses, a third of them without a context. Starved: one token of one response counts."""
+    """Twelve ragged responses, a third of them without a context, and seven refined ones. Starved: one token of one
+    response counts."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(low: int, high: int) -> list[list[int]]:
@@ -71,6 +73,7 @@ def mini_batch(starved: bool = False) -> Batch:
         mask[tokens // 2] = 1
     batch = batch.with_sequences(group=torch.arange(12) // 4, rewards=torch.rand(12, generator=generator))
     batch = batch.with_contexts([c if i % 3 else [] for i, c in enumerate(contexts)])
+    batch = batch.with_refined([r if i < 7 else [] for i, r in enumerate(ids(1, 24))])
     return batch.with_tokens(noise=torch.randn(tokens, generator=generator), response_mask=mask)
 
 
@@ -81,6 +84,7 @@ LOSSES: dict[str, PolicyObjective] = {
     "dr_grpo": DrGRPO(max_response_tokens=24, dual_clip=1.1),
     "gspo": GSPO(clip_low=0.05, clip_high=0.05),
     "dapo": DAPO(overlong_buffer=10, max_response_tokens=24),
+    "dapo, dynamic constraint": DynamicConstraint(DAPO(kl_coefficient=0.0), eta=0.3),
     "cispo": CISPO(clip_high=0.2, importance="masked", importance_cap=1.2),
     "rloo": RLOO(kl_coefficient=0.05),
     "reinforce_plus_plus": ReinforcePlusPlus(gamma=0.9),
@@ -117,7 +121,7 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
             (steps,) = update.steps()
             actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
             beside = second(update, steps, frozen)
-            logged[key] = actor.backward(steps, update.loss, counts(steps), update.outputs, beside)
+            logged[key] = actor.backward(steps, update.loss, update.counts(steps), update.outputs, beside)
             with actor.swapped([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
                 found[key] = {name: value.clone() for name, value in actor.stream()}
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}

@@ -43,7 +43,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, dict]]:
 
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
 def test_gradient_does_not_depend_on_the_layout(results, case):
-    assert len(results[case]) == 16  # fourteen policy losses, the critic's, and the outputs that they rest on
+    assert len(results[case]) == 17  # fifteen policy losses, the critic's, and the outputs that they rest on
     for loss, found in results[case].items():
         assert found["gradient"] < 1e-5 and found["metrics"] < 1e-5, (loss, found)
         if loss != "outputs":

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_rft.config import algorithms as sections
-from megatron_rft.config import check, load
+from megatron_rft.config import check, dump, load
 from megatron_rft.errors import ConfigError
 from megatron_rft.objectives import OBJECTIVES, PIPO
 from tests.unit.test_config import SHAPE
@@ -111,6 +111,25 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         (["algorithm={name: sdpo, feedback: [error], solution_template: 'a {}'}"], "does nothing while feedback is"),
         (["algorithm.name=sdpo", "model.reference=x"], "does nothing without a KL to it"),
         (["algorithm={name: cispo, dual_clip: 3}"], "there is no such option"),
+        # the constraint
+        (["constraint={kind: dynamic, eta: -0.1}"], "constraint.eta: -0.1 is not at least 0"),
+        (["constraint={kind: dynamic}"], "constraint.eta: is required with kind dynamic"),
+        (["constraint={kind: static}"], "constraint.eta: is required with kind static"),
+        (["constraint={kind: fixed}"], "'fixed' is not one of none, static, dynamic"),
+        (["constraint={kind: none, eta: 0.1}"], "constraint.eta: does nothing with kind none"),
+        (["constraint={kind: static, eta: 0.1, filter: false}"], "constraint.filter: does nothing with kind static"),
+        (["constraint={kind: none, examples: 3}"], "constraint.examples: does nothing with kind none"),
+        (["constraint={kind: dynamic, eta: 0, filter: false}"], "constraint.filter: does nothing while eta is 0"),
+        (["constraint={kind: dynamic, eta: 0.1, share: 0}"], "constraint.share: 0 is not above 0"),
+        (["constraint={kind: dynamic, eta: 0.1, first: 4}"], "constraint.first: does nothing: rollout.group_size is 4"),
+        (["constraint={kind: dynamic, eta: 0.1, template: cod}"], "Did you mean 'code'?"),
+        (["constraint={kind: dynamic, eta: 0.1}", "reward.kind=choice"], "constraint.template: is required with"),
+        (["constraint={kind: dynamic, eta: 0.1, mode: reward, norms_every: 5}"], "there is one part only"),
+        (["constraint={kind: dynamic, eta: 0.1, examples_every: 0, examples: 3}"], "while examples_every is 0"),
+        (["constraint={kind: none}", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient: 0.1 contradicts"),
+        (["constraint={kind: static, eta: 0.1, mode: loss}", "algorithm.kl_in=reward"], "constraint.mode is loss"),
+        (["constraint={kind: dynamic, eta: 0.1}", "algorithm.name=sdpo"], "sdpo has a loss of its own"),
+        (["constraint={kind: none}", "model.reference=x"], "does nothing without a KL to it"),
     ],
 )
 def test_refused_in_a_persons_words(recipe, overrides, words):
@@ -127,3 +146,44 @@ def test_every_algorithm_has_a_plan(recipe, name):
     )
     assert "updates: 2 optimizer steps = 2 x 4 prompts" in plan and "from step 5 on" in plan
     assert ("critic: as many steps at 1e-05" in plan) == (name == "ppo")
+
+
+@pytest.mark.parametrize(
+    "constraint, kl",
+    [
+        ("{kind: none}", (0.0, "loss")),
+        ("{kind: static, eta: 0.02}", (0.02, "loss")),
+        ("{kind: static, eta: 0.02, mode: reward}", (0.02, "reward")),
+        ("{kind: dynamic, eta: 0.02}", (0.0, "loss")),
+    ],
+)
+def test_a_constraint_says_what_the_kl_is(recipe, tmp_path, constraint, kl):
+    """And a recipe that was written out says the same."""
+    loaded = load(recipe, [f"constraint={constraint}"])
+    assert (loaded.algorithm.kl_coefficient, loaded.algorithm.kl_in) == kl
+    (tmp_path / "dumped.yaml").write_text(dump(loaded))
+    assert load(tmp_path / "dumped.yaml") == loaded
+    assert ("constraint:" in str(check(loaded))) == (loaded.constraint.kind != "none")
+
+
+def test_a_dynamic_constraint_beside_a_kl(recipe):
+    assert (
+        load(recipe, ["constraint={kind: dynamic, eta: 0.1}", "algorithm.kl_coefficient=0.5"]).algorithm.kl_coefficient
+        == 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{question} alone", "lacks {response}"),
+        ("{question} {response} {answer}", "has {answer}; there are"),
+        ("{question} {response} {", "literal braces are written"),
+        (None, "is neither a template's name nor a text file"),
+    ],
+)
+def test_templates_without_their_fields(recipe, tmp_path, text, words):
+    path = tmp_path / "template.txt"
+    if text:
+        path.write_text(text)
+    assert words in refusal(recipe, f"constraint={{kind: dynamic, eta: 0.1, template: {path}}}")

@@ -65,9 +65,6 @@ class PIPO(PolicyObjective):
     def keep(self, batch: Batch) -> Tensor:
         return self.base.keep(batch)
 
-    def extend(self, batch: Batch, tools) -> Batch:
-        return self.base.extend(batch, tools)
-
     def advantages(self, batch: Batch) -> Tensor:
         return self.base.advantages(batch)
 

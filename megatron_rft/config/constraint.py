@@ -1,0 +1,145 @@
+"""The `constraint` section of a recipe: what keeps the policy from degenerating (dynamic_constraint.txt 3). No torch.
+
+    none      nothing does
+    static    the KL to the reference that the algorithms have: `eta` and `mode` are then algorithm.kl_coefficient and
+              algorithm.kl_in, and nothing is added to them
+    dynamic   a frozen refiner corrects what the policy wrote, and the policy learns the corrections that score higher
+
+Without the section an algorithm has its own KL, by its own defaults. With kind dynamic it has none, unless
+algorithm.kl_coefficient is given: then both are at work.
+"""
+
+import string
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rft.config.messages import at
+from megatron_rft.config.sections import Count, Natural, NonNegative, Section
+from megatron_rft.errors import did_you_mean
+
+TEMPLATES = Path(__file__).parents[1] / "rollout" / "templates"
+TEMPLATE_OF = {"math": "mathematics", "code": "code", "model": "dialogue", "server": "dialogue"}  # by reward.kind
+ALWAYS = {"kind", "kl_every"}
+WITHOUT_KL = {"sdpo", "own", "sft"}
+READS = {"none": set(), "static": {"eta", "mode"}}
+
+
+class Constraint(Section):
+    kind: Literal["none", "static", "dynamic"]
+    eta: NonNegative | None = None
+    """Weight of the constraint. static: of the KL. dynamic: of the cross entropy on refined responses; 0 measures it
+    alone."""
+    mode: Literal["loss", "reward"] | None = None
+    """A term of the loss, or a penalty on the reward, without a gradient. None: loss; static: the algorithm's kl_in."""
+    tokens: Literal["sum", "mean"] = "sum"
+    """The constraint of a pair is the sum of its tokens' cross entropies, as in the paper, or their mean."""
+    filter: bool = True
+    """Learn only refined responses that score higher than what they refine. false is the paper's ablation."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Refine this share of the responses, chosen by run.seed."""
+    first: Count | None = None
+    """Refine at most so many responses of a group, the first ones that can be improved. None: all."""
+    template: str | None = None
+    """What the refiner is asked: code, dialogue, mathematics, or a file with {question}, {response} and, if it should
+    see it, {reward} in braces. None: by reward.kind."""
+    temperature: NonNegative = 0.0
+    """Of the refiner; 0 is greedy."""
+    max_tokens: Count | None = None
+    """Of a refined response. None: rollout.max_response_tokens."""
+    draft: bool = True
+    """Give the engine the response as a guess of its refinement: copies are then checked many tokens at a time. It
+    changes the speed, never a token."""
+    overlap: bool = True
+    """Refine early groups while later ones are still being generated. Likewise."""
+    kl_every: Natural = 0
+    """Steps between measurements of KL(policy || reference), of which the loss knows nothing; 0: none. Each costs a
+    forward pass of the reference."""
+    norms_every: Natural = 0
+    """Steps between measurements of the gradient norms of the loss's two parts; 0: none. Each costs a step's gradient
+    twice more."""
+    examples_every: Natural = 10
+    """Steps between examples, with their cross entropy per token, in RUN/refinements.jsonl; 0: none."""
+    examples: Count = 2
+    """How many each time."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.kind != "dynamic":
+            for name in type(self).model_fields:
+                if name not in ALWAYS | READS[self.kind] and self.differs(name):
+                    raise at(name, f"does nothing with kind {self.kind}")
+        if self.kind != "none" and self.eta is None:
+            raise at("eta", f"is required with kind {self.kind}: 1e-2 and 1e-4 are the paper's for dialogue and code")
+        if self.kind == "dynamic":
+            self._check_dynamic()
+        return self
+
+    def _check_dynamic(self):
+        if self.eta == 0:
+            for name in ("mode", "tokens", "filter"):
+                if self.differs(name):
+                    raise at(name, "does nothing while eta is 0: nothing is learnt of the pairs")
+        if self.norms_every and (not self.eta or self.mode == "reward"):
+            raise at("norms_every", "there is one part only: eta is 0, or the constraint is in the reward")
+        if self.differs("examples") and not self.examples_every:
+            raise at("examples", "does nothing while examples_every is 0")
+        if self.template is not None:
+            read_template(self.template)
+
+    @property
+    def refines(self) -> bool:
+        return self.kind == "dynamic"
+
+    def template_text(self, reward_kind: str) -> str:
+        name = self.template or TEMPLATE_OF.get(reward_kind)
+        if name is None:
+            names = ", ".join(named_templates())
+            raise at("constraint.template", f"is required with reward.kind={reward_kind}: {names}, or a file")
+        return read_template(name)
+
+
+def named_templates() -> list[str]:
+    return sorted(each.stem for each in TEMPLATES.glob("*.txt"))
+
+
+def read_template(name: str) -> str:
+    """The text of a template of ours, or of a file, its last line break left out."""
+    names = named_templates()
+    path = TEMPLATES / f"{name}.txt" if name in names else Path(name).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError):
+        hint = did_you_mean(name, names) or f" There are: {', '.join(names)}."
+        raise at("template", f"{name!r} is neither a template's name nor a text file.{hint}") from None
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    except ValueError as error:
+        raise at("template", f"{name}: {error}; literal braces are written {{{{ and }}}}") from None
+    if missing := {"question", "response"} - fields:
+        raise at("template", f"{name} lacks {' and '.join(f'{{{each}}}' for each in sorted(missing))}")
+    if unknown := fields - {"question", "response", "reward"}:
+        raise at("template", f"{name} has {{{min(unknown)}}}; there are {{question}}, {{response}} and {{reward}}")
+    return text
+
+
+def into_algorithm(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The KL of the algorithm as a recipe's constraint has it. What is not a section yet is left to the models."""
+    constraint, algorithm = recipe.get("constraint"), recipe.get("algorithm")
+    if not isinstance(constraint, dict) or not isinstance(algorithm, dict) or algorithm.get("name") in WITHOUT_KL:
+        return recipe
+    kind, eta = constraint.get("kind"), constraint.get("eta")
+    if kind == "static":
+        said = {"kl_coefficient": eta} | ({"kl_in": constraint["mode"]} if constraint.get("mode") else {})
+    elif kind in ("none", "dynamic"):
+        said = {"kl_coefficient": 0.0}
+    else:
+        return recipe
+    for name, value in said.items():
+        given = algorithm.get(name)
+        if kind != "dynamic" and given is not None and given != value:
+            option = {"kl_coefficient": "eta", "kl_in": "mode"}[name]
+            instead = f"constraint.{option} is {value}" if kind == "static" else "constraint.kind none has no KL"
+            raise at(f"algorithm.{name}", f"{given} contradicts the constraint: {instead}. Leave this one out")
+    return recipe | {"algorithm": said | {name: value for name, value in algorithm.items() if value is not None}}

@@ -1,0 +1,166 @@
+"""The dynamic constraint: the policy learns what a refiner made of its responses (dynamic_constraint.txt 3.2, 3.3).
+
+    D = sum_{t=1}^{min(|a|, |a'|)} -log pi(a'_t | s0, a'_<t)     for pairs with r(s0, a') > r(s0, a)     Eq. 6
+
+    mode loss      L = L_base + eta * mean of D over the pairs of the mini-batch, an SFT term on (s0, a')
+    mode reward    eta * -log pi(a'_t | s0, a'_<t), of the policy before the step, comes off the reward of token t of a;
+                   methods that compare responses take its sum off the response's reward. No gradient
+
+The sampler says which pairs there are: `Batch.refined_ids`, empty where a response has none. In mode loss the refined
+responses become rows of the policy's mini-batches beside the sampled ones of their group; the base's loss and its
+counts never see them. Without any pair, or with eta 0, the base's updates are handed on as they are.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rft.objectives.base import (
+    Loss,
+    LossFunction,
+    Outputs,
+    PolicyObjective,
+    Prepared,
+    State,
+    Sum,
+    Update,
+)
+from megatron_rft.records import BESIDE, Batch, concatenate, segment_ids
+
+
+def constrained_lens(batch: Batch) -> Tensor:
+    """[B] terms of D: min(|a|, |a'|), 0 where a response has no refined one."""
+    return torch.minimum(batch.response_lens, batch.refined_lens)
+
+
+def has_pairs(batch: Batch) -> bool:
+    return batch.refined_lens is not None and bool(constrained_lens(batch).any())
+
+
+def pairs(batch: Batch) -> Batch:
+    """(s0, a') of every pair, a' cut to the terms of D: what is behind them has no influence on D."""
+    kept = batch.select(constrained_lens(batch) > 0)
+    lens = constrained_lens(kept)
+    ids = kept.refined_ids[_first(kept.refined_lens, lens)]
+    return Batch(kept.prompt_ids, kept.prompt_lens, ids, lens, sequences=dict(kept.sequences))
+
+
+def on_response_tokens(values: Tensor, batch: Batch) -> Tensor:
+    """Values of the tokens of `pairs(batch)` -> [R]: that of a'_t on token t of a, 0 on tokens without one."""
+    full = values.new_zeros(len(batch.response_ids))
+    full[_first(batch.response_lens, constrained_lens(batch))] = values
+    return full
+
+
+def _first(lens: Tensor, wanted: Tensor) -> Tensor:
+    """Mask of the first `wanted` tokens of each segment. (3, 2), (1, 2) -> 1 0 0 1 1"""
+    ids = segment_ids(lens)
+    return torch.arange(len(ids)) - (lens.cumsum(0) - lens)[ids] < wanted[ids]
+
+
+def joined(batch: Batch) -> Batch:
+    """The sampled sequences and, behind them, the pairs: `refined` is 1 there, and their response_mask 0."""
+    found = pairs(batch)
+    sampled = replace(batch, **dict.fromkeys(BESIDE)).with_tokens(response_mask=batch.response_mask)
+    tokens = {name: value.new_zeros(len(found.response_ids)) for name, value in sampled.tokens.items()}
+    found = found.with_tokens(**tokens, refined_mask=torch.ones(len(found.response_ids)))
+    sampled = sampled.with_tokens(refined_mask=torch.zeros(len(sampled.response_ids)))
+    return concatenate(
+        [each.with_sequences(refined=torch.full((len(each),), i)) for i, each in enumerate((sampled, found))]
+    )
+
+
+def sampled_only(batch: Batch) -> tuple[Batch, Tensor]:
+    """A joined batch without its pairs, and which response tokens [R] those that stay are."""
+    own = batch.sequences["refined"] == 0
+    return batch.select(own), own[batch.sequence_ids]
+
+
+def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
+    """[B] D of each pair of a joined batch, or D over its number of terms; 0 on sampled sequences."""
+    mask = batch.tokens["refined_mask"].to(logprobs)
+    ids = batch.sequence_ids.to(logprobs.device)
+    total = logprobs.new_zeros(len(batch)).index_add(0, ids, -logprobs * mask)
+    if how == "sum":
+        return total
+    assert how == "mean", how
+    return total / mask.new_zeros(len(batch)).index_add(0, ids, mask).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class DynamicConstraint(PolicyObjective):
+    base: PolicyObjective
+    eta: float = 1e-3
+    mode: str = "loss"
+    tokens: str = "sum"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        refined = {"refined_logprobs"} if self.mode == "reward" and self.eta else set()
+        return self.base.needs | refined
+
+    @property
+    def attribution_needs(self) -> frozenset[str]:
+        return self.base.attribution_needs
+
+    def init(self) -> State:
+        return self.base.init()
+
+    def keep(self, batch: Batch) -> Tensor:
+        return self.base.keep(batch)
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return self.base.advantages(self._penalised(batch))
+
+    def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
+        return self.base.surrogate(outputs, batch)
+
+    def improvement_attributions(self, batch: Batch) -> Tensor:
+        return self.base.improvement_attributions(self._penalised(batch))
+
+    def prepare(self, batch: Batch, state: State) -> Prepared:
+        pairs_there = bool(self.eta) and has_pairs(batch)
+        if not pairs_there:
+            return self.base.prepare(batch, state)
+        if self.mode == "reward":
+            penalised = self._penalised(batch)
+            prepared = self.base.prepare(penalised, state)
+            mean = penalised.tokens["penalty"].sum().item() / len(batch)
+            return replace(prepared, metrics=prepared.metrics | {"reward/constraint_penalty": mean})
+        prepared = self.base.prepare(batch, state)
+        updates = [self._constrained(update) if update.model == "actor" else update for update in prepared.updates]
+        return replace(prepared, updates=updates)
+
+    def _penalised(self, batch: Batch) -> Batch:
+        """With the [R] penalty on each token's reward."""
+        if self.mode != "reward" or not self.eta or not has_pairs(batch) or "penalty" in batch.tokens:
+            return batch
+        terms = constrained_lens(batch).clamp(min=1) if self.tokens == "mean" else torch.ones_like(batch.response_lens)
+        cross_entropy = -batch.tokens["refined_logprobs"]
+        return batch.with_tokens(penalty=self.eta * cross_entropy / terms[batch.sequence_ids])
+
+    def _constrained(self, update: Update) -> Update:
+        batch = joined(update.batch)
+        each_step = int(batch.tokens["refined_mask"].sum()) / min(update.mini_batches, len(batch.groups.unique()))
+
+        def counted(mini_batch: Batch) -> dict[str, float]:
+            sampled, _ = sampled_only(mini_batch)
+            count = {"pairs": max(float((mini_batch.sequences["refined"] == 1).sum()), 1.0)}
+            # of an average mini-batch: one without pairs then takes nothing off the mean over a step's mini-batches
+            return update.counts(sampled) | count | {"refined_tokens": each_step}
+
+        return replace(update, batch=batch, loss=self._with_constraint(update.loss), counts=counted)
+
+    def _with_constraint(self, base_loss: LossFunction) -> LossFunction:
+        def loss(outputs: Outputs, batch: Batch) -> Loss:
+            sampled, own = sampled_only(batch)
+            base = base_loss({name: value[own.to(value.device)] for name, value in outputs.items()}, sampled)
+            terms = pair_terms(outputs["logprobs"], batch, self.tokens)
+            total = pair_terms(outputs["logprobs"].detach(), batch, "sum").sum()
+            return Loss(
+                base.terms | {"constraint": (self.eta, Sum(terms.sum(), "pairs"))},
+                base.metrics | {"constraint/cross_entropy": Sum(total, "refined_tokens")},
+            )
+
+        return loss

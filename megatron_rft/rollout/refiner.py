@@ -1,0 +1,257 @@
+"""A frozen model corrects what the policy wrote (dynamic_constraint.txt 3.2): prompts, clean-up, and what came of it.
+
+The refiner reads the problem, a response and, where its template shows it, the reward, and writes a refined response.
+That is cleaned once; the reward grades the cleaned text, and training reads its tokens. Text that is the response's
+own has the response's own tokens; text that nothing was taken from has those that the engine wrote; any other is
+tokenised.
+
+What cannot pass the filter is not refined: a response that already has the largest reward there is. Nor are responses
+whose grader failed, that the algorithm leaves out of training, or whose prompt to the refiner is too long.
+"""
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.rewards.base import Reward
+from megatron_rft.rollout.engine import Engine, Request, Sampling
+
+CHAT_MARKER = re.compile(r"<\|(?:im_start|start_header_id)\|>\s*(?:assistant)?\s*(?:<\|end_header_id\|>)?|<\|\w+\|>")
+ONE_BLOCK = re.compile(r"\s*```[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+AT_MAXIMUM, GRADER_FAILED, NOT_TRAINED, NOT_CHOSEN, TOO_LONG = "maximum", "grader", "untrained", "unchosen", "length"
+
+
+def clean(text: str, response: str) -> str:
+    """A refined text without what surrounds it: chat markers, and a code fence around all of it, unless the response
+    that it refines is fenced too, for then the fence is what was asked for. White space at both ends goes with them."""
+    found = CHAT_MARKER.sub("", text)
+    block = ONE_BLOCK.fullmatch(found)
+    if block and "```" not in response and "```" not in block[1]:
+        found = block[1]
+    return text if found == text else found.strip()
+
+
+def edit_distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Levenshtein's, in tokens."""
+    other, place = np.array(b), np.arange(len(b) + 1)
+    row = place
+    for number, token in enumerate(a, start=1):
+        changed = np.minimum(row[1:] + 1, row[:-1] + (other != token))
+        row = np.minimum.accumulate(np.concatenate([[number], changed]) - place) + place
+    return int(row[-1])
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What the refiner made of one response."""
+
+    token_ids: tuple[int, ...]  # of the policy's tokenizer, with the stop token where the refiner finished
+    text: str
+    score: Score
+    verbatim: bool
+    distance: int  # tokens to insert, remove or change, from the response to this
+    written: int  # tokens that the engine wrote
+    kept: bool  # whether the pair is learnt: the filter of Eq. 6
+
+
+@dataclass(frozen=True)
+class Task:
+    """A response to refine."""
+
+    key: tuple[int, int]  # (place, sample)
+    prompt: Prompt
+    response: Response
+    text: str
+    score: Score
+    request: Request
+
+
+class Refiner:
+    """
+    Args:
+        engine: of the frozen model. Nobody else calls it.
+        encode: (problem, text that asks the refiner) -> token ids, through the chat template where prompts go through.
+        template: over {question}, {response} and perhaps {reward}.
+        maximum: of the reward; a response that has it is not refined. Infinity where no such response is to be skipped.
+        only_better: learn pairs whose refined response scores higher, or all of them.
+        share, first: of the responses of a group that can be improved, how many are refined.
+        draft: hand the response to the engine as a guess of its refinement.
+        most_tokens: of the refiner's prompt and response together.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        tokenizer: Any,
+        encode: Callable[[Prompt, str], list[int]],
+        template: str,
+        maximum: float,
+        seed: Callable[..., int],
+        only_better: bool = True,
+        share: float = 1.0,
+        first: int | None = None,
+        draft: bool = True,
+        overlap: bool = True,
+        most_tokens: int | None = None,
+    ):
+        self.engine, self.sampling, self.tokenizer, self.encode = engine, sampling, tokenizer, encode
+        self.template, self.maximum, self.seed, self.only_better = template, maximum, seed, only_better
+        self.special = set(tokenizer.all_special_ids)
+        self.share, self.first, self.draft, self.overlap, self.most_tokens = share, first, draft, overlap, most_tokens
+
+    def choose(self, group: list, step: int, trained: list[bool]) -> tuple[list[Task], dict[int, str]]:
+        """The responses of a group (rollouts of the sampler) to refine, and by sample why others are not."""
+        tasks, left = [], {}
+        for rollout, worth in zip(group, trained, strict=True):
+            reason = self._reason(rollout.score, worth)
+            seed = self.seed(step, rollout.place, rollout.sample, rollout.prompt.index)
+            if reason is None and (seed % 1000003 >= self.share * 1000003 or len(tasks) == self.first):
+                reason = NOT_CHOSEN
+            task = None if reason else self._task(rollout, seed)
+            if reason is None and self._too_long(task):
+                reason = TOO_LONG
+            if reason:
+                left[rollout.sample] = reason
+            else:
+                tasks.append(task)
+        return tasks, left
+
+    def _reason(self, score: Score, trained: bool) -> str | None:
+        if score.error is not None or not math.isfinite(score.reward):
+            return GRADER_FAILED
+        if not trained:
+            return NOT_TRAINED
+        return AT_MAXIMUM if self.only_better and score.reward >= self.maximum else None
+
+    def _task(self, rollout: Any, seed: int) -> Task:
+        asked = self.template.format(
+            question=rollout.prompt.question or rollout.prompt.text,
+            response=rollout.text,
+            reward=f"{rollout.score.reward:g}",
+        )
+        ids = tuple(self.encode(rollout.prompt, asked))
+        draft = self._draft(rollout) if self.draft else ()
+        request = Request(0, ids, 1, seed, draft=draft)
+        return Task(
+            (rollout.place, rollout.sample), rollout.prompt, rollout.response, rollout.text, rollout.score, request
+        )
+
+    def _draft(self, rollout: Any) -> tuple[int, ...]:
+        """The response's tokens, ended where it was cut off."""
+        ids = rollout.response.token_ids
+        stops = self.sampling.stop_token_ids
+        return (ids if ids and ids[-1] in stops else (*ids, *stops[:1]))[: self.sampling.max_tokens]
+
+    def _too_long(self, task: Task) -> bool:
+        return (
+            self.most_tokens is not None and len(task.request.prompt_ids) + self.sampling.max_tokens > self.most_tokens
+        )
+
+    def write(self, tasks: list[Task]) -> list[Response]:
+        """Of the engine, in the order of the tasks."""
+        requests = [replace(task.request, id=number) for number, task in enumerate(tasks)]
+        found = {group.id: group.responses[0] for group in self.engine.generate(requests, self.sampling)}
+        return [found[number] for number in range(len(tasks))]
+
+    def grade(self, tasks: list[Task], written: list[Response], reward: Reward) -> list[Refined]:
+        raw = [self.tokenizer.decode(list(each.token_ids), skip_special_tokens=True) for each in written]
+        texts = [clean(text, task.text) for text, task in zip(raw, tasks, strict=True)]
+        scores = reward([task.prompt for task in tasks], texts) if tasks else []
+        return [self._refined(*each) for each in zip(tasks, written, raw, texts, scores, strict=True)]
+
+    def _refined(self, task: Task, written: Response, raw: str, text: str, score: Score) -> Refined:
+        if score.error is None and not math.isfinite(score.reward):
+            score = replace(score, reward=0.0, error=f"the reward is {score.reward:g}")
+        ids = self._tokens(task, written, raw, text)
+        distance = 0 if ids == task.response.token_ids else edit_distance(task.response.token_ids, ids)
+        better = score.reward > task.score.reward or not self.only_better
+        kept = score.error is None and bool(ids) and better
+        return Refined(ids, text, score, text == task.text, distance, len(written.token_ids), kept)
+
+    def _tokens(self, task: Task, written: Response, raw: str, text: str) -> tuple[int, ...]:
+        if text == task.text and written.finish_reason == task.response.finish_reason:
+            return task.response.token_ids
+        ended = written.token_ids[-1:] if written.finish_reason == "stop" else ()
+        if text == raw and not self.special & set(written.token_ids[: len(written.token_ids) - len(ended)]):
+            return written.token_ids
+        return (*self.tokenizer.encode(text, add_special_tokens=False), *ended)
+
+
+class Refining:
+    """The refinement of one round of sampling. Groups come in from the thread that scores them; whenever the refiner is
+    free it takes all that wait, and what it wrote is scored in that same thread, to which rewards belong."""
+
+    def __init__(self, refiner: Refiner, reward: Reward, scoring: Executor, step: int):
+        self.refiner, self.reward, self.scoring, self.step = refiner, reward, scoring, step
+        self.waiting: deque[Task] = deque()
+        self.graded: list[tuple[list[Task], Future]] = []
+        self.jobs: list[Future] = []
+        self.seconds = 0.0
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="refiner")
+
+    def add(self, group: list, trained: list[bool]) -> dict[int, str]:
+        """A scored group; by sample, why some of its responses are not refined."""
+        tasks, left = self.refiner.choose(group, self.step, trained)
+        self.waiting.extend(tasks)
+        if tasks and self.refiner.overlap:
+            self.jobs.append(self.thread.submit(self._write))
+        return left
+
+    def _write(self) -> None:
+        tasks = [self.waiting.popleft() for _ in range(len(self.waiting))]
+        if tasks:
+            start = time.perf_counter()
+            written = self.refiner.write(tasks)
+            self.seconds += time.perf_counter() - start
+            self.graded.append((tasks, self.scoring.submit(self.refiner.grade, tasks, written, self.reward)))
+
+    def results(self) -> dict[tuple[int, int], Refined]:
+        """By place and sample. Called when all groups have come in."""
+        with self.thread:
+            self.jobs.append(self.thread.submit(self._write))
+            for job in self.jobs:
+                job.result()
+        found = {}
+        for tasks, job in self.graded:
+            found |= {task.key: refined for task, refined in zip(tasks, job.result(), strict=True)}
+        return found
+
+
+def statistics(rollouts: list) -> dict[str, float]:
+    """Of a step's rollouts, those whose grader failed left out."""
+    scored = [each for each in rollouts if each.score.error is None]
+    if not any(each.refined or each.unrefined for each in rollouts):
+        return {}
+    refined = [each for each in scored if each.refined and each.refined.score.error is None]
+    better = sum(each.refined.score.reward > each.score.reward for each in refined)
+    reasons = [each.unrefined for each in rollouts]
+    found = {
+        "improved": better / max(len(scored), 1),
+        "refined": len(refined),
+        "pairs": sum(each.refined.kept for each in refined),
+        "skipped": reasons.count(AT_MAXIMUM),
+        "too_long": reasons.count(TOO_LONG),
+        "grader_errors": sum(bool(each.refined) for each in scored) - len(refined),
+        "refiner_tokens": sum(each.refined.written for each in scored if each.refined),
+    }
+    if refined:
+        found |= {
+            "refined_reward": _mean([each.refined.score.reward for each in refined]),
+            "original_reward": _mean([each.score.reward for each in refined]),
+            "verbatim": _mean([each.refined.verbatim for each in refined]),
+            "edit_distance": _mean([each.refined.distance for each in refined]),
+        }
+    return {f"constraint/{name}": float(value) for name, value in found.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
