@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rft import __version__, launcher
-from megatron_rft.config import Recipe, check, load
+from megatron_rft.config import Recipe, check, check_writable, load
 from megatron_rft.errors import RunFailed, UserError
+from megatron_rft.job import Job
 from megatron_rft.launcher import FAILED, FINISHED, STOPPED, USER_ERROR
 
 
@@ -28,14 +29,12 @@ def parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="run a recipe, or go on with it", allow_abbrev=False)
     _add_recipe(train)
-    train.add_argument("--nproc", type=_count, metavar="N", help="ranks on this machine (default: 1)")
-    train.add_argument("--dry-run", action="store_true", help="check the recipe, print its arithmetic and stop")
+    _add_launch(train, "ranks")
     train.set_defaults(function=_train)
 
     generate = commands.add_parser("generate", help="sample and grade trajectories into a store", allow_abbrev=False)
     _add_recipe(generate)
-    generate.add_argument("--nproc", type=_count, metavar="N", help="workers on this machine (default: 1)")
-    generate.add_argument("--dry-run", action="store_true", help="check the recipe, print its arithmetic and stop")
+    _add_launch(generate, "workers")
     generate.set_defaults(function=_generate)
 
     plan = commands.add_parser(
@@ -43,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_recipe(plan)
     plan.add_argument("--nproc", type=_count, metavar="N", help="ranks it would run on (default: 1)")
-    plan.set_defaults(function=_train, dry_run=True)
+    plan.set_defaults(function=_train, dry_run=True, job=None)
 
     evaluate = commands.add_parser("evaluate", help="measure a model on a recipe's problems", allow_abbrev=False)
     _add_recipe(evaluate)
@@ -86,6 +85,12 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("--engine", choices=("auto", "vllm", "hf"), help="the same as rollout.engine=...")
 
 
+def _add_launch(command: argparse.ArgumentParser, processes: str) -> None:
+    command.add_argument("--nproc", type=_count, metavar="N", help=f"{processes} on this node (default: 1)")
+    command.add_argument("--dry-run", action="store_true", help="check the recipe, print its arithmetic and stop")
+    command.add_argument("--job", type=Path, metavar="FOLDER", help="of a job that a queue starts again: its notes")
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Overrides may stand before and after options, which argparse alone does not allow."""
     args, rest = parser().parse_known_args(arguments)
@@ -112,6 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -122,20 +130,23 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    world_size = launcher.check_environment(args.nproc)
+    world_size, place = launcher.check_environment(args.nproc)
     recipe = load(args.recipe, _overrides(args))
     if recipe.trainer == "generate" and args.command == "train":
         raise UserError(f"{args.recipe} is a recipe of trainer generate: run it with `megatron-rft generate`")
     plan = check(recipe, world_size)
     is_rank = "RANK" in os.environ
-    if not is_rank or (os.environ["RANK"] == "0" and launcher.PARENT not in os.environ):
+    if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else place.node == 0:
         print(plan, flush=True)
     _check_own_code(recipe)
+    check_writable(recipe)
     if args.dry_run:
         return FINISHED
-    if world_size > 1 and not is_rank:
+    if (world_size > 1 or args.job) and not is_rank:
         command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *_overrides(args)]
-        return launcher.launch(command, world_size, recipe.run.output_dir)
+        output_dir = recipe.run.output_dir
+        job = args.job and Job(args.job, Path(output_dir), place.node, place.nodes)
+        return launcher.launch(command, args.nproc or 1, output_dir, place, job)
     return _work(recipe, _run)
 
 

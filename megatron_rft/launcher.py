@@ -1,16 +1,17 @@
-"""Several ranks on this machine from one command: start them, pass signals on, and say which one failed. No torch.
+"""The ranks of a node from one command: start them, pass signals on, and say which one failed. No torch.
 
-It does what torchrun does for one node, and four things that torchrun does not: SIGUSR1 and SIGTERM reach the ranks and
-nobody kills them while they save; the exit status is the ranks' own; the rank that was killed is named; and no rank
-outlives this process. On several nodes use torchrun (`launch/`): a process that finds RANK set is a rank.
+It does what torchrun does, and four things that torchrun does not: SIGUSR1 and SIGTERM reach the ranks and nobody kills
+them while they save; the exit status is the ranks' own; the rank that was killed is named; and no rank outlives this
+process. On several nodes Slurm starts it once on each (`launch/`), or the ranks themselves. A process that finds RANK
+set, by torchrun for example, is a rank.
 
 Every rank leaves RUN/launch/rank_N.json, `{"status": 75, "message": "..."}`, for launchers that see no exit status.
 """
 
 import contextlib
+import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,11 +20,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rft import slurm
 from megatron_rft.errors import ConfigError
+from megatron_rft.job import Job
 from megatron_rft.processes import die_with
+from megatron_rft.slurm import Place
 
 FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
 PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
+CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PARENT = "MEGATRON_RFT_LAUNCHER"  # pid, in the environment of ranks that this module started
 
 
@@ -66,21 +71,53 @@ def die_with_launcher() -> None:
         die_with(int(os.environ[PARENT]))
 
 
-def launch(command: list[str], nproc: int, output_dir: str) -> int:
-    """Run `command` as `nproc` ranks and return the run's exit status, with a line about any failure."""
-    shutil.rmtree(ranks_folder(output_dir), ignore_errors=True)
+def launch(command: list[str], nproc: int, output_dir: str, place: Place | None = None, job: Job | None = None) -> int:
+    """Run `command` as `nproc` ranks on this node and return the exit status, with a line about any failure.
+
+    Of a job of a queue it is the job's, which all nodes return alike.
+    """
+    place = place or Place()
     ranks: list[Rank] = []
     with _signals_passed_to(ranks):
         try:
-            port = _free_port()
-            for number in range(nproc):
-                ranks.append(Rank(number, _start(command, number, nproc, port)))
-            while all(rank.status in (None, FINISHED, STOPPED) for rank in ranks) and any(_alive(ranks)):
-                time.sleep(0.1)
+            if job is not None:
+                job.begin()
+            port = place.port or _free_port()
+            for local in range(nproc):
+                number = place.node * nproc + local
+                (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
+                ranks.append(Rank(number, _start(command, number, local, nproc, place, port)))
+            elsewhere = _watch(ranks, job)
             stopped = _end(ranks)
         finally:
             _kill(ranks)
-    return _conclude(ranks, stopped, output_dir)
+        status = _conclude(ranks, stopped, output_dir, elsewhere)
+        return status if job is None else _conclude_job(job, status)
+
+
+def _watch(ranks: list[Rank], job: Job | None) -> str | None:
+    """Until a rank fails or all have ended, or another node has failed; then which."""
+    told_to_stop = False
+    for tick in itertools.count():
+        if not any(_alive(ranks)) or any(rank.status not in (None, FINISHED, STOPPED) for rank in ranks):
+            return None
+        time.sleep(0.1)
+        if job is None or tick % 10:
+            continue
+        if job.wants_stop() and not told_to_stop:
+            told_to_stop = True
+            _send(ranks, signal.SIGUSR1)
+        if elsewhere := job.failed_elsewhere():
+            return elsewhere
+
+
+def _conclude_job(job: Job, status: int) -> int:
+    status, message = job.conclude(status)
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    for number in CAUGHT:  # Slurm ends the whole step after the first node that is not 0, and this status counts too
+        signal.signal(number, signal.SIG_IGN)
+    return status
 
 
 def _free_port() -> int:
@@ -89,15 +126,15 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(command: list[str], rank: int, nproc: int, port: int) -> subprocess.Popen:
+def _start(command: list[str], rank: int, local: int, nproc: int, place: Place, port: int) -> subprocess.Popen:
     """In a session of its own: a Ctrl-C of the terminal reaches the ranks through us, once."""
     environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # several ranks with many threads each choke each other
     environment |= os.environ | {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(nproc * place.nodes),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": place.address,
         "MASTER_PORT": str(port),
         PARENT: str(os.getpid()),
     }
@@ -115,17 +152,21 @@ def _signals_passed_to(ranks: list[Rank]):
             interrupts += 1
             number = signal.SIGTERM if interrupts == 1 else signal.SIGKILL
             print("stopping after this step; Ctrl-C again to kill" * (interrupts == 1), file=sys.stderr)
-        for rank in _alive(ranks):
-            with contextlib.suppress(ProcessLookupError):
-                rank.process.send_signal(number)
+        _send(ranks, number)
 
-    caught = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = {number: signal.signal(number, pass_on) for number in caught}
+    before = {number: signal.signal(number, pass_on) for number in CAUGHT}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
+
+
+def _send(ranks: list[Rank], number: int) -> None:
+    for rank in _alive(ranks):
+        with contextlib.suppress(ProcessLookupError):
+            rank.process.send_signal(number)
 
 
 def _alive(ranks: list[Rank]) -> list[Rank]:
@@ -149,7 +190,10 @@ def _kill(ranks: list[Rank]) -> None:
         rank.process.wait()
 
 
-def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str) -> int:
+def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere: str | None) -> int:
+    if elsewhere:
+        print(f"error: {elsewhere}; the ranks of this one were stopped", file=sys.stderr)
+        return FAILED
     statuses = {rank.number: rank.status for rank in ranks}
     if all(status == FINISHED for status in statuses.values()):
         return FINISHED
@@ -173,11 +217,18 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str) -> int:
     return USER_ERROR if wrong else FAILED
 
 
-def check_environment(nproc: int | None) -> int:
-    """The number of ranks: what another launcher made, else `nproc`."""
+def check_environment(nproc: int | None) -> tuple[int, Place]:
+    """The number of ranks of the run, and the place of this node among those whose launchers start `nproc` each.
+
+    The ranks may be there already: by another launcher, or as the tasks of a Slurm step (where nproc is not given).
+    """
+    if "RANK" not in os.environ and nproc is None:
+        os.environ.update(slurm.rank_environment())
     if "RANK" not in os.environ:
-        return nproc or 1
+        place, nproc = slurm.place(), nproc or 1
+        slurm.check_ranks_per_node(nproc)
+        return nproc * place.nodes, place
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if nproc not in (None, world) and PARENT not in os.environ:
         raise ConfigError(f"--nproc {nproc}: a launcher has started {world} ranks already: leave it out")
-    return world
+    return world, Place()

@@ -3,6 +3,7 @@
 Runs before torch is imported, so that a wrong recipe costs a second and not a queue.
 """
 
+import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +101,16 @@ def check_installed(recipe: Recipe) -> None:
         raise ConfigError(
             "tracking.tensorboard: tensorboard is not installed: pip install tensorboard, or set it to false"
         )
+
+
+def check_writable(recipe: Recipe) -> None:
+    """The output folder is there and can be written, or can be made. Writes nothing."""
+    folder = place = Path(recipe.run.output_dir).expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "cannot be written here" if place.is_dir() else "is no folder"
+        raise ConfigError(f"run.output_dir: {folder} cannot be made: {place} {why}. Choose another run.output_dir")
 
 
 def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:

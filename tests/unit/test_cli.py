@@ -222,14 +222,14 @@ class TestRanks:
     def test_under_another_launcher_nproc_must_agree(self, monkeypatch):
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "4")
-        assert launcher.check_environment(None) == launcher.check_environment(4) == 4
+        assert launcher.check_environment(None)[0] == launcher.check_environment(4)[0] == 4
         with pytest.raises(ConfigError, match="a launcher has started 4 ranks"):
             launcher.check_environment(2)
 
 
 def test_ranks_are_started_with_the_same_recipe(recipe, monkeypatch):
     seen = {}
-    monkeypatch.setattr(launcher, "launch", lambda command, nproc, out: seen.update(command=command, nproc=nproc) or 0)
+    monkeypatch.setattr(launcher, "launch", lambda command, nproc, *_: seen.update(command=command, nproc=nproc) or 0)
     assert cli.main(["train", str(recipe), "run.seed=3", "--nproc", "2", "--engine", "hf"]) == 0
     assert seen["command"][1:] == ["-m", "megatron_rft", "train", str(recipe), "run.seed=3", "rollout.engine=hf"]
     assert seen["nproc"] == 2 and "RANK" not in os.environ

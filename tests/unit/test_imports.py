@@ -21,7 +21,19 @@ SIBLINGS = {
     "weight_sync": {"rollout", "megatron", "conversion"},
 }
 TOP = {"trainers", "cli", "launcher", "doctor", "__main__"}
-WITHOUT_TORCH = {"cli", "launcher", "processes", "doctor", "errors", "config", "own", "__main__", "__init__"}
+WITHOUT_TORCH = {
+    "cli",
+    "launcher",
+    "slurm",
+    "job",
+    "processes",
+    "doctor",
+    "errors",
+    "config",
+    "own",
+    "__main__",
+    "__init__",
+}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

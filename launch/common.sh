@@ -1,0 +1,127 @@
+# What the scripts in launch/ share. Each is submitted by itself, which checks first, or by sbatch:
+#
+#     launch/pipo_8b.sh --account=me --partition=gpu --time=24:00:00 --gpus-per-node=8 [sbatch options] [section.option=value ...]
+#     sbatch --account=me --partition=gpu ... launch/pipo_8b.sh [section.option=value ...]       # from the repository's folder
+#
+# Environment (docs/cluster.md):
+#     SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT ...   sbatch's own
+#     LAUNCH_SETUP    shell code that makes `python` the right one, on every node; default: . .venv/bin/activate
+#     LAUNCH_IMAGE    container image, for pyxis; the repository is mounted under its own path
+#     LAUNCH_MOUNTS   more mounts, FROM:TO,...
+#     LAUNCH_NPROC    ranks per node, where there are no GPUs; default: as many as the node's GPUs in the job
+#
+# The script that sources this has the array `stages`, of "train RECIPE" or "generate RECIPE". Plain keys go to `train`;
+# generate:section.option=value goes to `generate`.
+set -uo pipefail
+
+die() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# ---- in the job
+
+run_job() {
+    cd "$SLURM_SUBMIT_DIR" && [ -d megatron_rft ] || die "submit from the repository's folder, not from $SLURM_SUBMIT_DIR"
+    . launch/requeue.sh
+    export LAUNCH_ROOT="$PWD" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+    local nproc="${LAUNCH_NPROC:-${SLURM_GPUS_ON_NODE:-}}" number
+    [ -n "$nproc" ] || die "this job has no GPUs: sbatch --gpus-per-node=8, or LAUNCH_NPROC=8 for 8 ranks per node without"
+    [ "${SLURM_CPUS_ON_NODE:-$nproc}" -ge "$nproc" ] ||
+        echo "warning: $nproc ranks share $SLURM_CPUS_ON_NODE CPUs of a node: sbatch --exclusive or --cpus-per-task" >&2
+    for number in "${!stages[@]}"; do
+        job="$PWD/runs/slurm/$SLURM_JOB_ID/stage_$number"
+        [ -e "$job/finished" ] || run_stage "$nproc" ${stages[number]} "$@"
+    done
+}
+
+run_stage() { # NPROC COMMAND RECIPE KEY...
+    local nproc="$1" command="$2" recipe="$3" status keys=()
+    shift 3
+    keys_for "$command" "$@"
+    echo "start ${SLURM_RESTART_COUNT:-0}: $command $recipe, $SLURM_NNODES nodes of $nproc ranks"
+    mkdir -p "$job" || die "cannot write $job"
+    srun_with_stop "${step[@]}" bash -c "$in_step" bash "$command" "$recipe" --nproc "$nproc" --job "$job" "${keys[@]}"
+    status=$?
+    [ "$status" -ne 0 ] || { touch "$job/finished" && return; }
+    requeue_if_due "$status"
+    exit "$status"
+}
+
+keys_for() { # COMMAND KEY...; leaves those of COMMAND in `keys`
+    local command="$1" key
+    shift
+    for key in "$@"; do
+        case "$key" in
+        train:* | generate:*) [ "${key%%:*}" != "$command" ] || keys+=("${key#*:}") ;;
+        *) [ "$command" != train ] || keys+=("$key") ;;
+        esac
+    done
+}
+
+in_step='cd "$LAUNCH_ROOT" && eval "$LAUNCH_SETUP" && exec python -m megatron_rft "$@"'
+step=(--nodes="${SLURM_NNODES:-1}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none)
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun does not inherit it
+[ -z "${LAUNCH_IMAGE:-}" ] || step+=(
+    --container-image="$LAUNCH_IMAGE" --container-workdir="${SLURM_SUBMIT_DIR:-}"
+    --container-mounts="${SLURM_SUBMIT_DIR:-}:${SLURM_SUBMIT_DIR:-}${LAUNCH_MOUNTS:+,$LAUNCH_MOUNTS}"
+)
+
+# ---- on the login node
+
+# Arguments of the form section.option=value are the recipe's, all others sbatch's.
+submit() {
+    local keys=() options=() argument stage sooner=
+    cd "$(dirname "$0")/.." || exit 2
+    for argument in "$@"; do
+        if [[ "$argument" =~ ^((train|generate):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then keys+=("$argument"); else options+=("$argument"); fi
+    done
+    command -v sbatch >/dev/null || die "there is no sbatch here: this is no login node of a Slurm cluster"
+    given account -A SBATCH_ACCOUNT || die "no account: --account=NAME, or export SBATCH_ACCOUNT=NAME"
+    given partition -p SBATCH_PARTITION || die "no partition: --partition=NAME, or export SBATCH_PARTITION=NAME"
+    for stage in "${stages[@]}"; do check_stage $stage "${keys[@]}"; done
+    mkdir -p runs/slurm 2>/dev/null && [ -w runs/slurm ] || die "$PWD/runs/slurm cannot be written: the job keeps its notes there"
+    sooner_signal
+    exec sbatch ${sooner:+"$sooner"} "${options[@]}" "launch/$(basename "$0")" "${keys[@]}"
+}
+
+# The scripts ask for their signal ten minutes ahead: a limit that is hardly longer would bring it at once.
+sooner_signal() {
+    local limit="${SBATCH_TIMELIMIT:-}" option
+    for option in "${options[@]}"; do [[ "$option" =~ ^(--time=|-t) ]] && limit="${option#"${BASH_REMATCH[0]}"}"; done
+    [[ "$limit" =~ ^(0+:)?0*([0-9]{1,2})(:[0-9]+)?$ ]] && [ "${BASH_REMATCH[2]}" -le 20 ] || return 0
+    sooner="--signal=B:USR1@$((BASH_REMATCH[2] * 15))"
+}
+
+given() { # OPTION LETTER VARIABLE: whether sbatch gets it
+    [ -n "${!3:-}" ] || [[ " ${options[*]} " =~ \ (--$1[=\ ]|$2) ]]
+}
+
+# The recipe on as many ranks as will be asked for, where this machine has the environment: a second, not a queue.
+check_stage() { # COMMAND RECIPE KEY...
+    local command="$1" recipe="$2" gpus nodes keys=()
+    [ -e "$recipe" ] || die "there is no recipe $recipe. There are: $(ls examples/*/*/*.yaml | tr '\n' ' ')"
+    shift 2
+    keys_for "$command" "$@"
+    gpus="${LAUNCH_NPROC:-$(number_of gpus-per-node)}" && gpus="${gpus:-$(number_of gres)}"
+    [ -n "$gpus" ] || [[ " ${options[*]} ${!SBATCH_G*}" =~ gpus|GPUS|gres|GRES ]] ||
+        die "no GPUs: --gpus-per-node=8, or LAUNCH_NPROC=8 for 8 ranks per node without"
+    nodes="$(number_of nodes)" && nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
+    [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
+    (eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.cli' 2>/dev/null) || return 0
+    (eval "$LAUNCH_SETUP" && exec python -m megatron_rft plan "$recipe" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
+}
+
+number_of() { # --OPTION=[type:]N -> N
+    local option
+    for option in "${options[@]}"; do
+        [[ "$option" =~ ^--$1=(.*[:=])?([0-9]+)$ ]] && echo "${BASH_REMATCH[2]}" && return
+    done
+    return 0
+}
+
+if [ -z "${LAUNCH_SETUP:-}" ]; then
+    export LAUNCH_SETUP=:
+    [ -n "${LAUNCH_IMAGE:-}" ] || [ ! -e "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}/.venv/bin/activate" ] || LAUNCH_SETUP=". .venv/bin/activate"
+fi
+if [ -n "$in_job" ]; then run_job "$@"; else submit "$@"; fi

@@ -1,0 +1,25 @@
+# For a batch script, with $job: the job's folder of notes (megatron_rft/job.py). Shared by launch/*.sh and nemo.py.
+
+# Writes the file that asks the job to save and end, where this start's nodes look for it.
+ask_to_stop() {
+    echo "the queue wants the nodes back: a checkpoint is written after the step under way"
+    mkdir -p "$job/start_${SLURM_RESTART_COUNT:-0}" && touch "$job/start_${SLURM_RESTART_COUNT:-0}/stop"
+}
+
+# `srun ...` in the background, since bash lets a trap wait for what is in the foreground.
+srun_with_stop() {
+    trap ask_to_stop USR1 TERM
+    command srun "$@" &
+    while kill -0 $! 2>/dev/null; do wait $!; done # a trapped signal ends a wait early
+    wait $!
+}
+
+# requeue_if_due STATUS: of the step that has ended. 75 asks for another start; from 128 on somebody was killed before he
+# could say, and the next start sees whether it is worth it. A job that was cancelled is left alone.
+requeue_if_due() {
+    [ "$1" -eq 75 ] || [ "$1" -ge 128 ] || return 0
+    scontrol show job -o "$SLURM_JOB_ID" | head -n 1 | grep -q 'JobState=RUNNING' || return 0
+    trap - USR1 TERM
+    echo "back into the queue, after start ${SLURM_RESTART_COUNT:-0} (status $1)"
+    scontrol requeue "$SLURM_JOB_ID" && sleep 120 # Slurm ends this script
+}

@@ -1,0 +1,79 @@
+"""Places and ranks from a step's environment, without a Slurm."""
+
+import os
+
+import pytest
+
+from megatron_rft import launcher, slurm
+from megatron_rft.errors import ConfigError
+from megatron_rft.slurm import Place
+
+BATCH = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+STEP = BATCH | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+@pytest.fixture
+def in_step(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", launcher.PARENT):
+        monkeypatch.setenv(name, "")  # so that it is gone again afterwards, whoever sets it
+        monkeypatch.delenv(name)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("n1", "n1"),
+        ("n[1-4]", "n1"),
+        ("n[08-11,13],m2", "n08"),
+        ("login,n[1-4]", "login"),
+        ("rack[2-3]-n[5,7]", "rack2-n5"),
+        ("a-[1]", "a-1"),
+    ],
+)
+def test_first_host(nodes, first):
+    assert slurm.first_host(nodes) == first
+
+
+def test_a_batch_script_is_alone():
+    assert slurm.place(BATCH) == Place()
+    assert slurm.rank_environment(BATCH) == {}
+    slurm.check_ranks_per_node(8, BATCH)
+
+
+def test_a_node_of_a_step():
+    assert slurm.place(STEP) == Place(1, 2, "gpu07", slurm.port(STEP))
+    given = STEP | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"}
+    assert slurm.place(given) == Place(1, 2, "10.0.0.7", 4000)
+
+
+def test_ports_differ_between_steps_and_starts_and_are_not_the_systems():
+    ports = {slurm.port(STEP | change) for change in ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"})}
+    assert len(ports) == 3 and all(20000 <= port < 30000 for port in ports)
+
+
+def test_ranks_per_node():
+    with pytest.raises(ConfigError, match=r"2\(x2\) tasks per node, each of which would start 8 ranks"):
+        slurm.check_ranks_per_node(8, STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+    with pytest.raises(ConfigError, match="node n2 has 4 GPUs"):
+        slurm.check_ranks_per_node(8, STEP | {"SLURM_GPUS_ON_NODE": "4", "SLURMD_NODENAME": "n2"})
+    slurm.check_ranks_per_node(8, STEP | {"SLURM_GPUS_ON_NODE": "8"})
+
+
+class TestEnvironment:
+    def test_launchers_of_several_nodes(self, in_step):
+        assert launcher.check_environment(4) == (8, slurm.place(STEP))
+
+    def test_tasks_that_are_the_ranks(self, in_step):
+        assert launcher.check_environment(None) == (2, Place())
+        assert os.environ["RANK"] == "1" and os.environ["MASTER_ADDR"] == "gpu07"
