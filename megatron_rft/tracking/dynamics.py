@@ -19,6 +19,7 @@ from statistics import fmean, stdev
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from megatron_rft.tracking.metrics import read_metrics
 from megatron_rft.tracking.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Curves, smooth
@@ -32,7 +33,7 @@ class OfflineRun:
     name: str
     curves: Curves
     extrapolation: float | None  # lambda of FPA on all trajectories; Off-RL's is 0, other methods have none
-    tested: float | None = None  # pass@1 of the finished run on data.test
+    tested: tuple[float, float] | None = None  # pass@1 on data.test when it was finished, and its standard error
 
     @classmethod
     def of(cls, folder: Path) -> "OfflineRun":
@@ -62,9 +63,12 @@ def _extrapolation(algorithm: dict) -> float | None:
     return algorithm.get("extrapolation") if algorithm.get("fpa_on", "both") == "both" else None
 
 
-def _tested(folder: Path) -> float | None:
+def _tested(folder: Path) -> tuple[float, float] | None:
     results = sorted(folder.glob("evaluation/test_step_*/results.json"))
-    return json.loads(results[-1].read_text())[0]["pass_at_1"] if len(results) > 1 else None  # one: the start's alone
+    if len(results) < 2:  # the start's alone
+        return None
+    (found,) = json.loads(results[-1].read_text())
+    return found["pass_at_1"], found["standard_error"]
 
 
 def draw(folders: list[Path], path: Path) -> Path:
@@ -128,21 +132,24 @@ def _ratios(axes: Axes, run: OfflineRun, color: str) -> None:
 
 
 def _ratios_to_off_rl(axes: Axes, runs: list[OfflineRun], colors: dict[str, str]) -> None:
-    """fpa.txt figure 2, right: how far FPA's weight is ahead of that which Off-RL has at the same step."""
-    metric = "dynamics/weight_incorrect"
-    base = next((run for run in runs if run.extrapolation == 0 and run.curves.has(metric)), None)
-    if base is None:
-        return
-    weights = dict(zip(*base.curves.of(metric), strict=True))
-    for run in runs:
-        points = zip(*run.curves.of("dynamics/future_weight_incorrect"), strict=True)
-        shared = [(step, value / weights[step]) for step, value in points if weights.get(step)]
-        if shared:
-            steps, ratios = zip(*shared, strict=True)
+    base = next((run for run in runs if run.extrapolation == 0), None)
+    shared = [(run, ahead_of(base, run)) for run in runs] if base else []
+    for run, points in shared:
+        if points:
+            steps, ratios = zip(*points, strict=True)
             axes.plot(steps, smooth(list(ratios)), ":", color=colors[run.name], linewidth=1.5)
-    axes.plot([], [], "-", color=GREY, label="of the same run")
-    axes.plot([], [], ":", color=GREY, label="over Off-RL's run")
-    axes.legend(fontsize=7, frameon=False)
+    if any(points for _, points in shared):
+        axes.plot([], [], "-", color=GREY, label="of the same run")
+        axes.plot([], [], ":", color=GREY, label="over Off-RL's run")
+        axes.legend(fontsize=7, frameon=False)
+
+
+def ahead_of(base: OfflineRun, run: OfflineRun) -> list[tuple[int, float]]:
+    """(step, weight of wrong trajectories under FPA over that under Off-RL), at the steps that both runs have (fpa.txt
+    figure 2, right)."""
+    weights = dict(zip(*base.curves.of("dynamics/weight_incorrect"), strict=True))
+    points = zip(*run.curves.of("dynamics/future_weight_incorrect"), strict=True)
+    return [(step, value / weights[step]) for step, value in points if weights.get(step)]
 
 
 def _damped(axes: Axes, run: OfflineRun, color: str) -> None:
@@ -163,22 +170,29 @@ def _accuracy(axes: Axes, run: OfflineRun, color: str) -> None:
 
 
 def _sweep(axes: Axes, runs: list[OfflineRun]) -> None:
-    """Best held-out accuracy and test accuracy of FPA over lambda: means over runs of the same lambda."""
+    found = sweep(runs)
+    for (label, points), color, marker in zip(found.items(), (BLUE, ORANGE), "os", strict=False):
+        places, means, errors = zip(*points, strict=True)
+        axes.errorbar(places, means, yerr=errors, color=color, marker=marker, markersize=4, capsize=3, label=label)
+    if found:
+        places = sorted({place for points in found.values() for place, *_ in points})
+        axes.set_xscale("symlog", linthresh=0.5)
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.legend(fontsize=7, frameon=False)
+
+
+def sweep(runs: list[OfflineRun]) -> dict[str, list[tuple[float, float, float]]]:
+    """(lambda, pass@1, standard error), a mean over the runs of each lambda: of their best evaluations on the held-out
+    problems, and of their tests."""
     best, tested = defaultdict(list), defaultdict(list)
     for run in runs:
         if run.extrapolation is not None and run.best:
             best[run.extrapolation].append(run.best)
-        if run.extrapolation is not None and run.tested is not None:
-            tested[run.extrapolation].append((run.tested, 0.0))
-    for points, label, color, marker in ((best, "held-out, best", BLUE, "o"), (tested, "test", ORANGE, "s")):
-        if points:
-            places = sorted(points)
-            means, errors = zip(*(_mean(points[place]) for place in places), strict=True)
-            axes.errorbar(places, means, yerr=errors, color=color, marker=marker, markersize=4, capsize=3, label=label)
-    axes.set_xscale("symlog", linthresh=0.5)
-    if best:
-        axes.set_xticks(sorted(best), [f"{place:g}" for place in sorted(best)])
-        axes.legend(fontsize=7, frameon=False)
+        if run.extrapolation is not None and run.tested:
+            tested[run.extrapolation].append(run.tested)
+    found = {"held-out, best": best, "test": tested}
+    return {label: [(at, *_mean(of[at])) for at in sorted(of)] for label, of in found.items() if of}
 
 
 def _mean(measured: list[tuple[float, float]]) -> tuple[float, float]:

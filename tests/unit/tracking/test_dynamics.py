@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from megatron_rft.cli import main
-from megatron_rft.tracking.dynamics import OfflineRun, draw
+from megatron_rft.tracking.dynamics import OfflineRun, ahead_of, draw, sweep
 
 
-def run(folder, name, future):
+def run(folder, name, future, **options):
     folder.mkdir()
-    algorithm = {"name": name} | ({"extrapolation": 2.0} if future else {})
+    algorithm = {"name": name} | ({"extrapolation": 2.0} if future else {}) | options
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"trainer": "offline", "algorithm": algorithm}))
     lines = []
     for step in range(1, 30):
@@ -46,3 +46,29 @@ def test_what_a_run_weights_by(tmp_path, name, future, weight, lam):
 
 def test_a_folder_without_a_run(tmp_path, capsys):
     assert main(["dynamics", str(tmp_path)]) == 2 and "is not the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name,option", [("fpa", {"fpa_on": "correct"}), ("off_rl", {"kl_coefficient": 0.1})])
+def test_variants_are_no_point_over_lambda(tmp_path, name, option):
+    assert OfflineRun.of(run(tmp_path / "run", name, name == "fpa", **option)).extrapolation is None
+
+
+def test_accuracy_over_lambda_by_hand(tmp_path):
+    """Off-RL once, FPA with two seeds, of which the second was tested."""
+    folders = [run(tmp_path / "off_rl", "off_rl", False)]
+    for seed, tested in enumerate(((0.3,), (0.3, 0.5))):
+        (tmp_path / f"seed{seed}").mkdir()
+        folders.append(run(tmp_path / f"seed{seed}/fpa", "fpa", True))
+        for step, value in enumerate(tested):
+            result = folders[-1] / f"evaluation/test_step_{step:06d}/results.json"
+            result.parent.mkdir(parents=True)
+            result.write_text(json.dumps([{"pass_at_1": value, "standard_error": 0.02}]))
+    found = sweep([OfflineRun.of(folder) for folder in folders])
+    assert found["held-out, best"] == [(0.0, 0.2, 0.01), (2.0, 0.2, 0.0)] and found["test"] == [(2.0, 0.5, 0.02)]
+    text = draw(folders, tmp_path / "figure.svg").read_text()
+    assert text.count("fpa, correct") == 1  # seeds share a line of the legend
+
+
+def test_how_far_fpa_is_ahead_of_off_rl(tmp_path):
+    runs = [OfflineRun.of(run(tmp_path / name, name, name == "fpa")) for name in ("off_rl", "fpa")]
+    assert ahead_of(*runs) == [(step, 0.5) for step in range(1, 30)] and not ahead_of(runs[0], runs[0])
