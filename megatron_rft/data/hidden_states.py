@@ -5,11 +5,15 @@
     CACHE/index.json                  written last: facts (which data, which model), places, sizes, checksums
 
 They stand for the reference's logits, hidden W^T, exactly up to their dtype, in H numbers a token instead of V. Read
-through a memory map. A folder without its index is no cache; one of other data or of another model is refused.
+through a memory map. A cache is written aside and then renamed, so that it is whole or not there, also where several
+runs make it at a time; one of other data or of another model is refused.
 """
 
 import hashlib
 import json
+import os
+import shutil
+import time
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -26,25 +30,32 @@ INDEX, OUTPUT = "index.json", "output.safetensors"
 RAW = {torch.float32: np.float32, torch.bfloat16: np.uint16}  # numpy has no bfloat16: its bits are mapped
 
 
+ABANDONED = 3600.0  # seconds without a new file after which an unfinished cache is taken for one that was killed
+
+
 class Writer:
-    """`add` hidden states in the order of the data set, then `finish`. Starts over what a killed writer left."""
+    """`add` hidden states in the order of the data set, then `finish`, which makes them the cache in `folder`."""
 
     def __init__(self, folder: Path):
         self.folder, self.shards, self.tokens = folder, {}, 0
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
-            old.unlink()
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DataError(f"algorithm.reference_cache: {folder} holds something else: choose another folder")
+        self.partial = folder.with_name(f"{folder.name}.{os.uname().nodename}.{os.getpid()}.partial")
+        for old in folder.parent.glob(f"{folder.name}.*.partial"):
+            if old == self.partial or time.time() - old.stat().st_mtime > ABANDONED:
+                shutil.rmtree(old)
+        self.partial.mkdir(parents=True)
 
     def add(self, hidden: Tensor) -> None:
         """[n, H] of the next n tokens."""
         name = f"hidden_{len(self.shards):06d}.safetensors"
-        save_file({"hidden": hidden.contiguous()}, self.folder / name)
-        self.shards[name] = {"start": self.tokens, "tokens": len(hidden)} | _seal(self.folder / name)
+        save_file({"hidden": hidden.contiguous()}, self.partial / name)
+        self.shards[name] = {"start": self.tokens, "tokens": len(hidden)} | _seal(self.partial / name)
         self.tokens += len(hidden)
 
     def finish(self, weight: Tensor, facts: dict[str, Any]) -> None:
-        """`weight` [V, H]"""
-        save_file({"weight": weight.contiguous()}, self.folder / OUTPUT)
+        """`weight` [V, H]. Where another run was faster, its cache stays, to be opened and judged as any other."""
+        save_file({"weight": weight.contiguous()}, self.partial / OUTPUT)
         index = {
             "facts": facts,
             "tokens": self.tokens,
@@ -52,11 +63,15 @@ class Writer:
             "hidden": weight.shape[1],
             "vocabulary": weight.shape[0],
             "shards": self.shards,
-            "output": _seal(self.folder / OUTPUT),
+            "output": _seal(self.partial / OUTPUT),
         }
-        partial = self.folder / f"{INDEX}.partial"
-        partial.write_text(json.dumps(index, indent=1) + "\n")
-        partial.replace(self.folder / INDEX)
+        (self.partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        try:
+            self.partial.replace(self.folder)
+        except OSError:
+            if not (self.folder / INDEX).is_file():
+                raise
+            shutil.rmtree(self.partial)
 
 
 class HiddenCache:

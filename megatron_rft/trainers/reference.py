@@ -36,12 +36,11 @@ class Reference:
 
     def __init__(self, recipe: Recipe, actor: Actor, data: Batch, digest: str):
         self.actor, self.weights, self.cache = actor, None, None
-        compares = getattr(recipe.algorithm, "compares", False)
-        cached = compares and recipe.algorithm.reference == "cached_hidden"
-        run = Path(recipe.run.output_dir)
-        self.facts = self._facts(recipe, digest)
+        compares, folder = getattr(recipe.algorithm, "compares", False), cache_folder(recipe)
+        cached, run = folder is not None, Path(recipe.run.output_dir)
+        self.facts = facts(recipe, digest)
+        assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
         kept = _kept_logprobs(run / LOGPROBS_FILE, self.facts)
-        folder = Path(recipe.algorithm.reference_cache or run / "reference_cache") if cached else None
         build = cached and not _on_main(lambda: (folder / INDEX).is_file())
         if kept is None or build or (compares and not cached):
             self.weights = reference_weights(recipe, actor)
@@ -67,20 +66,6 @@ class Reference:
         return Recorded(
             batch, lambda numbers: self.cache.rows(place[numbers]), self.output, update.beside.extrapolation
         )
-
-    def _facts(self, recipe: Recipe, digest: str) -> dict[str, Any]:
-        """What log-probs and hidden states depend on."""
-        path, option = recipe.model.path, "model.path"
-        if recipe.model.reference is not None:
-            path, option = recipe.model.reference, "model.reference"
-        random = recipe.model.reference is None and recipe.model.initialise == "random"
-        model = fingerprint.of_model(assembly.local_folder(path, option))
-        return {
-            "data": digest,
-            "model": f"random weights of seed {recipe.run.seed}, {model}" if random else model,
-            "tokenizer": fingerprint.of_tokenizer(assembly.tokenizer_folder(recipe)),
-            "dtype": str(_dtype(self.actor)).removeprefix("torch."),
-        }
 
     def _logprobs(self, data: Batch, path: Path) -> Tensor:
         with self.actor.swapped(self.weights):
@@ -118,6 +103,40 @@ class Reference:
             part = part.to(own.device, own.dtype)
             assert len(part) == len(own), f"{len(part)} rows of the output matrix beside {len(own)}"
         return cache, part
+
+
+def cache_folder(recipe: Recipe) -> Path | None:
+    """Where hidden states are, or will be; None where the run reads none."""
+    algorithm = recipe.algorithm
+    if not getattr(algorithm, "compares", False) or algorithm.reference != "cached_hidden":
+        return None
+    return Path(algorithm.reference_cache or Path(recipe.run.output_dir) / "reference_cache")
+
+
+def check_cache(recipe: Recipe, digest: str) -> None:
+    """Where there is a cache already, it is whole and of this run's data and model. Needs no model.
+
+    Raises:
+        DataError: it is not, or the folder holds something else.
+    """
+    folder = cache_folder(recipe)
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        HiddenCache(folder, facts(recipe, digest))
+
+
+def facts(recipe: Recipe, digest: str) -> dict[str, Any]:
+    """What the reference's log-probs and hidden states depend on. `digest` is that of the data."""
+    path, option = recipe.model.path, "model.path"
+    if recipe.model.reference is not None:
+        path, option = recipe.model.reference, "model.reference"
+    random = recipe.model.reference is None and recipe.model.initialise == "random"
+    model = fingerprint.of_model(assembly.local_folder(path, option))
+    return {
+        "data": digest,
+        "model": f"random weights of seed {recipe.run.seed}, {model}" if random else model,
+        "tokenizer": fingerprint.of_tokenizer(assembly.tokenizer_folder(recipe)),
+        "dtype": str(assembly.DTYPES[recipe.model.precision]).removeprefix("torch."),
+    }
 
 
 def chunks(data: Batch, tokens: int = CHUNK_TOKENS) -> list[Tensor]:

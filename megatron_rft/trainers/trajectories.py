@@ -29,7 +29,7 @@ from megatron_rft.records import Batch
 from megatron_rft.rewards import build as build_reward
 from megatron_rft.trainers import assembly
 from megatron_rft.trainers.lifecycle import FINISHED, STOPPED, Run
-from megatron_rft.trainers.reference import Reference
+from megatron_rft.trainers.reference import Reference, check_cache
 from megatron_rft.trainers.selection import Selection
 
 OF_THE_TRAINER = {"name", "batch_sequences", "part_norms_every", "reference", "reference_cache"}
@@ -44,7 +44,8 @@ def train(recipe: Recipe) -> int:
     objective = build_objective(recipe)
     data = objective.annotate(store.to_batch(stored.train))
     examples = objective.examples(data)
-    check_lengths(recipe, data, examples)
+    check_examples(recipe, data, examples)
+    check_cache(recipe, stored.digest)
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), examples_per_step(recipe, objective)
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     actor = assembly.build_actor(recipe, hf_config, steps)
@@ -113,8 +114,12 @@ def check_store(recipe: Recipe, stored: Stored) -> None:
         )
 
 
-def check_lengths(recipe: Recipe, data: Batch, examples: list[tuple[int, ...]]) -> None:
-    """Each example fits a micro-batch: what stays together is not torn."""
+def check_examples(recipe: Recipe, data: Batch, examples: list[tuple[int, ...]]) -> None:
+    """There are some, and each fits a micro-batch: what stays together is not torn."""
+    if not examples:
+        raise DataError(
+            f"algorithm.name: {recipe.algorithm.name} finds nothing to learn from in {recipe.data.train.path}"
+        )
     lengths = data.lengths.tolist()
     longest = max(sum(lengths[position] for position in example) for example in examples)
     if longest > recipe.batching.micro_batch_tokens:

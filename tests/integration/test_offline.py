@@ -1,5 +1,6 @@
 """Trajectories generated, methods trained on them: killed and resumed, on a cache or not, and what is refused."""
 
+import json
 import os
 import random
 import shutil
@@ -9,11 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_rft.data.trajectories import sha256
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
 from tests.integration.tiny import ROOT, metrics, start, train, write_data, write_model
 
@@ -121,9 +125,15 @@ def test_cached_hidden_states_train_the_same_model(undisturbed, folder, tmp_path
     assert ours.read_bytes() == theirs.read_bytes()
     status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/again", *options, "run.steps=2")
     assert status == 0 and "reference cache:" not in output, output[-3000:]  # it was built once
-    options += ["run.seed=5", "model.initialise=random"]
-    status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/other", *options)
-    assert status == 2 and "was made of another model" in output, output[-3000:]
+    for number, (changed, message) in enumerate(
+        (
+            (["run.seed=5", "model.initialise=random"], "was made of another model"),
+            (["model.precision=bf16"], "was made of another dtype: float32 there, bfloat16 now"),
+            ([f"algorithm.reference_cache={folder}/model"], "is no whole cache of hidden states"),
+        )
+    ):
+        status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/{number}", *options, *changed)
+        assert status == 2 and message in output, output[-3000:]
 
 
 def test_patience_ends_a_run_and_the_best_model_is_exported(folder, tmp_path):
@@ -138,17 +148,31 @@ def test_patience_ends_a_run_and_the_best_model_is_exported(folder, tmp_path):
     assert ours.read_bytes() == kept.read_bytes()
 
 
+def write_one_sided(store: Path, out: Path) -> None:
+    """The store with every answer right, as some other program may write it."""
+    shutil.copytree(store, out, dirs_exist_ok=True)
+    index = json.loads((out / "index.json").read_text())
+    for name in index["shards"]:
+        table = pq.read_table(out / "shards" / name)
+        right = pa.array([1] * len(table), pa.int8())
+        pq.write_table(table.set_column(table.schema.get_field_index("reward"), "reward", right), out / "shards" / name)
+        index["shards"][name] = sha256((out / "shards" / name).read_bytes())
+    (out / "index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     "option,message",
     [
         ("data.train={folder}/torn", "is no whole trajectory store"),
         ("data.train={folder}/missing", "there are no trajectories yet"),
+        ("data.train={folder}/one_sided", "no problem has a right and a wrong answer"),
         ("model.tokenizer={folder}/tokenizer", "tokens of another tokenizer"),
         ("batching.micro_batch_tokens=9", "does not fit 9"),
     ],
 )
 def test_refused_before_the_model_is_built(folder, tmp_path, option, message):
     (folder / "torn" / "shards").mkdir(parents=True, exist_ok=True)
+    write_one_sided(folder / "store", folder / "one_sided")
     shutil.copytree(folder / "model", folder / "tokenizer", dirs_exist_ok=True)
     tokenizer = folder / "tokenizer" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"normalizer": null', '"normalizer": {"type": "Lowercase"}'))

@@ -1,6 +1,7 @@
 """The cache of hidden states: read as it was written, bit for bit; what is torn or does not fit is refused."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -39,16 +40,34 @@ def test_of_something_else(tmp_path, fact):
 
 
 def test_half_written(tmp_path):
-    """Without an index there is no cache; a writer that starts again leaves nothing of the old one."""
+    """Without an index there is no cache; what a killed writer left is cleared away in time."""
+    folder = tmp_path / "cache"
+    Writer(folder).add(torch.zeros(3, 6))
     with pytest.raises(DataError, match="is no whole cache"):
-        HiddenCache(tmp_path, FACTS)
-    written(tmp_path)
-    Writer(tmp_path).add(torch.zeros(3, 6))
-    with pytest.raises(DataError, match="is no whole cache"):
-        HiddenCache(tmp_path, FACTS)
-    hidden, _ = written(tmp_path, sizes=(2, 2))
-    assert torch.equal(HiddenCache(tmp_path, FACTS).rows(torch.arange(4)), hidden)
-    assert len(list(tmp_path.glob("hidden_*"))) == 2
+        HiddenCache(folder, FACTS)
+    abandoned = tmp_path / "cache.elsewhere.1.partial"
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    hidden, _ = written(folder, sizes=(2, 2))
+    assert torch.equal(HiddenCache(folder, FACTS).rows(torch.arange(4)), hidden)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_two_runs_make_one_cache(tmp_path):
+    slow = Writer(tmp_path / "cache")
+    slow.partial = slow.partial.rename(tmp_path / "cache.elsewhere.2.partial")  # of another process
+    hidden, weight = written(tmp_path / "cache")
+    slow.add(hidden)
+    slow.finish(weight, FACTS)
+    assert torch.equal(HiddenCache(tmp_path / "cache", FACTS).rows(torch.arange(13)), hidden)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(DataError, match="holds something else"):
+        Writer(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_torn_and_changed_files(tmp_path):

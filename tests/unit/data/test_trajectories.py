@@ -77,6 +77,18 @@ def test_reads_what_was_written(tmp_path):
     assert batch.sequences["rewards"].tolist() == [each.reward for each in expected]
 
 
+def test_other_libraries_read_the_shards(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path / "store")
+    pattern = str(tmp_path / "store/shards/*.parquet")
+    rows = datasets.load_dataset("parquet", data_files=pattern, split="train", cache_dir=str(tmp_path / "hub"))
+    expected = [each for problem in REWARDS for each in answers(problem)]
+    assert [(row["problem"], row["sample"], row["reward"]) for row in rows] == [
+        (each.problem, each.sample, each.reward) for each in expected
+    ]
+    assert [tuple(row["response_ids"]) for row in rows] == [each.response_ids for each in expected]
+
+
 def test_the_order_of_work_leaves_no_trace(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b", order=(2, 0, 1))
