@@ -202,6 +202,21 @@ def test_pairs_by_hand():
     assert loss_of(SimPO(beta=1.0, gamma=math.log(2)), batch, outputs) == pytest.approx(math.log(2))
 
 
+def test_single_trajectories_by_hand():
+    """Log-ratios log 3 and 0, so that z0 is log(3)/2: KTO is 1 - sigmoid(log(3)/2) on both sides. A*-PO's V is
+    log cosh 1 at beta1 1. A mean KL of 0.3 adds half of it to Off-RL's -1/8. SFT is log 2 of the right one."""
+    batch, logprobs = simple([1.0, -1.0], [math.log(0.5), math.log(0.25)])
+    batch = batch.with_tokens(ref_logprobs=torch.tensor([1 / 6, 1 / 4]).double().log(), old_logprobs=logprobs)
+    outputs, value = {"logprobs": logprobs}, math.log(math.cosh(1))
+    assert loss_of(KTO(beta=1.0), batch, outputs) == pytest.approx(1 / (1 + 3**0.5))
+    regression = ((math.log(3) - 1 + value) ** 2 + (1 + value) ** 2) / 2
+    assert loss_of(AStarPO(beta1=1.0, beta2=1.0), batch, outputs) == pytest.approx(regression, rel=1e-6)
+    divergence = {"forward_kl": torch.tensor([0.2, 0.4]).double()}
+    assert loss_of(OffRL(kl_coefficient=0.5), batch, outputs | divergence) == pytest.approx(0.025)
+    right = batch.select(torch.tensor([0]))
+    assert loss_of(RFT(), right, {"logprobs": logprobs[:1]}) == pytest.approx(math.log(2))
+
+
 def test_optimal_values_by_hand():
     """beta 1: log((e + 1/e) / 2) with one right of two, +1 and -1 where all are. Small beta: the best reward."""
     rewards, groups = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0]), torch.tensor([3, 3, 5, 5, 8])
