@@ -74,6 +74,17 @@ def parser() -> argparse.ArgumentParser:
     dynamics.add_argument("--out", type=Path, default=Path("dynamics.png"), metavar="FILE", help="a .png, .pdf or .svg")
     dynamics.set_defaults(function=_dynamics)
 
+    constraints = commands.add_parser("constraints", help="draw runs under different constraints side by side")
+    constraints.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
+    constraints.add_argument(
+        "--out", type=Path, default=Path("constraints.png"), metavar="FILE", help="a .png, .pdf or .svg"
+    )
+    constraints.set_defaults(function=_constraints)
+
+    heatmap = commands.add_parser("heatmap", help="a page of what a run's refiner changed, token by token")
+    heatmap.add_argument("run", type=Path, metavar="RUN", help="output folder of a run with a dynamic constraint")
+    heatmap.set_defaults(function=_heatmap)
+
     doctor = commands.add_parser("doctor", help="what is installed here, and what a run would use")
     doctor.set_defaults(function=_doctor)
     return top
@@ -241,6 +252,28 @@ def _dynamics(args: argparse.Namespace) -> int:
         if not all((run / name).is_file() for name in ("metrics.jsonl", "recipe.yaml")):
             raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl and recipe.yaml")
     print(dynamics.draw(args.runs, args.out))
+    return FINISHED
+
+
+def _constraints(args: argparse.Namespace) -> int:
+    from megatron_rft.tracking import constraints
+
+    for run in args.runs:
+        if not all((run / name).is_file() for name in ("metrics.jsonl", "recipe.yaml")):
+            raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl and recipe.yaml")
+    print(constraints.draw(args.runs, args.out))
+    return FINISHED
+
+
+def _heatmap(args: argparse.Namespace) -> int:
+    from megatron_rft.tracking import heatmap
+
+    data = args.run / "refinements.jsonl"
+    if not data.is_file():
+        raise UserError(
+            f"{args.run} has no refinements.jsonl: constraint.examples_every of a dynamic constraint writes it"
+        )
+    print(heatmap.write(args.run, data))
     return FINISHED
 
 

@@ -22,7 +22,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
 
-ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "validation", "test")
+ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "refining", "validation", "test")
 FOREIGN = {".csv", ".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xlsx", ".yaml", ".yml"}
 
 
@@ -181,7 +181,8 @@ class Source(Section):
     rows have a prompt field and an answer field."""
     split: str | None = None
     """Of a folder or a hub name: the part whose files to read, by their names. Of arithmetic: train, demonstrations
-    (imperfect worked answers), hinted (half of them after the right one), validation or test. None: the one it is named
+    (imperfect worked answers), hinted (half of them after the right one), refining (half of them correct an imperfect
+    one), validation or test. None: the one it is named
     under."""
     subset: str | None = None
     """Of a folder or a hub name: only files in the folder of this name, or whose name begins with it."""

@@ -9,7 +9,9 @@ training problems worked by somebody careless: each step is wrong with probabili
 wrong number. A model warm-started on them knows how to work and makes such slips; the verifier's reward removes them.
 In "hinted" that somebody is hasty too, and often leaves the last step out (HASTE); but half of the problems come after
 their right work, and are then worked to the end with few slips (HINTED_SLIP). A model warm-started on those is better
-for what it is told, as a self-teacher must be.
+for what it is told, as a self-teacher must be. In "refining" half of the problems come with somebody's careless and
+hasty work (or with right work, COPIED of them) and the word Refine; the answer is then right work, with few slips. A
+model warm-started on those can refine: it copies what is right, and corrects what is not.
 """
 
 import hashlib
@@ -21,14 +23,15 @@ from typing import Any
 
 from megatron_rft.errors import DataError
 
-SPLITS = {name: range(2, 10) for name in ("train", "demonstrations", "hinted")}
+SPLITS = {name: range(2, 10) for name in ("train", "demonstrations", "hinted", "refining")}
 SPLITS |= {"validation": range(1, 2), "test": range(0, 1)}
-SIZES = {"train": 8192, "demonstrations": 8192, "hinted": 16384, "validation": 256, "test": 500}
+SIZES = {"train": 8192, "demonstrations": 8192, "hinted": 16384, "refining": 16384, "validation": 256, "test": 500}
 LEVELS = (3, 4, 5, 6)  # steps of a problem
 LARGEST = 10  # right intermediate values are 0..LARGEST
 SLIP = 0.15
 HINTED_SLIP = 0.03
 HASTE = 0.5
+COPIED = 0.3
 PROMPT_TEMPLATE = "{question}\n"
 
 
@@ -40,7 +43,7 @@ def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, 
         raise DataError(f"arithmetic levels are numbers of steps, 1 to 9, not {list(levels)}")
     size = SIZES[split] if size is None else size
     rng = random.Random(f"{split}/{seed}")
-    slip = SLIP if split in ("demonstrations", "hinted") else 0.0
+    slip = SLIP if split in ("demonstrations", "hinted", "refining") else 0.0
     found: dict[str, dict[str, Any]] = {}
     tries = 0
     while len(found) < size:
@@ -51,11 +54,15 @@ def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, 
         start, steps = _problem(rng, level)
         question = _question(start, steps)
         if _bucket(question) in SPLITS[split] and question not in found:
-            done = steps[:-1] if split == "hinted" and rng.random() < HASTE else steps
+            done = steps[:-1] if split in ("hinted", "refining") and rng.random() < HASTE else steps
             found[question] = {"question": question, "answer": _work(start, done, slip, rng), "level": level}
             if split == "hinted" and len(found) // len(levels) % 2:  # half of each level
                 hint, answer = (_work(start, steps, rate, rng) for rate in (0.0, HINTED_SLIP))
                 found[question] |= {"question": f"{hint}\n\n{question}", "answer": answer}
+            if split == "refining" and len(found) // len(levels) % 2:
+                work = _work(start, steps, 0.0, rng) if rng.random() < COPIED else found[question]["answer"]
+                answer = _work(start, steps, HINTED_SLIP, rng)
+                found[question] |= {"question": f"{question}\n{work}\nRefine:", "answer": answer}
     return list(found.values())
 
 

@@ -156,12 +156,12 @@ def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tenso
     return weights.open_folder(local_folder(recipe.model.path), hf_config)
 
 
-def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
-    """The generation engine of this rank, without weights yet."""
+def build_engine(recipe: Recipe, hf_config: Any, placement: str | None = None) -> Engine:
+    """The generation engine of this rank, without weights yet. `placement` None: the recipe's."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
     # What makes an engine on a device, here or in a process of its own: a partial, so that it can travel there.
     build_on = partial(HFEngine, hf_config, dtype, max_batch_sequences=recipe.rollout.max_batch_sequences)
-    if recipe.rollout.placement == "process":
+    if (placement or recipe.rollout.placement) == "process":
         return fleets.build(recipe, build_on, dtype, gather)
     return build_on(parallel.device())
 

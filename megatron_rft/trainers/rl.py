@@ -148,7 +148,9 @@ def build_refiner(
     """With an engine of its own, which holds the reference from here to the end of the run."""
     if recipe.constraint is None or not recipe.constraint.refines:
         return None
-    engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config)))
+    # Here whatever rollout.placement says: engines in processes of their own recover from losses all together, and the
+    # refiner is at work at times of each rank's own.
+    engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config, placement="colocated")))
     models.push_reference(engine)
     return constraint.build_refiner(recipe, engine, reward, tokenizer, hf_config)
 
