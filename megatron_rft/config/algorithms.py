@@ -51,8 +51,9 @@ class PolicyGradient(Aggregating):
     """A term of the loss, or a penalty on the reward that the advantages come from."""
     entropy_coefficient: NonNegative = 0.0
     importance: Literal["none", "truncated", "masked"] = "none"
-    """Weights pi_trainer / pi_engine for rollouts whose engine disagrees with the trainer. truncated: at most
-    importance_cap. masked: tokens whose weight is outside 1 / importance_cap .. importance_cap teach nothing."""
+    """Weights pi_trainer / pi_engine for rollouts whose engine disagrees with the trainer, or had older weights
+    (rollout.staleness). truncated: at most importance_cap. masked: tokens whose weight is outside 1 / importance_cap ..
+    importance_cap teach nothing."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
 
     @model_validator(mode="after")

@@ -11,7 +11,13 @@ from megatron_rft.config import sections as s
 from megatron_rft.config.messages import at
 from megatron_rft.config.rewards import Reward
 
-OF_ENGINES = ("rollout.placement", "rollout.processes", "faults.engine_start_s", "faults.engine_silence_s")
+OF_ENGINES = (
+    "rollout.placement",
+    "rollout.processes",
+    "rollout.staleness",
+    "faults.engine_start_s",
+    "faults.engine_silence_s",
+)
 # Options without effect under a trainer. Given all the same they are refused: no option does nothing.
 UNUSED = {
     "rl": ("run.epochs", "generation"),
@@ -128,6 +134,8 @@ class Recipe(s.Section):
             )
         if not self.pipo:
             self._check_ratio()
+        if self.rollout.staleness:
+            self._check_staleness()
         for key in ("engine_start_s", "engine_silence_s"):
             if self.rollout.placement == "colocated" and self.faults.differs(key):
                 raise at(f"faults.{key}", "does nothing with rollout.placement colocated: set that to process")
@@ -140,6 +148,22 @@ class Recipe(s.Section):
             constraint.template_text(self.reward.kind)
         if constraint.first and constraint.first >= self.rollout.group_size:
             raise at("constraint.first", f"does nothing: rollout.group_size is {self.rollout.group_size}")
+
+    def _check_staleness(self):
+        stale = self.rollout.staleness
+        if self.rollout.placement == "colocated":
+            raise at(
+                "rollout.staleness",
+                f"{stale}: an engine in the rank's own process cannot generate while that trains. Set "
+                "rollout.placement to process",
+            )
+        if getattr(self.algorithm, "importance", "") == "none" and self.algorithm.old_logprobs == "recompute":
+            raise at(
+                "rollout.staleness",
+                f"{stale}: responses come from older weights, and nothing corrects for it. Set algorithm.importance to "
+                "truncated or masked (weights against the policy before the step), or algorithm.old_logprobs to "
+                "rollout (the ratio is then against the policy that sampled)",
+            )
 
     def _check_offline(self):
         if self.evaluation.patience and not self.evaluation.every:

@@ -303,6 +303,10 @@ class Rollout(Section):
     the ranks start, watch, and replace when they are lost."""
     processes: Count | None = None
     """Of placement process: how many. None: one on each GPU that has no rank, else one per rank."""
+    staleness: Natural = 0
+    """How many versions of the weights older than the policy that learns from it a response may be when it is begun.
+    0: every batch is sampled by the policy that learns from it. 1: the next batch is sampled while this one trains.
+    n: n batches are under way, and the engine gets new weights in the middle of them."""
     prompts_per_step: Count = 32
     group_size: Count = 8
     """Responses per prompt."""

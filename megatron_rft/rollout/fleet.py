@@ -7,6 +7,7 @@ weights that the actor has now, and the requests left over are asked again, once
 """
 
 import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -47,48 +48,52 @@ class Fleet(Engine):
         self.reload: Callable[[], None] = self._no_source
         self.weight_version = -1
         self.lost: dict[int, str] = {}  # member -> what happened to it
-        self.unanswered: list[Request] = []
+        self._asking = threading.Lock()
         self.restarts = 0  # of the whole run's engines
         self.news: list[str] = []  # for a person
 
     # ---- generation
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
-        yield from self.begin(requests, sampling)
-        yield from self.rest(sampling)
+        left: list[Request] = []
+        yield from self.begin(requests, sampling, left)
+        yield from self.rest(left, sampling)
 
-    def begin(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
-        """Groups of this rank's engines, short of those that were lost on the way. No collective: any thread may."""
+    def begin(self, requests: list[Request], sampling: Sampling, left: list[Request]) -> Iterator[Group]:
+        """Groups of this rank's engines; what those leave over that were lost on the way is put into `left`.
+        No collective: one thread besides the trainer's may call it, and only `load_weights` may come in between."""
         ended: queue.Queue = queue.Queue()
         parts = [requests[i :: len(self.members)] for i in range(len(self.members))]
         assert self.members or not requests, "a rank without an engine has requests"
-        with ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="engine") as pool:
-            jobs = [pool.submit(self._drive, i, part, sampling, ended) for i, part in enumerate(parts)]
+        with self._asking, ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="engine") as pool:
+            jobs = [pool.submit(self._drive, i, part, sampling, ended, left) for i, part in enumerate(parts)]
             for _ in jobs:
                 while (group := ended.get()) is not None:
                     yield group
             for job in jobs:
                 job.result()
 
-    def _drive(self, member: int, requests: list[Request], sampling: Sampling, ended: queue.Queue) -> None:
-        left = {request.id: request for request in requests}
+    def _drive(
+        self, member: int, requests: list[Request], sampling: Sampling, ended: queue.Queue, left: list[Request]
+    ) -> None:
+        waiting = {request.id: request for request in requests}
         try:
             if member in self.lost:
                 return
             for group in self.members[member].generate(requests, sampling):
-                del left[group.id]
+                del waiting[group.id]
                 ended.put(group)
         except EngineLost as error:
             self.lost[member] = str(error)
         finally:
-            self.unanswered += left.values() if member in self.lost else []
+            left += waiting.values() if member in self.lost else []
             ended.put(None)
 
-    def rest(self, sampling: Sampling) -> Iterator[Group]:
-        """Collective. The groups that `begin` left out, if an engine was lost."""
-        if self.recover():
-            requests, self.unanswered = self.unanswered, []
-            yield from self.begin(requests, sampling)
+    def rest(self, left: list[Request], sampling: Sampling) -> Iterator[Group]:
+        """Collective. The groups that `begin` left over, on any rank."""
+        self.recover()
+        if any(self.gather([bool(left)])):
+            yield from self.begin(left, sampling, [])
             self._stop_if_lost("a second time, at the requests that it was asked again")
 
     # ---- weights
@@ -143,10 +148,11 @@ class Fleet(Engine):
             return False
         self.restarts += len(news)
         self.news += [f"{what}; it was started again with the actor's weights" for what in news]
-        for member in self.lost:
-            self.members[member].start()
-        self.lost = {}
-        self.reload()
+        with self._asking:  # what a lost engine has not been asked yet is found to be left over, and waits as well
+            for member in self.lost:
+                self.members[member].start()
+            self.lost = {}
+            self.reload()
         self._stop_if_lost("again, while it got its weights after a restart")
         return True
 

@@ -97,10 +97,12 @@ class Host:
         self._send(*answer)
 
     def _full_buckets(self) -> Iterator[Full]:
-        while (message := self.connection.recv())[0] == "full":
-            self.done += 1
-            yield message[1]
-        assert message[0] == "loaded", message
+        while (message := self.connection.recv())[0] != "loaded":
+            if message[0] == "full":
+                self.done += 1
+                yield message[1]
+            else:
+                self._waiting.append(message)
 
     def _checksums(self) -> None:
         self._send("done", self.engine.checksums())

@@ -46,6 +46,7 @@ class EngineProcess(Engine):
         self.environment = environment or {}
         self.process: subprocess.Popen | None = None
         self._jobs = itertools.count()
+        self._sending, self._ending = threading.Lock(), threading.RLock()
         self.start()
 
     def start(self) -> None:
@@ -137,7 +138,8 @@ class EngineProcess(Engine):
     def _send(self, *message) -> None:
         self._advanced = max(self._advanced, time.monotonic())  # an idle process need not have got anything done
         try:
-            self._connection.send(message)
+            with self._sending:
+                self._connection.send(message)
         except OSError:
             raise self._lost() from None
 
@@ -185,13 +187,14 @@ class EngineProcess(Engine):
     # ---- losing it
 
     def _lost(self) -> EngineLost:
-        if self.process is None:
-            return EngineLost(f"{self.name} was stopped")
-        try:
-            status = self.process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            return EngineLost(f"{self.name} closed its connection")
+        with self._ending:
+            if self.process is None:
+                return EngineLost(f"{self.name} was stopped")
+            try:
+                status = self.process.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                return EngineLost(f"{self.name} closed its connection")
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return EngineLost(f"{self.name} {how}")
 
@@ -203,14 +206,15 @@ class EngineProcess(Engine):
 
     def _kill(self) -> None:
         """Its whole process group: an engine may have workers of its own."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process = None
-        self._connection.close()
-        self._buckets.close()
+        with self._ending:
+            if self.process is None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+            self._connection.close()
+            self._buckets.close()
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:

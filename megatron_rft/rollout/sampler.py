@@ -8,10 +8,11 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,19 @@ Contexts = Callable[[Prompt, list[str], list[Score]], list[tuple[int, ...]]]
 """(problem, responses, scores) of a group -> the context of each response, empty where there is none."""
 
 
+Generate = Callable[[list[Request], Sampling], Iterator[Group]]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A round that this rank has asked its engine for. `own` waits for this rank's share; `rest` then gets what an
+    engine that was lost has left over (collective; None where `own` is all)."""
+
+    step: int
+    own: Callable[[], Share]
+    rest: Callable[[], Share] | None = None
+
+
 class Sampler:
     """`gather(list)` gives the concatenation of all ranks' lists, in rank order, on every rank. `rank` of `world`:
     this one's place among those that have an engine to ask; None where it has none.
@@ -82,6 +96,9 @@ class Sampler:
     A response whose grader failed has no reward. `on_error` "drop": it is left out of the batch and of the rewards'
     statistics, its group is one smaller, and it is counted. "stop": it ends the run. `on_nonfinite` is the same for a
     reward that is NaN or infinite.
+
+    `background`: what `begin` begins is sampled and graded while this thread does something else. It takes an engine
+    outside of this process (`Fleet`).
     """
 
     def __init__(
@@ -100,6 +117,7 @@ class Sampler:
         contexts: Contexts | None = None,
         refiner: Refiner | None = None,
         phases: Callable[[str], AbstractContextManager] = nullcontext,
+        background: bool = False,
     ):
         assert on_error in ("drop", "stop"), on_error
         self.contexts, self.on_nonfinite = contexts, on_nonfinite
@@ -107,6 +125,7 @@ class Sampler:
         self.engine, self.sampling, self.reward, self.tokenizer = engine, sampling, reward, tokenizer
         self.group_size, self.seed, self.on_error = group_size, seed, on_error
         self.gather, self.rank, self.world = gather, rank, world
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="sampling") if background else None
 
     def sample(
         self,
@@ -121,27 +140,46 @@ class Sampler:
         `draw(n)` gives the next n prompts, the same on every rank. When the rounds run out the batch is what was kept;
         when nothing was, it is the last round whole, whose groups then all lack a training signal.
         """
-        rounds: list[Share] = []
-        kept: list[Batch] = []
-        groups = drawn = 0
-        while groups < count and len(rounds) < max_rounds:
-            prompts = draw(count - groups)
-            rounds.append(self._round(prompts, drawn, step, len(rounds), keep))
-            drawn += len(prompts)
-            batch = to_batch(rounds[-1].rollouts)
-            kept.append(batch if keep is None else batch.select(keep(batch)))
-            groups += len(kept[-1].sequences["group"].unique())
-        rollouts = [rollout for each in rounds for rollout in each.rollouts]
-        rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
-        result = concatenate(kept) if groups else batch
-        result = result.with_scalars(sampled_reward_sum=float(sum(rewards)), sampled_count=float(len(rewards)))
-        metrics = statistics(rollouts) | timings(rounds) | refinement.statistics(rollouts)
-        metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups}
-        return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
+        begun = self.begin(draw(count), step, keep)
+        return conclude(self.collect(begun, draw, count, keep, max_rounds), count, step, keep)
 
-    def _round(self, prompts: list[Prompt], first: int, step: int, number: int, keep: Keep | None) -> Share:
-        """All ranks' rollouts in order, and the seconds of the slowest; places count from `first`."""
-        shares = self.gather([self._own_share(prompts, first, step, number, keep)])
+    def begin(
+        self, prompts: list[Prompt], step: int, keep: Keep | None = None, number: int = 0, first: int = 0
+    ) -> Begun:
+        """Round `number` of a step; places count from `first`. With `background` it is under way from now on."""
+        requests = self._requests(prompts, first, step, number)
+        grade = partial(self._graded, dict(enumerate(prompts, first)), step, keep)
+        if self._background is None:
+            return Begun(step, partial(grade, requests, self.engine.generate))
+        left: list[Request] = []  # what an engine that was lost leaves over
+        own = self._background.submit(grade, requests, partial(self.engine.begin, left=left))
+        return Begun(step, own.result, partial(grade, left, self.engine.rest))
+
+    def collect(
+        self,
+        begun: Begun,
+        draw: Callable[[int], list[Prompt]],
+        count: int,
+        keep: Keep | None = None,
+        max_rounds: int = 1,
+    ) -> list[Share]:
+        """The round, when it has ended, and more rounds where it has too few groups that `keep` wants. Collective."""
+        rounds = [self._round(begun)]
+        drawn = count
+        while (missing := count - groups_in(kept_of(rounds, keep))) > 0 and len(rounds) < max_rounds:
+            rounds.append(self._round(self.begin(draw(missing), begun.step, keep, len(rounds), drawn)))
+            drawn += missing
+        return rounds
+
+    def close(self) -> None:
+        """What has begun goes on until the engine is closed."""
+        if self._background is not None:
+            self._background.shutdown(wait=False, cancel_futures=True)
+
+    def _round(self, begun: Begun) -> Share:
+        """All ranks' rollouts in order, and the seconds of the slowest."""
+        parts = [begun.own()] + ([begun.rest()] if begun.rest else [])
+        step, shares = begun.step, self.gather(parts)
         rollouts = sorted((r for share in shares for r in share.rollouts), key=lambda r: (r.place, r.sample))
         rollouts = [self._checked(rollout, step) for rollout in rollouts]
         failed = [rollout for rollout in rollouts if rollout.score.error is not None]
@@ -178,16 +216,17 @@ class Sampler:
             )
         return replace(rollout, score=replace(score, reward=0.0, shaping=0.0, error=what))
 
-    def _own_share(self, prompts: list[Prompt], first: int, step: int, number: int, keep: Keep | None) -> Share:
-        """Generate for this rank's prompts; a thread of its own scores groups while later ones are generated, and
-        another refines what is scored."""
-        requests = self._requests(prompts, first, step, number)
+    def _graded(
+        self, prompts: dict[int, Prompt], step: int, keep: Keep | None, requests: list[Request], generate: Generate
+    ) -> Share:
+        """What the engine answers; a thread of its own scores groups while later ones are generated, and another
+        refines what is scored."""
         start = time.perf_counter()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scoring:
             refining = Refining(self.refiner, self.reward, scoring, step) if self.refiner else None
             jobs = [
-                scoring.submit(self._score, prompts[group.id - first], group, refining, keep)
-                for group in self.engine.generate(requests, self.sampling)
+                scoring.submit(self._score, prompts[group.id], group, refining, keep)
+                for group in generate(requests, self.sampling)
             ]
             seconds = time.perf_counter() - start
             scored = [job.result() for job in jobs]
@@ -236,6 +275,38 @@ def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
         return usable
     kept = iter(keep(to_batch([each for each, fine in zip(group, usable, strict=True) if fine])).tolist())
     return [fine and next(kept) for fine in usable]
+
+
+def kept_of(rounds: list[Share], keep: Keep | None) -> list[Batch]:
+    """What `keep` wants of each round."""
+    batches = [to_batch(each.rollouts) for each in rounds]
+    return batches if keep is None else [batch.select(keep(batch)) for batch in batches]
+
+
+def groups_in(batches: list[Batch]) -> int:
+    return sum(len(batch.sequences["group"].unique()) for batch in batches)
+
+
+def conclude(rounds: list[Share], count: int, step: int, keep: Keep | None = None) -> Sampled:
+    """The batch of a step, from its rounds of sampling.
+
+    Its scalars: sampled_reward_sum and sampled_count of everything that was sampled, its step, and the oldest version
+    of the weights that wrote any of it.
+    """
+    kept = kept_of(rounds, keep)
+    groups = groups_in(kept)
+    rollouts = [rollout for each in rounds for rollout in each.rollouts]
+    rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
+    oldest = min(rollout.response.weight_version for rollout in rollouts)
+    result = (concatenate(kept) if groups else to_batch(rounds[-1].rollouts)).with_scalars(
+        sampled_reward_sum=float(sum(rewards)),
+        sampled_count=float(len(rewards)),
+        step=float(step),
+        oldest_version=float(oldest),
+    )
+    metrics = statistics(rollouts) | timings(rounds) | refinement.statistics(rollouts)
+    metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups, "rollout/staleness": step - 1 - oldest}
+    return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
 
 def to_batch(rollouts: list[Rollout]) -> Batch:

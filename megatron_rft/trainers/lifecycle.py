@@ -7,6 +7,7 @@ goes on from it).
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -206,8 +207,11 @@ class Run:
         with self.phases("evaluation"):
             return accuracy("evaluation", evaluator("validation", step))
 
-    def end_of_step(self, step: int, state: State, metrics: dict[str, float]) -> bool:
-        """Log, save when it is due, and say whether a signal asks to stop (the checkpoint is then on disk)."""
+    def end_of_step(
+        self, step: int, state: State, metrics: dict[str, float], pending: Callable[[], State] = dict
+    ) -> bool:
+        """Log, save when it is due, and say whether a signal asks to stop (the checkpoint is then on disk). `pending`:
+        what else a checkpoint must hold, asked for when one is written."""
         stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
         metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.patience.total} | self.phases.take()
         if "tokens/generated" in metrics:
@@ -217,7 +221,7 @@ class Run:
         )  # before the checkpoint: killed in between, the step and its line are done again
         with self.phases("checkpoint"):
             if stopping or step == self.total_steps or (every and step % every == 0):
-                self.save(step, state)
+                self.save(step, state | pending())
             else:
                 self.checkpoints.poll()
         if stopping:

@@ -4,7 +4,7 @@ Every rank runs this file. Whatever is small (the batch with its numbers per tok
 algorithm is plain code; whatever is large (weights, activations) lives under megatron_rft.megatron.
 """
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_rft.objectives.mismatch import mismatch
 from megatron_rft.records import Batch
 from megatron_rft.rewards import Reward
 from megatron_rft.rewards import build as build_reward
+from megatron_rft.rollout.ahead import Ahead
 from megatron_rft.rollout.engine import Engine, Sampling
 from megatron_rft.rollout.feedback import Feedback, cutter
 from megatron_rft.rollout.refiner import Refiner
@@ -47,19 +48,29 @@ def train(recipe: Recipe) -> int:
         engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config)))
         run = stack.enter_context(closing(Run(recipe, models.trained, stream, recipe.run.steps, models.averages)))
         refiner = build_refiner(recipe, models, reward, tokenizer, hf_config, stack)
-        sampler = build_sampler(recipe, engine, reward, tokenizer, refiner, run.phases)
+        ahead = Ahead(
+            build_sampler(recipe, engine, reward, tokenizer, refiner, run.phases),
+            stream.next,
+            options.prompts_per_step,
+            recipe.run.steps,
+            options.staleness,
+            objective.keep,
+            getattr(recipe.algorithm, "max_rounds", 1),
+        )
+        stack.enter_context(closing(ahead))
         evaluator = assembly.build_evaluator(recipe, engine, tokenizer, reward)
         state, done = run.restore(objective.init())
+        state = ahead.restore(state, train_prompts.prompts)
         examples = constraint.Examples(recipe, actor, tokenizer, done, dist.get_rank() == 0) if refiner else None
         run.note_dropped("data.train", train_prompts.dropped)
         sync = fleets.Sync(actor, engine, version=done)
         sync.push(verify=True)
         before = run.evaluate_at_start(evaluator)
-        phases, rounds = run.phases, getattr(recipe.algorithm, "max_rounds", 1)
+        phases = run.phases
 
         for step in range(done + 1, recipe.run.steps + 1):
             with phases("generation"):
-                sampled = sampler.sample(stream.next, options.prompts_per_step, step, objective.keep, rounds)
+                sampled = ahead.next(step)
             with phases("logprobs"):
                 batch = models.outputs(sampled.batch, recipe.algorithm.old_logprobs)
                 measured = constraint.measured_kl(recipe, models, batch, step)
@@ -76,6 +87,8 @@ def train(recipe: Recipe) -> int:
                         run.optimizer_step(update, mini_batch, step, second)
             models.end_of_step()
             state, sync.version = prepared.state, step
+            with phases("generation"):
+                ahead.settle(everything=run.evaluation_due(step))
             with phases("sync"):
                 synced = sync.push()
             metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced | measured
@@ -87,7 +100,7 @@ def train(recipe: Recipe) -> int:
             metrics |= fleets.losses(engine, run.tracker.note)
             if short := note_of_shortage(sampled.metrics, options.prompts_per_step, step):
                 run.tracker.note(short)
-            if run.end_of_step(step, state, metrics):
+            if run.end_of_step(step, state, metrics, ahead.state):
                 return STOPPED
         after = run.evaluate_at_end(evaluator)
         weights.save_folder(actor.stream(), run.folder / "export", hf_config, assembly.tokenizer_folder(recipe))
@@ -126,7 +139,7 @@ def build_objective(recipe: Recipe) -> Objective:
         options = recipe.constraint
         objective = PLUGINS["dynamic"](objective, options.eta, options.mode or "loss", options.tokens)
     if recipe.pipo is not None:
-        objective = PLUGINS["pipo"](objective, **recipe.pipo.model_dump())
+        objective = PLUGINS["pipo"](objective, staleness=recipe.rollout.staleness, **recipe.pipo.model_dump())
     return objective
 
 
@@ -179,7 +192,8 @@ def build_sampler(
         on_nonfinite=recipe.reward.on_nonfinite,
         contexts=build_feedback(recipe, tokenizer) if recipe.algorithm.name == "sdpo" else None,
         refiner=refiner,
-        phases=phases,
+        phases=nullcontext if options.staleness else phases,  # of a thread beside the step's
+        background=options.staleness > 0,
     )
 
 

@@ -76,3 +76,19 @@ def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, t
     status, output = train(recipe, f"run.output_dir={tmp_path / 'run'}", PROCESS, "faults.engine_start_s=0.01")
     assert status == 3
     assert "engine process 0 is silent for 0.01 s. It was starting; its log ends" in output
+
+
+def test_new_weights_in_the_middle_of_generation(recipe, tmp_path):
+    """Three batches under way: no response is older than that, and the run can be stopped and gone on with."""
+    out, ahead = tmp_path / "run", ["rollout.staleness=3", "algorithm.importance=truncated"]
+    process = start(recipe, f"run.output_dir={out}", PROCESS, *ahead)
+    wait_for_step(out, process, 4)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 75, output[-3000:]
+    status, output = train(recipe, f"run.output_dir={out}", PROCESS, *ahead)
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(13))
+    stale = [line["rollout/staleness"] for line in lines[1:]]
+    assert stale[0] == 0 and max(stale) in (1, 2, 3), stale

@@ -82,6 +82,30 @@ def wait_for_step(run: Path, process, step: int) -> None:
         time.sleep(0.01)
 
 
+def test_one_step_off_is_as_exact(tmp_path):
+    """The batch that is under way is in the checkpoint; which weights wrote a batch depends on no clock."""
+    recipe = write_recipe(
+        tmp_path,
+        rollout={"placement": "process", "staleness": 1},
+        algorithm={"importance": "truncated"},
+        pipo={"window": 2, "learning_rate": 1e-2},
+    )
+    status, output = train(recipe)
+    assert status == 0, output[-3000:]
+    expected = metrics(tmp_path / "run")
+    assert [line["rollout/staleness"] for line in expected[1:]] == [0, 1, 1, 1, 1, 1]
+    assert any("verification/grad_norm" in line for line in expected)
+    out = tmp_path / "killed"
+    process = start(recipe, f"run.output_dir={out}")
+    while process.poll() is None and not (out / "checkpoints/step_000002").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    status, output = train(recipe, f"run.output_dir={out}")
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert_same_run(out, tmp_path / "run")
+
+
 def test_sigterm_saves_and_says_so(undisturbed, tmp_path):
     folder, expected = undisturbed
     out = tmp_path / "run"

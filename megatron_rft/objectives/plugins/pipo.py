@@ -13,6 +13,12 @@ attributions of the previous batch, nu the base's kind of ratio against the poli
 No step is made when phi is zero (also: std zero or not finite) or when every attribution is zero: Adam would move the
 weights by its momentum even with a zero gradient. A step in which the base does not touch the policy (PPO warming up
 its critic) is not remembered: there is nothing to verify.
+
+Sampling ahead (`staleness` n > 0), batch t comes from weights that are up to n steps older than those that learn from
+it, or from several versions. mu_t is still the mean over all of it, and what it says something about is the newest
+update that all of it has seen: the one that made the oldest version v that any response was begun with. So B_v is what
+step t verifies, with nu against the policy before the step on B_v; n + 1 batches are remembered, and with n = 0 that is
+B_{t-1}. Until a batch comes that has seen an update there is none to verify.
 """
 
 import math
@@ -42,6 +48,18 @@ def rectified(xi: float, rectification: float) -> float:
     return xi if xi >= 0 else rectification * xi
 
 
+def made(batch: Batch, kept: list[Batch]) -> Batch | None:
+    """Of the batches that are kept, the one whose update made the weights that `batch` was sampled from."""
+    seen = batch.scalars.get("oldest_version", math.inf)  # a batch that does not say is on-policy
+    return next((each for each in reversed(kept) if each.scalars.get("step", 0.0) <= seen), None)
+
+
+def _kept(state: State) -> list[Batch]:
+    """The previous batches, the newest last."""
+    count = len({name.split(".")[1] for name in state if name.startswith("previous.")})
+    return [Batch.from_state_dict(state, f"previous.{i}.") for i in range(count)]
+
+
 def _part(state: State, prefix: str) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
@@ -54,6 +72,7 @@ class PIPO(PolicyObjective):
     learning_rate: float = 1e-6
     xi_max: float = 10.0
     optimizer_state: str = "shared"
+    staleness: int = 0
 
     @property
     def needs(self) -> frozenset[str]:
@@ -76,7 +95,8 @@ class PIPO(PolicyObjective):
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
         mu = batch.scalars["sampled_reward_sum"] / batch.scalars["sampled_count"]
-        updates, metrics = self._verify(mu, state)
+        kept = _kept(state)
+        updates, metrics = self._verify(mu, state, made(batch, kept))
         # Without a step in between, a base that is on-policy stays exactly what it is without this plug-in.
         on_policy = not updates and "old_logprobs" not in self.base.needs
         base = self.base.prepare(batch.without_tokens("old_logprobs") if on_policy else batch, _part(state, "base."))
@@ -87,29 +107,30 @@ class PIPO(PolicyObjective):
             KEPT_TOKENS, KEPT_SEQUENCES
         )
         memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.window :]
-        state = {"mu": memory} | previous.state_dict("previous.") | base_state
+        state = {"mu": memory} | base_state
+        for i, each in enumerate([*kept, previous][-self.staleness - 1 :]):
+            state |= each.state_dict(f"previous.{i}.")
         return Prepared([*updates, *base.updates], state, base.metrics | metrics)
 
-    def _verify(self, mu: float, state: State) -> tuple[list[Update], dict[str, float]]:
+    def _verify(self, mu: float, state: State, previous: Batch | None) -> tuple[list[Update], dict[str, float]]:
         """The update on the previous batch, if there is one to make, and what the log says of it."""
         if len(state["mu"]) < self.window:
             return [], {"pipo/mu": mu}
         xi = improvement(mu, state["mu"], self.xi_max)
         phi = rectified(xi, self.rectification)
-        previous = Batch.from_state_dict(state, "previous.")
-        rewards = previous.tokens["attributions"] * phi
-        made = bool(rewards.any())
+        rewards = torch.zeros(1) if previous is None else previous.tokens["attributions"] * phi
+        worth = bool(rewards.any())
         metrics = {
             "pipo/mu": mu,
             "pipo/anchor_mean": state["mu"].mean().item(),
             "pipo/anchor_std": state["mu"].std().item(),
             "pipo/xi": xi,
             "pipo/phi": phi,
-            "pipo/reinforced": float(made and phi > 0),
-            "pipo/suppressed": float(made and phi < 0),
-            "pipo/skipped": float(not made),
+            "pipo/reinforced": float(worth and phi > 0),
+            "pipo/suppressed": float(worth and phi < 0),
+            "pipo/skipped": float(not worth),
         }
-        if not made:
+        if not worth:
             return [], metrics
         batch = previous.with_tokens(advantages=rewards)
         moments = "own" if self.optimizer_state == "shared" else "verification"

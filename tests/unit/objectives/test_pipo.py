@@ -109,6 +109,30 @@ def test_verification_is_one_step_on_the_previous_batch(make_batch):
     assert len(list(policy.steps())) == 6
 
 
+def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_batch):
+    """Step, oldest version of its batch: one-step-off first, then batches of mixed versions. B_v made version v."""
+    oldest = {1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 4, 7: 6}
+    batches = {
+        step: sampled(make_batch, mu=0.1 * step**2, seed=step).with_scalars(step=float(step), oldest_version=float(v))
+        for step, v in oldest.items()
+    }
+    steps = run(PIPO(GRPO(), window=2, staleness=2), list(batches.values()))
+    found = {}
+    for number, prepared in enumerate(steps, 1):
+        update = prepared.updates[0]
+        found[number] = update.name == "verification" and int(update.batch.scalars["step"])
+        if found[number]:
+            assert torch.equal(update.batch.response_ids, batches[found[number]].response_ids)
+            assert torch.equal(update.batch.tokens["old_logprobs"], batches[found[number]].tokens["old_logprobs"])
+    assert found == {1: False, 2: False, 3: 1, 4: 2, 5: 2, 6: 4, 7: 6}
+    kept = {name.split(".")[1] for name in steps[-1].state if name.startswith("previous.")}
+    assert len(kept) == 3  # staleness + 1
+
+    never = run(PIPO(GRPO(), window=2, staleness=1), [b.with_scalars(oldest_version=0.0) for b in batches.values()])
+    assert all(step.updates[0].name == "policy" for step in never)
+    assert [step.metrics.get("pipo/skipped") for step in never] == [None, None, 1, 1, 1, 1, 1]
+
+
 def gradient(update: Update) -> torch.Tensor:
     """Of the first step, by the log-probs, at the policy that sampled; by the values or the divergence where those are
     what the loss has."""
