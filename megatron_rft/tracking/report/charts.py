@@ -1,5 +1,6 @@
 """Which charts there are. One is shown when any run has its first metric; what the names mean is in docs/metrics.md."""
 
+import re
 from dataclasses import dataclass
 
 from megatron_rft.tracking.report.groups import Group
@@ -25,7 +26,7 @@ class Chart:
 
     @property
     def id(self) -> str:
-        return self.title.lower().replace(" ", "_").replace("'", "")
+        return re.sub("[^a-z_-]", "", self.title.lower().replace(" ", "_"))
 
 
 def chart(title: str, unit: str, note: str, *lines: tuple[str, str], **rest) -> Chart:
@@ -51,6 +52,28 @@ CHARTS = (
         ("pipo/phi", "φ(ξ)"),
     ),
     chart(
+        "Refiner's improvement ratio",
+        "share of responses",
+        "How often the refined response scores higher than the one it was made of; of refinements, verbatim copies.",
+        ("constraint/improved", "improved"),
+        ("constraint/verbatim", "copied as it was"),
+        floor=0,
+    ),
+    chart(
+        "Reward of refined responses",
+        "verifier's reward",
+        "Of the responses that were refined, after it and before.",
+        ("constraint/refined_reward", "refined"),
+        ("constraint/original_reward", "as sampled"),
+    ),
+    chart(
+        "Cross entropy to refined responses",
+        "nats per token",
+        "Of the policy on what the refiner wrote: how far it is from writing so itself.",
+        ("constraint/cross_entropy", "cross entropy"),
+        floor=0,
+    ),
+    chart(
         "Groups that teach nothing",
         "share of groups",
         "Groups in which all responses are right, or all are wrong: no advantage comes of them.",
@@ -59,6 +82,13 @@ CHARTS = (
         floor=0,
     ),
     chart("KL to the reference", "nats per token", "How far the policy has moved.", ("policy/kl", "KL"), floor=0),
+    chart(
+        "KL, measured alone",
+        "nats per token",
+        "To the reference, of which the loss knows nothing.",
+        ("constraint/kl", "KL"),
+        floor=0,
+    ),
     chart(
         "Entropy",
         "nats per token",

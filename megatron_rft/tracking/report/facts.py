@@ -78,7 +78,7 @@ def pace(group: Group) -> list[Number]:
         found.append(Number("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
     tokens = [value for run in group.runs for value in run.curves.of("tokens/per_second")[1]]
     if tokens:
-        found.append(Number("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated, over the whole step"))
+        found.append(Number("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
     skipped = sum(sum(run.curves.of("faults/skipped_steps")[1][-1:]) for run in group.runs)
     if skipped:
         found.append(Number("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))

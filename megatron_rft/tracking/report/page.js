@@ -346,6 +346,7 @@ function numbers(sample) {
   const found = { ...sample.values };
   const minus = (a, b) => a.map((value, i) => (value === null || b[i] === null ? null : value - b[i]));
   const own = found.old_logprobs ?? found.rollout_logprobs;
+  if (own) found.cross_entropy ??= own.map((value) => (value === null ? null : -value));
   if (own && found.ref_logprobs) found.moved = minus(own, found.ref_logprobs);
   if (found.old_logprobs && found.rollout_logprobs) found.mismatch = minus(found.old_logprobs, found.rollout_logprobs);
   return found;
@@ -393,7 +394,8 @@ class Samples {
     this.step.max = this.steps.length - 1;
     this.step.value = this.steps.length - 1;
     const kinds = [...new Set(this.steps.flatMap((line) => line.samples.flatMap((sample) => Object.keys(numbers(sample)))))];
-    const before = this.kind.value;
+    const before = this.kind.value, pairs = this.steps.some((line) => line.samples.some((sample) => sample.kind === "refined"));
+    if (pairs) kinds.sort((a, b) => (b === "cross_entropy") - (a === "cross_entropy"));  // the one that both sides have
     this.kind.replaceChildren(...kinds.map((kind) => element("option", { value: kind }, scaleOf(kind, []).label)));
     if (kinds.includes(before)) this.kind.value = before;
     this.draw();

@@ -1,7 +1,7 @@
 """What a run left in its folder, read back: also of a run that is still going, or whose last line was torn."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from megatron_rft.config.resume import flat
 from megatron_rft.errors import UserError, did_you_mean
 from megatron_rft.tracking.metrics import read_metrics
 from megatron_rft.tracking.plots import Curves
-from megatron_rft.tracking.samples import SAMPLES_FILE, read_samples
+from megatron_rft.tracking.samples import SAMPLES_FILE, Sample, read_samples, shortened
 
-METRICS, RECIPE = "metrics.jsonl", "recipe.yaml"
+METRICS, RECIPE, REFINEMENTS = "metrics.jsonl", "recipe.yaml", "refinements.jsonl"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,33 @@ def read(folder: Path) -> Run:
     except yaml.YAMLError as error:
         raise UserError(f"{folder / RECIPE} is not valid YAML: {error}") from None
     recipe = recipe if isinstance(recipe, dict) else {}
-    return Run(folder, recipe, Curves(read_metrics(folder / METRICS)), read_samples(folder / SAMPLES_FILE))
+    return Run(folder, recipe, Curves(read_metrics(folder / METRICS)), samples_of(folder))
+
+
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    """{"step": 10, "samples": [...]} of the steps that have some: responses, and pairs of a response and its
+    refinement."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in read_samples(folder / SAMPLES_FILE):
+        found.setdefault(line["step"], []).extend(line["samples"])
+    for line in read_samples(folder / REFINEMENTS):
+        pairs = [side(example, name) for example in line["examples"] for name in ("response", "refined")]
+        found.setdefault(line["step"], []).extend(pairs)
+    return [{"step": step, "samples": found[step]} for step in sorted(found)]
+
+
+def side(example: dict[str, Any], name: str) -> dict[str, Any]:
+    """One side of a pair: the "response", or what the refiner made of it, "refined"."""
+    refined = name == "refined"
+    sample = Sample(
+        prompt=example["prompt"],
+        tokens=example[f"{name}_tokens"],
+        reward=example["refined_reward" if refined else "reward"],
+        values={"cross_entropy": example[f"{name}_cross_entropy"]},
+        problem=example["problem"],
+        kind="refined" if refined else "to be refined",
+    )
+    return asdict(shortened(sample))
 
 
 def _no_run(folder: Path) -> str:
