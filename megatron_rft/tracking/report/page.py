@@ -17,6 +17,7 @@ from megatron_rft.tracking.report import charts, facts
 from megatron_rft.tracking.report.groups import Group, differing
 
 HERE = files("megatron_rft.tracking.report")
+FEW = 8  # differences: more of them wait for a click
 MOST_LINES = 24  # recorded steps whose samples are on the page, of all runs together
 
 
@@ -77,7 +78,8 @@ def differences(groups: list[Group]) -> str:
         for key, values in rows
     )
     return (
-        '<details class="differing" open><summary>What differs between them</summary><div class="scroll"><table>'
+        f'<details class="differing"{" open" if len(rows) <= FEW else ""}><summary>What differs between them</summary>'
+        '<div class="scroll"><table>'
         f"<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
     )
 
