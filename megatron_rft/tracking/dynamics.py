@@ -33,18 +33,18 @@ class OfflineRun:
     name: str
     curves: Curves
     extrapolation: float | None  # lambda of FPA on all trajectories; Off-RL's is 0, other methods have none
+    looks_ahead: frozenset[str] = frozenset()  # sides that are weighted by the predicted policy, pi_hat
     tested: tuple[float, float] | None = None  # pass@1 on data.test when it was finished, and its standard error
 
     @classmethod
     def of(cls, folder: Path) -> "OfflineRun":
         algorithm = yaml.safe_load((folder / "recipe.yaml").read_text())["algorithm"]
         records = read_metrics(folder / "metrics.jsonl")
-        return cls(folder.name, Curves(records), _extrapolation(algorithm), _tested(folder))
+        return cls(folder.name, Curves(records), _extrapolation(algorithm), _looks_ahead(algorithm), _tested(folder))
 
-    @property
-    def weight(self) -> str:
-        """The metric of what its gradient is weighted by."""
-        return "future_weight" if self.curves.has("dynamics/future_weight_correct") else "weight"
+    def weight(self, side: str) -> str:
+        """The metric of what the gradient of that side is weighted by."""
+        return f"{'future_weight' if side in self.looks_ahead else 'weight'}_{side}"
 
     @property
     def best(self) -> tuple[float, float] | None:
@@ -61,6 +61,13 @@ def _extrapolation(algorithm: dict) -> float | None:
     if algorithm["name"] == "off_rl" and not algorithm.get("kl_coefficient"):
         return 0.0
     return algorithm.get("extrapolation") if algorithm.get("fpa_on", "both") == "both" else None
+
+
+def _looks_ahead(algorithm: dict) -> frozenset[str]:
+    if algorithm["name"] != "fpa":
+        return frozenset()
+    on = algorithm.get("fpa_on", "both")
+    return frozenset({"correct", "incorrect"} if on == "both" else {on})
 
 
 def _tested(folder: Path) -> tuple[float, float] | None:
@@ -124,7 +131,7 @@ def _log_ratios(axes: Axes, run: OfflineRun, color: str) -> None:
 
 def _weights(axes: Axes, run: OfflineRun, color: str) -> None:
     for side, style in SIDES:
-        _line(axes, run, f"dynamics/{run.weight}_{side}", color, style)
+        _line(axes, run, f"dynamics/{run.weight(side)}", color, style)
 
 
 def _ratios(axes: Axes, run: OfflineRun, color: str) -> None:
@@ -147,13 +154,15 @@ def _ratios_to_off_rl(axes: Axes, runs: list[OfflineRun], colors: dict[str, str]
 def ahead_of(base: OfflineRun, run: OfflineRun) -> list[tuple[int, float]]:
     """(step, weight of wrong trajectories under FPA over that under Off-RL), at the steps that both runs have (fpa.txt
     figure 2, right)."""
+    if "incorrect" not in run.looks_ahead:
+        return []
     weights = dict(zip(*base.curves.of("dynamics/weight_incorrect"), strict=True))
     points = zip(*run.curves.of("dynamics/future_weight_incorrect"), strict=True)
     return [(step, value / weights[step]) for step, value in points if weights.get(step)]
 
 
 def _damped(axes: Axes, run: OfflineRun, color: str) -> None:
-    _line(axes, run, f"dynamics/low_{run.weight}_incorrect", color)
+    _line(axes, run, f"dynamics/low_{run.weight('incorrect')}", color)
 
 
 def _norms(axes: Axes, run: OfflineRun, color: str) -> None:

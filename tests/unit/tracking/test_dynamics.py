@@ -36,21 +36,24 @@ def test_one_figure_of_all_runs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name,future,weight,lam",
-    [("fpa", True, "future_weight", 2.0), ("off_rl", False, "weight", 0.0), ("kto", False, "weight", None)],
+    "name,options,weights,extrapolation",
+    [
+        ("fpa", {}, ("future_weight_correct", "future_weight_incorrect"), 2.0),
+        ("fpa", {"fpa_on": "correct"}, ("future_weight_correct", "weight_incorrect"), None),
+        ("fpa", {"fpa_on": "incorrect"}, ("weight_correct", "future_weight_incorrect"), None),
+        ("off_rl", {}, ("weight_correct", "weight_incorrect"), 0.0),
+        ("off_rl", {"kl_coefficient": 0.1}, ("weight_correct", "weight_incorrect"), None),
+        ("kto", {}, ("weight_correct", "weight_incorrect"), None),
+    ],
 )
-def test_what_a_run_weights_by(tmp_path, name, future, weight, lam):
-    found = OfflineRun.of(run(tmp_path / "run", name, future))
-    assert (found.weight, found.extrapolation, found.name) == (weight, lam, "run")
+def test_what_a_run_weights_by_and_where_it_stands_over_lambda(tmp_path, name, options, weights, extrapolation):
+    found = OfflineRun.of(run(tmp_path / "run", name, name == "fpa", **options))
+    assert tuple(found.weight(side) for side in ("correct", "incorrect")) == weights
+    assert found.extrapolation == extrapolation
 
 
 def test_a_folder_without_a_run(tmp_path, capsys):
     assert main(["dynamics", str(tmp_path)]) == 2 and "is not the folder of a run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name,option", [("fpa", {"fpa_on": "correct"}), ("off_rl", {"kl_coefficient": 0.1})])
-def test_variants_are_no_point_over_lambda(tmp_path, name, option):
-    assert OfflineRun.of(run(tmp_path / "run", name, name == "fpa", **option)).extrapolation is None
 
 
 def test_accuracy_over_lambda_by_hand(tmp_path):
