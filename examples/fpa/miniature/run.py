@@ -126,7 +126,7 @@ class Miniature:
                 run = self.train(f"long/seed{seed}/{name}", start, how, f"run.seed={seed}", *options)
                 runs.setdefault(name, []).append(run)
             write(self.out / f"long_{start}.md", long_table(runs))
-            dynamics.draw(sum(runs.values(), []), self.out / f"long_{start}.png")
+        dynamics.draw([of_seeds[0] for of_seeds in runs.values()], self.out / f"long_{start}.png")
 
 
 def tested(run: Path, first: bool = False) -> float:
