@@ -165,13 +165,18 @@ def long_table(runs: dict[str, list[Path]]) -> str:
     lines = [
         "Pass@1 in % on the held-out problems, mean over seeds ± its standard error.",
         "",
-        "| method | seeds | start | best | after the last step | steps |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| method | seeds | start | lowest | best | last | steps |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, of_seeds in runs.items():
         curves = [[accuracy for _, accuracy in validated(run)] for run in of_seeds]
-        cells = [f"{100 * curves[0][0]:.1f}", cell([max(c[1:]) for c in curves]), cell([c[-1] for c in curves])]
-        lines.append(f"| {name} | {len(of_seeds)} | " + " | ".join(cells) + f" | {validated(of_seeds[0])[-1][0]} |")
+        numbers = (
+            [c[0] for c in curves],
+            *([pick(c[1:]) for c in curves] for pick in (min, max)),
+            [c[-1] for c in curves],
+        )
+        cells = " | ".join(map(cell, numbers))
+        lines.append(f"| {name} | {len(of_seeds)} | {cells} | {validated(of_seeds[0])[-1][0]} |")
     return "\n".join(lines) + "\n"
 
 
