@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rft.records import Response
 from megatron_rft.rollout.drafts import SUFFIX, Guess
-from megatron_rft.rollout.engine import Group, Request, Sampling
+from megatron_rft.rollout.engine import Group, Request, Sampling, limit
 from megatron_rft.rollout.shared_prefix import SharedPrefixCache
 
 PREFILL_TOKENS = 16384  # of one forward pass over prompts, padding included
@@ -317,10 +317,6 @@ class Decoder:
             place[source] = torch.tensor(to, device=self.device)
             slots.copy_(place[slots // self.width] * self.width + slots % self.width)
         _close_list(self.parts, to, source, sum(keep))
-
-
-def limit(request: Request, sampling: Sampling) -> int:
-    return min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
 
 
 def fill_holes(keep: list[bool]) -> tuple[list[int], list[int]]:

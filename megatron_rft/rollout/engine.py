@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_rft.errors import RunFailed
+from megatron_rft.errors import DataError, RunFailed, UserError
 from megatron_rft.records import Response
 
 
@@ -93,11 +93,36 @@ class Engine(Protocol):
         ...
 
 
+def limit(request: Request, sampling: Sampling) -> int:
+    return min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
+
+
+def check_requests(requests: list[Request], sampling: Sampling, longest: int, room: str, vocabulary: int) -> None:
+    """What no engine can serve. `longest`: tokens of prompt and response together; `room` says whose bound that is."""
+    assert len({r.id for r in requests}) == len(requests), "two requests have the same id"
+    for request in requests:
+        length, most = len(request.prompt_ids), limit(request, sampling)
+        assert request.n >= 1 and most >= 1, request
+        if length == 0:
+            raise UserError(f"request {request.id} has an empty prompt: there is nothing to continue")
+        if length + most > longest:
+            raise UserError(
+                f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = {length + most}, "
+                f"but {room}. Lower rollout.max_response_tokens or data.max_prompt_tokens"
+            )
+        if max(request.prompt_ids) >= vocabulary:
+            raise DataError(
+                f"request {request.id}: token id {max(request.prompt_ids)} in a vocabulary of {vocabulary}: "
+                "the tokenizer does not fit the model"
+            )
+
+
 def checksum(tensor: Tensor) -> int:
-    """64 bits of a tensor's bits and their order. Both sides of a weight sync compute it."""
+    """64 bits of a tensor's bits and their order, where -0 counts as 0. Both sides of a weight sync compute it."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits, total = tensor.detach().contiguous().view(-1).view(whole), 0
-    for part in bits.split(1 << 22):  # int64 copies of a part at a time
+    total = 0
+    for values in tensor.detach().contiguous().view(-1).split(1 << 22):  # int64 copies of a part at a time
+        part = (values + 0.0 if values.element_size() > 1 else values).view(whole)
         odd = torch.arange(1, 2 * len(part), 2, device=part.device)
         total = (total * 0x100000001B3 + int((part.long() * odd).sum())) % 2**64
     return total

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from megatron_rft.errors import DataError, RunFailed, UserError
-from megatron_rft.rollout.decoding import Decoder, limit
-from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, checksum
+from megatron_rft.errors import DataError, RunFailed
+from megatron_rft.rollout.decoding import Decoder
+from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, checksum
+from megatron_rft.rollout.intake import Intake
 from megatron_rft.rollout.shared_prefix import ATTENTION
 
 FAMILIES = (
@@ -49,16 +50,22 @@ class HFEngine(Engine):
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.weight_version = -1 if given else 0
         self.targets = hf_views(self.model)
+        self.intake = Intake({name: target.shape for name, target in self.targets.items()}, config.model_type)
+        if not given:
+            self.intake.before = {name: (None, not target.any()) for name, target in self.targets.items()}
 
     @torch.inference_mode()
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         if self.weight_version < 0:
             raise RunFailed("generation was asked for before any weights were loaded")
-        self._check(requests, sampling)
+        config = self.model.config
+        positions = config.max_position_embeddings
+        room = f"the model has {positions} positions (max_position_embeddings)"
+        check_requests(requests, sampling, positions, room, config.vocab_size)
         if requests:
             like = self.model.get_input_embeddings().weight
             yield from Decoder(
-                self.model.config,
+                config,
                 self._hidden,
                 self.model.get_output_embeddings(),
                 like,
@@ -75,57 +82,22 @@ class HFEngine(Engine):
             input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, cache=cache
         ).last_hidden_state
 
-    def _check(self, requests: list[Request], sampling: Sampling) -> None:
-        config = self.model.config
-        positions = config.max_position_embeddings
-        assert len({r.id for r in requests}) == len(requests), "two requests have the same id"
-        for request in requests:
-            length, most = len(request.prompt_ids), limit(request, sampling)
-            assert request.n >= 1 and most >= 1, request
-            if length == 0:
-                raise UserError(f"request {request.id} has an empty prompt: there is nothing to continue")
-            if length + most > positions:
-                raise UserError(
-                    f"request {request.id}: prompt of {length} tokens + up to {most} response tokens = "
-                    f"{length + most}, but the model has {positions} positions (max_position_embeddings). "
-                    "Lower rollout.max_response_tokens or data.max_prompt_tokens"
-                )
-            if max(request.prompt_ids) >= config.vocab_size:
-                raise DataError(
-                    f"request {request.id}: token id {max(request.prompt_ids)} in a vocabulary of {config.vocab_size}: "
-                    "the tokenizer does not fit the model"
-                )
-
+    @torch.no_grad()
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """In place, each tensor straight from the stream. The stream is exhausted even when a tensor is refused,
         for its collectives involve every rank; the first problem is raised then, and no `generate` is possible."""
-        written, problem = set(), None
+        self.intake.begin()
+        problem = None
         for name, tensor in stream:
-            problem = problem or self._write(name, tensor, written)
-        if missing := [name for name in self.targets if name not in written]:
-            problem = problem or f"{missing[0]} is missing ({len(missing)} of {len(self.targets)} tensors are)"
-        if problem:
+            wrong = self.intake.problem(name, tensor)
+            if wrong is None:
+                self.targets[name].copy_(tensor)
+            problem = problem or wrong
+        if problem := problem or self.intake.missing():
             self.weight_version = -1
             raise RunFailed(f"weights of version {version}: {problem}")
+        self.intake.accept()
         self.weight_version = version
-
-    @torch.no_grad()
-    def _write(self, name: str, tensor: Tensor, written: set[str]) -> str | None:
-        """What is wrong with the tensor, or None when it is in its place."""
-        target = self.targets.get(name)
-        if target is None:
-            return f"{name} is no tensor of this {self.model.config.model_type} model"
-        if name in written:
-            return f"{name} came twice"
-        if tensor.shape != target.shape:
-            return f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}"
-        if not tensor.isfinite().all():
-            return f"{name} has {int((~tensor.isfinite()).sum())} non-finite values"
-        if self.weight_version >= 0 and target.any() and not tensor.any():
-            return f"{name} is all zero, and was not before"
-        target.copy_(tensor)
-        written.add(name)
-        return None
 
     def checksums(self) -> dict[str, int]:
         return {name: checksum(tensor) for name, tensor in self.targets.items()}

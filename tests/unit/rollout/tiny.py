@@ -1,7 +1,7 @@
 """Tiny random models of the families the engine serves, and engines that hold their weights."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.rollout.hf_engine import HFEngine
 
@@ -23,10 +23,11 @@ CONFIGS = {
 }
 
 
-def build_model(family: str = "qwen3", seed: int = 0, scale: float = 4.0):
+def build_model(family: str | PreTrainedConfig = "qwen3", seed: int = 0, scale: float = 4.0):
     """Larger weights than at initialisation: probabilities then differ much from token to token."""
+    config = CONFIGS[family] if isinstance(family, str) else family
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "embed" not in name:
             parameter.mul_(scale)

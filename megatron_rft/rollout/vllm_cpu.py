@@ -1,0 +1,99 @@
+"""What vLLM's CPU build needs here: settings before its import, and work-arounds for three faults of version 0.32.
+
+Each fault is silent: generation goes on, with wrong numbers. The tests in tests/parity/test_vllm.py notice all three.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads live here too
+}
+FAULTY = ("0.32.",)
+
+
+def prepare() -> None:
+    """Before vLLM is imported; what the environment says already stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        torch._dynamo.config.disable = True  # the first log-prob call would compile C++ for 10 s
+
+
+@contextmanager
+def bystanders() -> Iterator[None]:
+    """vLLM's start seeds this process's random generators and swaps torch.set_num_threads: both are the trainer's."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device)
+        torch.set_num_threads = set_num_threads
+
+
+def faulty() -> bool:
+    """Whether the installed vLLM is a CPU build with the faults below."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from megatron_rft.config.vllm import installed
+
+    name, number = installed()
+    return number.startswith(FAULTY) and version(name) == number
+
+
+def repair_sampling() -> None:
+    """Speculative decoding above temperature 0: the temperatures, top_k and top_p of the drafted tokens were expanded
+    into a temporary when they were no int64, so that they were uninitialised memory."""
+    import vllm.utils.cpu_triton_utils as kernels
+
+    def expand(output: Any, values: Any, ends: Any, replace_from: Any, replace_to: Any, MAX_NUM_TOKENS: Any = None):
+        chosen = torch.where(values == replace_from, torch.as_tensor(replace_to, dtype=values.dtype), values)
+        counts = torch.diff(ends.long(), prepend=torch.zeros(1, dtype=torch.long))
+        output.copy_(torch.repeat_interleave(chosen, counts))
+
+    kernels._expand_kernel_impl = expand
+
+
+def before_reload(model: nn.Module) -> None:
+    """Experts were packed on their first load alone, and used unpacked after any other."""
+    for layer in model.modules():
+        if getattr(method := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def after_reload(model: nn.Module) -> None:
+    """An output matrix that is tied to the embeddings went on with the packed copy of their former values."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
+    if head is not None and embedding is not None and head.weight is embedding.weight:
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def leave() -> None:
+    """vLLM's process groups, and not the trainer's."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None

@@ -1,0 +1,255 @@
+"""Generation by vLLM inside this process, on the CPU or on this rank's GPU.
+
+The engine is built without weights and takes them from the trainer's stream. Each response is a request of its own to
+vLLM, with a seed that is a function of (request seed, sample); vLLM's prefix cache computes a shared prompt once.
+"""
+
+import copy
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatron_rft.errors import ConfigError, RunFailed
+from megatron_rft.records import Response
+from megatron_rft.rollout import vllm_cpu
+from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, checksum, limit
+from megatron_rft.rollout.hf_engine import hf_views
+from megatron_rft.rollout.intake import Intake
+
+CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe does not say
+CACHE_BLOCK = 128  # tokens
+PREFILL_TOKENS = 8192  # of one forward pass
+GPU_SHARE = 0.5  # of the device's memory, beside the trainer's
+
+
+class VLLMEngine(Engine):
+    """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
+
+    `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments.
+    """
+
+    def __init__(
+        self,
+        source: PreTrainedConfig | str | Path,
+        dtype: torch.dtype = torch.float32,
+        max_model_len: int | None = None,
+        max_batch_sequences: int = 256,
+        options: dict[str, Any] | None = None,
+    ):
+        given = isinstance(source, PreTrainedConfig)
+        self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
+        self.max_model_len = max_model_len or self.config.max_position_embeddings
+        self.dtype, self.weight_version = dtype, -1
+        self.asleep = False
+        shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
+        self.intake = Intake(shapes, self.config.model_type)
+        vllm_cpu.prepare()
+        from megatron_rft.rollout import vllm_weights
+
+        vllm_weights.register()
+        if vllm_cpu.faulty():
+            vllm_cpu.repair_sampling()
+        with vllm_cpu.bystanders(), tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
+            self.llm = _start(self._arguments(folder, max_batch_sequences, options or {}))
+        self.source = vllm_weights.Stream(
+            [vllm_weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
+        )
+        self.sender = vllm_weights.connect(self.llm, self.source)
+        if not given:
+            self.load_weights(tensors_of(Path(source), set(shapes)), version=0)
+
+    def _arguments(self, folder: str, sequences: int, options: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's engine arguments: ours, under the recipe's."""
+        self.config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.config.model_type]]
+        self.config.save_pretrained(folder)
+        own = {
+            "model": folder,
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "weight_transfer_config": {"backend": "handover"},
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": sequences,
+            "max_num_batched_tokens": max(PREFILL_TOKENS, self.max_model_len, sequences),
+            "enable_chunked_prefill": False,  # with it, seeds of their own crash
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        if torch.cuda.is_available():
+            own |= {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_SHARE}
+        else:
+            own |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(sequences)}
+        return own | options
+
+    def _cache_bytes(self, sequences: int) -> int:
+        """Room for all sequences at their longest, within CACHE_BYTES; for one of them in any case."""
+        config = self.config
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * self.dtype.itemsize
+        sequence = token * (-(-self.max_model_len // CACHE_BLOCK) + 1) * CACHE_BLOCK
+        return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
+
+    # --- generation
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        if self.weight_version < 0 or self.asleep:
+            raise RunFailed("generation was asked for before any weights were loaded")
+        room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
+        check_requests(requests, sampling, self.max_model_len, room, self.config.vocab_size)
+        answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
+        self.llm.reset_prefix_cache()  # what an earlier call left would change the last bits of this one's numbers
+        try:
+            for request in requests:
+                for sample in range(request.n):
+                    self._add(request, sample, sampling)
+            while self.llm.has_unfinished_requests():
+                with torch.random.fork_rng(devices=[]):  # vLLM draws, and throws away, from the trainer's generator
+                    outputs = self.llm.step()
+                for output in outputs:
+                    id, sample = map(int, output.request_id.split("/"))
+                    answers[id][sample] = self._response(output.outputs[0])
+                    if None not in answers[id]:
+                        yield Group(id, tuple(answers.pop(id)))
+        finally:  # an abandoned iterator leaves nothing behind
+            left = [f"{id}/{i}" for id, some in answers.items() for i, each in enumerate(some) if each is None]
+            if left and self.llm is not None:
+                self.llm.abort_request(left)
+
+    def _add(self, request: Request, sample: int, sampling: Sampling) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=limit(request, sampling),
+            seed=response_seed(request.seed, sample),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the model's own end is one of the stop tokens, if at all
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"draft": list(request.draft)} if request.draft else None,
+        )
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters)
+
+    def _response(self, output: Any) -> Response:
+        tokens, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+        assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
+        versions = {span.version for span in output.weight_versions or ()}
+        if versions != {str(self.weight_version)}:
+            raise RunFailed(
+                f"vLLM wrote a response with weights of version {', '.join(sorted(versions)) or 'unknown'}, and those "
+                f"of version {self.weight_version} were loaded"
+            )
+        return Response(tokens, logprobs, output.finish_reason, self.weight_version)
+
+    # --- weights
+
+    @torch.no_grad()
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The stream is exhausted even when a tensor is refused, for its collectives involve every rank; the first
+        problem is raised then, and no `generate` is possible."""
+        from megatron_rft.rollout import vllm_weights
+
+        self.intake.begin()
+        problems: list[str | None] = []
+        stream = iter(stream)
+        self.source.tensors = self._good(stream, problems)
+        self.sender.send_weights()
+        for _ in stream:
+            pass
+        problems += [self.intake.missing(), vllm_weights.incomplete(self.llm)]
+        if problem := next(filter(None, problems), None):
+            self.weight_version = -1
+            raise RunFailed(f"weights of version {version}: {problem}")
+        self.intake.accept()
+        self.llm.set_weight_version(str(version))
+        self.llm.reset_prefix_cache()  # keys and values of the former weights
+        self.weight_version = version
+
+    def _good(self, stream: Iterator[tuple[str, Tensor]], problems: list[str | None]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            problem = self.intake.problem(name, tensor)
+            if problem is None:
+                yield name, tensor.detach()
+            else:
+                problems.append(problem)
+
+    def checksums(self) -> dict[str, int]:
+        from megatron_rft.rollout.vllm_weights import held
+
+        found: dict[str, int] = {}
+        for name, tensor in held(self._model()):
+            value = checksum(tensor)
+            if found.setdefault(name, value) != value:  # a tied matrix is held twice
+                found[name] = -1
+        return found
+
+    def _model(self) -> torch.nn.Module:
+        return self.llm.model_executor.driver_worker.model_runner.model
+
+    # --- memory
+
+    def sleep(self) -> None:
+        if torch.cuda.is_available() and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep, self.weight_version = True, -1
+
+    def wake(self) -> None:
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+
+    def close(self) -> None:
+        if getattr(self, "llm", None) is None:
+            return
+        self.llm.engine_core.shutdown()
+        self.llm = self.sender = self.source = None
+        self.weight_version = -1
+        vllm_cpu.leave()
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    """vLLM's engine; what it says of arguments that it cannot use is for the user."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
+
+
+def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
+    """The model without memory: the names and shapes of its checkpoint."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def tensors_of(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model folder, of which a tied output matrix (if it is there) is no parameter."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  a safe_open object is no dict
+                if name in names or name != "lm_head.weight":
+                    yield name, tensors.get_tensor(name)
+
+
+def response_seed(seed: int, sample: int) -> int:
+    """63 bits from (seed, sample)."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
