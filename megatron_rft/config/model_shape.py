@@ -23,6 +23,7 @@ class ModelShape:
     expert_ffn: int
     max_positions: int
     vocabulary: int
+    head_dim: int
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts" if self.experts else ""
@@ -74,6 +75,7 @@ def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
             expert_ffn=config.get("moe_intermediate_size") or 0,
             max_positions=config["max_position_embeddings"],
             vocabulary=config["vocab_size"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         )
     except KeyError as error:
         raise DataError(f"{option}: {folder / 'config.json'} lacks {error}") from None

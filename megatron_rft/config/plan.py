@@ -13,6 +13,7 @@ from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SU
 from megatron_rft.config.layout import Layout, check_layout
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.vllm import check_vllm, choose
 from megatron_rft.errors import ConfigError, DataError, did_you_mean
 
 
@@ -54,8 +55,10 @@ def check(recipe: Recipe, world_size: int = 1) -> Plan:
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
+    engine = choose(recipe.rollout.engine, shape and shape.head_dim)
+    check_vllm(engine.name, recipe.vllm, recipe.longest_generation, shape)
     if recipe.trainer == "generate":
-        return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe)])
+        return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}"])
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
     optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
     check_schedule(recipe, optimizer_steps)
@@ -64,6 +67,7 @@ def check(recipe: Recipe, world_size: int = 1) -> Plan:
         model_line,
         *data_lines,
         f"layout: {layout} = {_many(world_size, 'rank')}",
+        f"engine: {engine}",
         *batch_lines,
         *check_engines(recipe, world_size),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
@@ -90,9 +94,6 @@ def check_installed(recipe: Recipe) -> None:
             f"megatron.attention_backend: {recipe.megatron.attention_backend} chooses a kernel of Transformer Engine, "
             "which is not installed here: torch's own attention is used. Set it to auto"
         )
-    if recipe.rollout.engine == "vllm":
-        where = "is not installed here, and" if find_spec("vllm") is None else "is installed, but"
-        raise ConfigError(f"rollout.engine: vllm {where} this version samples with the hf engine only. Use hf or auto")
     if recipe.tracking.wandb and find_spec("wandb") is None:
         raise ConfigError(
             "tracking.wandb: wandb is not installed: pip install 'megatron-rft[wandb]', or set it to null"
@@ -195,12 +196,9 @@ def _check_reward(option: str, adapter: str, needed: str, kind: str) -> None:
 
 def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
     """Tokens of the longest sequence, which must fit a micro-batch and the model's positions."""
-    rollout, evaluation = recipe.rollout, recipe.evaluation
-    prompt, budget = recipe.data.max_prompt_tokens, recipe.batching.micro_batch_tokens
-    sampled = evaluation.max_response_tokens or rollout.max_response_tokens
+    rollout, prompt, budget = recipe.rollout, recipe.data.max_prompt_tokens, recipe.batching.micro_batch_tokens
     if recipe.trainer == "rl":
         longest = prompt + rollout.max_response_tokens
-        sampled = max(sampled, rollout.max_response_tokens)
         if longest > budget:
             raise ConfigError(
                 f"batching.micro_batch_tokens: a sequence may have {longest} tokens (data.max_prompt_tokens {prompt} + "
@@ -219,10 +217,10 @@ def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
         raise ConfigError(
             f"batching.forward_only_tokens: {recipe.batching.forward_only_tokens} does not hold a sequence of {longest}"
         )
-    needed = prompt + sampled
+    needed = recipe.longest_generation
     if shape and needed > shape.max_positions:
         raise ConfigError(
-            f"data.max_prompt_tokens {prompt} + response {sampled} = {needed} tokens is beyond the model's "
+            f"data.max_prompt_tokens {prompt} + response {needed - prompt} = {needed} tokens is beyond the model's "
             f"max_position_embeddings, {shape.max_positions}"
         )
     return longest if not shape else min(longest, shape.max_positions)

@@ -10,6 +10,7 @@ from megatron_rft.config import offline as o
 from megatron_rft.config import sections as s
 from megatron_rft.config.messages import at
 from megatron_rft.config.rewards import Reward
+from megatron_rft.config.vllm import Vllm
 
 OF_ENGINES = (
     "rollout.placement",
@@ -51,6 +52,7 @@ class Recipe(s.Section):
     batching: s.Batching = s.Batching()
     data: s.Data
     rollout: s.Rollout = s.Rollout()
+    vllm: Vllm = Vllm()
     reward: Reward = Reward()
     algorithm: Annotated[a.Algorithm | o.Algorithm, Field(discriminator="name")] = a.SFT()
     generation: o.Generation = o.Generation()
@@ -64,6 +66,14 @@ class Recipe(s.Section):
     checkpoint: s.Checkpoint = s.Checkpoint()
     tracking: s.Tracking = s.Tracking()
     faults: s.Faults = s.Faults()
+
+    @property
+    def longest_generation(self) -> int:
+        """Tokens of the longest prompt and response that the engine is asked for."""
+        sampled = self.evaluation.max_response_tokens or self.rollout.max_response_tokens
+        if self.trainer in ("rl", "generate"):
+            sampled = max(sampled, self.rollout.max_response_tokens)
+        return self.data.max_prompt_tokens + sampled
 
     @property
     def validates(self) -> bool:

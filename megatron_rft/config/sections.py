@@ -297,7 +297,7 @@ class Rollout(Section):
     """How responses are sampled, in training and (with evaluation's own temperature and count) for pass@1."""
 
     engine: Literal["auto", "hf", "vllm"] = "auto"
-    """auto: the best that is installed."""
+    """auto: vllm where one is installed that this package supports, else hf."""
     placement: Literal["colocated", "process"] = "colocated"
     """colocated: each rank drives an engine inside its own process. process: engines in processes of their own, which
     the ranks start, watch, and replace when they are lost."""
@@ -318,9 +318,9 @@ class Rollout(Section):
     stop: list[str | int] = []
     """More strings (of one token) or token ids that end a response, besides the model's own."""
     max_batch_sequences: Count = 512
-    """Sequences that the hf engine decodes together."""
+    """Sequences that an engine decodes together."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Of the hf engine's weights. None: model.precision (bf16 for fp8)."""
+    """Of the engine's weights. None: model.precision (bf16 for fp8)."""
 
     @model_validator(mode="after")
     def _check(self):

@@ -21,14 +21,14 @@ from megatron_rft.errors import ConfigError, did_you_mean
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
 INSTALL = "pip install 'megatron-rft[vllm]' where there is an NVIDIA GPU, `. tools/setup_env.sh vllm` on the CPU"
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-SPECULATION = ("ngram", "suffix", "draft_model", "predicted_output", "custom_class", "eagle", "eagle3", "mtp")
+SPECULATION = ("ngram", "suffix", "draft_model", "predicted_output", "eagle", "eagle3")
 
 # reason -> names
 REFUSED = {
     "comes from model.path": """
         model model_weights tokenizer revision code_revision tokenizer_revision hf_config_path hf_overrides hf_token
         trust_remote_code config_format served_model_name generation_config override_generation_config download_dir
-        runner convert task model_impl model_class_overrides""",
+        runner convert model_impl model_class_overrides""",
     "is set by this package, which streams the weights in": """
         load_format skip_tokenizer_init weight_transfer_config worker_extension_cls worker_cls tokenizer_mode
         model_loader_extra_config ignore_patterns safetensors_load_strategy""",
@@ -71,6 +71,10 @@ class Vllm(Section):
             self._check_speculation()
         return self
 
+    def arguments(self) -> dict[str, Any]:
+        """What was written down, for vLLM."""
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set) if getattr(self, name) is not None}
+
     def _check_extra(self, known: dict[str, ast.expr]):
         refused = {name: reason for reason, names in REFUSED.items() for name in names.split()}
         for name, value in self.model_extra.items():
@@ -98,8 +102,11 @@ class Vllm(Section):
 class Choice:
     """Which engine a recipe gets on this machine, and what there is to say of it."""
 
-    engine: str  # "vllm" | "hf"
-    why: str
+    name: str  # "vllm" | "hf"
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})" if self.why else self.name
 
 
 @cache
@@ -131,16 +138,16 @@ def unusable(head_dim: int | None = None) -> str | None:
     return None
 
 
-def choose(engine: str, shape: ModelShape | None) -> Choice:
+def choose(engine: str, head_dim: int | None = None) -> Choice:
     """Settle rollout.engine. `auto` is vllm where it can be, else hf."""
     if engine == "hf":
-        return Choice("hf", "as the recipe says")
-    problem = unusable(shape.head_dim if shape else None)
+        return Choice("hf")
+    problem = unusable(head_dim)
     if problem is None:
         return Choice("vllm", " ".join(installed()))
     if engine == "vllm":
         raise ConfigError(f"rollout.engine: {problem}. Or set rollout.engine=hf")
-    return Choice("hf", problem)
+    return Choice("hf", problem.partition(": ")[0])
 
 
 @cache
@@ -184,6 +191,11 @@ def check_vllm(engine: str, options: Vllm, needed: int, shape: ModelShape | None
         raise ConfigError(
             f"vllm.max_model_len: {options.max_model_len} does not hold a prompt and its response, {needed} tokens "
             "(data.max_prompt_tokens + the longest response). Leave it out, or raise it"
+        )
+    if shape and (options.max_model_len or 0) > shape.max_positions:
+        raise ConfigError(
+            f"vllm.max_model_len: {options.max_model_len} is beyond the model's max_position_embeddings, "
+            f"{shape.max_positions}"
         )
     tp = getattr(options, "tensor_parallel_size", 1)
     if shape and (shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads)):

@@ -3,6 +3,7 @@
 Each fault is silent: generation goes on, with wrong numbers. The tests in tests/parity/test_vllm.py notice all three.
 """
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ def prepare() -> None:
 
 @contextmanager
 def bystanders() -> Iterator[None]:
-    """vLLM's start seeds this process's random generators and swaps torch.set_num_threads: both are the trainer's."""
+    """vLLM's start seeds this process's random generators, swaps torch.set_num_threads and takes everything there is
+    out of garbage collection: all of that is the trainer's."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     set_num_threads = torch.set_num_threads
@@ -46,6 +48,7 @@ def bystanders() -> Iterator[None]:
         if on_device is not None:
             torch.cuda.set_rng_state(on_device)
         torch.set_num_threads = set_num_threads
+        gc.unfreeze()
 
 
 def faulty() -> bool:
@@ -89,11 +92,21 @@ def after_reload(model: nn.Module) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def leave() -> None:
-    """vLLM's process groups, and not the trainer's."""
+def shut_down(engine: Any, own_world: bool) -> None:
+    """As vLLM's own shutdown, but for the process groups: that destroys them all, and the trainer's are not its own.
+    `own_world`: there was no trainer, vLLM made the world's group too."""
     from vllm.distributed import parallel_state
 
+    core = engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
+    if own_world and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

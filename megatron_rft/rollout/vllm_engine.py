@@ -40,13 +40,15 @@ class VLLMEngine(Engine):
         self,
         source: PreTrainedConfig | str | Path,
         dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
         max_model_len: int | None = None,
         max_batch_sequences: int = 256,
         options: dict[str, Any] | None = None,
     ):
         given = isinstance(source, PreTrainedConfig)
         self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
-        self.max_model_len = max_model_len or self.config.max_position_embeddings
+        options = options or {}
+        self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.weight_version = dtype, -1
         self.asleep = False
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
@@ -57,8 +59,9 @@ class VLLMEngine(Engine):
         vllm_weights.register()
         if vllm_cpu.faulty():
             vllm_cpu.repair_sampling()
+        self.own_world = not torch.distributed.is_initialized()
         with vllm_cpu.bystanders(), tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
-            self.llm = _start(self._arguments(folder, max_batch_sequences, options or {}))
+            self.llm = _start(self._arguments(folder, max_batch_sequences, options))
         self.source = vllm_weights.Stream(
             [vllm_weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
         )
@@ -86,6 +89,8 @@ class VLLMEngine(Engine):
             "disable_log_stats": True,
         }
         if torch.cuda.is_available():
+            if torch.distributed.is_initialized():  # the rank's own device, not always the first
+                own["distributed_executor_backend"] = "external_launcher"
             own |= {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_SHARE}
         else:
             own |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(sequences)}
@@ -217,10 +222,9 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         if getattr(self, "llm", None) is None:
             return
-        self.llm.engine_core.shutdown()
+        vllm_cpu.shut_down(self.llm, self.own_world)
         self.llm = self.sender = self.source = None
         self.weight_version = -1
-        vllm_cpu.leave()
 
 
 def _start(arguments: dict[str, Any]) -> Any:
@@ -229,9 +233,11 @@ def _start(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
+    engine.engine_core._finalizer.detach()  # would destroy the trainer's process groups
+    return engine
 
 
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from megatron_rft.config import Recipe, Source
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.config.model_shape import find_model
+from megatron_rft.config.vllm import choose
 from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.errors import DataError
@@ -159,11 +160,34 @@ def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tenso
 def build_engine(recipe: Recipe, hf_config: Any, placement: str | None = None) -> Engine:
     """The generation engine of this rank, without weights yet. `placement` None: the recipe's."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
-    # What makes an engine on a device, here or in a process of its own: a partial, so that it can travel there.
-    build_on = partial(HFEngine, hf_config, dtype, max_batch_sequences=recipe.rollout.max_batch_sequences)
+    build_on = engine_builder(recipe, hf_config)
     if (placement or recipe.rollout.placement) == "process":
         return fleets.build(recipe, build_on, dtype, gather)
     return build_on(parallel.device())
+
+
+def engine_builder(recipe: Recipe, source: Any) -> Callable[[torch.device | str], Engine]:
+    """What makes the engine that rollout.engine comes to on a device, here or in a process of its own: a partial, so
+    that it can travel there. `source`: a configuration, or a folder with weights."""
+    options = recipe.rollout
+    dtype = DTYPES[options.dtype or recipe.model.precision]
+    config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
+    if choose(options.engine, head_dim(config)).name == "hf":
+        return partial(HFEngine, source, dtype, max_batch_sequences=options.max_batch_sequences)
+    from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+    return partial(
+        VLLMEngine,
+        source,
+        dtype,
+        max_model_len=min(recipe.longest_generation, config.max_position_embeddings),
+        max_batch_sequences=options.max_batch_sequences,
+        options=recipe.vllm.arguments(),
+    )
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:

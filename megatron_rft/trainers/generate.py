@@ -25,7 +25,6 @@ from megatron_rft.errors import DataError, RunFailed
 from megatron_rft.evaluation.evaluate import request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rollout.engine import Engine, Request, Sampling
-from megatron_rft.rollout.hf_engine import HFEngine
 from megatron_rft.trainers import assembly, lifecycle
 
 
@@ -114,8 +113,7 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
         raise DataError(
             f"reward.kind: {recipe.reward.kind} has no best reward, and trajectories are right or wrong: use a verifier"
         )
-    dtype = assembly.DTYPES[options.dtype or recipe.model.precision]
-    engine = HFEngine(assembly.local_folder(recipe.model.path), dtype, device, options.max_batch_sequences)
+    engine = assembly.engine_builder(recipe, assembly.local_folder(recipe.model.path))(device)
     stack.enter_context(closing(engine))
     stops = assembly.stop_token_ids(recipe, tokenizer)
     sampling = Sampling(options.max_response_tokens, options.temperature, stop_token_ids=stops)

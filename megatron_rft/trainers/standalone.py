@@ -21,7 +21,7 @@ from megatron_rft.errors import ConfigError
 from megatron_rft.evaluation.evaluate import EvalResult, table, write
 from megatron_rft.evaluation.kept import Kept
 from megatron_rft.records import Prompt
-from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.rollout.engine import Engine
 from megatron_rft.trainers import assembly
 from megatron_rft.trainers.assembly import Evaluator
 
@@ -53,13 +53,9 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
     return results
 
 
-def build_engine(recipe: Recipe, source: Source) -> HFEngine:
-    engine = HFEngine(
-        source.path if source.format == "hf" else source.hf_config,
-        dtype=assembly.DTYPES[recipe.rollout.dtype or recipe.model.precision],
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        max_batch_sequences=recipe.rollout.max_batch_sequences,
-    )
+def build_engine(recipe: Recipe, source: Source) -> Engine:
+    given = source.path if source.format == "hf" else source.hf_config
+    engine = assembly.engine_builder(recipe, given)("cuda" if torch.cuda.is_available() else "cpu")
     if source.format == "megatron":
         weight_sync.push(source.tensors(), engine, version=0, verify=True)
     return engine

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rft import cli, launcher
+from megatron_rft.config import vllm
 from megatron_rft.errors import ConfigError, DataError, RunFailed
 
 PRELUDE = """
@@ -86,7 +87,8 @@ class TestWords:
         assert cli.main(["train", str(recipe), "--dry-run"]) == 0
         assert not (recipe.parent / "out").exists()
 
-    def test_engine_is_an_override(self, recipe, capsys):
+    def test_engine_is_an_override(self, recipe, capsys, monkeypatch):
+        monkeypatch.setattr(vllm, "installed", lambda: None)
         assert cli.main(["plan", str(recipe), "--engine", "vllm"]) == 2
         assert "rollout.engine: vllm" in capsys.readouterr().err
 

@@ -224,7 +224,6 @@ class TestPlan:
             ("data.train=/none/such.jsonl", 1, "data.train: there is no such file"),
             ("model.path=/none/model", 1, "there is no such model folder"),
             ("model.tokenizer=/none/model", 1, "model.tokenizer: there is no such"),
-            ("rollout.engine=vllm", 1, "samples with the hf engine only"),
         ],
     )
     def test_refused(self, recipe, override, world_size, words):

@@ -1,0 +1,108 @@
+"""Under torchrun: what vLLM generates after each of five syncs from actors in three layouts, against transformers.
+
+Every rank has an engine of its own, as in a run; rank 0 compares. Greedy tokens are transformers' where each has its
+largest log-prob, given the tokens before it. Prints one line per sync.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.utils import logging
+
+import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
+from megatron_rft import weight_sync
+from megatron_rft.conversion import hf_shapes
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.rollout.engine import Request, Sampling
+from megatron_rft.rollout.vllm_engine import VLLMEngine
+from tests.parity.hf_cases import section
+
+SHAPE = dict(
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=130,
+    max_position_embeddings=256,
+)
+FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+LAYOUTS = {"tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2)}
+SYNCS, PROMPTS, TOKENS = 5, 64, 12
+
+
+def lookup(hf_config, seed):
+    """Weights of a seed, large enough that a wrong one shows."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in hf_shapes(hf_config).items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.2 * noise if "norm" in name else 0.2 * noise
+    return tensors.__getitem__
+
+
+def requests():
+    rng = random.Random(1)
+    prompts = [tuple(rng.randrange(SHAPE["vocab_size"]) for _ in range(rng.randint(4, 150))) for _ in range(PROMPTS)]
+    return [Request(i, prompt, 1, seed=i) for i, prompt in enumerate(prompts)]
+
+
+@torch.no_grad()
+def compare(model, engine):
+    """(tokens that are not transformers', largest difference of log-probs)."""
+    asked = requests()
+    found = {group.id: group.responses[0] for group in engine.generate(asked, Sampling(TOKENS, temperature=0))}
+    whole = [torch.tensor(request.prompt_ids + found[request.id].token_ids) for request in asked]
+    logits = model(torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)).logits  # [B, S, V]
+    other, worst = 0, 0.0
+    for request, row in zip(asked, logits, strict=True):
+        response, first = found[request.id], len(request.prompt_ids) - 1
+        logprobs = row[first : first + TOKENS].log_softmax(-1)  # [R, V]
+        chosen = logprobs.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        other += int((logprobs.argmax(-1) != torch.tensor(response.token_ids)).sum())
+        worst = max(worst, (chosen - torch.tensor(response.logprobs)).abs().max().item())
+    return other, worst
+
+
+def case(family, tied, root):
+    hf_config = FAMILIES[family](**SHAPE, **({"head_dim": 32} if family == "qwen3" else {}), tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(hf_config).eval()
+    engine = VLLMEngine(hf_config, max_batch_sequences=PROMPTS)
+    for place, (name, layout) in enumerate(LAYOUTS.items()):
+        parallel.forget_layout()
+        parallel.initialize(section(**layout))
+        chunks = models.build(hf_config, section(**layout), "fp32")
+        for sync in range(SYNCS):
+            version = place * SYNCS + sync
+            weights.load(chunks, lookup(hf_config, version), hf_config)
+            weight_sync.push(weights.stream(chunks, hf_config), engine, version, verify=sync == 0)
+            weights.save_folder(weights.stream(chunks, hf_config), root / "export", hf_config)
+            other, worst = 0, 0.0
+            if parallel.rank() == 0:
+                exported = load_file(root / "export" / "model.safetensors")
+                assert not model.load_state_dict(exported, strict=False).unexpected_keys
+                other, worst = compare(model, engine)
+                tie = "tied" if tied else "untied"
+                print(f"CASE\t{family} {tie} {name} sync {sync}\t{other}\t{worst:.3e}", flush=True)
+            dist.barrier()
+    engine.close()
+
+
+def main():
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    parallel.initialize(section())
+    for family in FAMILIES:
+        for tied in (True, False):
+            case(family, tied, Path(sys.argv[1]))
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main()

