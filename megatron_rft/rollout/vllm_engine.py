@@ -49,7 +49,7 @@ class VLLMEngine(Engine):
         self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
         options = options or {}
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
-        self.dtype, self.weight_version = dtype, -1
+        self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
         self.asleep = False
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
         self.intake = Intake(shapes, self.config.model_type)
@@ -88,7 +88,7 @@ class VLLMEngine(Engine):
             "seed": 0,
             "disable_log_stats": True,
         }
-        if torch.cuda.is_available():
+        if self.device.type == "cuda":
             if torch.distributed.is_initialized():  # the rank's own device, not always the first
                 own["distributed_executor_backend"] = "external_launcher"
             own |= {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_SHARE}
@@ -210,7 +210,7 @@ class VLLMEngine(Engine):
     # --- memory
 
     def sleep(self) -> None:
-        if torch.cuda.is_available() and not self.asleep:
+        if self.device.type == "cuda" and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep, self.weight_version = True, -1
 
