@@ -23,6 +23,9 @@ ENVIRONMENT = {
 }
 FAULTY = ("0.32.",)
 
+_live = 0  # engines in this process
+_own_world = False  # there was no trainer: vLLM made the group of the whole world too
+
 
 def prepare() -> None:
     """Before vLLM is imported; what the environment says already stays."""
@@ -92,21 +95,39 @@ def after_reload(model: nn.Module) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def shut_down(engine: Any, own_world: bool) -> None:
-    """As vLLM's own shutdown, but for the process groups: that destroys them all, and the trainer's are not its own.
-    `own_world`: there was no trainer, vLLM made the world's group too."""
+def start(arguments: dict[str, Any]) -> Any:
+    """vLLM's engine, in this process."""
+    global _live, _own_world
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if not _live:
+        _own_world = not torch.distributed.is_initialized()
+    with bystanders():
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    engine.engine_core._finalizer.detach()  # would destroy the trainer's process groups
+    _live += 1
+    return engine
+
+
+def shut_down(engine: Any) -> None:
+    """As vLLM's own shutdown, but for the process groups. That destroys them all; here the trainer's stay, and vLLM's
+    go with the last engine: those of a process share them."""
     from vllm.distributed import parallel_state
 
+    global _live
+    _live -= 1
     core = engine.engine_core.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
-    if own_world and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if not _live:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+        if _own_world and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from megatron_rft.rollout import vllm_cpu
 from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, checksum, limit
 from megatron_rft.rollout.hf_engine import hf_views
 from megatron_rft.rollout.intake import Intake
+from megatron_rft.rollout.vllm_proposer import PredictedOutput
 
+SPECULATION = tuple(f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens"))
 CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe does not say
 CACHE_BLOCK = 128  # tokens
 PREFILL_TOKENS = 8192  # of one forward pass
+STEPPING = Lock()  # one engine of this process at a time
 GPU_SHARE = 0.5  # of the device's memory, beside the trainer's
 
 
@@ -50,7 +54,7 @@ class VLLMEngine(Engine):
         options = options or {}
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
-        self.asleep = False
+        self.asleep, self.counted, self.counting = False, {}, "speculative_config" in options
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
         self.intake = Intake(shapes, self.config.model_type)
         vllm_cpu.prepare()
@@ -59,13 +63,14 @@ class VLLMEngine(Engine):
         vllm_weights.register()
         if vllm_cpu.faulty():
             vllm_cpu.repair_sampling()
-        self.own_world = not torch.distributed.is_initialized()
-        with vllm_cpu.bystanders(), tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
+        with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
             self.llm = _start(self._arguments(folder, max_batch_sequences, options))
         self.source = vllm_weights.Stream(
             [vllm_weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
         )
         self.sender = vllm_weights.connect(self.llm, self.source)
+        if isinstance(drafter := getattr(self._runner(), "drafter", None), PredictedOutput):
+            drafter.runner = self._runner()
         if not given:
             self.load_weights(tensors_of(Path(source), set(shapes)), version=0)
 
@@ -94,7 +99,16 @@ class VLLMEngine(Engine):
             own |= {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_SHARE}
         else:
             own |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(sequences)}
-        return own | options
+        return own | options | self._speculation(options.get("speculative_config"))
+
+    def _speculation(self, given: dict[str, Any] | None) -> dict[str, Any]:
+        """Predicted output is a proposer of this package; a draft model has weights of its own, in a folder."""
+        if given is None:
+            return {}
+        config = {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
+        if config["method"] == "predicted_output":
+            config |= {"method": "custom_class", "model": "megatron_rft.rollout.vllm_proposer.PredictedOutput"}
+        return {"speculative_config": config, "disable_log_stats": False}  # the statistics have the accepted lengths
 
     def _cache_bytes(self, sequences: int) -> int:
         """Room for all sequences at their longest, within CACHE_BYTES; for one of them in any case."""
@@ -118,9 +132,7 @@ class VLLMEngine(Engine):
                 for sample in range(request.n):
                     self._add(request, sample, sampling)
             while self.llm.has_unfinished_requests():
-                with torch.random.fork_rng(devices=[]):  # vLLM draws, and throws away, from the trainer's generator
-                    outputs = self.llm.step()
-                for output in outputs:
+                for output in self._step():
                     id, sample = map(int, output.request_id.split("/"))
                     answers[id][sample] = self._response(output.outputs[0])
                     if None not in answers[id]:
@@ -129,6 +141,11 @@ class VLLMEngine(Engine):
             left = [f"{id}/{i}" for id, some in answers.items() for i, each in enumerate(some) if each is None]
             if left and self.llm is not None:
                 self.llm.abort_request(left)
+
+    def _step(self) -> list[Any]:
+        """vLLM's forward pass has global state, and it draws (and throws away) from the trainer's random generator."""
+        with STEPPING, torch.random.fork_rng(devices=[]):
+            return self.llm.step()
 
     def _add(self, request: Request, sample: int, sampling: Sampling) -> None:
         from vllm import SamplingParams
@@ -146,7 +163,8 @@ class VLLMEngine(Engine):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"draft": list(request.draft)} if request.draft else None,
+            # Above temperature 0 a draft would leave the distribution as it is, but not the tokens of a seed.
+            extra_args={"draft": list(request.draft)} if request.draft and not sampling.temperature else None,
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         self.llm.add_request(f"{request.id}/{sample}", prompt, parameters)
@@ -161,6 +179,23 @@ class VLLMEngine(Engine):
                 f"of version {self.weight_version} were loaded"
             )
         return Response(tokens, logprobs, output.finish_reason, self.weight_version)
+
+    def statistics(self) -> dict[str, float]:
+        """Of speculative decoding since the last call: tokens proposed and accepted, and tokens per pass."""
+        total = {name: 0.0 for name in SPECULATION}
+        for metric in self.llm.get_metrics() if self.counting else ():
+            if metric.name in SPECULATION:
+                total[metric.name] += metric.value
+        new = {name: total[name] - self.counted.get(name, 0.0) for name in SPECULATION}
+        self.counted = total
+        drafts, proposed, accepted = new.values()
+        if not drafts:
+            return {}
+        return {
+            "speculation/proposed": proposed,
+            "speculation/accepted": accepted,
+            "speculation/tokens_per_step": 1 + accepted / drafts,
+        }
 
     # --- weights
 
@@ -204,8 +239,11 @@ class VLLMEngine(Engine):
                 found[name] = -1
         return found
 
+    def _runner(self) -> Any:
+        return self.llm.model_executor.driver_worker.model_runner
+
     def _model(self) -> torch.nn.Module:
-        return self.llm.model_executor.driver_worker.model_runner.model
+        return self._runner().model
 
     # --- memory
 
@@ -222,22 +260,17 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         if getattr(self, "llm", None) is None:
             return
-        vllm_cpu.shut_down(self.llm, self.own_world)
+        vllm_cpu.shut_down(self.llm)
         self.llm = self.sender = self.source = None
         self.weight_version = -1
 
 
 def _start(arguments: dict[str, Any]) -> Any:
     """vLLM's engine; what it says of arguments that it cannot use is for the user."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
     try:
-        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        return vllm_cpu.start(arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
-    engine.engine_core._finalizer.detach()  # would destroy the trainer's process groups
-    return engine
 
 
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:

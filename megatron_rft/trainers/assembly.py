@@ -29,6 +29,7 @@ from megatron_rft.rollout.engine import Engine, Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
 from megatron_rft.trainers import fleets
 
+PREDICTED = {"method": "predicted_output", "num_speculative_tokens": 16}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -157,18 +158,29 @@ def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tenso
     return weights.open_folder(local_folder(recipe.model.path), hf_config)
 
 
-def build_engine(recipe: Recipe, hf_config: Any, placement: str | None = None) -> Engine:
-    """The generation engine of this rank, without weights yet. `placement` None: the recipe's."""
+def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
+    """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
     build_on = engine_builder(recipe, hf_config)
-    if (placement or recipe.rollout.placement) == "process":
+    if recipe.rollout.placement == "process":
         return fleets.build(recipe, build_on, dtype, gather)
     return build_on(parallel.device())
 
 
-def engine_builder(recipe: Recipe, source: Any) -> Callable[[torch.device | str], Engine]:
+def build_refining_engine(recipe: Recipe, hf_config: Any) -> Engine:
+    """In this process. It takes prompts as long as the model allows, and guesses of their responses."""
+    arguments = recipe.vllm.arguments() | {"max_model_len": hf_config.max_position_embeddings}
+    if recipe.constraint.draft:
+        arguments = {"speculative_config": PREDICTED} | arguments
+    return engine_builder(recipe, hf_config, arguments)(parallel.device())
+
+
+def engine_builder(
+    recipe: Recipe, source: Any, arguments: dict[str, Any] | None = None
+) -> Callable[[torch.device | str], Engine]:
     """What makes the engine that rollout.engine comes to on a device, here or in a process of its own: a partial, so
-    that it can travel there. `source`: a configuration, or a folder with weights."""
+    that it can travel there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, where they are
+    not the recipe's."""
     options = recipe.rollout
     dtype = DTYPES[options.dtype or recipe.model.precision]
     config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
@@ -182,7 +194,7 @@ def engine_builder(recipe: Recipe, source: Any) -> Callable[[torch.device | str]
         dtype,
         max_model_len=min(recipe.longest_generation, config.max_position_embeddings),
         max_batch_sequences=options.max_batch_sequences,
-        options=recipe.vllm.arguments(),
+        options=recipe.vllm.arguments() if arguments is None else arguments,
     )
 
 

@@ -163,7 +163,7 @@ def build_refiner(
         return None
     # Here whatever rollout.placement says: engines in processes of their own recover from losses all together, and the
     # refiner is at work at times of each rank's own.
-    engine = stack.enter_context(closing(assembly.build_engine(recipe, hf_config, placement="colocated")))
+    engine = stack.enter_context(closing(assembly.build_refining_engine(recipe, hf_config)))
     models.push_reference(engine)
     return constraint.build_refiner(recipe, engine, reward, tokenizer, hf_config)
 

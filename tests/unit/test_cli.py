@@ -90,7 +90,7 @@ class TestWords:
     def test_engine_is_an_override(self, recipe, capsys, monkeypatch):
         monkeypatch.setattr(vllm, "installed", lambda: None)
         assert cli.main(["plan", str(recipe), "--engine", "vllm"]) == 2
-        assert "rollout.engine: vllm" in capsys.readouterr().err
+        assert "rollout.engine: vLLM is not installed" in capsys.readouterr().err
 
     def test_user_errors_are_one_line_without_traceback(self, recipe):
         command = [sys.executable, "-m", "megatron_rft", "train", str(recipe), "rolout.x=1"]

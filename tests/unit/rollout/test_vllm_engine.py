@@ -1,6 +1,8 @@
 """The vLLM engine beside the model's own forward pass, and a stream with faults in it. One engine serves all tests."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -215,3 +217,79 @@ def test_arguments_that_vllm_refuses():
 
     with pytest.raises(ConfigError, match="vLLM does not start with these arguments"):
         VLLMEngine(CONFIG, options={"max_num_batched_tokens": 16})
+
+
+# --- speculative decoding
+
+
+@pytest.fixture(scope="module")
+def drafting(models):
+    from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+    speculation = {"method": "predicted_output", "num_speculative_tokens": 6}
+    engine = VLLMEngine(CONFIG, max_batch_sequences=32, options={"speculative_config": speculation})
+    engine.load_weights(hf_stream(models[0]), version=3)
+    yield engine
+    engine.close()
+
+
+def test_a_guess_changes_the_speed_and_no_token(shared, engine, drafting):
+    """Guesses that are right, right but for one token, shifted, too short, and wrong."""
+    requests, greedy = some_requests(10, n=1), Sampling(30, temperature=0, stop_token_ids=(STOP,))
+    expected = tokens(answers(engine, requests, greedy))
+    change = [
+        lambda t: t,
+        lambda t: (*t[:9], 5, *t[10:]),
+        lambda t: (7, 8, *t),
+        lambda t: t[:4],
+        lambda t: tuple(range(3, 30)),
+    ]
+    guesses = [Request(r.id, r.prompt_ids, 1, r.seed, draft=change[r.id % 5](expected[r.id][0])) for r in requests]
+    before = drafting.statistics()
+    found = answers(drafting, guesses, greedy)
+    assert tokens(found) == expected
+    plain = answers(engine, requests, greedy)
+    for id, (response,) in found.items():
+        difference = torch.tensor(response.logprobs) - torch.tensor(plain[id][0].logprobs)
+        assert difference.abs().max() < 1e-5
+    counted = drafting.statistics()
+    assert before == {} and counted["speculation/proposed"] > counted["speculation/accepted"] > 100
+    assert 1 < counted["speculation/tokens_per_step"] <= 7
+    assert drafting.statistics() == {}, "since the last time"
+
+
+def test_above_temperature_zero_a_guess_is_not_used(engine, drafting):
+    requests, sampling = some_requests(6, n=2, draft=(5,) * 20), Sampling(20, stop_token_ids=(STOP,))
+    assert tokens(answers(drafting, requests, sampling)) == tokens(answers(engine, requests, sampling))
+    assert drafting.statistics() == {}
+
+
+def test_two_engines_take_turns_in_one_process(engine, drafting):
+    """From two threads: vLLM's forward pass has global state."""
+    requests, sampling = some_requests(20), Sampling(20, stop_token_ids=(STOP,))
+    expected = tokens(answers(engine, requests, sampling))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda each: tokens(answers(each, requests, sampling)), [engine, drafting]))
+    assert found == [expected, expected]
+
+
+def test_sampled_speculation_keeps_the_distribution(models):
+    """n-gram drafts at temperature 0.8: log-probs are those of the forward pass, and -log p - H is 0 in the mean."""
+    from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    engine = VLLMEngine(CONFIG, max_batch_sequences=64, options={"speculative_config": speculation})
+    with closing(engine):
+        engine.load_weights(hf_stream(models[0]), version=3)
+        requests = [Request(i, (5, 6, 7 + i % 3, 8) * 4, 8, seed=i) for i in range(24)]
+        found = answers(engine, requests, Sampling(40, temperature=0.8))
+        assert engine.statistics()["speculation/accepted"] > 50
+    surprise = []
+    for request in requests:
+        for response in found[request.id]:
+            logprobs = replay(models[0], request.prompt_ids, response.token_ids, temperature=0.8)
+            chosen = logprobs.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(response.logprobs), chosen, atol=1e-4, rtol=0)
+            surprise.append(-chosen + (logprobs.exp() * logprobs).sum(-1))
+    surprise = torch.cat(surprise)
+    assert abs(surprise.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
