@@ -1,74 +1,59 @@
-"""Where a response is in the guess of it, and what is proposed from there."""
+"""What is proposed to vLLM from the guesses of the requests in a batch."""
 
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
-from megatron_rft.rollout.vllm_proposer import PredictedOutput, place_in
+from megatron_rft.rollout.vllm_proposer import PredictedOutput
 
 DRAFT = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
-@pytest.mark.parametrize(
-    "written, shift, place",
-    [
-        ([10], 0, 1),
-        ([10, 11, 12, 13], 0, 4),
-        ([9, 9, 10, 11, 12], 0, 3),  # two tokens before it
-        ([12, 13, 14], 0, 5),  # without its beginning
-        ([10, 11, 99], 0, None),
-        ([15, 16, 17], 0, 8),  # its end
-    ],
-)
-def test_place(written, shift, place):
-    assert place_in(DRAFT, written, shift) == place
-
-
-def test_of_several_places_the_nearest_to_the_one_expected():
-    draft = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3, 9]
-    assert place_in(draft, [5, 1, 2, 3], 0) == 3
-    assert place_in(draft, [1, 2, 3, 7, 5, 1, 2, 3], -1) == 7
-    assert place_in(draft, [1, 2, 3], 8) == 11
-
-
-def proposer(draft, written, count=4, longest=100) -> PredictedOutput:
+def proposer(longest=100, count=4) -> PredictedOutput:
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=count),
         model_config=SimpleNamespace(max_model_len=longest),
     )
-    made = PredictedOutput(config)
-    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=draft), prompt_token_ids=[1, 1])
-    made.runner = SimpleNamespace(requests={"a": request}, input_batch=SimpleNamespace(req_ids=["a"]))
-    made.row = np.array([[1, 1, *written, 0, 0]])
+    return PredictedOutput(config)
+
+
+def serve(made: PredictedOutput, **drafts: list[int] | None) -> PredictedOutput:
+    requests = {
+        id: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=draft and {"draft": draft}))
+        for id, draft in drafts.items()
+    }
+    made.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=list(drafts)))
     return made
 
 
-def proposed(made: PredictedOutput, sampled=(1,)) -> list[int]:
-    (found,) = made.propose([list(sampled)], np.array([made.row.shape[1] - 2]), made.row)
-    return found
+def step(made: PredictedOutput, *rows: tuple[list[int], int]) -> list[list[int]]:
+    """Rows of (prompt and response, how many of its tokens are new)."""
+    width = max(len(tokens) for tokens, _ in rows)
+    table = np.array([tokens + [0] * (width - len(tokens)) for tokens, _ in rows])
+    sampled = [tokens[len(tokens) - new :] for tokens, new in rows]
+    return made.propose(sampled, np.array([len(tokens) for tokens, _ in rows]), table)
 
 
-def test_proposals():
-    assert proposed(proposer({"draft": DRAFT}, [10, 11, 12])) == [13, 14, 15, 16]
-    assert proposed(proposer({"draft": DRAFT}, [10, 11, 12], longest=8)) == [13, 14], "within the longest sequence"
-    assert proposed(proposer({"draft": DRAFT}, [10, 11, 99])) == [13, 14, 15], "as if one was replaced"
-    assert proposed(proposer({"draft": DRAFT}, [15, 16, 17])) == []
-    assert proposed(proposer(None, [10, 11])) == [] and proposed(proposer({"draft": DRAFT}, [10], 4), ()) == []
+def test_each_row_has_its_own_guess():
+    made = serve(proposer(), a=DRAFT, b=None, c=DRAFT)
+    assert step(made, ([1, 10], 1), ([1, 5], 1), ([1, 1, 99], 1)) == [[11, 12, 13, 14], [], [11, 12, 13, 14]]
+    first = ([1, 10, 11, 12, 13, 14, 15], 5)
+    assert step(made, first, ([1, 5, 5], 1), ([1, 1, 99, 11, 12], 2)) == [[16, 17], [], [13, 14, 15, 16]]
+    assert step(made, ([*first[0], 16, 17], 2), ([1, 5, 5, 5], 1), ([1], 0)) == [[], [], []]
 
 
-def test_a_shift_is_remembered_while_the_request_lives():
-    made = proposer({"draft": DRAFT}, [9, 9, 10, 11, 12])
-    assert proposed(made) == [13, 14, 15, 16] and made.shifts == {"a": -2}
-    made.row = np.array([[1, 1, 9, 9, 10, 11, 12, 99, 0, 0]])
-    assert proposed(made) == [14, 15, 16]
-    made.runner.input_batch.req_ids = ["b"]
-    made.runner.requests = {"b": made.runner.requests["a"]}
-    proposed(made)
-    assert "a" not in made.shifts
+def test_within_the_longest_sequence():
+    assert step(serve(proposer(longest=5), a=DRAFT), ([1, 10], 1)) == [[11, 12]]
+    assert step(serve(proposer(longest=3), a=DRAFT), ([1, 10], 1)) == [[]]
+
+
+def test_a_guess_goes_with_its_request():
+    made = serve(proposer(), a=DRAFT)
+    step(made, ([1, 10], 1))
+    assert list(made.guesses) == ["a"]
+    step(serve(made, b=DRAFT), ([1, 10], 1))
+    assert list(made.guesses) == ["b"]
 
 
 def test_nothing_is_proposed_while_vllm_warms_up():
-    made = proposer({"draft": DRAFT}, [10])
-    made.runner = None
-    assert proposed(made) == []
+    assert proposer().propose([[1], []], np.array([2, 2]), np.zeros((2, 4))) == [[], []]
