@@ -8,6 +8,9 @@
 #     LAUNCH_SETUP    shell code that makes `python` the right one, on every node; default: . .venv/bin/activate
 #     LAUNCH_IMAGE    container image, for pyxis; the repository is mounted under its own path
 #     LAUNCH_MOUNTS   more mounts, FROM:TO,...
+#     LAUNCH_SERVER   shell code for nodes of its own, such as a server of a reward model, which ends with the training;
+#                     SERVER_HOST in a key becomes the name of the first of them, and code there sees $LAUNCH_SERVER_NODES
+#     LAUNCH_SERVER_OPTIONS   sbatch options of those nodes: "--nodes=1 --gpus-per-node=4"
 #     LAUNCH_NPROC    ranks per node, where there are no GPUs; default: as many as the node's GPUs in the job
 #
 # The script that sources this has the array `stages`, of "train RECIPE" or "generate RECIPE". Plain keys go to `train`;
@@ -29,10 +32,21 @@ run_job() {
     [ -n "$nproc" ] || die "this job has no GPUs: sbatch --gpus-per-node=8, or LAUNCH_NPROC=8 for 8 ranks per node without"
     [ "${SLURM_CPUS_ON_NODE:-$nproc}" -ge "$nproc" ] ||
         echo "warning: $nproc ranks share $SLURM_CPUS_ON_NODE CPUs of a node: sbatch --exclusive or --cpus-per-task" >&2
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -rf "$PWD/runs/slurm/$SLURM_JOB_ID" # of another cluster, or another year
+    [ -z "${SLURM_HET_SIZE:-}" ] || start_server
     for number in "${!stages[@]}"; do
         job="$PWD/runs/slurm/$SLURM_JOB_ID/stage_$number"
-        [ -e "$job/finished" ] || run_stage "$nproc" ${stages[number]} "$@"
+        [ -e "$job/finished" ] || run_stage "$nproc" ${stages[number]} "${@//SERVER_HOST/${server_host:-SERVER_HOST}}"
     done
+}
+
+# The second part of a heterogeneous job: its own nodes, beside those of the training.
+start_server() {
+    export LAUNCH_SERVER_NODES="$SLURM_JOB_NODELIST_HET_GROUP_1"
+    server_host="$(scontrol show hostnames "$LAUNCH_SERVER_NODES" | head -n 1)"
+    command srun --het-group=1 --ntasks-per-node=1 "${container[@]}" bash -c "$in_server" &
+    trap "kill $! 2>/dev/null" EXIT
+    step=(--het-group=0 "${step[@]}")
 }
 
 run_stage() { # NPROC COMMAND RECIPE KEY...
@@ -60,18 +74,20 @@ keys_for() { # COMMAND KEY...; leaves those of COMMAND in `keys`
 }
 
 in_step='cd "$LAUNCH_ROOT" && eval "$LAUNCH_SETUP" && exec python -m megatron_rft "$@"'
-step=(--nodes="${SLURM_NNODES:-1}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none)
-[ -z "${SLURM_CPUS_PER_TASK:-}" ] || step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun does not inherit it
-[ -z "${LAUNCH_IMAGE:-}" ] || step+=(
+in_server='cd "$LAUNCH_ROOT" && eval "$LAUNCH_SETUP" && eval "$LAUNCH_SERVER"'
+container=()
+[ -z "${LAUNCH_IMAGE:-}" ] || container=(
     --container-image="$LAUNCH_IMAGE" --container-workdir="${SLURM_SUBMIT_DIR:-}"
     --container-mounts="${SLURM_SUBMIT_DIR:-}:${SLURM_SUBMIT_DIR:-}${LAUNCH_MOUNTS:+,$LAUNCH_MOUNTS}"
 )
+step=(--ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}")
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun does not inherit it
 
 # ---- on the login node
 
 # Arguments of the form section.option=value are the recipe's, all others sbatch's.
 submit() {
-    local keys=() options=() argument stage sooner=
+    local keys=() options=() shared=() argument stage sooner=
     cd "$(dirname "$0")/.." || exit 2
     for argument in "$@"; do
         if [[ "$argument" =~ ^((train|generate):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then keys+=("$argument"); else options+=("$argument"); fi
@@ -82,6 +98,10 @@ submit() {
     for stage in "${stages[@]}"; do check_stage $stage "${keys[@]}"; done
     mkdir -p runs/slurm 2>/dev/null && [ -w runs/slurm ] || die "$PWD/runs/slurm cannot be written: the job keeps its notes there"
     sooner_signal
+    if [ -n "${LAUNCH_SERVER:-}" ]; then # a heterogeneous job, each part with its options
+        mapfile -t shared < <(printf '%s\n' "${options[@]}" | grep -E '^--(account|partition|time|qos|reservation)=')
+        options+=(: "${shared[@]}" ${LAUNCH_SERVER_OPTIONS:---nodes=1})
+    fi
     exec sbatch ${sooner:+"$sooner"} "${options[@]}" "launch/$(basename "$0")" "${keys[@]}"
 }
 

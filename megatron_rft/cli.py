@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rft import __version__, launcher
+from megatron_rft import __version__, launcher, slurm
 from megatron_rft.config import Recipe, check, check_writable, load
 from megatron_rft.errors import RunFailed, UserError
 from megatron_rft.job import Job
@@ -127,6 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
         return args.function(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        if job := getattr(args, "job", None):
+            place = slurm.place()
+            Job(job, Path(), place.node, place.nodes).conclude(
+                USER_ERROR
+            )  # the other nodes hear of it, or say the same
         return USER_ERROR
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)

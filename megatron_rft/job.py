@@ -97,6 +97,7 @@ class Job:
 
 
 def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(content) + "\n")
     new.replace(path)

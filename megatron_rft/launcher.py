@@ -28,7 +28,8 @@ from megatron_rft.slurm import Place
 
 FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
 PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
-CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+CAUGHT = (*STOPPING, signal.SIGINT)
 PARENT = "MEGATRON_RFT_LAUNCHER"  # pid, in the environment of ranks that this module started
 
 
@@ -36,11 +37,13 @@ PARENT = "MEGATRON_RFT_LAUNCHER"  # pid, in the environment of ranks that this m
 class Rank:
     number: int
     process: subprocess.Popen
+    told: int | None = None  # the last signal that was passed on to it
 
     @property
     def status(self) -> int | None:
-        """None while it runs; negative: the signal that killed it."""
-        return self.process.poll()
+        """None while it runs; negative: the signal that killed it. One told to stop before it could listen has stopped."""
+        code = self.process.poll()
+        return STOPPED if code is not None and self.told in STOPPING and code == -self.told else code
 
 
 def ranks_folder(output_dir: str) -> Path:
@@ -165,6 +168,7 @@ def _signals_passed_to(ranks: list[Rank]):
 
 def _send(ranks: list[Rank], number: int) -> None:
     for rank in _alive(ranks):
+        rank.told = number
         with contextlib.suppress(ProcessLookupError):
             rank.process.send_signal(number)
 

@@ -1,5 +1,6 @@
 """What a test does on the cluster: submit, wait, look, disturb. Every wait has an end."""
 
+import contextlib
 import os
 import re
 import signal
@@ -38,29 +39,50 @@ class Cluster:
 
     def run(self, *command: object, timeout: float = 60, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
         """Exit status and all that was printed."""
-        environment = {k: v for k, v in (self.environment | variables).items() if v}
-        done = subprocess.run(
+        process = self.start(*command, cwd=cwd, **variables)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"{command} is not done after {timeout} s: {process.communicate()[0]}") from None
+        return process.returncode, output
+
+    def start(self, *command: object, cwd: Path = ROOT, **variables: str) -> subprocess.Popen:
+        return subprocess.Popen(
             [str(each) for each in command],
-            env=environment,
+            env={k: v for k, v in (self.environment | variables).items() if v},
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
         )
-        return done.returncode, done.stdout
 
     def submit(self, *command: object, **variables: str) -> "SlurmJob":
         status, output = self.run(*command, **variables)
         found = re.search(r"Submitted batch job (\d+)", output)
         assert status == 0 and found, output
-        return SlurmJob(self, int(found[1]))
+        return SlurmJob(self, int(found[1]), ROOT / "runs" / "slurm" / found[1] / "stage_0")
+
+    def lose_node(self, number: int, job: "SlurmJob") -> None:
+        """As when its power fails: the daemon and all that runs there are gone without a word."""
+        daemon = int((self.folder / f"slurmd.n{number}.pid").read_text())
+        tasks = job.processes(SLURMD_NODENAME=f"n{number}", SLURM_STEP_ID="0")
+        parents = {int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1]) for task in tasks}
+        step = [parent for parent in parents if Path(f"/proc/{parent}/comm").read_text() == "slurmstepd\n"]
+        for process in [daemon, *step, *tasks]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def start_node(self, number: int) -> None:
+        status, output = self.run(TOOLS / "node.sh", self.folder, number)
+        assert status == 0, output
 
 
 @dataclass(frozen=True)
 class SlurmJob:
     cluster: Cluster
     number: int
+    folder: Path  # its first stage's notes
 
     def shown(self, name: str) -> str:
         _, output = self.cluster.run("scontrol", "show", "job", "-o", self.number)
@@ -74,11 +96,6 @@ class SlurmJob:
     def log(self) -> str:
         path = Path(self.shown("StdOut"))
         return path.read_text() if path.exists() else ""
-
-    @property
-    def folder(self) -> Path:
-        """Its first stage's notes."""
-        return ROOT / "runs" / "slurm" / str(self.number) / "stage_0"
 
     def wait(self, seconds: float = 240) -> str:
         """Until it has ended, for good; its last state. A requeued job need not sit out Slurm's two minutes."""
@@ -95,43 +112,43 @@ class SlurmJob:
             time.sleep(2)  # earlier, Slurm has not put it back yet
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 150) -> None:
+        deadline, look = time.monotonic() + seconds, 0.0
         while not condition():
-            self.release()
-            assert self.state not in ENDED, f"job {self.number} ended before {what}\n{self.log[-6000:]}"
+            if time.monotonic() > look:  # rarely: the steps of a tiny run are short
+                look = time.monotonic() + 2
+                self.release()
+                assert self.state not in ENDED, f"job {self.number} ended before: {what}\n{self.log[-6000:]}"
             assert time.monotonic() < deadline, f"job {self.number}: no {what} in {seconds} s\n{self.log[-6000:]}"
-            time.sleep(0.1)
+            time.sleep(0.02)
 
-    def wait_for_start(self, number: int, seconds: float = 120) -> None:
-        self.wait_for(lambda: (self.folder / f"start_{number}" / "before.json").exists(), f"start {number}", seconds)
+    def change(self, setting: str) -> None:
+        status, output = self.cluster.run("scontrol", "update", f"JobId={self.number}", setting)
+        assert status == 0, output
 
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks, all of which run on this machine."""
+    def told_to_stop(self, start: int) -> bool:
+        return (self.folder / f"start_{start}" / "stop").exists()
+
+    def processes(self, **variables: str) -> list[int]:
+        """Ids of the job's processes with these environment variables; all nodes are this machine."""
+        wanted = {f"{k}={v}".encode() for k, v in ({"SLURM_JOB_ID": self.number} | variables).items()}
         found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                variables = entry.read_bytes().split(b"\0")
-            except OSError:
-                continue
-            mine = f"SLURM_JOB_ID={self.number}".encode() in variables
-            if mine and any(each.startswith(b"MEGATRON_RFT_LAUNCHER=") for each in variables):
-                found.append(int(entry.parent.name))
+            with contextlib.suppress(OSError):
+                if wanted <= set(entry.read_bytes().split(b"\0")):
+                    found.append(int(entry.parent.name))
         return found
 
     def pause(self) -> None:
-        """The ranks stand still, so that a test need not hurry."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
-        for rank in self.ranks():
-            try:
+        for rank in [*self.processes(LOCAL_RANK="0"), *self.processes(LOCAL_RANK="1")]:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
-            except ProcessLookupError:
-                continue
 
 
 def tiny_keys(folder: Path, **more: object) -> list[str]:

@@ -1,5 +1,7 @@
 """The scripts in launch/ on a real Slurm: submitted, refused, run, disturbed, failing, in containers."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.integration.tiny import metrics
@@ -63,3 +65,127 @@ def test_two_nodes_of_two_ranks(cluster, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run/launch").iterdir()) == [f"rank_{n}.json" for n in range(4)]
     assert (tmp_path / "run/export/model.safetensors").exists()
     assert (job.folder / "finished").exists()
+
+
+def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
+    """A heterogeneous job, in containers: the rewards come from a server that ends with the training."""
+    server = tmp_path / "server.py"
+    server.write_text(SERVER)
+    (tmp_path / "image.sqsh").touch()
+    variables = {
+        "LAUNCH_SERVER": f"exec python {server} {tmp_path}/served",
+        "LAUNCH_IMAGE": str(tmp_path / "image.sqsh"),
+        "LAUNCH_MOUNTS": f"{tmp_path}:{tmp_path}",
+    }
+    keys = tiny_keys(tmp_path, run__steps=2, **TestStartedAgain.LAYOUT)
+    keys += ["reward.kind=server", "reward.url=http://SERVER_HOST:18765"]
+    options = ["--gpus-per-node=1", f"--output={tmp_path}/log"]
+    job = cluster.submit("launch/pipo_4b.sh", *options, *keys, **variables)
+    assert job.wait() == "COMPLETED", job.log[-6000:]
+    assert job.shown("HetJobId") == str(job.number)
+    node, answered = (tmp_path / "served").read_text().split()
+    assert node not in job.shown("NodeList") and int(answered) > 0
+    assert [line["reward/mean"] for line in metrics(tmp_path / "run")] == [0.25, 0.25]
+    assert not job.processes()
+
+
+# What kind "server" of rewards asks (megatron_rft/rewards/model.py).
+SERVER = """
+import http.server, json, os, sys
+answered = 0
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        global answered
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answered += 1
+        with open(sys.argv[1], "w") as file:
+            file.write(f"{os.environ['SLURMD_NODENAME']} {answered}")
+        body = json.dumps({"rewards": [0.25] * len(asked["responses"])}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.ThreadingHTTPServer(("127.0.0.1", 18765), Handler).serve_forever()
+"""
+
+
+class TestStartedAgain:
+    """On two nodes of one rank, so that a start is quick."""
+
+    LAYOUT = {"megatron__tensor_model_parallel_size": 1, "megatron__sequence_parallel": "false"}
+
+    def test_time_limit_preemption_and_a_dead_node_leave_no_trace(self, cluster, tmp_path):
+        """One job, started four times, ends with the weights of a run that nobody disturbed."""
+        keys = tiny_keys(tmp_path, run__steps=24, checkpoint__every=4, **self.LAYOUT)
+        recipe, undisturbed = "examples/pipo/qwen3_4b_base/grpo_pipo.yaml", tmp_path / "undisturbed"
+        command = ["megatron-rft", "train", recipe, "--nproc", "2", *keys, f"run.output_dir={undisturbed}"]
+        status, output = cluster.run(*command, timeout=240)
+        assert status == 0, output[-3000:]
+
+        options = ["--nodes=2", "--partition=low", "--nodelist=n[1-2]", "--time=60", f"--output={tmp_path}/log"]
+        job, run = cluster.submit("launch/pipo_4b.sh", *options, *keys, LAUNCH_NPROC="1"), tmp_path / "run"
+
+        pause_after_step(job, run, 2)
+        job.change("TimeLimit=9")  # less than the ten minutes of the script's --signal
+        job.wait_for(lambda: job.told_to_stop(0), "word of the time limit")
+        job.go_on()
+        job.wait_for(lambda: job.state == "PENDING", "requeue after the time limit")
+        job.change("TimeLimit=60")
+
+        pause_after_step(job, run, 7)
+        other = cluster.submit(
+            "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=:"
+        )
+        job.wait_for(lambda: job.told_to_stop(1), "word of the preemption")
+        job.go_on()
+        assert other.wait() == "COMPLETED"
+
+        pause_after_step(job, run, 13)
+        cluster.lose_node(2, job)
+        job.wait_for(lambda: job.state != "RUNNING", "end of the start on the lost node")
+        cluster.start_node(2)
+
+        assert job.wait() == "COMPLETED", job.log[-6000:]
+        assert job.log.count("stopped by SIGUSR1 after step") == 2
+        assert len(list(job.folder.glob("start_*/before.json"))) == 4
+        assert [line["step"] for line in metrics(run)] == list(range(1, 25))
+        ours, theirs = (folder / "export/model.safetensors" for folder in (run, undisturbed))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+    def test_a_crash_that_nothing_cures_is_given_up(self, cluster, tmp_path):
+        """Its status is 3, and Slurm says FAILED."""
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('this device is broken')\n")
+        options = ["--nodes=2", f"--output={tmp_path}/log"]
+        broken = {"LAUNCH_NPROC": "1", "LAUNCH_SETUP": f"export PYTHONPATH={tmp_path}:$PYTHONPATH"}
+        job = cluster.submit("launch/pipo_4b.sh", *options, *tiny_keys(tmp_path, **self.LAYOUT), **broken)
+        assert job.wait() == "FAILED", job.log[-6000:]
+        assert job.shown("ExitCode") == "3:0" and job.shown("Restarts") == "2"
+        assert "failed: RuntimeError: this device is broken" in job.log
+        assert "3 starts of this job in a row have saved nothing new" in job.log
+
+    def test_a_mistake_is_not_tried_again(self, cluster, tmp_path):
+        """One that only the job can see: the data is gone. `sbatch --wait` says so too."""
+        keys = tiny_keys(tmp_path, **self.LAYOUT)
+        (tmp_path / "train.jsonl").unlink()
+        log, options = tmp_path / "log", ["--nodes=2", "--wait", f"--output={tmp_path}/log"]
+        status, output = cluster.run("sbatch", *options, "launch/pipo_4b.sh", *keys, timeout=240, LAUNCH_NPROC="1")
+        assert status == 2, output
+        told = log.read_text()
+        assert "data.train: there is no such file or folder" in told and "start 1" not in told
+
+    def test_a_cancelled_job_stays_cancelled(self, cluster, tmp_path):
+        keys = tiny_keys(tmp_path, run__steps=10000, **self.LAYOUT)
+        job = cluster.submit("launch/pipo_4b.sh", "--nodes=1", f"--output={tmp_path}/log", *keys, LAUNCH_NPROC="1")
+        pause_after_step(job, tmp_path / "run", 1)
+        job.go_on()
+        cluster.run("scancel", job.number)
+        assert job.wait() == "CANCELLED"
+        assert job.shown("Restarts") == "0"
+
+
+def pause_after_step(job, run: Path, step: int) -> None:
+    """The ranks stand still from now on, so that what disturbs them comes in the middle of a later step."""
+    log = run / "metrics.jsonl"
+    job.wait_for(lambda: log.exists() and log.read_text().count("\n") >= step, f"step {step}")
+    job.pause()

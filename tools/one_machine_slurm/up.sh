@@ -7,7 +7,7 @@
 #     down.sh FOLDER                     ends exactly these daemons
 #
 # Each node has 4 cores and 8 GPUs. Partitions: batch (default), and low, whose jobs those of high put back into the
-# queue after their signal and 20 s. pyxis_stand_in.c takes the place of pyxis.
+# queue after their signal and 60 s. pyxis_stand_in.c takes the place of pyxis.
 set -euo pipefail
 folder="$(mkdir -p "$1" && cd "$1" && pwd)" nodes="${2:-4}" port="${3:-16817}"
 here="$(cd "$(dirname "$0")" && pwd)" host="$(hostname -s)"
@@ -58,14 +58,14 @@ CONF
 for gpu in $(seq 0 7); do ln -sfn /dev/null "$folder/devices/gpu$gpu"; done # a GPU is a device file
 echo "Name=gpu File=$folder/devices/gpu[0-7]" >"$folder/gres.conf"
 # With a host name of its own for each node where that is allowed.
-if unshare --uts true 2>/dev/null; then own=yes hostname=; else own= hostname="NodeHostname=$host"; fi
+if unshare --uts true 2>/dev/null; then hostname=; else hostname="NodeHostname=$host"; fi
 for n in $(seq "$nodes"); do
     mkdir -p "$folder/spool.n$n"
     echo "NodeName=n$n $hostname NodeAddr=127.0.0.1 Port=$((port + n)) CPUs=4 RealMemory=16000 Gres=gpu:8"
 done >>"$folder/slurm.conf"
 cat >>"$folder/slurm.conf" <<CONF
 PartitionName=batch Nodes=ALL Default=YES PriorityTier=5 PreemptMode=OFF
-PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF
 CONF
 gcc -shared -fPIC -O1 -o "$folder/pyxis.so" "$here/pyxis_stand_in.c"
@@ -75,7 +75,7 @@ printf 'export SLURM_CONF=%q PATH=%q:"$PATH"\n' "$folder/slurm.conf" "$folder/bi
 
 export SLURM_CONF="$folder/slurm.conf"
 slurmctld
-for n in $(seq "$nodes"); do bash "$here/node.sh" "$folder" "$n" ${own:+own}; done
+for n in $(seq "$nodes"); do bash "$here/node.sh" "$folder" "$n"; done
 for _ in $(seq 150); do
     idle="$(sinfo -h -N -p batch -t idle -o %T 2>/dev/null | grep -cx idle)" || true
     [ "$idle" -lt "$nodes" ] || exit 0
