@@ -6,8 +6,8 @@
     python launch/nemo.py RECIPE ... --dry-run                                                        # prints scripts
 
 Exit status: 0 every job has succeeded (with --detach: is in the queue), 2 a mistake in what was given, 1 otherwise.
-NeMo-Run wants older packages than a run does, so it has an environment of its own (launch/nemo.lock), and this file
-imports nothing of the package's: --setup leads to the environment of the run. docs/cluster.md has the rest.
+NeMo-Run wants older packages than a run does, so it has an environment of its own (tools/setup_nemo_env.sh), and this
+file imports nothing of the package's: --setup leads to the environment of the run. docs/cluster.md has the rest.
 """
 
 import argparse

@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def status(self) -> int | None:
-        """None while it runs; negative: the signal that killed it. One told to stop before it could listen has stopped."""
+        """None while it runs; negative: the signal that killed it. Told to stop before it listens, it has stopped."""
         code = self.process.poll()
         return STOPPED if code is not None and self.told in STOPPING and code == -self.told else code
 

@@ -3,8 +3,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_env.sh test
-# For tests/slurm, which are skipped without it.
-timeout 300 tools/one_machine_slurm/install.sh || echo "without Slurm: tests/slurm is skipped"
+# For tests/slurm, which are skipped without.
+timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here"
+timeout 600 tools/setup_nemo_env.sh || echo "no NeMo-Run here"
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 ruff check .
