@@ -41,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
         "plan", help="check a recipe and print its arithmetic: train --dry-run", allow_abbrev=False
     )
     _add_recipe(plan)
-    plan.add_argument("--nproc", type=_count, metavar="N", help="ranks it would run on (default: 1)")
+    plan.add_argument("--nproc", "--gpus", type=_count, metavar="N", help="ranks it would run on (default: 1)")
+    plan.add_argument(
+        "--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU: does it fit, and what would help"
+    )
     plan.set_defaults(function=_train, dry_run=True, job=None)
 
     evaluate = commands.add_parser("evaluate", help="measure a model on a recipe's problems", allow_abbrev=False)
@@ -60,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", choices=("hf", "megatron"), help="default: the other format than the source's")
     convert.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the source")
     convert.add_argument("--tensor-parallel", type=_count, metavar="N", help="to megatron: chunks for N ranks (1)")
-    convert.add_argument("--file-gib", type=float, default=4.0, metavar="GIB", help="size of a file (default: 4)")
+    convert.add_argument("--file-gib", type=_size, default=4.0, metavar="GIB", help="size of a file (default: 4)")
     convert.add_argument("--logits", action="store_true", help="also compare logits, in fp32: needs the model's memory")
     convert.set_defaults(function=_convert)
 
@@ -118,6 +121,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB")
+    return size
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; mistakes of the user's are one line on stderr, without a traceback."""
     args = parse(arguments)
@@ -150,7 +163,7 @@ def _train(args: argparse.Namespace) -> int:
     recipe = load(args.recipe, _overrides(args))
     if recipe.trainer == "generate" and args.command == "train":
         raise UserError(f"{args.recipe} is a recipe of trainer generate: run it with `megatron-rft generate`")
-    plan = check(recipe, world_size)
+    plan = check(recipe, world_size, getattr(args, "gpu_gib", None))
     is_rank = "RANK" in os.environ
     if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else place.node == 0:
         print(plan, flush=True)
@@ -231,8 +244,6 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from megatron_rft.trainers import convert
 
-    if args.file_gib <= 0:
-        raise UserError(f"--file-gib: {args.file_gib} is not a size")
     file_bytes = round(args.file_gib * 2**30)
     try:
         return convert.run(args.source, args.out, args.to, args.like, args.tensor_parallel, file_bytes, args.logits)

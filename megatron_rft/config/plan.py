@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rft.config import model_shape
+from megatron_rft.config import memory, model_shape
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
 from megatron_rft.config.layout import Layout, check_layout
 from megatron_rft.config.model_shape import ModelShape
+from megatron_rft.config.parameters import Sizes
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.vllm import check_vllm, choose
 from megatron_rft.errors import ConfigError, DataError, did_you_mean
@@ -48,8 +49,9 @@ def check_engines(recipe: Recipe, world_size: int) -> list[str]:
     return [f"generation: engines in processes, {how_many}, for {ranks}"]
 
 
-def check(recipe: Recipe, world_size: int = 1) -> Plan:
-    """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan."""
+def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> Plan:
+    """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan.
+    `gpu_gib` is the memory of a device, for the plan to fit into."""
     check_installed(recipe)
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
@@ -73,8 +75,19 @@ def check(recipe: Recipe, world_size: int = 1) -> Plan:
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
         _schedule_line(recipe, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
+        *_memory_lines(recipe, shape, layout, gpu_gib),
     ]
     return Plan(layout, steps_per_batch, optimizer_steps, lines)
+
+
+def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None) -> list[str]:
+    if shape is None:
+        return ["memory: not known before the model's config.json is here"]
+    if memory.UNEVEN & set(recipe.megatron.model_extra or ()):
+        return ["memory: not computed for pipeline stages of unequal size"]
+    sizes = Sizes.read(model_shape.find_model(recipe.model.path))
+    lines = memory.lines(recipe, sizes, layout)
+    return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib else [])
 
 
 def check_installed(recipe: Recipe) -> None:

@@ -1,0 +1,225 @@
+"""Bytes that a run takes on one rank, and what would make them fewer. Plain arithmetic, no torch.
+
+Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (the tensors that a
+layer keeps for its backward pass, as in arXiv:2205.05198 without dropout, and without the attention matrix, which no
+kernel here keeps) and the generation engine. Not counted: CUDA's and NCCL's own memory, about a GiB, and what the
+allocator leaves between blocks.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rft.config.layout import Layout, problems
+from megatron_rft.config.model_shape import ModelShape
+from megatron_rft.config.parameters import Sizes, buckets, owned, stage_chunks
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.errors import ConfigError
+
+GIB = 1 << 30
+BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
+UNEVEN = {
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of what stays on a rank while it trains."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def __add__(self, other: "State") -> "State":
+        return State(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: bool = False) -> State:
+    """Of a rank of that pipeline stage: with the distributed optimizer of the one that has most."""
+    element, extra = BYTES[recipe.model.precision], recipe.megatron.model_extra or {}
+    own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
+    per_parameter = MOMENTS * (2 if own_moments else 1) + (MAIN if element == 2 else 0)
+    gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
+    data_parallel = layout.world // (layout.tp * layout.pp)  # context parallel ranks share it too
+    experts_parallel = layout.world // (layout.ep * layout.etp * layout.pp)
+    size = extra.get("bucket_size") or max(40_000_000, 1_000_000 * data_parallel)
+    total = State(0, 0, 0)
+    for number, chunk in enumerate(stage_chunks(s, layout, stage, value_head)):
+        whole = not extra.get("overlap_grad_reduce") or stage > 0 or number > 0
+        for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
+            parameters = [each for each in chunk if each.expert == expert]
+            if not recipe.optimizer.use_distributed_optimizer:
+                count = sum(each.count for each in parameters)
+                total += State(count * element, count * gradient, count * per_parameter)
+            elif parameters:
+                buffer = buckets(parameters, ranks, math.inf if whole else size)
+                length = sum(length for length, _ in buffer)
+                total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
+    return total
+
+
+def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
+    """Estimate of what the micro-batches under way keep for their backward passes, and of the log-prob head."""
+    element, m = BYTES[recipe.model.precision], recipe.megatron
+    tokens = recipe.batching.micro_batch_tokens / layout.cp
+    shared = layout.tp if m.sequence_parallel else 1
+    inputs = s.hidden / shared
+
+    def kept(mixture: bool) -> float:
+        """Elements per token of a layer."""
+        wide = s.experts_per_token * (3 * s.expert_ffn / layout.etp + s.hidden) if mixture else 3 * s.ffn / layout.tp
+        return 4 * inputs + (3 * s.q + 3 * s.kv) / layout.tp + wide
+
+    virtual = layout.vpp or 1
+    layers = len(s.mixture) // (layout.pp * virtual)
+    waiting = layout.pp - stage if virtual == 1 else 2 * (layout.pp - stage - 1) + (virtual - 1) * layout.pp + 1
+    largest = max(kept(mixture) for mixture in set(s.mixture))
+    per_token = inputs * layers * waiting + largest if m.recompute_granularity == "full" else largest * layers * waiting
+    head = 0.0
+    if stage == layout.pp - 1:
+        head = 3 * element * tokens * s.hidden + 3 * (recipe.batching.logprob_block_mib << 20)
+    return round(element * tokens * per_token + head)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank of the fullest pipeline stage. `engine` has a copy of the whole model, `cache` its keys and
+    values; `host` is what waits in the machine's memory for its turn (a reference, a teacher)."""
+
+    stage: int
+    state: State
+    activations: int
+    engine: int
+    cache: int
+    host: int
+
+    @property
+    def phases(self) -> dict[str, int]:
+        together = self.state.total + self.engine
+        found = {"training": together + self.activations}
+        return found | ({"generation": together + self.cache} if self.engine else {})
+
+    @property
+    def largest(self) -> int:
+        return max(self.phases.values())
+
+
+def memory_of(recipe: Recipe, s: Sizes, layout: Layout) -> Memory:
+    rollout, critic = recipe.rollout, recipe.critic is not None
+    per_stage = []
+    for stage in range(layout.pp):
+        state = state_of(recipe, s, layout, stage)
+        if critic:
+            state += state_of(recipe, s, layout, stage, value_head=True)
+        per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
+    _, stage, state = max(per_stage, key=lambda each: each[:2])
+    engine = cache = 0
+    if recipe.trainer == "rl" or recipe.validates or recipe.data.test:
+        element = BYTES[rollout.dtype or recipe.model.precision]
+        engine = s.whole() * element
+        mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
+        length = recipe.data.max_prompt_tokens + rollout.max_response_tokens
+        cache = min(rollout.max_batch_sequences, mine) * length * 2 * s.kv * len(s.mixture) * element
+    copies = bool(getattr(recipe.algorithm, "kl_coefficient", 0) or recipe.trainer == "offline")
+    teacher = bool(getattr(recipe.algorithm, "teacher_rate", None))
+    weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
+    host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
+    return Memory(stage, state, activations(recipe, s, layout, stage), engine, cache, host)
+
+
+def lines(recipe: Recipe, s: Sizes, layout: Layout) -> list[str]:
+    m = memory_of(recipe, s, layout)
+    where = f", of stage {m.stage + 1} of {layout.pp}" if layout.pp > 1 else ""
+    critic = " (policy and critic)" if recipe.critic else ""
+    parts = {
+        f"weights{critic}": m.state.weights,
+        "gradients": m.state.gradients,
+        "optimizer": m.state.optimizer,
+        "activations, about": m.activations,
+        "engine": m.engine,
+        "its cache, up to": m.cache,
+    }
+    found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
+    found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
+    if m.host:
+        found.append(f"memory of the host, for each rank: {gib(m.host)} of weights that wait for their turn")
+    return found
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
+def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device_gib: float) -> str:
+    """A line about the room that is left.
+
+    Raises:
+        ConfigError: there is none; it says how much is missing, and which options would make room.
+    """
+    m = memory_of(recipe, s, layout)
+    phase, needed = max(m.phases.items(), key=lambda each: each[1])
+    if needed <= device_gib * GIB:
+        return (
+            f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
+        )
+    helps = sorted(_knobs(recipe, s, shape, layout), key=lambda each: each[1])
+    named = [
+        f"\n  {name}: {gib(size)}" + (", which fits" if size <= device_gib * GIB else "")
+        for name, size in helps
+        if size < needed
+    ]
+    raise ConfigError(
+        f"{phase} needs {gib(needed)} on a rank, and there are {device_gib:g} GiB. What would help, each by itself:"
+        + ("".join(named) or " nothing that is known here; more ranks, or a smaller model")
+    )
+
+
+def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout) -> Iterator[tuple[str, int]]:
+    """(what to set, bytes of the fullest phase then), of what the model and the number of ranks allow."""
+    m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
+
+    def largest(layout: Layout = layout, **sections: dict[str, Any]) -> int:
+        changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+        return memory_of(recipe.model_copy(update=changed), s, layout).largest
+
+    for name, cut, note in (
+        ("tensor", replace(layout, tp=layout.tp * 2, etp=layout.etp * 2), " megatron.sequence_parallel=true"),
+        ("pipeline", replace(layout, pp=layout.pp * 2), ""),
+        ("expert", replace(layout, ep=layout.ep * 2), ""),
+        ("context", replace(layout, cp=layout.cp * 2), ""),
+    ):
+        if not list(problems(cut, shape)):
+            size = {"tensor": cut.tp, "pipeline": cut.pp, "expert": cut.ep, "context": cut.cp}[name]
+            sections = {"megatron": {"sequence_parallel": True}} if note else {}
+            yield (
+                f"megatron.{name}_model_parallel_size={size}{note}".replace("context_model", "context"),
+                largest(cut, **sections),
+            )
+    if not recipe.optimizer.use_distributed_optimizer:
+        yield "optimizer.use_distributed_optimizer=true", largest(optimizer={"use_distributed_optimizer": True})
+    if recipe.optimizer.use_distributed_optimizer:
+        yield f"twice as many ranks ({2 * layout.world})", largest(replace(layout, world=2 * layout.world))
+    if m.recompute_granularity != "full":
+        options = (
+            "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
+        )
+        yield options, largest(megatron={"recompute_granularity": "full"})
+    if recipe.model.precision == "fp32":
+        yield "model.precision=bf16", largest(model={"precision": "bf16"})
+    tokens, longest = batching.micro_batch_tokens // 2, recipe.data.max_prompt_tokens + rollout.max_response_tokens
+    if recipe.trainer != "rl" or tokens >= longest:
+        yield f"batching.micro_batch_tokens={tokens}", largest(batching={"micro_batch_tokens": tokens})
+    if recipe.trainer == "rl" and rollout.max_batch_sequences > 1:
+        half = min(rollout.max_batch_sequences, -(-rollout.prompts_per_step * rollout.group_size // layout.world)) // 2
+        yield f"rollout.max_batch_sequences={max(half, 1)}", largest(rollout={"max_batch_sequences": max(half, 1)})

@@ -1,0 +1,15 @@
+"""What `plan` says that weights, gradients and optimizer take, against actors that are built: the same bytes."""
+
+from pathlib import Path
+
+from tests.parity.launch import torchrun
+
+CASES = 2 * 2 * 5 * 4 + 2 * 4  # families x tied or not x layouts x options, and those of experts
+
+
+def test_announced_bytes_are_those_of_a_built_actor(tmp_path):
+    output = torchrun(Path(__file__).with_name("memory_cases.py"), 4, tmp_path)
+    cases = [line.split("\t")[1:] for line in output.splitlines() if line.startswith("CASE\t")]
+    assert len(cases) == CASES, output[-3000:]
+    wrong = [case for case in cases if case[-1] != "[]"]
+    assert not wrong, f"(announced, built) differ: {wrong}"
