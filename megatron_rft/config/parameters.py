@@ -64,6 +64,14 @@ class Sizes:
     def kv(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def multiplied(self) -> int:
+        """Parameters of the matrices that a token goes through: of its experts only, and without the embedding."""
+        attention = self.hidden * (2 * self.q + 2 * self.kv)
+        experts = self.experts_per_token * 3 * self.hidden * self.expert_ffn + self.experts * self.hidden
+        layers = [experts if mixture else 3 * self.hidden * self.ffn for mixture in self.mixture]
+        return sum(layers) + len(layers) * attention + self.vocabulary * self.hidden
+
     def whole(self) -> int:
         """Parameters of the whole model."""
         alone = Layout(1, 1, 1, 1, 1, 1)

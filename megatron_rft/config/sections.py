@@ -392,6 +392,8 @@ class Tracking(Section):
     tensorboard: bool = False
     plot: bool = True
     """Draw the curves when the run ends."""
+    peak_tflops: Positive | None = None
+    """What one device can do at most, for training/mfu. None: its data sheet's for bf16, where the device is known."""
     sampled_steps: Natural = 40
     """RL: steps, spread evenly over the run, of which the report shows a few responses token by token. 0: none."""
 

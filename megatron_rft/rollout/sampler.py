@@ -229,7 +229,8 @@ class Sampler:
                 for group in generate(requests, self.sampling)
             ]
             seconds = time.perf_counter() - start
-            scored = [job.result() for job in jobs]
+            with self.phases("reward"):  # what is left of it when the engine is done
+                scored = [job.result() for job in jobs]
             rollouts = [rollout for some, _ in scored for rollout in some]
             if refining:
                 with self.phases("refine"):

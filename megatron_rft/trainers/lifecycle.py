@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_rft.config import Recipe, difference, dump, load
+from megatron_rft.config.parameters import Sizes
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.megatron.actor import Actor, Recorded, Second
 from megatron_rft.megatron.average import MovingAverage
@@ -24,8 +25,9 @@ from megatron_rft.objectives.base import State, Update
 from megatron_rft.records import Batch
 from megatron_rft.tracking.phases import Phases
 from megatron_rft.tracking.plots import draw
+from megatron_rft.tracking.throughput import Throughput, device_name, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
-from megatron_rft.trainers.assembly import Evaluator
+from megatron_rft.trainers.assembly import Evaluator, local_folder
 
 FINISHED, STOPPED = 0, 75
 RECIPE_FILE = "recipe.yaml"
@@ -148,6 +150,8 @@ class Run:
         self.done = 0
         self.stop = StopSignal()
         self.phases, self.averages = Phases(), Averages()
+        sizes, given = Sizes.read(local_folder(recipe.model.path)), recipe.tracking.peak_tflops
+        self.throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
         self.patience = Patience(self.folder, recipe.faults.max_skipped_steps)
         options = recipe.checkpoint
         folder = self.folder / "checkpoints"
@@ -195,6 +199,7 @@ class Run:
         )
         self.patience.note(metrics, batch, step)
         self.averages.add(update.name, metrics)
+        self.throughput.trained(batch.lengths)
 
     def evaluation_due(self, step: int) -> bool:
         every = self.recipe.evaluation.every
@@ -214,8 +219,7 @@ class Run:
         what else a checkpoint must hold, asked for when one is written."""
         stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
         metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.patience.total} | self.phases.take()
-        if "tokens/generated" in metrics:
-            metrics["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
+        metrics |= self.throughput.take(metrics)
         self.tracker.log(
             step, metrics
         )  # before the checkpoint: killed in between, the step and its line are done again

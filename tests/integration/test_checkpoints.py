@@ -1,8 +1,10 @@
 """A run's checkpoints: as models to convert and to evaluate, and on a disk that fills up."""
 
 import json
+import re
 import shutil
 import subprocess
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -11,14 +13,14 @@ from safetensors.torch import load_file
 from megatron_rft.cli import main
 from megatron_rft.megatron.checkpoint import latest
 from tests.integration.test_bad_input import signal_handlers  # noqa: F401
-from tests.integration.tiny import train, write_recipe
+from tests.integration.tiny import ROOT, metrics, train, write_recipe
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a recipe and of its finished run."""
     folder = tmp_path_factory.mktemp("trained")
-    recipe = write_recipe(folder, run={"steps": 2}, evaluation={"samples": 2})
+    recipe = write_recipe(folder, run={"steps": 2}, evaluation={"samples": 2}, tracking={"peak_tflops": 0.001})
     status, output = train(recipe)
     assert status == 0, output[-3000:]
     return folder
@@ -31,6 +33,18 @@ def test_the_newest_checkpoint_becomes_what_the_run_exported(run, tmp_path, caps
     expected, found = (load_file(folder / "model.safetensors") for folder in (run / "run/export", tmp_path / "out"))
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (run / "run/export/tokenizer.json").read_bytes()
+
+
+def test_every_number_in_the_log_stands_in_the_table(run):
+    """docs/metrics.md: the name, its unit and its formula; <phase> and * stand for anything."""
+    rows = [
+        line.split("|")[1:-1] for line in (ROOT / "docs/metrics.md").read_text().splitlines() if line.startswith("| `")
+    ]
+    assert len(rows) > 80 and all(len(row) == 3 and row[2].strip() for row in rows)
+    patterns = [re.sub(r"<\w+>", "*", name) for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
+    logged = {name for line in metrics(run / "run") for name in line} - {"step", "time"}
+    assert {"seconds/training", "seconds/reward", "memory/training_gib", "training/mfu"} <= logged
+    assert not [name for name in logged if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def test_evaluate_reads_a_checkpoint_like_the_export(run, tmp_path, capsys):

@@ -12,6 +12,7 @@ from megatron_rft.config import Recipe
 from megatron_rft.config.layout import Layout
 from megatron_rft.config.memory import state_of
 from megatron_rft.config.parameters import Sizes
+from megatron_rft.conversion import family_of, hf_shapes
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from tests.parity.hf_cases import FAMILIES, section
@@ -88,14 +89,13 @@ SHAPES = {}
 
 
 def main():
-    from megatron_rft.conversion import hf_shapes
-
     root = Path(sys.argv[1])
     parallel.initialize(section())
     for family in ("qwen2", "qwen3_moe"):
         for tied in (True, False):
             hf_config = copy.deepcopy(FAMILIES[family])
             hf_config.tie_word_embeddings = tied
+            hf_config.architectures = [family_of(hf_config).architecture]
             folder = root / f"{family}_{tied}"
             if dist.get_rank() == 0:
                 hf_config.save_pretrained(folder)

@@ -1,0 +1,80 @@
+"""Tokens per second and per device, and the share of the devices' peak that training makes use of (MFU).
+
+Model FLOPs as in arXiv:2204.02311, appendix B: a token of a sequence of length l costs 2 N in the matrices (N: the
+parameters that multiply it, so the experts it goes to and the output matrix, but not the embedding), and 2 L q l in
+causal attention (L layers, q = heads x head size, on average l / 2 keys); backward costs twice as much. What is
+computed again in the backward pass, and forward passes without one, are not counted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rft.config.parameters import Sizes
+
+# Dense bf16 by the name that CUDA gives the device, from NVIDIA's and AMD's data sheets; the first that fits counts.
+PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.4,
+    "GH200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 311.9,
+    "A800": 311.9,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.4,
+    "MI250X": 383.0,
+}
+
+
+def peak_tflops(device: str | None) -> float | None:
+    """Of a device of that name; None where it is not known."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if device and name in device), None)
+
+
+def device_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+@dataclass
+class Throughput:
+    """Counts what the optimizer steps of one training step cost. `peak` in TFLOP/s of one device, or None."""
+
+    sizes: Sizes
+    devices: int
+    peak: float | None
+    tokens: float = 0.0
+    flops: float = 0.0
+
+    def trained(self, lengths: Tensor) -> None:
+        """[B] tokens of the sequences of a mini-batch, over all ranks."""
+        lengths = lengths.double()
+        self.tokens += lengths.sum().item()
+        attention = len(self.sizes.mixture) * self.sizes.q * lengths.square().sum().item()
+        self.flops += 3 * (2 * self.sizes.multiplied * lengths.sum().item() + 2 * attention)
+
+    def take(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Of the step that `metrics` describes. Counting starts afresh."""
+        found = {}
+        if "tokens/generated" in metrics:
+            found["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
+            found["tokens/per_second_per_device"] = found["tokens/per_second"] / self.devices
+        seconds = metrics.get("seconds/training", 0.0) + metrics.get("seconds/verification", 0.0)
+        if seconds and self.tokens:
+            found["tokens/trained_per_second_per_device"] = self.tokens / seconds / self.devices
+            if self.peak:
+                found["training/mfu"] = self.flops / (seconds * self.devices * self.peak * 1e12)
+        self.tokens = self.flops = 0.0
+        return found

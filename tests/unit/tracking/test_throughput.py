@@ -1,0 +1,51 @@
+"""Model FLOPs by hand, and the peak of a device by its name."""
+
+import pytest
+import torch
+
+from megatron_rft.config.parameters import Sizes
+from megatron_rft.tracking.throughput import Throughput, peak_tflops
+
+TINY = dict(hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocabulary=10, tied=True, qkv_bias=False, qk_norm=True)
+DENSE = Sizes(**TINY, experts=0, expert_ffn=0, experts_per_token=0, mixture=(False, False))
+MIXTURE = Sizes(**TINY, experts=4, expert_ffn=3, experts_per_token=2, mixture=(False, True))
+ATTENTION = 16 + 8 + 8 + 16  # q, k, v, o
+
+
+def test_parameters_that_multiply_a_token():
+    assert DENSE.multiplied == 2 * (ATTENTION + 3 * 32) + 40
+    assert MIXTURE.multiplied == 2 * ATTENTION + 3 * 32 + (2 * 3 * 12 + 16) + 40
+
+
+def test_share_of_the_peak():
+    throughput = Throughput(DENSE, devices=2, peak=1e-6)  # a million FLOP/s each
+    throughput.trained(torch.tensor([3, 1]))
+    flops = 3 * (2 * DENSE.multiplied * 4 + 2 * 2 * 4 * (9 + 1))  # two layers, q = 4, squares of the lengths
+    found = throughput.take({"seconds/training": 2.0, "seconds/verification": 1.0, "seconds/step": 5.0})
+    assert found == {
+        "tokens/trained_per_second_per_device": 4 / 3 / 2,
+        "training/mfu": pytest.approx(flops / (3 * 2 * 1e6)),
+    }
+    assert throughput.take({"seconds/step": 1.0}) == {}
+
+
+def test_tokens_per_second_and_device():
+    found = Throughput(DENSE, 4, None).take({"tokens/generated": 80.0, "seconds/step": 2.0})
+    assert found == {"tokens/per_second": 40.0, "tokens/per_second_per_device": 10.0}
+
+
+@pytest.mark.parametrize(
+    "device, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 311.9),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA H20", 148.0),
+        ("somebody's card", None),
+        (None, None),
+    ],
+)
+def test_the_peak_of_a_device(device, peak):
+    assert peak_tflops(device) == peak
