@@ -15,6 +15,7 @@ from megatron_rft.config.layout import Layout, problems
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes, buckets, owned, stage_chunks
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.vllm import choose
 from megatron_rft.errors import ConfigError
 
 GIB = 1 << 30
@@ -125,12 +126,16 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout) -> Memory:
         per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
     _, stage, state = max(per_stage, key=lambda each: each[:2])
     engine = cache = 0
-    if recipe.trainer == "rl" or recipe.validates or recipe.data.test:
+    if rollout.placement != "process" and (recipe.trainer == "rl" or recipe.validates or recipe.data.test):
         element = BYTES[rollout.dtype or recipe.model.precision]
+        with_vllm = choose(rollout.engine, s.head_dim).name == "vllm"
         engine = s.whole() * element
+        if with_vllm:
+            engine //= recipe.vllm.arguments().get("tensor_parallel_size") or 1
         mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
         length = recipe.data.max_prompt_tokens + rollout.max_response_tokens
-        cache = min(rollout.max_batch_sequences, mine) * length * 2 * s.kv * len(s.mixture) * element
+        if not with_vllm:  # whose cache takes what gpu_memory_utilization leaves it
+            cache = min(rollout.max_batch_sequences, mine) * length * 2 * s.kv * len(s.mixture) * element
     copies = bool(getattr(recipe.algorithm, "kl_coefficient", 0) or recipe.trainer == "offline")
     teacher = bool(getattr(recipe.algorithm, "teacher_rate", None))
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
