@@ -42,7 +42,9 @@ setup(
         "wandb": ["wandb>=0.19"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
-        "launch": ["nemo-run==0.11.1", "leptonai<0.47"],  # nemo-run cannot be imported with a newer leptonai
+        # nemo-run cannot be imported with a newer leptonai; what that one wants is older than requirements.lock has
+        # (launch/nemo.lock, tools/setup_nemo_env.sh)
+        "launch": ["nemo-run==0.11.1", "leptonai<0.47"],
         "bench": ["trl>=0.24"],
     },
     entry_points={"console_scripts": ["megatron-rft = megatron_rft.cli:main"]},
