@@ -1,7 +1,7 @@
 # What the scripts in launch/ share. Each is submitted by itself, which checks first, or by sbatch:
 #
-#     launch/pipo_8b.sh --account=me --partition=gpu --time=24:00:00 --gpus-per-node=8 [sbatch options] [section.option=value ...]
-#     sbatch --account=me --partition=gpu ... launch/pipo_8b.sh [section.option=value ...]       # from the repository's folder
+#     launch/pipo_8b.sh --account=me --partition=gpu --gpus-per-node=8 [sbatch options] [section.option=value ...]
+#     sbatch --account=me ... launch/pipo_8b.sh [section.option=value ...]       # from the repository's folder
 #
 # Environment (docs/cluster.md):
 #     SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT ...   sbatch's own
@@ -17,6 +17,9 @@
 # generate:section.option=value goes to `generate`.
 set -uo pipefail
 
+# The repository.
+if [ -n "$in_job" ]; then here="$SLURM_SUBMIT_DIR"; else here="$(cd "$(dirname "$0")/.." && pwd)"; fi
+
 die() {
     echo "error: $*" >&2
     exit 2
@@ -25,7 +28,7 @@ die() {
 # ---- in the job
 
 run_job() {
-    cd "$SLURM_SUBMIT_DIR" && [ -d megatron_rft ] || die "submit from the repository's folder, not from $SLURM_SUBMIT_DIR"
+    cd "$here" && [ -d megatron_rft ] || die "submit from the repository's folder, not from $SLURM_SUBMIT_DIR"
     . launch/requeue.sh
     export LAUNCH_ROOT="$PWD" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
     local nproc="${LAUNCH_NPROC:-${SLURM_GPUS_ON_NODE:-}}" number
@@ -77,8 +80,8 @@ in_step='cd "$LAUNCH_ROOT" && eval "$LAUNCH_SETUP" && exec python -m megatron_rf
 in_server='cd "$LAUNCH_ROOT" && eval "$LAUNCH_SETUP" && eval "$LAUNCH_SERVER"'
 container=()
 [ -z "${LAUNCH_IMAGE:-}" ] || container=(
-    --container-image="$LAUNCH_IMAGE" --container-workdir="${SLURM_SUBMIT_DIR:-}"
-    --container-mounts="${SLURM_SUBMIT_DIR:-}:${SLURM_SUBMIT_DIR:-}${LAUNCH_MOUNTS:+,$LAUNCH_MOUNTS}"
+    --container-image="$LAUNCH_IMAGE" --container-workdir="$here"
+    --container-mounts="$here:$here${LAUNCH_MOUNTS:+,$LAUNCH_MOUNTS}"
 )
 step=(--ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}")
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun does not inherit it
@@ -88,9 +91,13 @@ step=(--ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}"
 # Arguments of the form section.option=value are the recipe's, all others sbatch's.
 submit() {
     local keys=() options=() shared=() argument stage sooner=
-    cd "$(dirname "$0")/.." || exit 2
+    cd "$here" || exit 2
     for argument in "$@"; do
-        if [[ "$argument" =~ ^((train|generate):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then keys+=("$argument"); else options+=("$argument"); fi
+        if [[ "$argument" =~ ^((train|generate):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then
+            keys+=("$argument")
+        else
+            options+=("$argument")
+        fi
     done
     command -v sbatch >/dev/null || die "there is no sbatch here: this is no login node of a Slurm cluster"
     given account -A SBATCH_ACCOUNT || die "no account: --account=NAME, or export SBATCH_ACCOUNT=NAME"
@@ -126,7 +133,8 @@ check_stage() { # COMMAND RECIPE KEY...
     gpus="${LAUNCH_NPROC:-$(number_of gpus-per-node)}" && gpus="${gpus:-$(number_of gres)}"
     [ -n "$gpus" ] || [[ " ${options[*]} ${!SBATCH_G*}" =~ gpus|GPUS|gres|GRES ]] ||
         die "no GPUs: --gpus-per-node=8, or LAUNCH_NPROC=8 for 8 ranks per node without"
-    nodes="$(number_of nodes)" && nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
+    nodes="$(number_of nodes)"
+    nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
     [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
     (eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.cli' 2>/dev/null) || return 0
     (eval "$LAUNCH_SETUP" && exec python -m megatron_rft plan "$recipe" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
@@ -142,6 +150,6 @@ number_of() { # --OPTION=[type:]N -> N
 
 if [ -z "${LAUNCH_SETUP:-}" ]; then
     export LAUNCH_SETUP=:
-    [ -n "${LAUNCH_IMAGE:-}" ] || [ ! -e "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}/.venv/bin/activate" ] || LAUNCH_SETUP=". .venv/bin/activate"
+    [ -n "${LAUNCH_IMAGE:-}" ] || [ ! -e "$here/.venv/bin/activate" ] || LAUNCH_SETUP=". $here/.venv/bin/activate"
 fi
 if [ -n "$in_job" ]; then run_job "$@"; else submit "$@"; fi

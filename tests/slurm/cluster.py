@@ -37,7 +37,7 @@ class Cluster:
             "LAUNCH_SETUP": ":",
         }
 
-    def run(self, *command: object, timeout: float = 60, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
+    def run(self, *command: object, timeout: float = 180, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
         """Exit status and all that was printed."""
         process = self.start(*command, cwd=cwd, **variables)
         try:

@@ -1,0 +1,85 @@
+"""launch/nemo.py as far as it goes without NeMo-Run: what is given, the points of a sweep, the scripts, the verdict."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = str(ROOT / "examples/pipo/qwen3_4b_base/grpo_pipo.yaml")
+SLURM = ["--account", "a", "--partition", "p", "--workspace", "/lustre/me", "--gpus-per-node", "8"]
+
+
+@pytest.fixture(scope="module")
+def nemo():
+    spec = importlib.util.spec_from_file_location("nemo", ROOT / "launch/nemo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_points_are_all_combinations_with_folders_of_their_own(nemo):
+    args = nemo.parse([RECIPE, "run.steps=3", *SLURM, "--sweep", "pipo.window=4,8", "--sweep", "run.seed=1,2"])
+    points = nemo.points(args)
+    assert [point.name for point in points] == [
+        f"grpo_pipo-window_{window}-seed_{seed}" for window in (4, 8) for seed in (1, 2)
+    ]
+    folder = "run.output_dir=runs/pipo/qwen3_4b_base/grpo_pipo/window_8-seed_1"
+    assert points[2].keys == ["run.steps=3", "pipo.window=8", "run.seed=1", folder]
+
+
+def test_without_a_sweep_the_recipe_keeps_its_folder(nemo):
+    (point,) = nemo.points(nemo.parse([RECIPE, *SLURM]))
+    assert point == nemo.Point("grpo_pipo", [])
+
+
+def test_a_folder_that_is_given_wins(nemo):
+    args = nemo.parse([RECIPE, "run.output_dir=/data/x", "--local", "--sweep", "run.seed=1"])
+    assert nemo.points(args)[0].keys[-1] == "run.output_dir=/data/x/seed_1"
+
+
+def test_keys_are_quoted_for_the_shell(nemo):
+    args = nemo.parse([RECIPE, "--local", "data.prompt_template=Q: {question} 'A'"])
+    script = nemo.local_script(args, nemo.points(args)[0])
+    shown = script.replace("exec python -m megatron_rft", "printf '%s\\n'")
+    told = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told == ["train", RECIPE, "--nproc", "1", "data.prompt_template=Q: {question} 'A'"]
+
+
+def test_the_batch_lines_are_bash(nemo):
+    lines = nemo.batch_lines(nemo.parse([RECIPE, *SLURM]))
+    subprocess.run(["bash", "-n"], input=lines, text=True, check=True)
+    assert 'job=/lustre/me/slurm/"$SLURM_JOB_ID"' in lines
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["nowhere.yaml", "--local"], "there is no recipe nowhere.yaml"),
+        ([RECIPE], "no account: --account, or --local"),
+        ([RECIPE, *SLURM[:2]], "no partition: --partition"),
+        ([RECIPE, *SLURM[:4]], "no workspace: --workspace"),
+        ([RECIPE, *SLURM[:6]], "no GPUs: --gpus-per-node 8"),
+        ([str(ROOT / "pyproject.toml"), *SLURM], "is not in"),
+    ],
+)
+def test_mistakes(nemo, capsys, arguments, words):
+    assert nemo.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "found, wanted, detached, status",
+    [
+        ({"a": "SUCCEEDED", "b": "SUCCEEDED"}, 2, False, 0),
+        ({"a": "SUCCEEDED", "b": "FAILED"}, 2, False, 1),
+        ({"a": "SUCCEEDED"}, 2, False, 1),
+        ({"a": "RUNNING"}, 1, False, 1),
+        ({"a": "RUNNING"}, 1, True, 0),
+        ({"a": "UNKNOWN"}, 1, True, 1),
+        ({"a": "CANCELLED"}, 1, True, 1),
+    ],
+)
+def test_the_verdict(nemo, found, wanted, detached, status):
+    assert nemo.conclude(found, wanted, detached) == status
