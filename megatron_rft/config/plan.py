@@ -14,7 +14,7 @@ from megatron_rft.config.layout import Layout, check_layout
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.vllm import check_vllm, choose
+from megatron_rft.config.vllm import check_vllm, choose, unusable
 from megatron_rft.errors import ConfigError, DataError, did_you_mean
 
 
@@ -31,20 +31,25 @@ class Plan:
 
 def engine_processes(recipe: Recipe, world_size: int, spare_gpus: int = 0) -> int:
     """Of the whole run, with placement process."""
-    return recipe.rollout.processes or spare_gpus or world_size
+    return len(recipe.rollout.servers) or recipe.rollout.processes or spare_gpus or world_size
 
 
 def check_engines(recipe: Recipe, world_size: int) -> list[str]:
     """Which engines there will be."""
-    count = recipe.rollout.processes
-    if recipe.rollout.placement == "colocated":
+    rollout = recipe.rollout
+    count, what = len(rollout.servers) or rollout.processes, "servers" if rollout.servers else "processes"
+    if rollout.placement == "colocated":
         return []
+    if rollout.placement == "server" and not rollout.servers and (problem := unusable()):
+        raise ConfigError(f"rollout.placement: server starts vLLM servers, and {problem}. Or give rollout.servers")
     ranks = _many(world_size, "rank")
     if count and count % world_size and world_size % count:
         raise ConfigError(
-            f"rollout.processes: {count} engines cannot be shared evenly by {ranks}: one of the two "
+            f"rollout.{what}: {count} engines cannot be shared evenly by {ranks}: one of the two "
             "numbers must divide the other"
         )
+    if rollout.servers:
+        return [f"generation: {', '.join(rollout.servers)}, for {ranks}"]
     how_many = f"{count} of their own" if count else "their own, one on each spare GPU, else one per rank"
     return [f"generation: engines in processes, {how_many}, for {ranks}"]
 

@@ -15,6 +15,7 @@ from megatron_rft.config.vllm import Vllm
 OF_ENGINES = (
     "rollout.placement",
     "rollout.processes",
+    "rollout.servers",
     "rollout.staleness",
     "faults.engine_start_s",
     "faults.engine_silence_s",
@@ -148,7 +149,7 @@ class Recipe(s.Section):
             self._check_staleness()
         for key in ("engine_start_s", "engine_silence_s"):
             if self.rollout.placement == "colocated" and self.faults.differs(key):
-                raise at(f"faults.{key}", "does nothing with rollout.placement colocated: set that to process")
+                raise at(f"faults.{key}", "does nothing with rollout.placement colocated")
 
     def _check_constraint(self):
         constraint = self.constraint
@@ -165,7 +166,7 @@ class Recipe(s.Section):
             raise at(
                 "rollout.staleness",
                 f"{stale}: an engine in the rank's own process cannot generate while that trains. Set "
-                "rollout.placement to process",
+                "rollout.placement to process or server",
             )
         if getattr(self.algorithm, "importance", "") == "none" and self.algorithm.old_logprobs == "recompute":
             raise at(

@@ -12,7 +12,7 @@ FREE = (
     "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "tracking.*", "checkpoint.*",
     "evaluation.*", "faults.*", "batching.*", "megatron.*", "optimizer.use_distributed_optimizer",
     "optimizer.overlap*", "optimizer.*offload*", "optimizer.pin_cpu_*", "data.validation*", "data.test*",
-    "rollout.engine", "rollout.placement", "rollout.processes", "rollout.max_batch_sequences",
+    "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers", "rollout.max_batch_sequences",
     "reward.workers", "reward.timeout_s",
 )
 # fmt: on

@@ -298,11 +298,13 @@ class Rollout(Section):
 
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """auto: vllm where one is installed that this package supports, else hf."""
-    placement: Literal["colocated", "process"] = "colocated"
+    placement: Literal["colocated", "process", "server"] = "colocated"
     """colocated: each rank drives an engine inside its own process. process: engines in processes of their own, which
-    the ranks start, watch, and replace when they are lost."""
+    the ranks start, watch, and replace when they are lost. server: vLLM servers, asked over HTTP."""
     processes: Count | None = None
-    """Of placement process: how many. None: one on each GPU that has no rank, else one per rank."""
+    """How many processes, or servers, the run starts. None: one on each GPU that has no rank, else one per rank."""
+    servers: list[str] = []
+    """Of placement server: URLs of servers that are there already. Empty: the run starts its own."""
     staleness: Natural = 0
     """How many versions of the weights older than the policy that learns from it a response may be when it is begun.
     0: every batch is sampled by the policy that learns from it. 1: the next batch is sampled while this one trains.
@@ -324,8 +326,19 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.processes and self.placement != "process":
-            raise at("processes", f"does nothing with placement {self.placement}: set that to process")
+        if self.processes and self.placement == "colocated":
+            raise at("processes", "does nothing with placement colocated: set that to process or server")
+        if self.servers and self.placement != "server":
+            raise at("servers", f"does nothing with placement {self.placement}: set that to server")
+        if self.servers and self.processes:
+            raise at("processes", "does nothing beside servers, which the run does not start")
+        if self.placement == "server" and self.engine == "hf":
+            raise at("engine", "hf has no server: set placement to process, or engine to vllm")
+        for url in self.servers:
+            if not re.fullmatch(r"http://[^/\s]+(/[^\s?#]*)?", url):
+                raise at("servers", f"{url!r} is no URL of a server, such as http://node7:8000")
+        if len(set(self.servers)) < len(self.servers):
+            raise at("servers", "names a server twice")
         return self
 
     @field_validator("top_p", "top_k")

@@ -54,6 +54,7 @@ class VLLMEngine(Engine):
         options = options or {}
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
+        self.versions: set[str] = set()  # of the weights that the responses under way may have been written with
         self.asleep, self.counted, self.counting = False, {}, "speculative_config" in options
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
         self.intake = Intake(shapes, self.config.model_type)
@@ -127,11 +128,14 @@ class VLLMEngine(Engine):
         check_requests(requests, sampling, self.max_model_len, room, self.config.vocab_size)
         answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
         self.llm.reset_prefix_cache()  # what an earlier call left would change the last bits of this one's numbers
+        self.versions = {str(self.weight_version)}
         try:
             for request in requests:
                 for sample in range(request.n):
                     self._add(request, sample, sampling)
             while self.llm.has_unfinished_requests():
+                if self.on_step:
+                    self.on_step()
                 for output in self._step():
                     id, sample = map(int, output.request_id.split("/"))
                     answers[id][sample] = self._response(output.outputs[0])
@@ -172,13 +176,13 @@ class VLLMEngine(Engine):
     def _response(self, output: Any) -> Response:
         tokens, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
         assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
-        versions = {span.version for span in output.weight_versions or ()}
-        if versions != {str(self.weight_version)}:
+        versions = [span.version for span in output.weight_versions or ()]
+        if not versions or not set(versions) <= self.versions:
             raise RunFailed(
-                f"vLLM wrote a response with weights of version {', '.join(sorted(versions)) or 'unknown'}, and those "
+                f"vLLM wrote a response with weights of version {', '.join(versions) or 'unknown'}, and those "
                 f"of version {self.weight_version} were loaded"
             )
-        return Response(tokens, logprobs, output.finish_reason, self.weight_version)
+        return Response(tokens, logprobs, output.finish_reason, int(versions[0]))
 
     def statistics(self) -> dict[str, float]:
         """Of speculative decoding since the last call: tokens proposed and accepted, and tokens per pass."""
@@ -218,8 +222,10 @@ class VLLMEngine(Engine):
             raise RunFailed(f"weights of version {version}: {problem}")
         self.intake.accept()
         self.llm.set_weight_version(str(version))
-        self.llm.reset_prefix_cache()  # keys and values of the former weights
+        # Keys and values of the former weights; those of responses that are under way are computed again.
+        self.llm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = version
+        self.versions.add(str(version))
 
     def _good(self, stream: Iterator[tuple[str, Tensor]], problems: list[str | None]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:

@@ -162,8 +162,8 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
     build_on = engine_builder(recipe, hf_config)
-    if recipe.rollout.placement == "process":
-        return fleets.build(recipe, build_on, dtype, gather)
+    if recipe.rollout.placement != "colocated":
+        return fleets.build(recipe, hf_config, build_on, dtype, gather)
     return build_on(parallel.device())
 
 

@@ -1,9 +1,11 @@
 """The engines that a run has beside its ranks: how many, on which device, driven by whom; and their weights."""
 
 import os
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,26 +13,32 @@ import torch.distributed as dist
 from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.config.plan import engine_processes
+from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.rollout.engine import Engine
 from megatron_rft.rollout.fleet import Fleet, shares
 from megatron_rft.rollout.process_engine import EngineProcess
+from megatron_rft.rollout.server_engine import OwnServer, ServerEngine
 
 
 def build(
     recipe: Recipe,
+    hf_config: Any,
     build_engine: Callable[[torch.device], Engine],
     dtype: torch.dtype,
     gather: Callable[[list], list],
 ) -> Fleet:
-    """This rank's engine processes. `build_engine` runs in them."""
+    """This rank's engines outside of it. `build_engine` runs in processes of the run's own."""
     spare = spare_gpus()
     count = engine_processes(recipe, dist.get_world_size(), len(spare) * nodes())
     mine, place, places = shares(count, dist.get_rank(), dist.get_world_size())
     members = []
     try:
         for index in mine:
-            members.append(_process(recipe, build_engine, index, spare))
+            if recipe.rollout.placement == "process":
+                members.append(_process(recipe, build_engine, index, spare))
+            else:
+                members.append(_server(recipe, hf_config, dtype, index, spare))
     except BaseException:
         for member in members:
             member.close()
@@ -39,19 +47,46 @@ def build(
 
 
 def _process(recipe: Recipe, build_engine: Callable, index: int, spare: list[str]) -> EngineProcess:
-    device, environment = "cpu", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    if torch.cuda.is_available():
-        device = "cuda:0"
-        own = visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
-        environment["CUDA_VISIBLE_DEVICES"] = spare[index % len(spare)] if spare else own
     return EngineProcess(
-        partial(build_engine, torch.device(device)),
+        partial(build_engine, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
         f"engine process {index}",
-        Path(recipe.run.output_dir) / "engines" / f"engine_{index}.log",
+        _folder(recipe) / f"engine_{index}.log",
         recipe.faults.engine_start_s,
         recipe.faults.engine_silence_s,
-        environment,
+        _environment(index, spare),
     )
+
+
+def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spare: list[str]) -> ServerEngine:
+    shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
+    limits = recipe.faults.engine_start_s, recipe.faults.engine_silence_s
+    if recipe.rollout.servers:
+        return ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, host=own_address())
+    arguments = {
+        "max-model-len": min(recipe.longest_generation, hf_config.max_position_embeddings),
+        "max-num-seqs": recipe.rollout.max_batch_sequences,
+    }
+    arguments |= {name.replace("_", "-"): value for name, value in recipe.vllm.arguments().items()}
+    log = _folder(recipe) / f"server_{index}.log"
+    return OwnServer(hf_config, shapes, dtype, log, _environment(index, spare), arguments, *limits)
+
+
+def _folder(recipe: Recipe) -> Path:
+    return Path(recipe.run.output_dir) / "engines"
+
+
+def _environment(index: int, spare: list[str]) -> dict[str, str]:
+    """Of an engine's process: it is nobody's rank, and sees one GPU."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    if torch.cuda.is_available():
+        own = visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
+        environment["CUDA_VISIBLE_DEVICES"] = spare[index % len(spare)] if spare else own
+    return environment
+
+
+def own_address() -> str:
+    """Of this machine, as servers elsewhere reach it."""
+    return socket.gethostbyname(socket.gethostname())
 
 
 def nodes() -> int:

@@ -1,0 +1,377 @@
+"""A vLLM server as an engine: token ids in and out over HTTP, weights over TCP, each sync proven by its answer.
+
+The server is given by its URL, or started from here (`OwnServer`). While it generates it can take new weights: it
+pauses, takes them, computes the caches of what it was writing again, and goes on.
+
+A server that does not answer any more raises `EngineLost`. `start` then waits for a given one to come back, as somebody
+else may start it again, and starts an own one anew.
+"""
+
+import contextlib
+import copy
+import http.client
+import json
+import os
+import queue
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatron_rft.errors import ConfigError, RunFailed
+from megatron_rft.processes import NANNY
+from megatron_rft.records import Response
+from megatron_rft.rollout import wire
+from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling, limit
+from megatron_rft.rollout.process_engine import last_lines
+from megatron_rft.rollout.vllm_engine import PREFILL_TOKENS, response_seed
+
+CONNECTIONS = 128  # requests at one time; more of them wait here
+CPU_CACHE_BYTES = 1 << 30  # of keys and values, when the recipe does not say
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+HEALTH_S = 2.0  # between two looks at a server that is busy
+
+
+class ServerEngine(Engine):
+    """`shapes`: of every parameter by its HF name. `host`: this machine's address, as the server reaches it."""
+
+    def __init__(
+        self,
+        url: str,
+        config: PreTrainedConfig,
+        shapes: dict[str, torch.Size],
+        dtype: torch.dtype,
+        start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
+        host: str = "127.0.0.1",
+    ):
+        self.url, self.config, self.shapes, self.dtype, self.host = url.rstrip("/"), config, shapes, dtype, host
+        self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
+        self.workers = 0  # of the server, once it has said so
+        self.name = f"the server {self.url}"
+        self.group = None
+        self._asked: set[http.client.HTTPConnection] = set()  # whose answers are waited for
+        self.start()
+
+    def start(self) -> None:
+        self.weight_version, self.group = -1, None
+        self._wait_until_ready()
+        self._check_facts()
+        self._connect()
+
+    def _wait_until_ready(self) -> None:
+        """A server that was there once may come back; one that was never there is a mistake."""
+        deadline = time.monotonic() + (self.start_timeout_s if self.workers else 0)
+        while True:
+            try:
+                return self._call("GET", "/health")
+            except (EngineLost, RunFailed) as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"rollout.servers: nothing answers at {self.url} ({error}). {self._how()}"
+                    ) from None
+                time.sleep(1)
+
+    def _check_facts(self) -> None:
+        """It serves this model, and can take its weights."""
+        where = f"rollout.servers: {self.url}"
+        try:
+            facts = self._rpc("rft_facts")[0]
+        except (RunFailed, ValueError) as error:
+            raise ConfigError(f"{where} cannot take weights from a trainer ({error}). {self._how()}") from None
+        for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+            if facts[name] != getattr(self.config, name):
+                raise ConfigError(
+                    f"{where} serves another model: its {name} is {facts[name]}, that of model.path "
+                    f"{getattr(self.config, name)}"
+                )
+        if facts["dtype"] != str(self.dtype):
+            raise ConfigError(
+                f"{where} computes in {facts['dtype']}, and rollout.dtype says {self.dtype}. {self._how()}"
+            )
+        self.workers = int(facts["workers"])
+
+    def _how(self) -> str:
+        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 {shlex.join(command('MODEL', self.dtype))}"
+
+    def _connect(self) -> None:
+        """The group that weights go through: this process, and the server's workers."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        size, limit_s = 1 + self.workers, self.silence_timeout_s
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        address = {"host": self.host, "port": port, "size": size, "shapes": shapes, "timeout_s": limit_s}
+        with ThreadPoolExecutor(1) as aside:
+            asked = aside.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
+            try:
+                self.group = wire.connect(self.host, port, 0, size, limit_s)
+            except RuntimeError as error:
+                asked.result()  # its own reason comes first
+                raise EngineLost(f"{self.name}: its workers do not reach {self.host}:{port} ({error})") from None
+            asked.result()
+
+    # ---- generation
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
+        ended: queue.Queue = queue.Queue()
+        single = [(request, sample) for request in requests for sample in range(request.n)]
+        with ThreadPoolExecutor(min(CONNECTIONS, max(len(single), 1)), thread_name_prefix="server") as pool:
+            for request, sample in single:
+                pool.submit(self._ask, request, sample, sampling, ended)
+            try:
+                for _ in single:
+                    request, sample, answer = self._next(ended)
+                    answers[request.id][sample] = answer
+                    if None not in answers[request.id]:
+                        yield Group(request.id, tuple(answers.pop(request.id)))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                if answers:
+                    self._hang_up()
+
+    def _next(self, ended: queue.Queue) -> tuple:
+        """What ends next. Meanwhile the server must be in good health."""
+        while True:
+            try:
+                request, sample, answer = ended.get(timeout=HEALTH_S)
+            except queue.Empty:
+                self._call("GET", "/health", timeout_s=self.silence_timeout_s)
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return request, sample, answer
+
+    def _ask(self, request: Request, sample: int, sampling: Sampling, ended: queue.Queue) -> None:
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": limit(request, sampling),
+            "seed": response_seed(request.seed, sample),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the model's own end is one of the stop tokens, if at all
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        if request.draft:
+            parameters["extra_args"] = {"draft": list(request.draft)}
+        body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
+        try:
+            (choice,) = self._call("POST", "/inference/v1/generate", body, timeout_s=None)["choices"]
+            answer: Any = as_response(choice)
+        except Exception as error:
+            answer = error
+        ended.put((request, sample, answer))
+
+    # ---- weights
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        busy = bool(self._asked)
+        self.weight_version = -1
+        if busy:
+            self._call("POST", "/pause?mode=keep")
+        self._call("POST", "/start_weight_update")
+        with ThreadPoolExecutor(1) as aside:
+            update = aside.submit(self._call, "POST", "/update_weights", {"update_info": {}})
+            try:
+                wire.send(self.group, stream)
+            except RuntimeError as error:
+                if isinstance(error, RunFailed):
+                    raise
+                raise EngineLost(f"{self.name} was lost while it got weights ({error})") from None
+            update.result()
+        self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+        for problem in (each["problem"] for each in self._rpc("rft_problem")):
+            if problem:
+                raise RunFailed(f"weights of version {version}: {problem}")
+        self._call("POST", "/reset_prefix_cache?reset_running_requests=true")  # keys and values of the former weights
+        if busy:
+            self._call("POST", "/resume")
+        self.weight_version = version
+
+    def checksums(self) -> dict[str, int]:
+        return {name: int(value) for name, value in self._rpc("rft_checksums")[0].items()}
+
+    def sleep(self) -> None:
+        self._call("POST", "/sleep?level=2")
+
+    def wake(self) -> None:
+        self._call("POST", "/wake_up")
+
+    def close(self) -> None:
+        self._hang_up()
+        self.group = None
+
+    # ---- HTTP
+
+    def _rpc(self, method: str) -> list[dict]:
+        return self._call("POST", "/collective_rpc", {"method": method})["results"]
+
+    def _call(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = 0.0) -> Any:
+        """The answer's JSON. EngineLost where there is none, RunFailed where the server refuses."""
+        parts = urlsplit(self.url)
+        timeout_s = self.silence_timeout_s if timeout_s == 0 else timeout_s
+        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+        waiting = path == "/inference/v1/generate"
+        if waiting:
+            self._asked.add(connection)
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineLost(f"{self.name} does not answer: {error or type(error).__name__}") from None
+        finally:
+            self._asked.discard(connection)
+            connection.close()
+        if answer.status >= 500 and path in ("/health", "/inference/v1/generate"):
+            raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}")
+        if answer.status >= 400:
+            raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")
+        return json.loads(text) if text else None
+
+    def _hang_up(self) -> None:
+        """Nobody waits for an answer any more."""
+        for connection in list(self._asked):
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def as_response(choice: dict[str, Any]) -> Response:
+    """Of vLLM's answer. The version is that of the weights that wrote the first token."""
+    tokens = tuple(choice["token_ids"])
+    logprobs = tuple(each["logprob"] for each in choice["logprobs"]["content"])
+    assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
+    versions = choice.get("weight_versions")
+    if not versions or not versions[0]["version"].isdecimal():
+        raise RunFailed(f"a server wrote a response with weights that nobody sent it: {versions}")
+    return Response(tokens, logprobs, choice["finish_reason"], int(versions[0]["version"]))
+
+
+def command(
+    model: str,
+    dtype: torch.dtype,
+    port: int = 8000,
+    host: str = "0.0.0.0",
+    arguments: dict[str, Any] | None = None,
+) -> list[str]:
+    """What starts a server that a trainer can send weights to. Without a GPU there is no graph to capture."""
+    options = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "dtype": str(dtype).removeprefix("torch."),
+        "load-format": "dummy",
+        "generation-config": "vllm",
+        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
+        "worker-extension-cls": "megatron_rft.rollout.vllm_server.Extension",
+        "weight-transfer-config": {"backend": "wire"},
+        "enable-scale-out": True,  # the end point of token ids
+        "skip-tokenizer-init": True,
+        "enable-chunked-prefill": False,  # with it, seeds of their own crash
+        "max-num-batched-tokens": PREFILL_TOKENS,
+        "disable-uvicorn-access-log": True,
+    }
+    options |= {} if torch.cuda.is_available() else {"enforce-eager": True}
+    flags = [part for name, value in (options | (arguments or {})).items() for part in flag(name, value)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """As vLLM's command line wants it."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+class OwnServer(ServerEngine):
+    """A server that is started from here, on a free port of this machine, and does not outlive this process."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        shapes: dict[str, torch.Size],
+        dtype: torch.dtype,
+        log: Path,
+        environment: dict[str, str],
+        arguments: dict[str, Any],
+        start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
+    ):
+        """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: more of
+        vLLM's, such as {"max-model-len": 512}."""
+        self.log, self.model, self.environment = log, log.with_name("model"), environment
+        config = copy.deepcopy(config)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        config.save_pretrained(self.model)
+        self.arguments = arguments
+        if not torch.cuda.is_available():
+            self.arguments = {"kv-cache-memory-bytes": CPU_CACHE_BYTES} | arguments
+            self.environment = CPU_ENVIRONMENT | environment
+        self.process: subprocess.Popen | None = None
+        super().__init__("http://127.0.0.1", config, shapes, dtype, start_timeout_s, silence_timeout_s)
+
+    def start(self) -> None:
+        self._kill()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.name = self.log.stem
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*NANNY, str(os.getpid()), *command(str(self.model), self.dtype, port, "127.0.0.1", self.arguments)],
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        super().start()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            try:
+                return self._call("GET", "/health", timeout_s=5.0)
+            except EngineLost:
+                status, late = self.process.poll(), time.monotonic() > deadline
+                if status is None and not late:
+                    time.sleep(0.5)
+                    continue
+            how = f"was not ready in {self.start_timeout_s:g} s" if late else f"ended with status {status}"
+            self._kill()
+            raise RunFailed(f"{self.name} {how}; its log ends:\n{last_lines(self.log)}")
+
+    def close(self) -> None:
+        super().close()
+        self._kill()
+
+    def _kill(self) -> None:
+        """The nanny takes all that it started with it."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+            self.process = None

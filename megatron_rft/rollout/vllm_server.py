@@ -1,0 +1,100 @@
+"""Inside a vLLM server: how it takes weights from a trainer, and what it says of those that it has.
+
+A server is started with this file's `Extension` (`server_engine.command` has the whole line). Importing it registers
+the receiving side in vLLM's weight-transfer factory, under the name WIRE.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_rft.rollout import vllm_cpu, wire
+from megatron_rft.rollout.engine import checksum
+from megatron_rft.rollout.intake import Intake
+from megatron_rft.rollout.vllm_weights import Receiver, held
+
+WIRE = "wire"
+
+
+@dataclass
+class Address(WeightTransferInitInfo):
+    host: str
+    port: int
+    size: int
+    shapes: dict[str, list[int]]  # of every parameter by its HF name
+    timeout_s: float
+
+
+@dataclass
+class Listen(WeightTransferUpdateInfo):
+    pass
+
+
+class WireReceiver(Receiver):
+    init_info_cls, update_info_cls = Address, Listen
+    problem: str | None = None  # with the last update
+
+    def init_transfer_engine(self, init_info: Address) -> None:
+        here = self.parallel_config
+        rank = 1 + here.data_parallel_index * here.world_size + here.rank
+        shapes = {name: torch.Size(shape) for name, shape in init_info.shapes.items()}
+        self.intake = Intake(shapes, self.model_config.hf_config.model_type)
+        self.group = wire.connect(init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s)
+
+    def receive_weights(self, update_info: Listen) -> None:
+        self.intake.begin()
+        problems: list[str | None] = []
+
+        def good():
+            for name, tensor in wire.receive(self.group):
+                problems.append(self.intake.problem(name, tensor))
+                if problems[-1] is None:
+                    yield name, tensor
+
+        stream = good()
+        try:
+            self.model.load_weights(stream)
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+        for _ in stream:  # the trainer sends all of it
+            pass
+        self.problem = next(filter(None, [*problems, self.intake.missing()]), None)
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        if self.problem is None and self.incomplete:
+            self.problem = f"the engine's {self.incomplete[0]} was not wholly written"
+        if self.problem is None:
+            self.intake.accept()
+
+
+if WIRE not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(WIRE, WireReceiver)
+
+
+class Extension:
+    """What a trainer may ask of each worker, by `/collective_rpc`."""
+
+    def rft_facts(self) -> dict:
+        if vllm_cpu.faulty():
+            vllm_cpu.repair_sampling()
+        config, here = self.model_config.hf_config, self.parallel_config
+        names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+        facts = {name: getattr(config, name) for name in names}
+        return facts | {"dtype": str(self.model_config.dtype), "workers": here.world_size}
+
+    def rft_problem(self) -> dict:
+        return {"problem": self.weight_transfer_engine.problem}
+
+    def rft_checksums(self) -> dict:
+        """HF name -> checksum, as text: JSON's numbers end at 53 bits. Of one worker alone; several have parts."""
+        if self.parallel_config.world_size > 1:
+            return {}
+        found: dict[str, str] = {}
+        for name, tensor in held(self.model_runner.model):
+            value = str(checksum(tensor))
+            if found.setdefault(name, value) != value:  # a tied matrix is held twice
+                found[name] = "-1"
+        return found

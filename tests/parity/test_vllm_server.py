@@ -1,0 +1,104 @@
+"""A real vLLM server that is started from here: its answers are transformers', its weights are proven, it is replaced
+when it is killed, and nothing of it is left behind."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from megatron_rft.config.vllm import unusable
+from megatron_rft.errors import ConfigError, RunFailed
+from megatron_rft.processes import children
+from megatron_rft.rollout.engine import Request, Sampling
+from megatron_rft.rollout.fleet import Fleet
+from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.rollout.server_engine import OwnServer, ServerEngine
+from megatron_rft.weight_sync import push
+
+SHAPE = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+CONFIG = Qwen3Config(**SHAPE, vocab_size=64, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True)
+REQUESTS = [Request(i, tuple(range(3, 9 + i)), 2, i) for i in range(6)]
+GREEDY = Sampling(20, temperature=0.0, stop_token_ids=(2,))
+SMALL = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 64 << 20}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    return {n: p.detach() * (1 if p.ndim == 1 or "embed" in n else 4) for n, p in model.named_parameters()}
+
+
+def family(pid: int) -> list[int]:
+    found = children(pid)
+    return found + [each for child in found for each in family(child)]
+
+
+def assert_equal(server, seed: int, version: int) -> None:
+    """To transformers with the same weights, greedily, in fp32."""
+    local = HFEngine(CONFIG)
+    local.load_weights(weights(seed).items(), version)
+    expected = {group.id: group.responses for group in local.generate(REQUESTS, GREEDY)}
+    found = {group.id: group.responses for group in server.generate(REQUESTS, GREEDY)}
+    assert found.keys() == expected.keys()
+    for id, responses in found.items():
+        for one, other in zip(responses, expected[id], strict=True):
+            assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert one.weight_version == version
+
+
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+def test_a_server(tmp_path):
+    shapes = {name: tensor.shape for name, tensor in weights(0).items()}
+    server = OwnServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
+    fleet = Fleet([server], torch.float32)
+    fleet.reload = lambda: push(weights(2).items(), fleet, 2, verify=True)
+    try:
+        for version in (1, 2):
+            push(weights(version).items(), fleet, version, verify=True)
+            assert_equal(fleet, version, version)
+
+        with pytest.raises(ConfigError, match="serves another model: its vocab_size is 64, that of model.path 65"):
+            ServerEngine(server.url, Qwen3Config(**SHAPE, vocab_size=65), shapes, torch.float32)
+        with pytest.raises(ConfigError, match="computes in torch.float32, and rollout.dtype says torch.bfloat16"):
+            ServerEngine(server.url, CONFIG, shapes, torch.bfloat16)
+
+        answers: list = []
+        asked = Request(0, (5, 6, 7), 4, 1)
+        writing = threading.Thread(target=lambda: answers.extend(fleet.generate([asked], Sampling(2000))))
+        writing.start()
+        while not server._asked:
+            time.sleep(0.01)
+        push(weights(3).items(), server, 3)
+        assert writing.is_alive(), "it was not in the middle of it"
+        writing.join()
+        assert [(len(r.token_ids), r.weight_version) for r in answers[0].responses] == [(2000, 2)] * 4
+        assert_equal(fleet, 3, 3)
+
+        bad = weights(4)
+        bad["model.layers.1.self_attn.q_norm.weight"] *= torch.nan
+        with pytest.raises(RunFailed, match="version 4: model.layers.1.self_attn.q_norm.weight has 32 non-finite"):
+            push(bad.items(), fleet, 4)
+        push(weights(2).items(), fleet, 2)
+
+        processes = family(server.process.pid)
+        assert len(processes) >= 2  # the server, and its engine
+        groups = fleet.generate(REQUESTS, GREEDY)
+        os.kill(processes[0], signal.SIGKILL)
+        assert {group.id for group in groups} == {request.id for request in REQUESTS}
+        assert fleet.restarts == 1
+        assert_equal(fleet, 2, 2)
+        processes += family(server.process.pid)
+    finally:
+        fleet.close()
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+
+
+def test_nobody_there():
+    with pytest.raises(ConfigError, match=r"nothing answers at http://127.0.0.1:9 \(.*refused.*\n.*api_server --model"):
+        ServerEngine("http://127.0.0.1:9", CONFIG, {}, torch.float32)

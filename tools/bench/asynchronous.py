@@ -1,0 +1,58 @@
+"""Sampling ahead against sampling in turn: wall time per step and what is learnt, on arithmetic in miniature.
+
+    python tools/bench/asynchronous.py [--out FOLDER] [--seeds 0 1 2] [--staleness 0 1 2] [--steps 30]
+
+One rank and one engine process with the hf engine, GRPO with truncated importance weights, from one warm start; runs go
+one after the other, the variants of a seed in turn, so that all of them see the same machine. Prints docs/rollout.md's
+table. Started again it goes on: finished runs stay.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import mean, median, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from compare_online import before_and_after, curve, train, warm_start
+
+
+def cell(values: list[float], digits: int) -> str:
+    spread = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
+
+
+def row(runs: Path, staleness: int, seeds: list[int]) -> str:
+    folders = [runs / f"staleness_{staleness}_{seed}" for seed in seeds]
+    step = [median(curve(folder, "seconds/step")[2:]) for folder in folders]
+    waiting = [median(curve(folder, "seconds/generation")[2:]) for folder in folders]
+    rewards = [curve(folder, "reward/mean") for folder in folders]
+    thirds = [[mean(each[i * len(each) // 3 : (i + 1) * len(each) // 3]) for each in rewards] for i in range(3)]
+    stale = mean(mean(curve(folder, "rollout/staleness")) for folder in folders)
+    learnt = [before_and_after(folder)[1] for folder in folders]
+    cells = [cell(step, 2), cell(waiting, 2), f"{stale:.2f}", *(cell(third, 3) for third in thirds), cell(learnt, 3)]
+    return f"| {staleness} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--out", type=Path, default=Path("runs/bench/asynchronous"))
+    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    options.add_argument("--steps", type=int, default=30)
+    args = options.parse_args()
+
+    start = warm_start(args.out, jobs=1)
+    runs = args.out / "runs"
+    common = ["rollout.engine=hf", "rollout.placement=process", "algorithm.importance=truncated"]
+    for seed in args.seeds:
+        for staleness in args.staleness:
+            own = [f"rollout.staleness={staleness}", f"run.seed={seed}", f"run.steps={args.steps}"]
+            train("grpo", runs / f"staleness_{staleness}_{seed}", f"model.path={start}", *common, *own)
+    print("| staleness | s / step | of it waiting | mean staleness | reward, 1st third | 2nd | 3rd | pass@1 after |")
+    print("|---|---|---|---|---|---|---|---|")
+    for staleness in args.staleness:
+        print(row(runs, staleness, args.seeds))
+
+
+if __name__ == "__main__":
+    main()
