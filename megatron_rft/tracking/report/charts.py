@@ -169,6 +169,13 @@ CHARTS = (
         ("tokens/per_second", "generated"),
         floor=0,
     ),
+    chart(
+        "Model FLOPs utilisation",
+        "share of the peak",
+        "Of the optimizer steps, on GPUs whose peak is known.",
+        ("training/mfu", "MFU"),
+        floor=0,
+    ),
     chart("Memory peak", "GiB", "Of rank 0.", ("memory/peak_gib", "peak"), floor=0),
 )
 
