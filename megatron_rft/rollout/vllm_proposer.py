@@ -1,5 +1,5 @@
-"""A request's guess of its response (`Request.draft`) as vLLM's speculative decoding: its next tokens are checked by the
-model in one pass, like any draft's. Where one is in the guess, `drafts.Guess` knows."""
+"""A request's guess of its response (`Request.draft`) as a method of vLLM's speculative decoding: its next tokens are
+checked by the model in one pass, like any draft's. Where one is in the guess, `drafts.Guess` knows."""
 
 from typing import Any
 
