@@ -2,31 +2,33 @@
 # The main job, small: a Qwen3-shaped model learns arithmetic by warm start, then by GRPO closed by PIPO. No GPU, no
 # downloads of weights or data; a few minutes on two cores.
 #
-#   bash examples/quickstart.sh [--nproc N] [--seed S] [--out FOLDER] [section.option=value ...]
+#   bash examples/quickstart.sh [--nproc N] [--seed S] [--out FOLDER] [--engine auto|vllm|hf] [section.option=value ...]
 #
+# --engine generates: auto is vLLM where it is installed (`. tools/setup_env.sh vllm`), else the engine that is built in.
 # --nproc is the number of ranks, by default two (data parallel) where there are two cores. The options after the flags
 # go to the reinforcement learning (examples/quickstart/pipo.yaml), so `megatron.tensor_model_parallel_size=2` makes the
 # two ranks tensor parallel. Started again after a stop, it goes on where it was.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-nproc=$(($(nproc) > 1 ? 2 : 1)) seed=0 out=""
+nproc=$(($(nproc) > 1 ? 2 : 1)) seed=0 out="" engine=auto
 while [ $# -gt 0 ]; do
     case "$1" in
     --nproc) nproc="$2" && shift 2 ;;
     --seed) seed="$2" && shift 2 ;;
     --out) out="$2" && shift 2 ;;
+    --engine) engine="$2" && shift 2 ;;
     -*) echo "there is no option $1; see the head of $0" >&2 && exit 2 ;;
     *) break ;;
     esac
 done
 out="${out:-runs/quickstart/seed$seed}"
 
-. tools/setup_env.sh
+. tools/setup_env.sh "$([ "$engine" = vllm ] && echo vllm)"
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 
 python examples/quickstart/make_model.py "$out/model"
-common=(run.seed="$seed" --nproc "$nproc")
+common=(run.seed="$seed" rollout.engine="$engine" --nproc "$nproc")
 megatron-rft train examples/quickstart/sft.yaml "${common[@]}" run.output_dir="$out/sft" model.path="$out/model"
 megatron-rft train examples/quickstart/pipo.yaml "${common[@]}" run.output_dir="$out/pipo" \
     model.path="$out/sft/export" "$@" | tee "$out/pipo.log"

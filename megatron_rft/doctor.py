@@ -63,9 +63,17 @@ def used(cuda: bool, with_te: bool) -> dict[str, str]:
         "layers": "Transformer Engine" if with_te else "torch: scaled_dot_product_attention and RMSNorm",
         "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
         "Adam": adam,
-        "sampling": "the hf engine",
+        "sampling": sampling(),
         "programs": sandbox(),
     }
+
+
+def sampling() -> str:
+    """What rollout.engine=auto comes to here."""
+    from megatron_rft.config.vllm import installed, unusable
+
+    problem = unusable()
+    return f"{' '.join(installed())}" if problem is None else f"the hf engine ({problem})"
 
 
 def missing() -> list[str]:

@@ -3,6 +3,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_env.sh test
+# For the tests of rollout.engine=vllm, which are skipped without it.
+if [ "$(uname -sm)" = "Linux x86_64" ]; then
+    (. tools/setup_env.sh test,vllm) || echo "no vLLM here"
+fi
 # For tests/slurm, which are skipped without.
 timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here"
 timeout 600 tools/setup_nemo_env.sh || echo "no NeMo-Run here"

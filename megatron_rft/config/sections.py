@@ -418,3 +418,13 @@ class Faults(Section):
     """Seconds in which an engine process must be ready."""
     engine_silence_s: Positive = 300.0
     """Seconds for which an engine process may get nothing done before it counts as hung, and is replaced."""
+    mismatch_kl: NonNegative | None = 0.05
+    """Alarm when the KL of the engine's log-probs and the trainer's, on the same tokens, is above this. None: never."""
+    mismatch_share: NonNegative | None = 0.25
+    """The same for the share of tokens whose log-probs differ by more than 0.1."""
+    mismatch_max: NonNegative | None = None
+    """The same for the largest difference of a step, where the trainer computes the log-probs before it trains."""
+    on_mismatch: Literal["warn", "stop"] = "warn"
+    """warn: an alarm is a line in the log. stop: it ends the run."""
+    compare_weights_every: Natural = 0
+    """Steps between comparisons of all of the engine's weights, bit by bit, with the trainer's. 0: before the first."""

@@ -27,6 +27,7 @@ from megatron_rft.tracking.phases import Phases
 from megatron_rft.tracking.plots import draw
 from megatron_rft.tracking.throughput import Throughput, device_name, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
+from megatron_rft.trainers import agreement
 from megatron_rft.trainers.assembly import Evaluator, local_folder
 
 FINISHED, STOPPED = 0, 75
@@ -220,6 +221,8 @@ class Run:
         stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
         metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.patience.total} | self.phases.take()
         metrics |= self.throughput.take(metrics)
+        if not self.recipe.rollout.staleness and (told := agreement.check(metrics, self.recipe.faults, step)):
+            self.tracker.note(told)
         self.tracker.log(
             step, metrics
         )  # before the checkpoint: killed in between, the step and its line are done again

@@ -90,7 +90,8 @@ def train(recipe: Recipe) -> int:
             with phases("generation"):
                 ahead.settle(everything=run.evaluation_due(step))
             with phases("sync"):
-                synced = sync.push()
+                every = recipe.faults.compare_weights_every
+                synced = sync.push(verify=bool(every) and step % every == 0)
             metrics = sampled.metrics | mismatch_metrics(batch) | prepared.metrics | synced | measured
             metrics["tokens/trained"] = float(batch.lengths.sum())
             metrics |= run.evaluate_if_due(evaluator, step)

@@ -1,0 +1,33 @@
+"""A run whose engine is vLLM, with a learning rate of nothing: engine and trainer then agree at every step."""
+
+import json
+
+import pytest
+
+from megatron_rft.config.vllm import unusable
+from tests.integration.tiny import metrics, train, write_recipe
+
+
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+@pytest.mark.parametrize("temperature", [0.7])
+def test_canary(tmp_path, temperature):
+    """What the trainer computes of the engine's tokens is what the engine said of them, temperature included, and the
+    policy stays the reference; two ranks, whose model is split in two."""
+    recipe = write_recipe(
+        tmp_path,
+        run={"steps": 3},
+        optimizer={"lr": 1e-30},
+        rollout={"engine": "vllm", "temperature": temperature, "max_response_tokens": 6},
+        faults={"on_mismatch": "stop", "mismatch_max": 1e-4, "compare_weights_every": 1},
+        megatron={"tensor_model_parallel_size": 2},
+    )
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
+    status, output = train(recipe, "--nproc", "2")
+    assert status == 0, output
+    assert "engine: vllm" in output
+    lines = [line for line in metrics(tmp_path / "run") if "mismatch/max" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert line["mismatch/max"] < 1e-4 and line["mismatch/share"] == 0 and abs(line["mismatch/kl"]) < 1e-8
+        assert abs(line["policy/kl"]) < 1e-6 and line["sync/tensors"] > 20
