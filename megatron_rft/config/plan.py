@@ -62,7 +62,7 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
-    engine = choose(recipe.rollout.engine, shape and shape.head_dim)
+    engine = choose(recipe.rollout.engine, *((shape.head_dim, shape.experts) if shape else ()))
     check_vllm(engine.name, recipe.vllm, recipe.longest_generation, shape)
     if recipe.trainer == "generate":
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}"])

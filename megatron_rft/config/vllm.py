@@ -122,7 +122,7 @@ def installed() -> tuple[str, str] | None:
     return "vllm", "of an unknown version"
 
 
-def unusable(head_dim: int | None = None) -> str | None:
+def unusable(head_dim: int | None = None, experts: int = 0) -> str | None:
     """Why vLLM cannot generate here; None when it can."""
     found = installed()
     if found is None:
@@ -135,14 +135,16 @@ def unusable(head_dim: int | None = None) -> str | None:
             f"vLLM's CPU build has no attention for heads of {head_dim} numbers; there is "
             f"{', '.join(map(str, CPU_HEAD_DIMS))}"
         )
+    if experts:
+        return "weights of experts are not read back out of vLLM yet, so that their sync could not be proven"
     return None
 
 
-def choose(engine: str, head_dim: int | None = None) -> Choice:
+def choose(engine: str, head_dim: int | None = None, experts: int = 0) -> Choice:
     """Settle rollout.engine. `auto` is vllm where it can be, else hf."""
     if engine == "hf":
         return Choice("hf")
-    problem = unusable(head_dim)
+    problem = unusable(head_dim, experts)
     if problem is None:
         return Choice("vllm", " ".join(installed()))
     if engine == "vllm":

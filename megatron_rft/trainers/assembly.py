@@ -184,7 +184,7 @@ def engine_builder(
     options = recipe.rollout
     dtype = DTYPES[options.dtype or recipe.model.precision]
     config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
-    if choose(options.engine, head_dim(config)).name == "hf":
+    if choose(options.engine, head_dim(config), getattr(config, "num_experts", 0)).name == "hf":
         return partial(HFEngine, source, dtype, max_batch_sequences=options.max_batch_sequences)
     from megatron_rft.rollout.vllm_engine import VLLMEngine
 

@@ -30,6 +30,13 @@ def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, head_dim, why):
     assert choose("hf", head_dim) == Choice("hf")
 
 
+def test_mixtures_of_experts(monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    assert choose("auto", 64, experts=8).name == "hf" and choose("auto", 64).name == "vllm"
+    with pytest.raises(ConfigError, match="weights of experts are not read back"):
+        choose("vllm", 64, experts=8)
+
+
 def test_vllm_is_taken_where_it_is_supported(monkeypatch, recipe):  # noqa: F811
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     assert choose("auto", 12) == choose("vllm", 12) == Choice("vllm", "vllm 0.32.0")
