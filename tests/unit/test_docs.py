@@ -20,7 +20,7 @@ from megatron_rft.config.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-NOT_OPTIONS = re.compile(r".*\.(py|md)|run\.json|model\.safetensors|megatron\.core.*")
+NOT_OPTIONS = re.compile(r".*\.(py|md)|run\.json|model\.safetensors|megatron\.core.*|vllm\..*")  # vLLM's own names
 MINIMAL = {"run": {"output_dir": "x"}, "model": {"path": "m"}, "data": {"train": "arithmetic"}}
 
 
