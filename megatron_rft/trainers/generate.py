@@ -17,6 +17,7 @@ import torch
 
 from megatron_rft import rewards
 from megatron_rft.config import Recipe
+from megatron_rft.config.vllm import choose
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.prompts import check_tokenizer
@@ -97,9 +98,8 @@ def run(recipe: Recipe) -> int:
             store.write_shard(folder, number, answers)
             right = sum(each.reward == 1 for each in answers)
             print(f"shard {number + 1} of {shards}: {len(answers)} responses, {right} of them right", flush=True)
-    index = store.finish(
-        folder, shards, recipe.generation.held_out, recipe.run.seed, _facts(recipe, tokenizer, prompts)
-    )
+    facts = _facts(recipe, hf_config, tokenizer, prompts)
+    index = store.finish(folder, shards, recipe.generation.held_out, recipe.run.seed, facts)
     if index is not None:
         _report(folder, index)
     return lifecycle.FINISHED
@@ -120,7 +120,7 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
     return Generator(recipe, engine, sampling, tokenizer, reward)
 
 
-def _facts(recipe: Recipe, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:
+def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:
     """What the trajectories came from."""
     options = recipe.rollout
     return {
@@ -133,6 +133,7 @@ def _facts(recipe: Recipe, tokenizer: Any, prompts: list[Prompt]) -> dict[str, A
         "temperature": options.temperature,
         "max_response_tokens": options.max_response_tokens,
         "stop_token_ids": list(assembly.stop_token_ids(recipe, tokenizer)),
+        "engine": choose(options.engine, assembly.head_dim(hf_config)).name,
         "dtype": options.dtype or recipe.model.precision,
         "seed": recipe.run.seed,
         "reward": recipe.reward.kind,
