@@ -10,6 +10,7 @@
 #     LAUNCH_MOUNTS   more mounts, FROM:TO,...
 #     LAUNCH_SERVER   shell code for nodes of its own, such as a server of a reward model, which ends with the training;
 #                     SERVER_HOST in a key becomes the name of the first of them, and code there sees $LAUNCH_SERVER_NODES
+#     LAUNCH_SERVER_PORT      the training waits until each of those nodes answers there
 #     LAUNCH_SERVER_OPTIONS   sbatch options of those nodes: "--nodes=1 --gpus-per-node=4"
 #     LAUNCH_NPROC    ranks per node, where there are no GPUs; default: as many as the node's GPUs in the job
 #
@@ -48,8 +49,16 @@ start_server() {
     export LAUNCH_SERVER_NODES="$SLURM_JOB_NODELIST_HET_GROUP_1"
     server_host="$(scontrol show hostnames "$LAUNCH_SERVER_NODES" | head -n 1)"
     command srun --het-group=1 --ntasks-per-node=1 "${container[@]}" bash -c "$in_server" &
-    trap "kill $! 2>/dev/null" EXIT
+    local server=$! host
+    trap "kill $server 2>/dev/null" EXIT
     step=(--het-group=0 "${step[@]}")
+    [ -n "${LAUNCH_SERVER_PORT:-}" ] || return 0
+    for host in $(scontrol show hostnames "$LAUNCH_SERVER_NODES"); do
+        until (exec 3<>"/dev/tcp/$host/$LAUNCH_SERVER_PORT") 2>/dev/null; do
+            kill -0 "$server" 2>/dev/null || die "LAUNCH_SERVER ended before it answered at $host:$LAUNCH_SERVER_PORT"
+            sleep 1
+        done
+    done
 }
 
 run_stage() { # NPROC COMMAND RECIPE KEY...

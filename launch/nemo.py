@@ -165,6 +165,7 @@ def batch_lines(args: argparse.Namespace) -> str:
     return "\n".join(
         [
             "set +vx",
+            "unset SLURM_UNBUFFEREDIO",  # it makes srun's output a terminal, and progress a live display in a log
             f"job={notes(args)}",
             '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -rf "$job"',
             'mkdir -p "$job"',
@@ -217,6 +218,8 @@ def launch(args: argparse.Namespace) -> int:
     elif not args.host:
         make_workspace(args.workspace)
         os.environ["NEMORUN_HOME"] = str(args.workspace / "nemo")
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", "200")  # what it prints are paths and scripts
     import nemo_run as run
 
     write = local_script if args.local else slurm_script
@@ -231,7 +234,8 @@ def launch(args: argparse.Namespace) -> int:
             experiment.dryrun()
             return 0
         experiment.run(detach=args.detach, sequential=args.local)
-        found = {job: str(status["status"].name) for job, status in experiment.status(return_dict=True).items()}
+    # The jobs are waited for at the end of the block, whose own status is 0 whatever became of them.
+    found = {job: str(status["status"].name) for job, status in experiment.status(return_dict=True).items()}
     return conclude(found, len(jobs), args.detach)
 
 

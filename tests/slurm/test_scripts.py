@@ -74,6 +74,7 @@ def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
     (tmp_path / "image.sqsh").touch()
     variables = {
         "LAUNCH_SERVER": f"exec python {server} {tmp_path}/served",
+        "LAUNCH_SERVER_PORT": "18765",
         "LAUNCH_IMAGE": str(tmp_path / "image.sqsh"),
         "LAUNCH_MOUNTS": f"{tmp_path}:{tmp_path}",
     }
