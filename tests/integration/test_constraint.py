@@ -1,0 +1,101 @@
+"""Whole runs under a dynamic constraint: killed and resumed, with and without the skip, and with eta 0."""
+
+import os
+import signal
+
+import pytest
+
+from tests.integration.test_kill_and_resume import assert_same_run, numbers, wait_for_step
+from tests.integration.test_online_algorithms import recipe_of
+from tests.integration.tiny import metrics, start, train
+
+SECTIONS = {
+    "algorithm": {"name": "dapo", "max_rounds": 2},
+    "constraint": {
+        "kind": "dynamic",
+        "eta": 0.1,
+        "temperature": 1.0,
+        "kl_every": 2,
+        "norms_every": 3,
+        "examples_every": 2,
+    },
+    "pipo": {"window": 2, "learning_rate": 1e-2},
+    "checkpoint": {"every": 2, "asynchronous": False},
+}
+# The digit that is asked for, as the reward of the tiny recipe has it.
+REWARD = """
+def grade(prompt, response):
+    return float(response[:1] == prompt.answer)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Of SECTIONS with others in their place."""
+
+    def write(name: str, **sections):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "refine.txt").write_text("{question}{response}\n")
+        constraint = SECTIONS["constraint"] | {"template": str(tmp_path / name / "refine.txt")}
+        return recipe_of(tmp_path / name, SECTIONS | {"constraint": constraint} | sections)
+
+    return write
+
+
+def test_killed_and_resumed_it_is_the_same_run(recipe):
+    path = recipe("run")
+    status, output = train(path)
+    assert status == 0, output[-3000:]
+    lines = metrics(path.parent / "run")
+    assert sum("constraint/cross_entropy" in line for line in lines) > 2, "no pairs: this proves little"
+    assert any("verification/grad_norm" in line for line in lines)
+    assert any("constraint/grad_norm_constraint" in line for line in lines)
+
+    out = path.parent / "killed"
+    process = start(path, f"run.output_dir={out}")
+    wait_for_step(out, process, step=4)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    status, output = train(path, f"run.output_dir={out}")
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert_same_run(out, path.parent / "run")
+    examples = [(each / "refinements.jsonl").read_text() for each in (out, path.parent / "run")]
+    assert examples[0] == examples[1] and examples[0]
+
+
+def weights(path) -> bytes:
+    return (path.parent / "run" / "export" / "model.safetensors").read_bytes()
+
+
+def test_the_skip_at_the_maximum_changes_nothing_but_time(recipe, tmp_path):
+    """The same reward, once said to have a maximum of 1 and once to have none."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    found = []
+    for maximum in (1.0, None):
+        reward = {"kind": "own", "function": f"{tmp_path}/reward.py:grade"} | ({"maximum": maximum} if maximum else {})
+        path = recipe(f"maximum_{maximum}", reward=reward, algorithm={"name": "grpo"}, pipo=None)
+        status, output = train(path, "run.steps=4")
+        assert status == 0, output[-3000:]
+        lines = metrics(path.parent / "run")[1:]
+        counted = [sum(line[f"constraint/{name}"] for line in lines) for name in ("skipped", "refined", "pairs")]
+        found.append((weights(path), counted))
+    (skipped, with_skip), (whole, without) = found
+    assert (
+        with_skip[0] > 0 == without[0] and with_skip[1] + with_skip[0] == without[1] and with_skip[2] == without[2] > 0
+    )
+    assert skipped == whole
+
+
+def test_with_eta_0_it_only_measures(recipe):
+    """The run without a constraint, bit for bit."""
+    paths = []
+    for name, constraint in (("none", {"kind": "none"}), ("measured", None)):
+        sections = {"constraint": constraint} if constraint else {}
+        paths.append(recipe(name, algorithm={"name": "grpo", "mini_batch_prompts": 2}, pipo=None, **sections))
+    for path, overrides in zip(paths, ([], ["constraint.eta=0", "constraint.norms_every=0"]), strict=True):
+        status, output = train(path, "run.steps=4", *overrides)
+        assert status == 0, output[-3000:]
+    assert weights(paths[0]) == weights(paths[1])
+    plain, measured = (numbers(path.parent / "run") for path in paths)
+    assert all(line.items() <= other.items() for line, other in zip(plain, measured, strict=True))
+    assert any(line.get("constraint/improved") for line in measured)
