@@ -209,10 +209,10 @@ class Decoder:
             min(len(guess.tokens()), most) if guess else 0 for guess, most in zip(self.guesses, room, strict=True)
         ]
         affordable = MOST_SCORES // (len(room) * self.heads * (sum(self.spans[1:]) + max(wanted)))
-        ahead = min(max(wanted), max(affordable - 1, 0))
+        # the pass is rectangular: as wide as the rows want on the average, for others' sake none goes much further
+        ahead = min(-(-sum(wanted) // len(wanted)), max(affordable - 1, 0))
         if ahead == 0:
             return False
-        # whoever guesses at all does so as far as the widest: the pass is rectangular
         guessed = [
             guess.next(min(ahead, most)) if guess else () for guess, most in zip(self.guesses, room, strict=True)
         ]

@@ -368,5 +368,5 @@ def timings(rounds: list[Share]) -> dict[str, float]:
         "rollout/generation_seconds": generation,
         "rollout/reward_seconds": sum(each.reward_seconds for each in rounds),
         "rollout/tokens_per_second": tokens / generation,
-        **({"constraint/refiner_seconds": refining} if refining else {}),
+        **({"rollout/refiner_seconds": refining} if refining else {}),
     }

@@ -75,7 +75,7 @@ def draw(folders: list[Path], path: Path) -> Path:
     """One figure, into `path`."""
     lines = lines_of([Path(folder) for folder in folders])
     panels = [panel for panel in PANELS if any(line.of(panel[0])[0] for line in lines)]
-    columns = min(len(panels), 3) or 1
+    columns = 2 if len(panels) == 4 else min(len(panels), 3) or 1
     rows = max(-(-len(panels) // columns), 1)
     figure = Figure(figsize=(4.6 * columns, 3.3 * rows + 0.4), layout="constrained", dpi=120)
     for place, (metric, title, unit) in enumerate(panels):

@@ -37,7 +37,8 @@ def recipe(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "refine.txt").write_text("{question}{response}\n")
         constraint = SECTIONS["constraint"] | {"template": str(tmp_path / name / "refine.txt")}
-        return recipe_of(tmp_path / name, SECTIONS | {"constraint": constraint} | sections)
+        merged = SECTIONS | {"constraint": constraint} | sections
+        return recipe_of(tmp_path / name, {key: value for key, value in merged.items() if value is not None})
 
     return write
 

@@ -3,8 +3,8 @@
     python examples/compare_constraints.py --out FOLDER          # a model that can answer and refine, and trained ones
     python tools/bench/refiner.py FOLDER/warm/export [--policy FOLDER/runs/dynamic_0/export] [--rounds 5]
 
-A step is sampling, grading and refining, the log-probs before the step and one optimizer step; weights do not change, so
-that every variant does the same work on the same tokens. Variants take turns. none: everything is refined, token by
+A step is sampling, grading and refining, the log-probs before the step and two optimizer steps; weights do not change,
+so that every variant does the same work on the same tokens. Variants take turns. none: everything is refined, token by
 token, when sampling is over. skip: nothing that has full marks. draft: the response is the guess of its refinement.
 overlap: while later groups are being sampled. Wall seconds, and this process's CPU seconds, which others on the machine
 disturb less (but which an overlap cannot save).
@@ -92,7 +92,7 @@ class Bench:
                 self.actor.step(mini_batch, update.loss, update.counts(mini_batch), update.outputs, learning_rate=1e-20)
         found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "sampling": sampled_at}
         metrics = sampled.metrics
-        return found | {name.removeprefix("constraint/"): v for name, v in metrics.items() if "constraint" in name}
+        return found | {name.partition("/")[2]: value for name, value in metrics.items() if "/" in name}
 
 
 def main() -> None:
@@ -109,9 +109,7 @@ def main() -> None:
     print(
         f"{args.prompts} x {args.group} responses of up to {args.tokens} tokens, {torch.get_num_threads()} thread(s)\n"
     )
-    print(
-        "| | refined | verbatim | refiner, tokens/s | step, s | over no refiner | CPU, s | over no refiner | of sampling |"
-    )
+    print("| | refined | verbatim | tokens/s | step, s | over no refiner | CPU, s | over no refiner | of sampling |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, steps in seen.items():
         print(row(name, steps, base))

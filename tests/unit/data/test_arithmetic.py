@@ -53,6 +53,18 @@ def test_hinted_problems_are_worked_better():
     assert 0.4 < short / len(rest) < 0.6
 
 
+def test_refining_is_worked_from_what_is_given():
+    """Half of the problems come with work, most of it wrong or unfinished, and are then worked right."""
+    rows = arithmetic.rows("refining", 2000)
+    refining = [row for row in rows if row["question"].endswith("\nRefine:")]
+    assert [sum(row["level"] == level for row in refining) for level in arithmetic.LEVELS] == [250] * 4
+    given = [row["question"].removesuffix("\nRefine:").partition("\n")[2] for row in refining]
+    copies = sum(work == row["answer"] for work, row in zip(given, refining, strict=True))
+    assert 0.3 < copies / len(refining) < 0.6
+    assert all(row["answer"].count("=") == row["level"] for row in refining)
+    assert min(work.count("=") - row["level"] for work, row in zip(given, refining, strict=True)) == -1
+
+
 def test_splits_are_disjoint_for_any_seed():
     test = {row["question"] for row in arithmetic.rows("test", 500, seed=3)}
     validation = {row["question"] for row in arithmetic.rows("validation", 256, seed=4)}
