@@ -75,3 +75,21 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path):
     run_id = (tmp_path / "wandb_id").read_text()
     folders = [folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder.is_dir()]
     assert len(run_id) > 4 and folders and all(folder.name.endswith(run_id) for folder in folders)
+
+
+def test_wandb_without_network_is_refused_at_the_start_and_done_without_on_a_resume(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    from megatron_rft.tracking import wandb
+
+    monkeypatch.setattr(wandb, "INIT_TIMEOUT", 2.0)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    config = Tracking(progress="none", wandb=Wandb(project="test"))
+    with pytest.raises(UserError, match=r"wandb cannot be reached: .*tracking\.wandb\.mode=offline"):
+        Tracker(tmp_path, config, 3)
+    (tmp_path / "wandb_id").write_text("begun123")
+    with Tracker(tmp_path, config, 3, resume_step=1) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    assert "wandb cannot be reached: this part of the run is kept" in capsys.readouterr().out
+    assert (tmp_path / "wandb_id").read_text() == "begun123"
+    assert list((tmp_path / "wandb").glob("offline-run-*begun123"))
