@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.errors import DataError, UserError
 from megatron_rft.trainers.convert import find_source
@@ -37,7 +39,12 @@ def run(model: str, like: str | None, tasks: list[str], include: str | None, lim
             path = Path(folder) / "model"
             conversion.convert(source, path, "hf")
         found = lm_eval.simple_evaluate(
-            model="hf", model_args={"pretrained": str(path)}, tasks=tasks, task_manager=manager, limit=limit
+            model="hf",
+            model_args={"pretrained": str(path)},
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            tasks=tasks,
+            task_manager=manager,
+            limit=limit,
         )
     print(make_table(found))
     (out / "results.json").write_text(json.dumps(_plain(found), indent=2, default=str) + "\n")
