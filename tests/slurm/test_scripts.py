@@ -12,7 +12,8 @@ TWO_NODES = ["--nodes=2", "--gpus-per-node=2", "--time=60"]
 
 
 def test_there_is_a_script_for_every_headline_recipe():
-    assert {"pipo_4b.sh", "pipo_8b.sh", "fpa_4b.sh", "fpa_7b.sh"} <= set(SCRIPTS)
+    dynamic = {"dynamic_dapo_1.5b.sh", "dynamic_ppo_3b.sh"}
+    assert {"pipo_4b.sh", "pipo_8b.sh", "fpa_4b.sh", "fpa_7b.sh"} | dynamic <= set(SCRIPTS)
 
 
 class TestSubmission:

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=dynamic_dapo_1.5b --nodes=1 --ntasks-per-node=1
+#SBATCH --output=%x-%j.out --open-mode=append --requeue --signal=B:USR1@600
+# DAPO with a dynamic constraint on Qwen2.5-Coder-1.5B-Instruct: one node of 8 GPUs.
+stages=("train examples/dynamic/apps_dapo/dynamic.yaml")
+in_job="" folder="$(dirname "$0")"
+[ -e "$folder/common.sh" ] || in_job=yes folder="${SLURM_SUBMIT_DIR:?}/launch"
+. "$folder/common.sh"
