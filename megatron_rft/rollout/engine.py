@@ -82,6 +82,10 @@ class Engine(Protocol):
         Empty where nothing is behind it: on a rank without an engine, or when it was lost and will be replaced."""
         ...
 
+    def statistics(self) -> dict[str, float]:
+        """Metrics of what was generated since the last call, where an engine has any."""
+        return {}
+
     def sleep(self) -> None:
         """Give device memory back until `wake`. Weights and caches may be lost: `load_weights` follows a wake."""
         ...

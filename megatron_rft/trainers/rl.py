@@ -98,7 +98,9 @@ def train(recipe: Recipe) -> int:
             run.tracker.example(str(sampled.rollouts[0]))
             if run.tracker.wants_samples(step):
                 run.tracker.samples(step, samples.take(batch, prepared.updates, sampled.rollouts, tokenizer))
-            metrics |= fleets.losses(engine, run.tracker.note)
+            metrics |= fleets.losses(engine, run.tracker.note) | engine.statistics()
+            if refiner:
+                metrics |= {f"refiner_{name}": value for name, value in refiner.engine.statistics().items()}
             if short := note_of_shortage(sampled.metrics, options.prompts_per_step, step):
                 run.tracker.note(short)
             if run.end_of_step(step, state, metrics, ahead.state):

@@ -3,6 +3,8 @@ plain copy of the same bytes.
 
     OMP_NUM_THREADS=1 python tools/bench/rollout_vllm.py [--sync 3m 100m 600m]
 
+Seconds are those of this process's CPU, one thread: a busy machine does not change them much.
+
 Both engines hold the quickstart's model with the same random weights and sample 32 x 8 responses of up to 64 tokens at
 temperature 1 with log-probs, in turns, best of `--rounds`. A sync is the whole of `weight_sync.push`, from tensors in
 this process, without the full comparison; the copy is `copy_` of every tensor into memory that is there already.
@@ -51,10 +53,10 @@ def throughput(rounds: int) -> None:
         engine.load_weights(weights.items(), version=0)
     for _ in range(rounds):
         for name, engine in engines.items():
-            start = time.perf_counter()
+            start = time.process_time()
             groups = list(engine.generate(requests, Sampling(64, stop_token_ids=(2,))))
             count = sum(len(response.token_ids) for group in groups for response in group.responses)
-            best[name] = max(best[name], count / (time.perf_counter() - start))
+            best[name] = max(best[name], count / (time.process_time() - start))
     engines["vllm"].close()
     for name, speed in best.items():
         print(f"{name:6s} {speed:8.0f} tokens/s", flush=True)
@@ -78,12 +80,12 @@ def sync(size: str, rounds: int, dtype: torch.dtype) -> None:
     engine = VLLMEngine(config, dtype, max_model_len=128, max_batch_sequences=8)
     best = {"copy": float("inf"), "sync": float("inf")}
     for round in range(rounds + 1):  # the first warms up
-        start = time.perf_counter()
+        start = time.process_time()
         for name, tensor in weights.items():
             target[name].copy_(tensor)
-        copied = time.perf_counter()
+        copied = time.process_time()
         weight_sync.push(weights.items(), engine, version=round)
-        ended = time.perf_counter()
+        ended = time.process_time()
         if round:
             best["copy"] = min(best["copy"], copied - start)
             best["sync"] = min(best["sync"], ended - copied)
