@@ -52,8 +52,8 @@ class Constraint(Section):
     """Give the engine the response as a guess of its refinement: copies are then checked many tokens at a time. It
     changes the speed, never a token."""
     overlap: bool = False
-    """Refine early groups while later ones are still being generated. Likewise; it pays where the refiner has processors
-    that generation leaves idle."""
+    """Refine early groups while later ones are still being generated. Likewise; it pays where generation leaves the
+    refiner processors of its own."""
     kl_every: Natural = 0
     """Steps between measurements of KL(policy || reference), of which the loss knows nothing; 0: none. Each costs a
     forward pass of the reference."""
