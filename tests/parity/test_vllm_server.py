@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from megatron_rft.processes import children
 from megatron_rft.rollout.engine import Request, Sampling
 from megatron_rft.rollout.fleet import Fleet
 from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.rollout.process_engine import EngineProcess
 from megatron_rft.rollout.server_engine import OwnServer, ServerEngine
+from megatron_rft.rollout.vllm_engine import VLLMEngine
 from megatron_rft.weight_sync import push
 
 SHAPE = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -77,7 +80,9 @@ def test_a_server(tmp_path):
         push(weights(3).items(), server, 3)
         assert writing.is_alive(), "it was not in the middle of it"
         writing.join()
-        assert [(len(r.token_ids), r.weight_version) for r in answers[0].responses] == [(2000, 2)] * 4
+        assert [len(r.token_ids) for r in answers[0].responses] == [2000] * 4
+        begun = sorted(r.weight_version for r in answers[0].responses)
+        assert begun[0] == 2 and begun[-1] in (2, 3)  # one that the server had not begun yet has the new weights
         assert_equal(fleet, 3, 3)
 
         bad = weights(4)
@@ -102,3 +107,22 @@ def test_a_server(tmp_path):
 def test_nobody_there():
     with pytest.raises(ConfigError, match=r"nothing answers at http://127.0.0.1:9 \(.*refused.*\n.*api_server --model"):
         ServerEngine("http://127.0.0.1:9", CONFIG, {}, torch.float32)
+
+
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+def test_vllm_in_a_process_of_its_own(tmp_path):
+    """The same answers, and new weights in the middle of them."""
+    options = {"max_model_len": 2048, "max_batch_sequences": 64}
+    build = partial(VLLMEngine, CONFIG, torch.float32, "cpu", **options)
+    engine = EngineProcess(build, "engine process 0", tmp_path / "log", 300, 120, {"OMP_NUM_THREADS": "1"})
+    try:
+        push(weights(1).items(), engine, 1, verify=True)
+        assert_equal(engine, 1, 1)
+        found = engine.generate([Request(0, (5, 6, 7), 4, 1), Request(1, (5, 6), 1, 1, max_tokens=2)], Sampling(1500))
+        assert next(found).id == 1  # from now on it is in the middle of the other
+        push(weights(2).items(), engine, 2)
+        assert [(len(r.token_ids), r.weight_version) for r in next(found).responses] == [(1500, 1)] * 4
+        assert list(found) == []
+        assert_equal(engine, 2, 2)
+    finally:
+        engine.close()
