@@ -76,7 +76,7 @@ def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, sl
         job.change("TimeLimit=9")
         job.wait_for(lambda: job.told_to_stop(0), "word of the time limit")
         job.go_on()
-        job.wait_for(lambda: job.state == "PENDING", "requeue")
+        job.wait_for(lambda: job.shown("Restarts") == "1", "requeue")
         job.change("TimeLimit=60")
         assert job.wait() == "COMPLETED"
         output, _ = process.communicate(timeout=120)

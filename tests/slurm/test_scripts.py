@@ -131,7 +131,7 @@ class TestStartedAgain:
         job.change("TimeLimit=9")  # less than the ten minutes of the script's --signal
         job.wait_for(lambda: job.told_to_stop(0), "word of the time limit")
         job.go_on()
-        job.wait_for(lambda: job.state == "PENDING", "requeue after the time limit")
+        job.wait_for(lambda: job.shown("Restarts") == "1", "requeue after the time limit")
         job.change("TimeLimit=60")
 
         pause_after_step(job, run, 7)
