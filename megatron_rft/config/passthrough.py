@@ -142,6 +142,8 @@ def wrong_value(annotation: ast.expr, value: Any) -> str | None:
 
 def check(section: str, given: dict[str, Any], typed: set[str]) -> None:
     """Refuse what cannot pass through. `typed` are the section's own options, for suggestions."""
+    if not given:  # sections of defaults are made when this package is imported, megatron-core or not
+        return
     known = {name: annotation for class_name in SECTIONS[section] for name, annotation in fields(class_name).items()}
     for name, value in given.items():
         if name not in known:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rft.config import memory, model_shape
+from megatron_rft.config import memory, model_shape, passthrough
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
 from megatron_rft.config.layout import Layout, check_layout
 from megatron_rft.config.model_shape import ModelShape
@@ -97,6 +97,7 @@ def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_
 
 def check_installed(recipe: Recipe) -> None:
     """What the recipe asks of this machine's packages."""
+    passthrough.megatron_core()
     if find_spec("psutil") is None:
         raise ConfigError(
             "psutil is not installed, and megatron-core's checkpoints hang without it: pip install psutil"

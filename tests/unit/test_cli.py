@@ -98,6 +98,15 @@ class TestWords:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: the command line: rolout: ") and len(done.stderr.splitlines()) == 1
 
+    @pytest.mark.parametrize("command", ["plan RECIPE", "convert SOURCE OUT"])
+    def test_a_package_that_is_missing_is_named(self, recipe, tmp_path, command):
+        arguments = command.replace("RECIPE", str(recipe)).replace("SOURCE", str(tmp_path / "model")).split()
+        code = "import sys; sys.modules['megatron'] = None; from megatron_rft.cli import main; sys.exit(main())"
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: megatron-core is not installed: pip install megatron-core")
+        assert len(done.stderr.splitlines()) == 1
+
     @pytest.mark.parametrize(
         "arguments", [["train"], ["train", "r.yaml", "--nproc", "0"], ["plan", "r.yaml", "--nproq", "2"]]
     )
