@@ -161,6 +161,11 @@ class FolderWriter:
         os.rename(self.partial, self.path)
         shutil.rmtree(old, ignore_errors=True)
 
+    def discard(self) -> None:
+        """Take back what was written so far."""
+        self.pending = {}
+        shutil.rmtree(self.partial, ignore_errors=True)
+
     def _name_shards(self) -> None:
         count = len(self.shards)
         if count == 1:

@@ -6,6 +6,7 @@ any function from an HF name to its tensor: an `HFFolder`, `random_tensors`, or 
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.models.gpt import GPTModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_rft.conversion import FolderWriter, HFFolder, Mapping, hf_shapes, partition_dim, shard, unshard
 from megatron_rft.conversion.mapping import EXPERT, LAYER
+from megatron_rft.errors import RunFailed, disk_is_full
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.model import ValueHead
 
@@ -162,11 +165,35 @@ def open_folder(path: str | Path, hf_config: Any) -> HFFolder:
 def save_folder(
     tensors: Iterator[tuple[str, Tensor]], path: str | Path, hf_config: Any, tokenizer_folder: str | Path | None = None
 ) -> None:
-    """A `stream` into an HF folder that transformers can load. Rank 0 writes; all ranks leave together."""
+    """A `stream` into an HF folder that transformers can load. Rank 0 writes; all ranks leave together.
+
+    Raises:
+        RunFailed: on every rank, where the disk is full. Nothing of the folder is left then; an older one stays.
+    """
+    full: list[str] = []
     writer = FolderWriter(path) if parallel.rank() == 0 else None
-    for name, tensor in tensors:
-        if writer:
-            writer.add(name, tensor)
-    if writer:
-        writer.finish(hf_config, tokenizer_folder)
-    dist.barrier()
+    for name, tensor in tensors:  # to its end, full disk or not: the other ranks wait in it
+        if writer and not full:
+            with _disk_may_be_full(writer, full):
+                writer.add(name, tensor)
+    if writer and not full:
+        with _disk_may_be_full(writer, full):
+            writer.finish(hf_config, tokenizer_folder)
+    outcome = [full]
+    dist.broadcast_object_list(outcome)
+    if outcome[0]:
+        raise RunFailed(outcome[0][0])
+
+
+@contextmanager
+def _disk_may_be_full(writer: FolderWriter, told: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not disk_is_full(error):
+            raise
+        writer.discard()
+        told.append(
+            f"the disk is full: the model did not fit into {writer.path}. The checkpoints are as they were: free some "
+            "space and run the same command again"
+        )

@@ -1,11 +1,14 @@
 """Loading, streaming and saving on one rank; layouts over several ranks are in tests/parity."""
 
+import subprocess
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.errors import RunFailed
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 
@@ -60,6 +63,19 @@ def test_a_missing_tensor_is_not_passed_over():
     chunks = models.build(DENSE, Megatron(), "fp32")
     with pytest.raises(KeyError):
         weights.load(chunks, {}.__getitem__, DENSE)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("a file system of its own can be mounted by root only")
+    try:
+        chunks = models.build(DENSE, Megatron(), "fp32")
+        weights.load(chunks, weights.random_tensors(DENSE, seed=0), DENSE)
+        with pytest.raises(RunFailed, match="the disk is full: the model did not fit into .*export"):
+            weights.save_folder(weights.stream(chunks, DENSE), tmp_path / "export", DENSE)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_a_critic_is_saved_as_a_classifier_with_one_label(tmp_path):
