@@ -48,9 +48,9 @@ class Constraint(Section):
     """Of the refiner; 0 is greedy."""
     max_tokens: Count | None = None
     """Of a refined response. None: rollout.max_response_tokens."""
-    draft: bool = True
+    draft: bool | None = None
     """Give the engine the response as a guess of its refinement: copies are then checked many tokens at a time. It
-    changes the speed, never a token."""
+    changes the speed, never a token. None: where it pays, which is vllm at temperature 0."""
     overlap: bool = False
     """Refine early groups while later ones are still being generated. Likewise; it pays where generation leaves the
     refiner processors of its own."""
@@ -92,6 +92,11 @@ class Constraint(Section):
     @property
     def refines(self) -> bool:
         return self.kind == "dynamic"
+
+    def drafts(self, engine: str) -> bool:
+        """Whether the refiner's requests carry drafts, on engine "vllm" or "hf"."""
+        pays = engine == "vllm" and self.temperature == 0  # hf on a CPU: docs/dynamic.md has what they cost there
+        return pays if self.draft is None else self.draft
 
     def template_text(self, reward_kind: str) -> str:
         name = self.template or TEMPLATE_OF.get(reward_kind)

@@ -126,12 +126,10 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout) -> Memory:
         per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
     _, stage, state = max(per_stage, key=lambda each: each[:2])
     engine = cache = 0
-    if rollout.placement != "process" and (recipe.trainer == "rl" or recipe.validates or recipe.data.test):
+    if rollout.placement == "colocated" and (recipe.trainer == "rl" or recipe.validates or recipe.data.test):
         element = BYTES[rollout.dtype or recipe.model.precision]
         with_vllm = choose(rollout.engine, s.head_dim).name == "vllm"
         engine = s.whole() * element
-        if with_vllm:
-            engine //= recipe.vllm.arguments().get("tensor_parallel_size") or 1
         mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
         length = recipe.data.max_prompt_tokens + rollout.max_response_tokens
         if not with_vllm:  # whose cache takes what gpu_memory_utilization leaves it

@@ -14,7 +14,7 @@ from megatron_rft.config.layout import Layout, check_layout
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.vllm import check_vllm, choose, unusable
+from megatron_rft.config.vllm import check_vllm, choose, choose_for
 from megatron_rft.errors import ConfigError, DataError, did_you_mean
 
 
@@ -40,8 +40,6 @@ def check_engines(recipe: Recipe, world_size: int) -> list[str]:
     count, what = len(rollout.servers) or rollout.processes, "servers" if rollout.servers else "processes"
     if rollout.placement == "colocated":
         return []
-    if rollout.placement == "server" and not rollout.servers and (problem := unusable()):
-        raise ConfigError(f"rollout.placement: server starts vLLM servers, and {problem}. Or give rollout.servers")
     ranks = _many(world_size, "rank")
     if count and count % world_size and world_size % count:
         raise ConfigError(
@@ -54,6 +52,32 @@ def check_engines(recipe: Recipe, world_size: int) -> list[str]:
     return [f"generation: engines in processes, {how_many}, for {ranks}"]
 
 
+def check_speed(recipe: Recipe, refining: str | None) -> None:
+    """Options of engines that none of this run's would hear of. `refining`: the engine of the refiner, if there is one;
+    it is in the rank's process wherever the policy's is."""
+    options, rollout = recipe.vllm, recipe.rollout
+    drafts = refining is not None and recipe.constraint.drafts(refining)
+    if rollout.servers and refining != "vllm" and (named := sorted(options.model_fields_set)):
+        raise ConfigError(
+            f"vllm.{named[0]}: does nothing with rollout.servers, which were started with their own options"
+        )
+    if rollout.servers and refining is None and rollout.differs("max_batch_sequences"):
+        raise ConfigError(
+            "rollout.max_batch_sequences: does nothing with rollout.servers: that is their --max-num-seqs"
+        )
+    if drafts and refining == "vllm" and recipe.constraint.temperature:
+        raise ConfigError(
+            f"constraint.draft: does nothing with vllm at constraint.temperature {recipe.constraint.temperature:g}: "
+            "there it would change the tokens of a seed. Leave it out"
+        )
+    guesses = options.speculative_config and options.speculative_config["method"] == "predicted_output"
+    if guesses and (not drafts or rollout.placement == "server"):
+        raise ConfigError(
+            "vllm.speculative_config: predicted_output checks guesses, which the refiner's requests alone carry: it "
+            "needs constraint.kind=dynamic with draft, and no rollout.placement=server"
+        )
+
+
 def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> Plan:
     """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan.
     `gpu_gib` is the memory of a device, for the plan to fit into."""
@@ -62,8 +86,11 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
-    engine = choose(recipe.rollout.engine, *((shape.head_dim, shape.experts) if shape else ()))
+    kernels = (shape.head_dim, shape.experts) if shape else ()
+    engine = choose_for(recipe.rollout, *kernels)
     check_vllm(engine.name, recipe.vllm, recipe.longest_generation, shape)
+    refines = recipe.constraint is not None and recipe.constraint.refines
+    check_speed(recipe, choose(recipe.rollout.engine, *kernels).name if refines else None)
     if recipe.trainer == "generate":
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}"])
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)

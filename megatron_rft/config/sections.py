@@ -8,6 +8,7 @@ listed here pass through (`passthrough.py` says which).
 import re
 from pathlib import PurePath
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -293,6 +294,14 @@ class Data(Section):
         return self
 
 
+def is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and re.fullmatch(r"http://[^/\s]+(/[^\s?#]*)?", url) is not None
+    except ValueError:  # of a port that is none
+        return False
+
+
 class Rollout(Section):
     """How responses are sampled, in training and (with evaluation's own temperature and count) for pass@1."""
 
@@ -335,7 +344,7 @@ class Rollout(Section):
         if self.placement == "server" and self.engine == "hf":
             raise at("engine", "hf has no server: set placement to process, or engine to vllm")
         for url in self.servers:
-            if not re.fullmatch(r"http://[^/\s]+(/[^\s?#]*)?", url):
+            if not is_server(url):
                 raise at("servers", f"{url!r} is no URL of a server, such as http://node7:8000")
         if len(set(self.servers)) < len(self.servers):
             raise at("servers", "names a server twice")

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, model_validator
 
 from megatron_rft.config.messages import at, shown
 from megatron_rft.config.model_shape import ModelShape
-from megatron_rft.config.sections import Count, Section
+from megatron_rft.config.sections import Count, Rollout, Section
 from megatron_rft.errors import ConfigError, did_you_mean
 
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
@@ -36,13 +36,19 @@ REFUSED = {
     "is set by run.seed": "seed",
     "is set by rollout.max_batch_sequences": "max_num_seqs",
     "is set by this package, whose log-probs are those of the sampling distribution": """
-        logprobs_mode max_logprobs logits_processors""",
+        logprobs_mode max_logprobs logits_processors watermark_config""",
     "is set by this package, which lays out the ranks": """
         distributed_executor_backend pipeline_parallel_size data_parallel_size data_parallel_rank
         data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
         data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
         nnodes node_rank master_addr master_port device_ids""",
     "is set by this package, whose engines sleep while the trainer works": "enable_sleep_mode",
+    "is 1 for engines that the run starts, whose weights are read back from one device. For a model that needs several "
+    "start servers of your own and give rollout.servers": """
+        tensor_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel""",
+    "would change the weights, and what is not equal to the trainer's cannot be proven to have arrived": """
+        quantization quantization_config enable_lora""",
+    "is off: split prompts crash with seeds of their own": "enable_chunked_prefill",
     "is set with speculative_config": "spec_method spec_model spec_tokens",
     "has no part in text generation from token ids": """
         limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
@@ -78,7 +84,7 @@ class Vllm(Section):
     def _check_extra(self, known: dict[str, ast.expr]):
         refused = {name: reason for reason, names in REFUSED.items() for name in names.split()}
         for name, value in self.model_extra.items():
-            if name in refused:
+            if name in refused and value is not None:
                 raise at(name, f"cannot be set: it {refused[name]}")
             if name not in known:
                 usable = (set(known) | set(type(self).model_fields)) - set(refused)
@@ -152,6 +158,20 @@ def choose(engine: str, head_dim: int | None = None, experts: int = 0) -> Choice
     return Choice("hf", problem.partition(": ")[0])
 
 
+def choose_for(rollout: Rollout, head_dim: int | None = None, experts: int = 0) -> Choice:
+    """The engine that the policy is sampled by. Servers are vLLM's; given ones need no vLLM here."""
+    if rollout.placement != "server":
+        return choose(rollout.engine, head_dim, experts)
+    if rollout.servers and not experts:
+        return Choice("vllm", "rollout.servers")
+    if problem := unusable(head_dim, experts):
+        raise ConfigError(
+            f"rollout.placement: servers are vLLM's, and {problem}. "
+            + ("Set it to process" if experts else "Or give rollout.servers")
+        )
+    return Choice("vllm", " ".join(installed()))
+
+
 @cache
 def fields() -> dict[str, ast.expr]:
     """Name -> annotation of each of the installed vLLM's engine arguments."""
@@ -198,10 +218,4 @@ def check_vllm(engine: str, options: Vllm, needed: int, shape: ModelShape | None
         raise ConfigError(
             f"vllm.max_model_len: {options.max_model_len} is beyond the model's max_position_embeddings, "
             f"{shape.max_positions}"
-        )
-    tp = getattr(options, "tensor_parallel_size", 1)
-    if shape and (shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads)):
-        raise ConfigError(
-            f"vllm.tensor_parallel_size: {tp} does not divide the model's heads: {shape.heads} of attention, "
-            f"{shape.kv_heads} of keys and values"
         )

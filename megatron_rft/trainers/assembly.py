@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from megatron_rft.config import Recipe, Source
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.config.model_shape import find_model
-from megatron_rft.config.vllm import choose
+from megatron_rft.config.vllm import choose, choose_for
 from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.errors import DataError
@@ -161,6 +161,7 @@ def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tenso
 def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
+    choose_for(recipe.rollout, *kernels(hf_config))  # a model from the hub is known only now
     build_on = engine_builder(recipe, hf_config)
     if recipe.rollout.placement != "colocated":
         return fleets.build(recipe, hf_config, build_on, dtype, gather)
@@ -170,8 +171,9 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
 def build_refining_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """In this process. It takes prompts as long as the model allows, and guesses of their responses."""
     arguments = recipe.vllm.arguments() | {"max_model_len": hf_config.max_position_embeddings}
-    if recipe.constraint.draft:
-        arguments = {"speculative_config": PREDICTED} | arguments
+    given = arguments.get("speculative_config") or {}
+    if recipe.constraint.drafts(inside(recipe, hf_config)) and given.get("method") != PREDICTED["method"]:
+        arguments |= {"speculative_config": PREDICTED}
     return engine_builder(recipe, hf_config, arguments)(parallel.device())
 
 
@@ -184,7 +186,7 @@ def engine_builder(
     options = recipe.rollout
     dtype = DTYPES[options.dtype or recipe.model.precision]
     config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
-    if choose(options.engine, head_dim(config), getattr(config, "num_experts", 0)).name == "hf":
+    if inside(recipe, config) == "hf":
         return partial(HFEngine, source, dtype, max_batch_sequences=options.max_batch_sequences)
     from megatron_rft.rollout.vllm_engine import VLLMEngine
 
@@ -198,8 +200,15 @@ def engine_builder(
     )
 
 
-def head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def inside(recipe: Recipe, config: PreTrainedConfig) -> str:
+    """What rollout.engine comes to for an engine that is no server: "vllm" or "hf"."""
+    return choose(recipe.rollout.engine, *kernels(config)).name
+
+
+def kernels(config: PreTrainedConfig) -> tuple[int, int]:
+    """The size of a head and the number of experts: what not every engine has a kernel for."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim, getattr(config, "num_experts", 0)
 
 
 def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:

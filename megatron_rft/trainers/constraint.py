@@ -46,7 +46,7 @@ def build_refiner(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any
         only_better=options.filter,
         share=options.share,
         first=options.first,
-        draft=options.draft,
+        draft=options.drafts(assembly.inside(recipe, hf_config)),
         overlap=options.overlap,
         most_tokens=hf_config.max_position_embeddings,
     )

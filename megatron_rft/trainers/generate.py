@@ -17,7 +17,6 @@ import torch
 
 from megatron_rft import rewards
 from megatron_rft.config import Recipe
-from megatron_rft.config.vllm import choose
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.prompts import check_tokenizer
@@ -133,7 +132,7 @@ def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]
         "temperature": options.temperature,
         "max_response_tokens": options.max_response_tokens,
         "stop_token_ids": list(assembly.stop_token_ids(recipe, tokenizer)),
-        "engine": choose(options.engine, assembly.head_dim(hf_config)).name,
+        "engine": assembly.inside(recipe, hf_config),
         "dtype": options.dtype or recipe.model.precision,
         "seed": recipe.run.seed,
         "reward": recipe.reward.kind,

@@ -2,8 +2,10 @@
 
 import pytest
 
-from megatron_rft.config import check, load
+from megatron_rft.config import check, load, vllm
 from megatron_rft.config.plan import engine_processes
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import choose_for
 from tests.unit.test_config_online import recipe, refusal  # noqa: F401  a fixture
 
 PROCESS, CORRECTED = "rollout.placement=process", "algorithm.importance=truncated"
@@ -48,3 +50,38 @@ def test_how_many(recipe):  # noqa: F811
         check(load(recipe, [PROCESS, "rollout.processes=3"]), 4)
     servers = load(recipe, ["rollout.placement=server", "rollout.servers=[http://a:1, http://b:2]"])
     assert engine_processes(servers, 4) == 2 and "http://a:1, http://b:2" in str(check(servers, 4))
+
+
+def test_servers_of_others_have_their_own_options(recipe):  # noqa: F811
+    given = ["rollout.placement=server", "rollout.servers=[http://a:1]"]
+    assert "engine: vllm (rollout.servers)" in check(load(recipe, given)).lines
+    assert "that is their --max-num-seqs" in refusal(recipe, *given, "rollout.max_batch_sequences=8")
+    told = refusal(recipe, *given, "vllm.max_model_len=2000")
+    assert told == "vllm.max_model_len: does nothing with rollout.servers, which were started with their own options"
+
+
+def test_servers_and_experts():
+    given = Rollout(placement="server", servers=["http://a:1"])
+    assert choose_for(given).name == "vllm"
+    with pytest.raises(ValueError, match="servers are vLLM's, and .*. Set it to process"):
+        choose_for(given, 64, experts=8)
+
+
+@pytest.mark.parametrize("url", ["a:1", "http://a:b", "http://a:99999", "http://:80", "https://a:1"])
+def test_no_url(recipe, url):  # noqa: F811
+    assert "is no URL of a server" in refusal(recipe, "rollout.placement=server", f"rollout.servers=['{url}']")
+
+
+REFINES = ["constraint={kind: dynamic, eta: 1e-3, template: mathematics}", "algorithm.kl_coefficient=null"]
+
+
+def test_drafts_where_they_pay(monkeypatch, recipe):  # noqa: F811
+    options = load(recipe, REFINES).constraint
+    assert options.drafts("vllm") and not options.drafts("hf")
+    assert not load(recipe, [*REFINES, "constraint.temperature=0.5"]).constraint.drafts("vllm")
+    assert load(recipe, [*REFINES, "constraint.draft=true"]).constraint.drafts("hf")
+    assert not load(recipe, [*REFINES, "constraint.draft=false"]).constraint.drafts("vllm")
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    warm = [*REFINES, "constraint.draft=true", "constraint.temperature=0.5"]
+    assert "constraint.draft: does nothing with vllm at constraint.temperature 0.5" in refusal(recipe, *warm)
+    assert check(load(recipe, [*warm, "rollout.engine=hf"])).layout

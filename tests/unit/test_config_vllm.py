@@ -61,7 +61,15 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
         ("vllm.logprobs_mode=raw_logprobs", "whose log-probs are those of the sampling distribution"),
         ("vllm.max_model_len=1000", "1000 does not hold a prompt and its response, 1024 tokens"),
         ("vllm.max_model_len=4096", "4096 is beyond the model's max_position_embeddings, 2048"),
-        ("vllm.tensor_parallel_size=3", "3 does not divide the model's heads: 4 of attention, 2 of keys and values"),
+        (
+            "vllm.tensor_parallel_size=2",
+            "vllm.tensor_parallel_size: cannot be set: it is 1 for engines that the run starts",
+        ),
+        ("vllm.quantization=fp8", "it would change the weights, and what is not equal to the trainer's"),
+        (
+            "vllm.speculative_config={method: predicted_output, num_speculative_tokens: 4}",
+            "guesses, which the refiner's",
+        ),
         ("vllm.speculative_config={method: ngam, num_speculative_tokens: 4}", "'ngam' is no method. Did you mean 'ngr"),
         ("vllm.speculative_config={method: ngram}", "num_speculative_tokens: null is no count of tokens, 1 or more"),
         ("vllm.speculative_config={method: draft_model, num_speculative_tokens: 4}", "model: is missing"),
