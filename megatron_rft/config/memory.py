@@ -2,8 +2,9 @@
 
 Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (the tensors that a
 layer keeps for its backward pass, as in arXiv:2205.05198 without dropout, and without the attention matrix, which no
-kernel here keeps) and the generation engine. Not counted: CUDA's and NCCL's own memory, about a GiB, and what the
-allocator leaves between blocks.
+kernel here keeps) and the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
+it: that is counted where the device's size is given. Not counted: CUDA's and NCCL's own memory, about a GiB, what the
+allocator leaves between blocks, and engines outside of the ranks.
 """
 
 import math
@@ -15,7 +16,7 @@ from megatron_rft.config.layout import Layout, problems
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes, buckets, owned, stage_chunks
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.vllm import choose
+from megatron_rft.config.vllm import GPU_SHARE, choose
 from megatron_rft.errors import ConfigError
 
 GIB = 1 << 30
@@ -95,8 +96,9 @@ def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank of the fullest pipeline stage. `engine` has a copy of the whole model, `cache` its keys and
-    values; `host` is what waits in the machine's memory for its turn (a reference, a teacher)."""
+    """Bytes on the rank of the fullest pipeline stage. `engine`: a copy of the whole model for each engine, the
+    policy's and a refiner's (of vLLM on a device of known size what it takes there); `cache`: keys and values of the
+    one that has most; `host`: what waits in the machine's memory for its turn (a reference, a teacher)."""
 
     stage: int
     state: State
@@ -116,8 +118,42 @@ class Memory:
         return max(self.phases.values())
 
 
-def memory_of(recipe: Recipe, s: Sizes, layout: Layout) -> Memory:
-    rollout, critic = recipe.rollout, recipe.critic is not None
+def engines_of(recipe: Recipe) -> list[int]:
+    """Of a rank: the longest sequence that each takes."""
+    generates = recipe.trainer == "rl" or recipe.validates or recipe.data.test
+    own = [recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens]
+    own *= bool(generates) and recipe.rollout.placement == "colocated"
+    return own + ([recipe.longest_refinement] if recipe.refines else [])
+
+
+def by_vllm(recipe: Recipe, s: Sizes) -> bool:
+    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s.head_dim, s.experts).name == "vllm"
+
+
+def share_of(recipe: Recipe) -> float:
+    """Of a device, what each vLLM takes."""
+    return recipe.vllm.arguments().get("gpu_memory_utilization") or GPU_SHARE / (2 if recipe.refines else 1)
+
+
+def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
+    """(weights, cache) of the engines of a rank; `device`: bytes, where they are known."""
+    rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
+    element, count = BYTES[rollout.dtype or recipe.model.precision], len(lengths)
+    if not lengths:
+        return 0, 0
+    if by_vllm(recipe, s):
+        whole = s.whole() * element
+        if given := vllm.get("kv_cache_memory_bytes"):
+            return (whole + given) * count, 0
+        return max(whole, round(share_of(recipe) * (device or 0))) * count, 0
+    mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
+    rows, token = min(rollout.max_batch_sequences, mine), 2 * s.kv * len(s.mixture) * element
+    both = recipe.refines and recipe.constraint.overlap
+    return s.whole() * element * count, rows * token * (sum(lengths) if both else max(lengths))
+
+
+def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
+    critic = recipe.critic is not None
     per_stage = []
     for stage in range(layout.pp):
         state = state_of(recipe, s, layout, stage)
@@ -125,24 +161,17 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout) -> Memory:
             state += state_of(recipe, s, layout, stage, value_head=True)
         per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
     _, stage, state = max(per_stage, key=lambda each: each[:2])
-    engine = cache = 0
-    if rollout.placement == "colocated" and (recipe.trainer == "rl" or recipe.validates or recipe.data.test):
-        element = BYTES[rollout.dtype or recipe.model.precision]
-        with_vllm = choose(rollout.engine, s.head_dim).name == "vllm"
-        engine = s.whole() * element
-        mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
-        length = recipe.data.max_prompt_tokens + rollout.max_response_tokens
-        if not with_vllm:  # whose cache takes what gpu_memory_utilization leaves it
-            cache = min(rollout.max_batch_sequences, mine) * length * 2 * s.kv * len(s.mixture) * element
-    copies = bool(getattr(recipe.algorithm, "kl_coefficient", 0) or recipe.trainer == "offline")
+    engine, cache = engine_memory(recipe, s, layout, device)
+    measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
+    copies = bool(getattr(recipe.algorithm, "kl_coefficient", 0) or recipe.trainer == "offline" or measured)
     teacher = bool(getattr(recipe.algorithm, "teacher_rate", None))
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     return Memory(stage, state, activations(recipe, s, layout, stage), engine, cache, host)
 
 
-def lines(recipe: Recipe, s: Sizes, layout: Layout) -> list[str]:
-    m = memory_of(recipe, s, layout)
+def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
+    m = memory_of(recipe, s, layout, device_gib and device_gib * GIB)
     where = f", of stage {m.stage + 1} of {layout.pp}" if layout.pp > 1 else ""
     critic = " (policy and critic)" if recipe.critic else ""
     parts = {
@@ -150,11 +179,15 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout) -> list[str]:
         "gradients": m.state.gradients,
         "optimizer": m.state.optimizer,
         "activations, about": m.activations,
-        "engine": m.engine,
-        "its cache, up to": m.cache,
+        "engines (policy and refiner)" if len(engines_of(recipe)) > 1 else "engine": m.engine,
+        "cache, up to": m.cache,
     }
     found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
     found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
+    if by_vllm(recipe, s) and not device_gib:
+        found.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
+    if recipe.rollout.placement != "colocated":
+        found.append("memory of engines outside of the ranks: not counted, also where they share a rank's GPU")
     if m.host:
         found.append(f"memory of the host, for each rank: {gib(m.host)} of weights that wait for their turn")
     return found
@@ -170,13 +203,13 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
     Raises:
         ConfigError: there is none; it says how much is missing, and which options would make room.
     """
-    m = memory_of(recipe, s, layout)
+    m = memory_of(recipe, s, layout, device_gib * GIB)
     phase, needed = max(m.phases.items(), key=lambda each: each[1])
     if needed <= device_gib * GIB:
         return (
             f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
         )
-    helps = sorted(_knobs(recipe, s, shape, layout), key=lambda each: each[1])
+    helps = sorted(_knobs(recipe, s, shape, layout, device_gib * GIB), key=lambda each: each[1])
     named = [
         f"\n  {name}: {gib(size)}" + (", which fits" if size <= device_gib * GIB else "")
         for name, size in helps
@@ -188,13 +221,13 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
     )
 
 
-def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout) -> Iterator[tuple[str, int]]:
+def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
     """(what to set, bytes of the fullest phase then), of what the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
 
     def largest(layout: Layout = layout, **sections: dict[str, Any]) -> int:
         changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
-        return memory_of(recipe.model_copy(update=changed), s, layout).largest
+        return memory_of(recipe.model_copy(update=changed), s, layout, device).largest
 
     for name, cut, note in (
         ("tensor", replace(layout, tp=layout.tp * 2, etp=layout.etp * 2), " megatron.sequence_parallel=true"),
@@ -213,6 +246,9 @@ def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout) -> Itera
         yield "optimizer.use_distributed_optimizer=true", largest(optimizer={"use_distributed_optimizer": True})
     if recipe.optimizer.use_distributed_optimizer:
         yield f"twice as many ranks ({2 * layout.world})", largest(replace(layout, world=2 * layout.world))
+    if by_vllm(recipe, s):
+        half = share_of(recipe) / 2
+        yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})
     if m.recompute_granularity != "full":
         options = (
             "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"

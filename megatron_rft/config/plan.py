@@ -118,7 +118,7 @@ def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_
     if memory.UNEVEN & set(recipe.megatron.model_extra or ()):
         return ["memory: not computed for pipeline stages of unequal size"]
     sizes = Sizes.read(model_shape.find_model(recipe.model.path))
-    lines = memory.lines(recipe, sizes, layout)
+    lines = memory.lines(recipe, sizes, layout, gpu_gib)
     return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib else [])
 
 

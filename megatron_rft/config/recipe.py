@@ -39,6 +39,7 @@ UNUSED = {
     "offline": (*OF_ENGINES, *o.UNUSED_IN_TRAINING),
     "generate": (*OF_ENGINES, *o.UNUSED_IN_GENERATION),
 }
+CHAT_MARKERS = 128  # tokens of a chat template around one turn, a system prompt included, with room to spare
 DEFAULT_ALGORITHM = {"sft": "sft", "offline": "fpa"}  # elsewhere grpo
 
 
@@ -75,6 +76,18 @@ class Recipe(s.Section):
         if self.trainer in ("rl", "generate"):
             sampled = max(sampled, self.rollout.max_response_tokens)
         return self.data.max_prompt_tokens + sampled
+
+    @property
+    def longest_refinement(self) -> int:
+        """Tokens of the refiner's longest prompt and response: a question and a response in its template, of which a
+        token is at least a byte, and in a chat's markers; then what it writes."""
+        template = len(self.constraint.template_text(self.reward.kind).encode()) + CHAT_MARKERS
+        written = self.constraint.max_tokens or self.rollout.max_response_tokens
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens + template + written
+
+    @property
+    def refines(self) -> bool:
+        return self.trainer == "rl" and self.constraint is not None and self.constraint.refines
 
     @property
     def validates(self) -> bool:

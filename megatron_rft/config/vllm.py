@@ -20,6 +20,7 @@ from megatron_rft.errors import ConfigError, did_you_mean
 
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
 INSTALL = "pip install 'megatron-rft[vllm]' where there is an NVIDIA GPU, `. tools/setup_env.sh vllm` on the CPU"
+GPU_SHARE = 0.5  # of the device's memory, beside the trainer's: of all engines of a rank together
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SPECULATION = ("ngram", "suffix", "draft_model", "predicted_output", "eagle", "eagle3")
 

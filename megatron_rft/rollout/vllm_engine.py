@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megatron_rft.config.vllm import GPU_SHARE
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.records import Response
 from megatron_rft.rollout import vllm_cpu
@@ -31,13 +32,13 @@ CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe
 CACHE_BLOCK = 128  # tokens
 PREFILL_TOKENS = 8192  # of one forward pass
 STEPPING = Lock()  # one engine of this process at a time
-GPU_SHARE = 0.5  # of the device's memory, beside the trainer's
 
 
 class VLLMEngine(Engine):
     """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
 
-    `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments.
+    `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `engines`:
+    how many share the device.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class VLLMEngine(Engine):
         max_model_len: int | None = None,
         max_batch_sequences: int = 256,
         options: dict[str, Any] | None = None,
+        engines: int = 1,
     ):
         given = isinstance(source, PreTrainedConfig)
         self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
@@ -65,7 +67,7 @@ class VLLMEngine(Engine):
         if vllm_cpu.faulty():
             vllm_cpu.repair_sampling()
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
-            self.llm = _start(self._arguments(folder, max_batch_sequences, options))
+            self.llm = _start(self._arguments(folder, max_batch_sequences, options, GPU_SHARE / engines))
         self.source = vllm_weights.Stream(
             [vllm_weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
         )
@@ -75,7 +77,7 @@ class VLLMEngine(Engine):
         if not given:
             self.load_weights(tensors_of(Path(source), set(shapes)), version=0)
 
-    def _arguments(self, folder: str, sequences: int, options: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float) -> dict[str, Any]:
         """vLLM's engine arguments: ours, under the recipe's."""
         self.config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.config.model_type]]
         self.config.save_pretrained(folder)
@@ -97,7 +99,7 @@ class VLLMEngine(Engine):
         if self.device.type == "cuda":
             if torch.distributed.is_initialized():  # the rank's own device, not always the first
                 own["distributed_executor_backend"] = "external_launcher"
-            own |= {"enable_sleep_mode": True, "gpu_memory_utilization": GPU_SHARE}
+            own |= {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_share}
         else:
             own |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(sequences)}
         return own | options | self._speculation(options.get("speculative_config"))

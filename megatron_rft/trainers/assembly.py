@@ -162,27 +162,33 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
     choose_for(recipe.rollout, *kernels(hf_config))  # a model from the hub is known only now
-    build_on = engine_builder(recipe, hf_config)
+    build_on = engine_builder(recipe, hf_config, engines=2 if recipe.refines else 1)
     if recipe.rollout.placement != "colocated":
         return fleets.build(recipe, hf_config, build_on, dtype, gather)
     return build_on(parallel.device())
 
 
 def build_refining_engine(recipe: Recipe, hf_config: Any) -> Engine:
-    """In this process. It takes prompts as long as the model allows, and guesses of their responses."""
-    arguments = recipe.vllm.arguments() | {"max_model_len": hf_config.max_position_embeddings}
+    """In this process, beside the policy's. It takes longer prompts, and guesses of their responses."""
+    arguments = recipe.vllm.arguments() | {"max_model_len": longest_refinement(recipe, hf_config)}
     given = arguments.get("speculative_config") or {}
     if recipe.constraint.drafts(inside(recipe, hf_config)) and given.get("method") != PREDICTED["method"]:
         arguments |= {"speculative_config": PREDICTED}
-    return engine_builder(recipe, hf_config, arguments)(parallel.device())
+    return engine_builder(recipe, hf_config, arguments, engines=2)(parallel.device())
+
+
+def longest_refinement(recipe: Recipe, hf_config: Any) -> int:
+    """Tokens of a prompt and a response that the refiner takes: an engine for all of the model's positions would need
+    a cache for as many."""
+    return min(recipe.longest_refinement, hf_config.max_position_embeddings)
 
 
 def engine_builder(
-    recipe: Recipe, source: Any, arguments: dict[str, Any] | None = None
+    recipe: Recipe, source: Any, arguments: dict[str, Any] | None = None, engines: int = 1
 ) -> Callable[[torch.device | str], Engine]:
     """What makes the engine that rollout.engine comes to on a device, here or in a process of its own: a partial, so
     that it can travel there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, where they are
-    not the recipe's."""
+    not the recipe's. `engines`: how many share the device."""
     options = recipe.rollout
     dtype = DTYPES[options.dtype or recipe.model.precision]
     config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
@@ -197,6 +203,7 @@ def engine_builder(
         max_model_len=min(recipe.longest_generation, config.max_position_embeddings),
         max_batch_sequences=options.max_batch_sequences,
         options=recipe.vllm.arguments() if arguments is None else arguments,
+        engines=engines,
     )
 
 

@@ -48,7 +48,7 @@ def build_refiner(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any
         first=options.first,
         draft=options.drafts(assembly.inside(recipe, hf_config)),
         overlap=options.overlap,
-        most_tokens=hf_config.max_position_embeddings,
+        most_tokens=assembly.longest_refinement(recipe, hf_config),
     )
 
 

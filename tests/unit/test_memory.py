@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megatron_rft import cli
-from megatron_rft.config import load
+from megatron_rft.config import load, vllm
 from megatron_rft.config.layout import Layout
-from megatron_rft.config.memory import memory_of, state_of
+from megatron_rft.config.memory import lines, memory_of, state_of
 from megatron_rft.config.parameters import Sizes, buckets, owned
 
 CONFIG = dict(
@@ -79,6 +79,34 @@ def test_the_engine_holds_a_whole_copy(path):
     assert m.engine == 2 * WHOLE and m.phases["generation"] == m.state.total + m.engine + m.cache
     tokens = 128 * (512 + 512)  # of 256 responses half on each rank
     assert m.cache == tokens * 2 * 4 * 2 * 2
+
+
+REFINER = [
+    "constraint.kind=dynamic",
+    "constraint.eta=0.1",
+    "constraint.template=code",
+    "rollout.max_response_tokens=64",
+]
+
+
+def test_a_refiner_is_a_second_engine_and_a_reference(path):
+    layout = Layout(2, 2, 1, 1, 1, 2)
+    recipe = load(path, REFINER)
+    m, s = memory_of(recipe, sizes(path), layout), sizes(path)
+    assert m.engine == 2 * 2 * WHOLE and m.host == m.state.weights  # in bf16; the reference, as large as the policy
+    assert m.cache == 128 * recipe.longest_refinement * 2 * 4 * 2 * 2
+    assert recipe.longest_refinement > 512 + 64 + 64
+    outside = load(path, [*REFINER, "rollout.placement=process"])
+    assert memory_of(outside, s, layout).engine == 2 * WHOLE
+    assert memory_of(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
+
+
+def test_vllm_keeps_its_share_of_a_device(path, monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)
+    assert memory_of(load(path), s, layout, device).engine == device / 2
+    assert memory_of(load(path, REFINER), s, layout, device).engine == device / 2  # a quarter each
+    assert "memory of vLLM's cache: not counted" in "\n".join(lines(load(path), s, layout))
 
 
 def test_plan_says_what_fits_and_what_would_help(path, capsys):
