@@ -48,7 +48,7 @@ HEALTH_S = 2.0  # between two looks at a server that is busy
 
 
 class ServerEngine(Engine):
-    """`shapes`: of every parameter by its HF name. `host`: this machine's address, as the server reaches it."""
+    """`shapes`: of every parameter by its HF name. `longest`: tokens that it must have room for."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class ServerEngine(Engine):
         dtype: torch.dtype,
         start_timeout_s: float = 600.0,
         silence_timeout_s: float = 300.0,
-        host: str = "127.0.0.1",
+        longest: int = 0,
     ):
-        self.url, self.config, self.shapes, self.dtype, self.host = url.rstrip("/"), config, shapes, dtype, host
+        self.url, self.config, self.shapes, self.dtype, self.longest = url.rstrip("/"), config, shapes, dtype, longest
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
         self.workers = 0  # of the server, once it has said so
         self.name = f"the server {self.url}"
@@ -104,6 +104,17 @@ class ServerEngine(Engine):
             raise ConfigError(
                 f"{where} computes in {facts['dtype']}, and rollout.dtype says {self.dtype}. {self._how()}"
             )
+        if facts["max_model_len"] < self.longest:
+            raise ConfigError(
+                f"{where} has room for {facts['max_model_len']} tokens of prompt and response, and this recipe has "
+                f"up to {self.longest}: start it with --max-model-len {self.longest}, or lower data.max_prompt_tokens "
+                "or rollout.max_response_tokens"
+            )
+        if facts["replicas"] > 1:
+            raise ConfigError(
+                f"{where} is {facts['replicas']} data-parallel replicas behind one URL, of which one alone would be "
+                "asked whether its weights arrived: start a server for each, and name them all"
+            )
         self.workers = int(facts["workers"])
 
     def _how(self) -> str:
@@ -114,16 +125,16 @@ class ServerEngine(Engine):
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        size, limit_s = 1 + self.workers, self.silence_timeout_s
+        host, size, limit_s = own_address(self.url), 1 + self.workers, self.silence_timeout_s
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
-        address = {"host": self.host, "port": port, "size": size, "shapes": shapes, "timeout_s": limit_s}
+        address = {"host": host, "port": port, "size": size, "shapes": shapes, "timeout_s": limit_s}
         with ThreadPoolExecutor(1) as aside:
             asked = aside.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
             try:
-                self.group = wire.connect(self.host, port, 0, size, limit_s)
+                self.group = wire.connect(host, port, 0, size, limit_s)
             except RuntimeError as error:
                 asked.result()  # its own reason comes first
-                raise EngineLost(f"{self.name}: its workers do not reach {self.host}:{port} ({error})") from None
+                raise EngineLost(f"{self.name}: its workers do not reach {host}:{port} ({error})") from None
             asked.result()
 
     # ---- generation
@@ -170,8 +181,6 @@ class ServerEngine(Engine):
             "logprobs": 0,
             "detokenize": False,
         }
-        if request.draft:
-            parameters["extra_args"] = {"draft": list(request.draft)}
         body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
         try:
             (choice,) = self._call("POST", "/inference/v1/generate", body, timeout_s=None)["choices"]
@@ -183,10 +192,8 @@ class ServerEngine(Engine):
     # ---- weights
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        busy = bool(self._asked)
         self.weight_version = -1
-        if busy:
-            self._call("POST", "/pause?mode=keep")
+        self._call("POST", "/pause?mode=keep")  # even when nothing is under way: another thread may be about to ask
         self._call("POST", "/start_weight_update")
         with ThreadPoolExecutor(1) as aside:
             update = aside.submit(self._call, "POST", "/update_weights", {"update_info": {}})
@@ -202,8 +209,7 @@ class ServerEngine(Engine):
             if problem:
                 raise RunFailed(f"weights of version {version}: {problem}")
         self._call("POST", "/reset_prefix_cache?reset_running_requests=true")  # keys and values of the former weights
-        if busy:
-            self._call("POST", "/resume")
+        self._call("POST", "/resume")
         self.weight_version = version
 
     def checksums(self) -> dict[str, int]:
@@ -246,7 +252,10 @@ class ServerEngine(Engine):
             raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}")
         if answer.status >= 400:
             raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text and path != "/health" else None
+        except ValueError:
+            raise RunFailed(f"{self.name} is no vLLM: {path} is answered with {text[:80]!r}") from None
 
     def _hang_up(self) -> None:
         """Nobody waits for an answer any more."""
@@ -254,6 +263,16 @@ class ServerEngine(Engine):
             if connection.sock is not None:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def own_address(url: str) -> str:
+    """This machine's, on the way to the server at `url`."""
+    parts = urlsplit(url)
+    places = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, *_, place = min(places)  # IPv4 first
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return probe.getsockname()[0]
 
 
 def as_response(choice: dict[str, Any]) -> Response:
@@ -321,7 +340,7 @@ class OwnServer(ServerEngine):
     ):
         """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: more of
         vLLM's, such as {"max-model-len": 512}."""
-        self.log, self.model, self.environment = log, log.with_name("model"), environment
+        self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
         config = copy.deepcopy(config)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         config.save_pretrained(self.model)

@@ -102,16 +102,10 @@ class VLLMEngine(Engine):
             own |= {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_share}
         else:
             own |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(sequences)}
-        return own | options | self._speculation(options.get("speculative_config"))
-
-    def _speculation(self, given: dict[str, Any] | None) -> dict[str, Any]:
-        """Predicted output is a proposer of this package; a draft model has weights of its own, in a folder."""
-        if given is None:
-            return {}
-        config = {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
-        if config["method"] == "predicted_output":
-            config |= {"method": "custom_class", "model": "megatron_rft.rollout.vllm_proposer.PredictedOutput"}
-        return {"speculative_config": config, "disable_log_stats": False}  # the statistics have the accepted lengths
+        if self.counting:  # the statistics have the accepted lengths
+            own["disable_log_stats"] = False
+            options = options | {"speculative_config": speculation(options["speculative_config"])}
+        return own | options
 
     def _cache_bytes(self, sequences: int) -> int:
         """Room for all sequences at their longest, within CACHE_BYTES; for one of them in any case."""
@@ -279,6 +273,15 @@ def _start(arguments: dict[str, Any]) -> Any:
         return vllm_cpu.start(arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
+
+
+def speculation(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's configuration. Predicted output is a proposer of this package; a draft model has weights of its own, in a
+    folder."""
+    config = {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
+    if config["method"] == "predicted_output":
+        config |= {"method": "custom_class", "model": "megatron_rft.rollout.vllm_proposer.PredictedOutput"}
+    return config
 
 
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:

@@ -83,7 +83,8 @@ class Extension:
         config, here = self.model_config.hf_config, self.parallel_config
         names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
         facts = {name: getattr(config, name) for name in names}
-        return facts | {"dtype": str(self.model_config.dtype), "workers": here.world_size}
+        facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
+        return facts | {"workers": here.world_size, "replicas": here.data_parallel_size}
 
     def rft_problem(self) -> dict:
         return {"problem": self.weight_transfer_engine.problem}

@@ -1,7 +1,6 @@
 """The engines that a run has beside its ranks: how many, on which device, driven by whom; and their weights."""
 
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,13 @@ from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.config.plan import engine_processes
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.errors import ConfigError
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.rollout.engine import Engine
 from megatron_rft.rollout.fleet import Fleet, shares
 from megatron_rft.rollout.process_engine import EngineProcess
 from megatron_rft.rollout.server_engine import OwnServer, ServerEngine
+from megatron_rft.rollout.vllm_engine import PREFILL_TOKENS, speculation
 
 
 def build(
@@ -60,15 +61,28 @@ def _process(recipe: Recipe, build_engine: Callable, index: int, spare: list[str
 def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spare: list[str]) -> ServerEngine:
     shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
     limits = recipe.faults.engine_start_s, recipe.faults.engine_silence_s
+    longest = min(recipe.longest_generation, hf_config.max_position_embeddings)
     if recipe.rollout.servers:
-        return ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, host=own_address())
-    arguments = {
-        "max-model-len": min(recipe.longest_generation, hf_config.max_position_embeddings),
-        "max-num-seqs": recipe.rollout.max_batch_sequences,
-    }
-    arguments |= {name.replace("_", "-"): value for name, value in recipe.vllm.arguments().items()}
+        server = ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest)
+        if server.workers > 1 and recipe.faults.compare_weights_every:
+            raise ConfigError(
+                f"faults.compare_weights_every: {server.name} has {server.workers} workers, whose parts of the weights "
+                "are not read back: set it to 0"
+            )
+        return server
     log = _folder(recipe) / f"server_{index}.log"
+    arguments = server_arguments(recipe, longest)
     return OwnServer(hf_config, shapes, dtype, log, _environment(index, spare), arguments, *limits)
+
+
+def server_arguments(recipe: Recipe, longest: int) -> dict[str, Any]:
+    """Of a server that the run starts, under the names of its command line: ours, under the recipe's."""
+    given = {"max_model_len": longest, "max_num_seqs": recipe.rollout.max_batch_sequences} | recipe.vllm.arguments()
+    whole = max(PREFILL_TOKENS, given["max_model_len"], given["max_num_seqs"])  # prompts are not split
+    arguments = {"max_num_batched_tokens": whole} | given
+    if "speculative_config" in arguments:
+        arguments["speculative_config"] = speculation(arguments["speculative_config"])
+    return {name.replace("_", "-"): value for name, value in arguments.items()}
 
 
 def _folder(recipe: Recipe) -> Path:
@@ -82,11 +96,6 @@ def _environment(index: int, spare: list[str]) -> dict[str, str]:
         own = visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
         environment["CUDA_VISIBLE_DEVICES"] = spare[index % len(spare)] if spare else own
     return environment
-
-
-def own_address() -> str:
-    """Of this machine, as servers elsewhere reach it."""
-    return socket.gethostbyname(socket.gethostname())
 
 
 def nodes() -> int:

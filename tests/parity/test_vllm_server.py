@@ -70,6 +70,10 @@ def test_a_server(tmp_path):
             ServerEngine(server.url, Qwen3Config(**SHAPE, vocab_size=65), shapes, torch.float32)
         with pytest.raises(ConfigError, match="computes in torch.float32, and rollout.dtype says torch.bfloat16"):
             ServerEngine(server.url, CONFIG, shapes, torch.bfloat16)
+        with pytest.raises(
+            ConfigError, match="room for 2048 tokens of prompt and response, and this recipe has up to 2049"
+        ):
+            ServerEngine(server.url, CONFIG, shapes, torch.float32, longest=2049)
 
         answers: list = []
         asked = Request(0, (5, 6, 7), 4, 1)

@@ -1,0 +1,102 @@
+"""What a trainer says to a server, and what it says of one that will not do. The real one is in tests/parity."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import Vllm
+from megatron_rft.errors import ConfigError
+from megatron_rft.rollout import wire
+from megatron_rft.rollout.server_engine import ServerEngine, flag, own_address
+from megatron_rft.trainers.fleets import server_arguments
+
+CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
+FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1}
+
+
+@contextmanager
+def answering(facts: dict | str):
+    """A server that knows nothing but what it is; (its URL, what it was asked)."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = "healthy"
+            if self.path == "/collective_rpc":
+                about = facts if b"rft_facts" in body else {"problem": None}
+                answer = about if isinstance(about, str) else json.dumps({"results": [about]})
+            elif self.path != "/health":
+                answer = ""
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        (
+            FACTS | {"max_model_len": 100},
+            "has room for 100 tokens of prompt and response, and this recipe has up to 200",
+        ),
+        (FACTS | {"replicas": 2}, "is 2 data-parallel replicas behind one URL"),
+        (FACTS | {"vocab_size": 65}, "serves another model: its vocab_size is 65"),
+        ("<html>", "cannot take weights from a trainer .*is no vLLM: /collective_rpc is answered with '<html>'"),
+    ],
+)
+def test_refused_before_training(facts, words):
+    with answering(facts) as (url, _), pytest.raises(ConfigError, match=words):
+        ServerEngine(url, CONFIG, {}, torch.float32, longest=200)
+
+
+def test_nothing_is_generated_while_weights_arrive(monkeypatch):
+    """Also when nothing is under way at the beginning: a request may come in between."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    monkeypatch.setattr(wire, "send", lambda group, stream: list(stream))
+    with answering(FACTS) as (url, asked):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        asked.clear()
+        engine.load_weights(iter([]), version=1)
+    assert asked[0] == "/pause?mode=keep" and asked[-1] == "/resume"
+    assert asked.index("/update_weights") < asked.index("/finish_weight_update") < len(asked) - 2
+    assert engine.weight_version == 1
+
+
+def test_the_address_that_a_server_reaches_this_machine_by():
+    assert own_address("http://127.0.0.1:8000/v1") == own_address("http://localhost") == "127.0.0.1"
+    assert flag("enforce-eager", False) == ["--no-enforce-eager"]
+
+
+def test_arguments_of_a_server():
+    """A prompt is computed whole, however long; a draft model has weights of its own."""
+    drafts = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+    recipe = SimpleNamespace(rollout=Rollout(max_batch_sequences=16), vllm=Vllm(speculative_config=drafts))
+    assert server_arguments(recipe, 20000) == {
+        "max-model-len": 20000,
+        "max-num-seqs": 16,
+        "max-num-batched-tokens": 20000,
+        "speculative-config": drafts | {"draft_load_config": {"load_format": "auto"}},
+    }
