@@ -142,18 +142,16 @@ check_stage() { # COMMAND RECIPE KEY...
     gpus="${LAUNCH_NPROC:-$(number_of gpus-per-node)}" && gpus="${gpus:-$(number_of gres)}"
     [ -n "$gpus" ] || [[ " ${options[*]} ${!SBATCH_G*}" =~ gpus|GPUS|gres|GRES ]] ||
         die "no GPUs: --gpus-per-node=8, or LAUNCH_NPROC=8 for 8 ranks per node without"
-    nodes="$(number_of nodes)"
+    nodes="$(number_of nodes N)"
     nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
     [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
     (eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.cli' 2>/dev/null) || return 0
     (eval "$LAUNCH_SETUP" && exec python -m megatron_rft plan "$recipe" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
 }
 
-number_of() { # --OPTION=[type:]N -> N
-    local option
-    for option in "${options[@]}"; do
-        [[ "$option" =~ ^--$1=(.*[:=])?([0-9]+)$ ]] && echo "${BASH_REMATCH[2]}" && return
-    done
+number_of() { # OPTION [LETTER]: N of --OPTION=[type:]N, with a space as well, or of -LETTER N
+    local letter="${2:-none}"
+    [[ " ${options[*]} " =~ \ (--$1[=\ ]|-$letter\ ?)([^\ ]*[:=])?([0-9]+)\  ]] && echo "${BASH_REMATCH[3]}"
     return 0
 }
 

@@ -21,6 +21,8 @@ from megatron_rft.errors import RunFailed, UserError
 from megatron_rft.job import Job
 from megatron_rft.launcher import FAILED, FINISHED, STOPPED, USER_ERROR
 
+PICTURES = (".png", ".pdf", ".svg")
+
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="megatron-rft", description="Reinforcement fine-tuning on megatron-core.")
@@ -149,11 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
         return args.function(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        if job := getattr(args, "job", None):
+        if job := getattr(args, "job", None):  # the other nodes hear of it, or say the same
             place = slurm.place()
-            Job(job, Path(), place.node, place.nodes).conclude(
-                USER_ERROR
-            )  # the other nodes hear of it, or say the same
+            Job(job, Path(), place.node, place.nodes).conclude(USER_ERROR)
         return USER_ERROR
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
@@ -280,23 +280,26 @@ def _report(args: argparse.Namespace) -> int:
 def _dynamics(args: argparse.Namespace) -> int:
     from megatron_rft.tracking import dynamics
 
-    _check_runs(args.runs)
-    print(dynamics.draw(args.runs, args.out))
-    return FINISHED
+    return _draw(dynamics.draw, args)
 
 
 def _constraints(args: argparse.Namespace) -> int:
     from megatron_rft.tracking import constraints
 
-    _check_runs(args.runs)
-    print(constraints.draw(args.runs, args.out))
-    return FINISHED
+    return _draw(constraints.draw, args)
 
 
-def _check_runs(folders: list[Path]) -> None:
-    for run in folders:
+def _draw(draw: Callable[[list[Path], Path], Path], args: argparse.Namespace) -> int:
+    for run in args.runs:
         if not all((run / name).is_file() for name in ("metrics.jsonl", "recipe.yaml")):
             raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl and recipe.yaml")
+    if args.out.suffix not in PICTURES:
+        raise UserError(f"--out: {args.out} is no {', '.join(PICTURES)}")
+    try:
+        print(draw(args.runs, args.out))
+    except OSError as error:
+        raise UserError(f"--out: {args.out} cannot be written: {error.strerror}") from None
+    return FINISHED
 
 
 def _heatmap(args: argparse.Namespace) -> int:
@@ -307,7 +310,10 @@ def _heatmap(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.run} has no refinements.jsonl: constraint.examples_every of a dynamic constraint writes it"
         )
-    print(heatmap.write(args.run, data))
+    try:
+        print(heatmap.write(args.run, data))
+    except OSError as error:
+        raise UserError(f"{args.run} cannot be written: {error.strerror}") from None
     return FINISHED
 
 

@@ -89,8 +89,7 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     kernels = (shape.head_dim, shape.experts) if shape else ()
     engine = choose_for(recipe.rollout, *kernels)
     check_vllm(engine.name, recipe.vllm, recipe.longest_generation, shape)
-    refines = recipe.constraint is not None and recipe.constraint.refines
-    check_speed(recipe, choose(recipe.rollout.engine, *kernels).name if refines else None)
+    check_speed(recipe, choose(recipe.rollout.engine, *kernels).name if recipe.refines else None)
     if recipe.trainer == "generate":
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}"])
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)

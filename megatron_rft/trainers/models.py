@@ -31,8 +31,8 @@ class Models:
         self.critic = assembly.build_critic(recipe, hf_config, critic_steps) if "values" in self.needs else None
         compared = self.needs & {"ref_logprobs", "ref_kl", "reference"}
         measured = recipe.constraint is not None and recipe.constraint.kl_every > 0
-        refines = recipe.constraint is not None and recipe.constraint.refines
-        self.reference = reference_weights(recipe, self.actor) if compared or measured or refines else None
+        wanted = compared or measured or recipe.refines
+        self.reference = reference_weights(recipe, self.actor) if wanted else None
         rate = getattr(recipe.algorithm, "teacher_rate", None)
         self.teacher = MovingAverage(self.actor, rate) if rate else None
 

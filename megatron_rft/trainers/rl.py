@@ -138,7 +138,7 @@ def build_objective(recipe: Recipe) -> Objective:
     else:
         options = recipe.algorithm.model_dump(exclude=OF_THE_TRAINER | OF_THE_FEEDBACK)
         objective = OBJECTIVES[recipe.algorithm.name](**options, **filled)
-    if recipe.constraint is not None and recipe.constraint.refines:
+    if recipe.refines:
         options = recipe.constraint
         objective = PLUGINS["dynamic"](objective, options.eta, options.mode or "loss", options.tokens)
     if recipe.pipo is not None:
@@ -162,7 +162,7 @@ def build_refiner(
     recipe: Recipe, models: Models, reward: Reward, tokenizer: Any, hf_config: Any, stack: ExitStack
 ) -> Refiner | None:
     """With an engine of its own, which holds the reference from here to the end of the run."""
-    if recipe.constraint is None or not recipe.constraint.refines:
+    if not recipe.refines:
         return None
     # Here whatever rollout.placement says: engines in processes of their own recover from losses all together, and the
     # refiner is at work at times of each rank's own.

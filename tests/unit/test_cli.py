@@ -115,6 +115,14 @@ class TestWords:
             cli.main(arguments)
         assert caught.value.code == 2
 
+    @pytest.mark.parametrize("command", ["dynamics", "constraints"])
+    @pytest.mark.parametrize("out, words", [("x.gif", "is no .png, .pdf, .svg"), ("no/x.png", "cannot be written")])
+    def test_a_picture_that_cannot_be_written(self, tmp_path, capsys, command, out, words):
+        (tmp_path / "metrics.jsonl").write_text("")
+        (tmp_path / "recipe.yaml").write_text("algorithm: {name: sft}\n")
+        assert cli.main([command, str(tmp_path), "--out", str(tmp_path / out)]) == 2
+        assert words in capsys.readouterr().err
+
     def test_report_wants_a_run(self, tmp_path, capsys):
         assert cli.main(["report", str(tmp_path)]) == 2
         assert "no metrics.jsonl" in capsys.readouterr().err
