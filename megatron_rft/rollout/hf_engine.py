@@ -87,6 +87,7 @@ class HFEngine(Engine):
         """In place, each tensor straight from the stream. The stream is exhausted even when a tensor is refused,
         for its collectives involve every rank; the first problem is raised then, and no `generate` is possible."""
         self.intake.begin()
+        self.weight_version = -1
         problem = None
         for name, tensor in stream:
             wrong = self.intake.problem(name, tensor)
@@ -94,7 +95,6 @@ class HFEngine(Engine):
                 self.targets[name].copy_(tensor)
             problem = problem or wrong
         if problem := problem or self.intake.missing():
-            self.weight_version = -1
             raise RunFailed(f"weights of version {version}: {problem}")
         self.intake.accept()
         self.weight_version = version

@@ -1,6 +1,8 @@
-"""What vLLM's CPU build needs here: settings before its import, and work-arounds for three faults of version 0.32.
+"""What vLLM's CPU build needs here: settings before its import, and work-arounds for two faults of version 0.32.
 
-Each fault is silent: generation goes on, with wrong numbers. The tests in tests/parity/test_vllm.py notice all three.
+Each fault is silent: generation goes on, with wrong numbers. tests/parity/test_vllm.py notices the tied output matrix,
+tests/unit/rollout/test_vllm_engine.py the temperatures. A third, experts that are used unpacked after a sync, concerns
+nobody: mixtures of experts are refused (config/vllm.py).
 """
 
 import gc
@@ -77,13 +79,6 @@ def repair_sampling() -> None:
         output.copy_(torch.repeat_interleave(chosen, counts))
 
     kernels._expand_kernel_impl = expand
-
-
-def before_reload(model: nn.Module) -> None:
-    """Experts were packed on their first load alone, and used unpacked after any other."""
-    for layer in model.modules():
-        if getattr(method := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-            method.moe_kernel = None
 
 
 def after_reload(model: nn.Module) -> None:

@@ -206,6 +206,7 @@ class VLLMEngine(Engine):
         from megatron_rft.rollout import vllm_weights
 
         self.intake.begin()
+        self.weight_version = -1
         problems: list[str | None] = []
         stream = iter(stream)
         self.source.tensors = self._good(stream, problems)
@@ -214,7 +215,6 @@ class VLLMEngine(Engine):
             pass
         problems += [self.intake.missing(), vllm_weights.incomplete(self.llm)]
         if problem := next(filter(None, problems), None):
-            self.weight_version = -1
             raise RunFailed(f"weights of version {version}: {problem}")
         self.intake.accept()
         self.llm.set_weight_version(str(version))

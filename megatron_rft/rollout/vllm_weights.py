@@ -65,8 +65,6 @@ class Receiver(WeightTransferEngine[Nothing, Update]):
         pass
 
     def start_weight_update(self) -> None:
-        if vllm_cpu.faulty():
-            vllm_cpu.before_reload(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Update) -> None:

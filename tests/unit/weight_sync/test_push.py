@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_rft import weight_sync
 from megatron_rft.errors import RunFailed
+from megatron_rft.rollout.engine import Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
 
 CONFIG = Qwen3Config(
@@ -53,6 +54,20 @@ def test_a_refused_tensor_ends_the_run_after_the_stream_has_ended(tensors):
     with pytest.raises(RunFailed, match=f"version 1: {tensors[3][0]} has .* non-finite"):
         weight_sync.push(stream, HFEngine(CONFIG), version=1)
     assert stream.ended
+
+
+def test_after_a_stream_that_broke_off_nothing_is_generated(tensors):
+    engine = HFEngine(CONFIG)
+    weight_sync.push(tensors, engine, version=1)
+
+    def broken():
+        yield tensors[0]
+        raise OSError("no actor any more")
+
+    with pytest.raises(OSError, match="no actor"):
+        weight_sync.push(broken(), engine, version=2)
+    with pytest.raises(RunFailed, match="before any weights were loaded"):
+        list(engine.generate([], Sampling(1)))
 
 
 class Careless(HFEngine):
