@@ -182,7 +182,7 @@ def _train(args: argparse.Namespace) -> int:
     if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else place.node == 0:
         print(plan, flush=True)
     _check_own_code(recipe)
-    check_writable(recipe)
+    check_writable(recipe.run.output_dir)
     if args.dry_run:
         return FINISHED
     if (world_size > 1 or args.job) and not is_rank:
@@ -251,8 +251,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     place = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
     recipe = load(args.recipe, [*_overrides(args), *place])
     check(recipe)
-    name = Path(model).name if source.format == "hf" else source.path.name
-    return standalone.run(recipe, source, args.out or run_folder / "evaluation" / name)
+    out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
+    check_writable(out, "--out")
+    return standalone.run(recipe, source, out)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -263,6 +264,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _harness(args: argparse.Namespace) -> int:
+    check_writable(args.out, "--out")
     from megatron_rft.trainers import harness
 
     return harness.run(args.model, args.like, args.tasks.split(","), args.include, args.limit, args.out)

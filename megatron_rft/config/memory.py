@@ -186,6 +186,8 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
     found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
     if by_vllm(recipe, s) and not device_gib:
         found.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
+    if recipe.trainer == "rl" and (models := [each.model for each in recipe.reward.everything() if each.model]):
+        found.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
     if recipe.rollout.placement != "colocated":
         found.append("memory of engines outside of the ranks: not counted, also where they share a rank's GPU")
     if m.host:

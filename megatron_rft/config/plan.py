@@ -149,14 +149,14 @@ def check_installed(recipe: Recipe) -> None:
         )
 
 
-def check_writable(recipe: Recipe) -> None:
-    """The output folder is there and can be written, or can be made. Writes nothing."""
-    folder = place = Path(recipe.run.output_dir).expanduser().absolute()
+def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
+    """The folder is there and can be written, or can be made. Writes nothing."""
+    folder = place = Path(path).expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         why = "cannot be written here" if place.is_dir() else "is no folder"
-        raise ConfigError(f"run.output_dir: {folder} cannot be made: {place} {why}. Choose another run.output_dir")
+        raise ConfigError(f"{option}: {folder} cannot be made: {place} {why}. Choose another {option}")
 
 
 def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:

@@ -57,7 +57,8 @@ def _whole_lines(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # Not splitlines: a completion may hold U+2028 or U+0085, which JSON leaves as they are.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             rows.append(json.loads(line))
         except ValueError:

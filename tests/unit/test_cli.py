@@ -115,6 +115,10 @@ class TestWords:
             cli.main(arguments)
         assert caught.value.code == 2
 
+    def test_a_harness_without_a_place_for_its_results(self, capsys):
+        assert cli.main(["harness", "model", "--tasks", "gsm8k", "--out", "/proc/version/out"]) == 2
+        assert "--out: /proc/version/out cannot be made" in capsys.readouterr().err
+
     @pytest.mark.parametrize("command", ["dynamics", "constraints"])
     @pytest.mark.parametrize("out, words", [("x.gif", "is no .png, .pdf, .svg"), ("no/x.png", "cannot be written")])
     def test_a_picture_that_cannot_be_written(self, tmp_path, capsys, command, out, words):

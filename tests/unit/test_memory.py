@@ -101,6 +101,11 @@ def test_a_refiner_is_a_second_engine_and_a_reference(path):
     assert memory_of(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
 
 
+def test_a_reward_model_is_named_as_not_counted(path):
+    recipe = load(path, ["reward.kind=model", "reward.model=org/judge"])
+    assert "memory of the reward's org/judge" in "\n".join(lines(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1)))
+
+
 def test_vllm_keeps_its_share_of_a_device(path, monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)

@@ -121,6 +121,14 @@ CHARTS = (
         floor=0,
     ),
     chart(
+        "Gradient norms of the constraint's two terms",
+        "L2, before clipping",
+        "Of the algorithm's part of the loss alone, and of the constraint's.",
+        ("constraint/grad_norm_base", "algorithm"),
+        ("constraint/grad_norm_constraint", "constraint"),
+        floor=0,
+    ),
+    chart(
         "Clipped tokens",
         "share of tokens",
         "Tokens whose gradient the clip sets to zero.",

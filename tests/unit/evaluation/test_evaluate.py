@@ -157,3 +157,9 @@ def test_accuracy_is_what_the_verifier_counts_and_not_its_partial_reward():
     result = evaluate(ScriptedEngine(), Sampling(8), PROMPTS, Tiers(), TOKENIZER)
     assert result.pass_at_1 == pytest.approx(3 / 7)
     assert {(each.reward, each.correct) for each in result.completions} == {(4.0, 1.0), (-0.3, 0.0)}
+
+
+def test_line_separators_in_a_completion_are_no_ends_of_lines(tmp_path):
+    path, row = tmp_path / "toy.part.jsonl", {"problem": 0, "text": "one\u2028two\u0085three\nfour"}
+    Kept(path, {}, 1).add([row])
+    assert Kept(path, {}, 1).completions == {0: [row]}
