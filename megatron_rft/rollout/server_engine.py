@@ -44,7 +44,8 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
-HEALTH_S = 2.0  # between two looks at a server that is busy
+GENERATE, PING = "/inference/v1/generate", "/is_paused"  # the engine itself answers both; /health says nothing of it
+PING_S = 2.0  # between two looks at a server that is busy
 
 
 class ServerEngine(Engine):
@@ -158,12 +159,12 @@ class ServerEngine(Engine):
                     self._hang_up()
 
     def _next(self, ended: queue.Queue) -> tuple:
-        """What ends next. Meanwhile the server must be in good health."""
+        """What ends next. Meanwhile the engine behind the server must be alive."""
         while True:
             try:
-                request, sample, answer = ended.get(timeout=HEALTH_S)
+                request, sample, answer = ended.get(timeout=PING_S)
             except queue.Empty:
-                self._call("GET", "/health", timeout_s=self.silence_timeout_s)
+                self._call("GET", PING)
                 continue
             if isinstance(answer, Exception):
                 raise answer
@@ -183,7 +184,7 @@ class ServerEngine(Engine):
         }
         body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
         try:
-            (choice,) = self._call("POST", "/inference/v1/generate", body, timeout_s=None)["choices"]
+            (choice,) = self._call("POST", GENERATE, body, timeout_s=None)["choices"]
             answer: Any = as_response(choice)
         except Exception as error:
             answer = error
@@ -235,7 +236,7 @@ class ServerEngine(Engine):
         parts = urlsplit(self.url)
         timeout_s = self.silence_timeout_s if timeout_s == 0 else timeout_s
         connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
-        waiting = path == "/inference/v1/generate"
+        waiting = path == GENERATE
         if waiting:
             self._asked.add(connection)
         try:
@@ -248,7 +249,7 @@ class ServerEngine(Engine):
         finally:
             self._asked.discard(connection)
             connection.close()
-        if answer.status >= 500 and path in ("/health", "/inference/v1/generate"):
+        if answer.status >= 500 and path in ("/health", PING, GENERATE):
             raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}")
         if answer.status >= 400:
             raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")

@@ -13,7 +13,8 @@ from transformers import Qwen3Config
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.errors import ConfigError
-from megatron_rft.rollout import wire
+from megatron_rft.rollout import server_engine, wire
+from megatron_rft.rollout.engine import EngineLost, Request, Sampling
 from megatron_rft.rollout.server_engine import ServerEngine, flag, own_address
 from megatron_rft.trainers.fleets import server_arguments
 
@@ -23,15 +24,19 @@ FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replica
 
 
 @contextmanager
-def answering(facts: dict | str):
-    """A server that knows nothing but what it is; (its URL, what it was asked)."""
+def answering(facts: dict | str, hangs: tuple[str, ...] = ()):
+    """A server that knows nothing but what it is, and never answers `hangs`; (its URL, what it was asked)."""
     asked: list[str] = []
+    over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             answer = "healthy"
+            if self.path in hangs:
+                over.wait()
+                return
             if self.path == "/collective_rpc":
                 about = facts if b"rft_facts" in body else {"problem": None}
                 answer = about if isinstance(about, str) else json.dumps({"results": [about]})
@@ -51,6 +56,7 @@ def answering(facts: dict | str):
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked
     finally:
+        over.set()
         server.shutdown()
         server.server_close()
 
@@ -83,6 +89,17 @@ def test_nothing_is_generated_while_weights_arrive(monkeypatch):
     assert asked[0] == "/pause?mode=keep" and asked[-1] == "/resume"
     assert asked.index("/update_weights") < asked.index("/finish_weight_update") < len(asked) - 2
     assert engine.weight_version == 1
+
+
+def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
+    """Neither its responses come nor its answer to the question how it is."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    monkeypatch.setattr(server_engine, "PING_S", 0.1)
+    with answering(FACTS, hangs=("/inference/v1/generate", "/is_paused")) as (url, asked):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32, silence_timeout_s=1.0)
+        with pytest.raises(EngineLost, match="does not answer: timed out"):
+            list(engine.generate([Request(0, (3, 4), 2, seed=1)], Sampling(4)))
+        assert asked.count("/inference/v1/generate") == 2 and "/is_paused" in asked
 
 
 def test_the_address_that_a_server_reaches_this_machine_by():
