@@ -190,6 +190,8 @@ def _train(args: argparse.Namespace) -> int:
         output_dir = recipe.run.output_dir
         job = args.job and Job(args.job, Path(output_dir), place.node, place.nodes)
         return launcher.launch(command, args.nproc or 1, output_dir, place, job)
+    if recipe.trainer == "generate":
+        launcher.see_one_gpu()
     return _work(recipe, _run)
 
 

@@ -74,6 +74,15 @@ def die_with_launcher() -> None:
         die_with(int(os.environ[PARENT]))
 
 
+def see_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
+    """For a worker without a process group, before torch is imported: of the node's GPUs it sees the one that its
+    number says. vLLM alone in a process takes the first that it sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given is not None else [str(n) for n in range(len(list(folder.glob("*"))))]
+    if names and "LOCAL_RANK" in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[int(os.environ["LOCAL_RANK"]) % len(names)]
+
+
 def launch(command: list[str], nproc: int, output_dir: str, place: Place | None = None, job: Job | None = None) -> int:
     """Run `command` as `nproc` ranks on this node and return the exit status, with a line about any failure.
 

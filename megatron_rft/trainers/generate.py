@@ -106,7 +106,7 @@ def run(recipe: Recipe) -> int:
 
 def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
     options = recipe.rollout
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the one that this worker sees
     reward = stack.enter_context(closing(rewards.build(recipe.reward)))
     if math.isinf(reward.maximum):
         raise DataError(

@@ -115,6 +115,20 @@ class TestWords:
             cli.main(arguments)
         assert caught.value.code == 2
 
+    @pytest.mark.parametrize(
+        "given, gpus, local, seen",
+        [(None, 8, 3, "3"), ("4,5", 8, 1, "5"), ("GPU-a", 8, 5, "GPU-a"), (None, 2, 3, "1"), (None, 0, 1, None)],
+    )
+    def test_a_worker_sees_one_gpu(self, tmp_path, monkeypatch, given, gpus, local, seen):
+        for number in range(gpus):
+            (tmp_path / str(number)).mkdir()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given or "")
+        if given is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        launcher.see_one_gpu(tmp_path)
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+
     def test_a_harness_without_a_place_for_its_results(self, capsys):
         assert cli.main(["harness", "model", "--tasks", "gsm8k", "--out", "/proc/version/out"]) == 2
         assert "--out: /proc/version/out cannot be made" in capsys.readouterr().err
