@@ -115,7 +115,7 @@ submit() {
     mkdir -p runs/slurm 2>/dev/null && [ -w runs/slurm ] || die "$PWD/runs/slurm cannot be written: the job keeps its notes there"
     sooner_signal
     if [ -n "${LAUNCH_SERVER:-}" ]; then # a heterogeneous job, each part with its options
-        mapfile -t shared < <(printf '%s\n' "${options[@]}" | grep -E '^--(account|partition|time|qos|reservation)=')
+        shared=($(grep -oE ' (--(account|partition|time|qos|reservation)[= ]|-[Aptq] ?)[^ ]+' <<<" ${options[*]}"))
         options+=(: "${shared[@]}" ${LAUNCH_SERVER_OPTIONS:---nodes=1})
     fi
     exec sbatch ${sooner:+"$sooner"} "${options[@]}" "launch/$(basename "$0")" "${keys[@]}"
@@ -123,8 +123,8 @@ submit() {
 
 # The scripts ask for their signal ten minutes ahead: a limit that is hardly longer would bring it at once.
 sooner_signal() {
-    local limit="${SBATCH_TIMELIMIT:-}" option
-    for option in "${options[@]}"; do [[ "$option" =~ ^(--time=|-t) ]] && limit="${option#"${BASH_REMATCH[0]}"}"; done
+    local limit="${SBATCH_TIMELIMIT:-}"
+    [[ " ${options[*]} " =~ \ (--time[=\ ]|-t\ ?)([^\ ]+)\  ]] && limit="${BASH_REMATCH[2]}"
     [[ "$limit" =~ ^(0+:)?0*([0-9]{1,2})(:[0-9]+)?$ ]] && [ "${BASH_REMATCH[2]}" -le 20 ] || return 0
     sooner="--signal=B:USR1@$((BASH_REMATCH[2] * 15))"
 }

@@ -20,6 +20,26 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_the_plan_is_for_as_many_ranks_as_are_asked_for(tmp_path, options, ranks):
+    lines = submit(tmp_path, options)
+    assert f"--nproc {ranks} run.seed=1" in next(line for line in lines if " plan " in line)
+    assert lines[-1].startswith(f"sbatch {' '.join(options)} ") and lines[-1].endswith("pipo_8b.sh run.seed=1")
+
+
+@pytest.mark.parametrize("whose", ["--account=me --time=60", "--account me -t 60", "-Ame -t60"])
+def test_the_server_s_nodes_are_asked_for_in_the_same_name(tmp_path, whose):
+    lines = submit(tmp_path, ["--gpus-per-node=8", *whose.split()], LAUNCH_SERVER="serve")
+    assert f"--gpus-per-node=8 {whose} : {whose} --nodes=1 launch/" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "limit, signal", [("--time=10", 150), ("-t 10:00", 150), ("-t00:20:00", 300), ("--time 60", None), ("", None)]
+)
+def test_a_short_limit_brings_its_signal_later(tmp_path, limit, signal):
+    last = submit(tmp_path, ["--gpus-per-node=8", *limit.split()])[-1]
+    assert last.startswith(f"sbatch --signal=B:USR1@{signal} " if signal else "sbatch --gpus-per-node=8 ")
+
+
+def submit(tmp_path: Path, options: list[str], **variables: str) -> list[str]:
     for name in ("sbatch", "python"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
         (tmp_path / name).chmod(0o755)
@@ -28,10 +48,9 @@ def test_the_plan_is_for_as_many_ranks_as_are_asked_for(tmp_path, options, ranks
         "SBATCH_ACCOUNT": "me",
         "SBATCH_PARTITION": "gpu",
         "LAUNCH_SETUP": ":",
+        **variables,
     }
     command = ["bash", "launch/pipo_8b.sh", *options, "run.seed=1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert f"--nproc {ranks} run.seed=1" in next(line for line in lines if " plan " in line)
-    assert lines[-1].startswith(f"sbatch {' '.join(options)} ") and lines[-1].endswith("pipo_8b.sh run.seed=1")
+    return done.stdout.splitlines()
