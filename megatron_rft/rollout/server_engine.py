@@ -119,7 +119,9 @@ class ServerEngine(Engine):
         self.workers = int(facts["workers"])
 
     def _how(self) -> str:
-        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 {shlex.join(command('MODEL', self.dtype))}"
+        room = {"max-model-len": self.longest} if self.longest else {}
+        line = shlex.join(command("MODEL", self.dtype, arguments=room))
+        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 {line}"
 
     def _connect(self) -> None:
         """The group that weights go through: this process, and the server's workers."""
@@ -295,6 +297,8 @@ def command(
     arguments: dict[str, Any] | None = None,
 ) -> list[str]:
     """What starts a server that a trainer can send weights to. Without a GPU there is no graph to capture."""
+    arguments = arguments or {}
+    whole = max(PREFILL_TOKENS, arguments.get("max-model-len", 0), arguments.get("max-num-seqs", 0))
     options = {
         "model": model,
         "host": host,
@@ -308,11 +312,11 @@ def command(
         "enable-scale-out": True,  # the end point of token ids
         "skip-tokenizer-init": True,
         "enable-chunked-prefill": False,  # with it, seeds of their own crash
-        "max-num-batched-tokens": PREFILL_TOKENS,
+        "max-num-batched-tokens": whole,  # prompts are not split
         "disable-uvicorn-access-log": True,
     }
     options |= {} if torch.cuda.is_available() else {"enforce-eager": True}
-    flags = [part for name, value in (options | (arguments or {})).items() for part in flag(name, value)]
+    flags = [part for name, value in (options | arguments).items() for part in flag(name, value)]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
 
 

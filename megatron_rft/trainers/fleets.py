@@ -19,7 +19,7 @@ from megatron_rft.rollout.engine import Engine
 from megatron_rft.rollout.fleet import Fleet, shares
 from megatron_rft.rollout.process_engine import EngineProcess
 from megatron_rft.rollout.server_engine import OwnServer, ServerEngine
-from megatron_rft.rollout.vllm_engine import PREFILL_TOKENS, speculation
+from megatron_rft.rollout.vllm_engine import speculation
 
 
 def build(
@@ -77,9 +77,8 @@ def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spar
 
 def server_arguments(recipe: Recipe, longest: int) -> dict[str, Any]:
     """Of a server that the run starts, under the names of its command line: ours, under the recipe's."""
-    given = {"max_model_len": longest, "max_num_seqs": recipe.rollout.max_batch_sequences} | recipe.vllm.arguments()
-    whole = max(PREFILL_TOKENS, given["max_model_len"], given["max_num_seqs"])  # prompts are not split
-    arguments = {"max_num_batched_tokens": whole} | given
+    own = {"max_model_len": longest, "max_num_seqs": recipe.rollout.max_batch_sequences}
+    arguments = own | recipe.vllm.arguments()
     if "speculative_config" in arguments:
         arguments["speculative_config"] = speculation(arguments["speculative_config"])
     return {name.replace("_", "-"): value for name, value in arguments.items()}

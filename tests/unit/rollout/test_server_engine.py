@@ -15,7 +15,7 @@ from megatron_rft.config.vllm import Vllm
 from megatron_rft.errors import ConfigError
 from megatron_rft.rollout import server_engine, wire
 from megatron_rft.rollout.engine import EngineLost, Request, Sampling
-from megatron_rft.rollout.server_engine import ServerEngine, flag, own_address
+from megatron_rft.rollout.server_engine import ServerEngine, command, flag, own_address
 from megatron_rft.trainers.fleets import server_arguments
 
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -111,9 +111,11 @@ def test_arguments_of_a_server():
     """A prompt is computed whole, however long; a draft model has weights of its own."""
     drafts = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
     recipe = SimpleNamespace(rollout=Rollout(max_batch_sequences=16), vllm=Vllm(speculative_config=drafts))
-    assert server_arguments(recipe, 20000) == {
+    arguments = server_arguments(recipe, 20000)
+    assert arguments == {
         "max-model-len": 20000,
         "max-num-seqs": 16,
-        "max-num-batched-tokens": 20000,
         "speculative-config": drafts | {"draft_load_config": {"load_format": "auto"}},
     }
+    line = command("model", torch.bfloat16, arguments=arguments)
+    assert line[line.index("--max-num-batched-tokens") + 1] == "20000"
