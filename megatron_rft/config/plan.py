@@ -91,7 +91,8 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     check_vllm(engine.name, recipe.vllm, recipe.longest_generation, shape)
     check_speed(recipe, choose(recipe.rollout.engine, *kernels).name if recipe.refines else None)
     if recipe.trainer == "generate":
-        return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}"])
+        memory_line = "memory: not computed, each worker has its engine on a device of its own"
+        return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
     optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
     check_schedule(recipe, optimizer_steps)

@@ -34,13 +34,13 @@ def run(model: str, like: str | None, tasks: list[str], include: str | None, lim
         )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".model-") as folder:
-        path = source.path
+        path, tokenizer = source.path, {"tokenizer": str(source.companions)} if like else {}
         if source.format == "megatron":
             path = Path(folder) / "model"
             conversion.convert(source, path, "hf")
         found = lm_eval.simple_evaluate(
             model="hf",
-            model_args={"pretrained": str(path)},
+            model_args={"pretrained": str(path)} | tokenizer,
             device="cuda" if torch.cuda.is_available() else "cpu",
             tasks=tasks,
             task_manager=manager,
