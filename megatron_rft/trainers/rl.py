@@ -71,6 +71,7 @@ def train(recipe: Recipe) -> int:
         for step in range(done + 1, recipe.run.steps + 1):
             with phases("generation"):
                 sampled = ahead.next(step)
+            sync.rest()
             with phases("logprobs"):
                 batch = models.outputs(sampled.batch, recipe.algorithm.old_logprobs)
                 measured = constraint.measured_kl(recipe, models, batch, step)

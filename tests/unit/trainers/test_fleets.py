@@ -1,0 +1,52 @@
+"""What a run does with its engines around a step; processes and servers are in tests/integration and tests/parity."""
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatron_rft.rollout.engine import Request, Sampling
+from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.trainers.fleets import Sync
+
+CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+
+
+class ForgetfulEngine(HFEngine):
+    """As vLLM on a GPU: what it held is gone after a sleep, and it cannot be used before it is woken."""
+
+    asleep = False
+
+    def sleep(self):
+        self.asleep, self.weight_version = True, -1
+        for parameter in self.model.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))
+
+    def wake(self):
+        self.asleep = False
+
+    def load_weights(self, stream, version):
+        assert not self.asleep
+        super().load_weights(stream, version)
+
+
+class Actor:
+    def __init__(self):
+        self.weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
+
+    def stream(self):
+        return iter(self.weights.items())
+
+
+def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
+    engine = ForgetfulEngine(CONFIG)
+    sync = Sync(Actor(), engine, version=0)
+    sync.push(verify=True)
+
+    def generated():
+        (group,) = engine.generate([Request(0, (1, 2, 3), 2, seed=1)], Sampling(6, temperature=0.0))
+        return [response.token_ids for response in group.responses]
+
+    before = generated()
+    sync.rest()
+    assert engine.asleep
+    sync.push()
+    assert not engine.asleep and generated() == before
