@@ -81,6 +81,14 @@ def repair_sampling() -> None:
     kernels._expand_kernel_impl = expand
 
 
+def bear_other_libraries() -> None:
+    """At its start vLLM asks every object of every module for its `__dict__`, and falls over one that answers to any
+    name: llvmlite's library, which numba brings in for n-grams, when a second engine of the process starts."""
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.vars = lambda value: found if hasattr(found := vars(value), "get") else {}
+
+
 def after_reload(model: nn.Module) -> None:
     """An output matrix that is tied to the embeddings went on with the packed copy of their former values."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -98,6 +106,7 @@ def start(arguments: dict[str, Any]) -> Any:
 
     if not _live:
         _own_world = not torch.distributed.is_initialized()
+    bear_other_libraries()
     with bystanders():
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     engine.engine_core._finalizer.detach()  # would destroy the trainer's process groups

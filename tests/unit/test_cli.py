@@ -201,7 +201,7 @@ def test_evaluate_measures_a_folder(tmp_path, capsys):
     path.write_text(
         f"run: {{output_dir: {tmp_path}/run, steps: 1}}\nmodel: {{path: nowhere}}\n"
         "data: {train: arithmetic, test: arithmetic, max_prompt_tokens: 64}\n"
-        "rollout: {max_response_tokens: 8}\nevaluation: {limit: 3, samples: 2}\n"
+        "rollout: {engine: hf, max_response_tokens: 8}\nevaluation: {limit: 3, samples: 2}\n"
     )
     assert cli.main(["evaluate", str(path), "--model", str(model)]) == 0
     assert "| test | 3 | 2 |" in capsys.readouterr().out

@@ -114,6 +114,6 @@ def test_processes_start_only_when_needed():
 
 
 def test_kinds_are_listed():
-    with pytest.raises(ConfigError, match="reward.kind='maths': there is math, code, .*by_row. Did you mean 'math'"):
+    with pytest.raises(ConfigError, match="reward.kind='maths': there is math, code, .*own. Did you mean 'math'"):
         build(SimpleNamespace(kind="maths"))
     assert isinstance(build(SimpleNamespace(kind="math", timeout_s=1.0, workers=1)), MathReward)

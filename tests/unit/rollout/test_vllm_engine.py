@@ -30,6 +30,7 @@ def models():
 def shared(models):
     from megatron_rft.rollout.vllm_engine import VLLMEngine
 
+    pytest.importorskip("llvmlite.binding")  # as after n-grams: vLLM's start falls over it (vllm_cpu.py)
     engine = VLLMEngine(CONFIG, max_batch_sequences=32)
     with pytest.raises(RunFailed, match="before any weights"):
         list(engine.generate(some_requests(1), Sampling(3)))

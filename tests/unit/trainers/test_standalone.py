@@ -39,7 +39,7 @@ def recipe(tmp_path, model):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"run: {{output_dir: {tmp_path}/run, steps: 1}}\nmodel: {{path: {model}}}\n"
-        "data: {train: arithmetic, max_prompt_tokens: 100}\nrollout: {max_response_tokens: 4}\n"
+        "data: {train: arithmetic, max_prompt_tokens: 100}\nrollout: {engine: hf, max_response_tokens: 4}\n"
         "evaluation:\n  samples: 2\n  batch: 2\n  benchmarks:\n"
         f"    first: {{path: {tmp_path}/math500.jsonl, adapter: math500, samples: 3}}\n"
         "    second: {path: arithmetic, limit: 3}\n"
