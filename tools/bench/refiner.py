@@ -1,20 +1,24 @@
 """What the refiner of the dynamic constraint costs: a step without it, with it, and with each of its measures.
 
     python examples/compare_constraints.py --out FOLDER          # a model that can answer and refine, and trained ones
-    python tools/bench/refiner.py FOLDER/warm/export [--policy FOLDER/runs/dynamic_0/export] [--rounds 5]
+    python tools/bench/refiner.py FOLDER/warm/export --policy FOLDER/runs/dynamic_0/export [--engine vllm] [--rounds 5]
 
 A step is sampling, grading and refining, the log-probs before the step and two optimizer steps; weights do not change,
 so that every variant does the same work on the same tokens. Variants take turns. none: everything is refined, token by
 token, when sampling is over. skip: nothing that has full marks. draft: the response is the guess of its refinement.
-overlap: while later groups are being sampled. Wall seconds, and this process's CPU seconds, which others on the machine
-disturb less (but which an overlap cannot save).
+overlap: while later groups are being sampled. prefix (vllm): what prompts have in common is computed once, in blocks of
+BLOCK tokens; the policy's engine always does that. The task's questions are shorter than a block; `--prompt-template`
+makes them longer, for models that were trained with it. Wall seconds, and this process's CPU seconds, which others on
+the machine disturb less (but which an overlap cannot save).
 """
 
 import argparse
 import math
 import time
+from itertools import chain
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from setups import actor_like, set_threads
@@ -24,26 +28,25 @@ from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import PromptFormat, ask_again, prompt_set
 from megatron_rft.objectives import GRPO, DynamicConstraint
 from megatron_rft.rewards.math import MathReward
-from megatron_rft.rollout.engine import Sampling
+from megatron_rft.rollout.engine import Engine, Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler, request_seed
+from megatron_rft.trainers.assembly import PREDICTED
 
 TEMPLATE = "{question}{response}\nRefine:\n"  # of examples/dynamic/tiny
-VARIANTS = {
-    "without a refiner": None,
-    "none": set(),
-    "skip": {"skip"},
-    "draft": {"draft"},
-    "overlap": {"overlap"},
-    "all": {"skip", "draft", "overlap"},
-}
+BLOCK = 32  # tokens; the smallest of vLLM's CPU build
+MEASURES = {"hf": ("skip", "draft", "overlap"), "vllm": ("skip", "prefix", "draft", "overlap")}
+CLOCKS = ("wall", "cpu", "sampling")  # seconds; sampling: of the CPU, until all is refined
+OF_THE_ENGINE = {"prefix", "draft"}  # with vLLM
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="of the refiner: Hugging Face format, trained on arithmetic: refining")
     parser.add_argument("--policy", type=Path, help="default: the refiner's")
+    parser.add_argument("--engine", choices=MEASURES, default="hf", help="of both")
+    parser.add_argument("--prompt-template", default=arithmetic.PROMPT_TEMPLATE)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=40)
@@ -55,17 +58,30 @@ def parse() -> argparse.Namespace:
 class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args, self.reward = args, MathReward(workers=0)
-        self.tokenizer, self.form = arithmetic.tokenizer(), PromptFormat(prompt_template=arithmetic.PROMPT_TEMPLATE)
+        self.tokenizer, self.form = arithmetic.tokenizer(), PromptFormat(prompt_template=args.prompt_template)
         rows = arithmetic.rows("train", args.prompts)
         self.prompts = prompt_set(rows, self.tokenizer, self.form, "arithmetic").prompts
         self.sampling = Sampling(args.tokens, stop_token_ids=(self.tokenizer.eos_token_id,))
-        self.policy, self.frozen = (HFEngine(folder) for folder in (args.policy or args.model, args.model))
         model = AutoModelForCausalLM.from_pretrained(args.policy or args.model)
         self.actor = actor_like(model, "fp32", micro_batch_tokens=8192)
+        self.policy = self.engine(args.policy or args.model, {"prefix"})
+        self.frozen: dict[frozenset[str], Engine] = {}
+
+    def engine(self, folder: Path, measures: set[str]) -> Engine:
+        if self.args.engine == "hf":
+            return HFEngine(folder)
+        from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+        options = {"block_size": BLOCK, "enable_prefix_caching": "prefix" in measures}
+        options |= {"speculative_config": PREDICTED} if "draft" in measures else {}
+        return VLLMEngine(folder, max_model_len=256, options=options)
 
     def refiner(self, measures: set[str]) -> Refiner:
+        kind = frozenset(measures & OF_THE_ENGINE if self.args.engine == "vllm" else ())
+        if kind not in self.frozen:
+            self.frozen[kind] = self.engine(self.args.model, kind)
         return Refiner(
-            self.frozen,
+            self.frozen[kind],
             Sampling(self.args.tokens, temperature=0.0, stop_token_ids=self.sampling.stop_token_ids),
             self.tokenizer,
             lambda prompt, text: ask_again(prompt, text, self.tokenizer, self.form),
@@ -76,7 +92,7 @@ class Bench:
             overlap="overlap" in measures,
         )
 
-    def step(self, measures: set[str] | None) -> dict[str, float]:
+    def step(self, measures: set[str] | None) -> dict[str, Any]:
         refiner = None if measures is None else self.refiner(measures)
         sampler = Sampler(
             self.policy, self.sampling, self.reward, self.tokenizer, self.args.group, seed=0, refiner=refiner
@@ -91,42 +107,58 @@ class Bench:
             for mini_batch in update.steps():
                 self.actor.step(mini_batch, update.loss, update.counts(mini_batch), update.outputs, learning_rate=1e-20)
         found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "sampling": sampled_at}
-        metrics = sampled.metrics
-        return found | {name.partition("/")[2]: value for name, value in metrics.items() if "/" in name}
+        found |= {name.partition("/")[2]: value for name, value in sampled.metrics.items() if "/" in name}
+        written = {(each.place, each.sample): each.refined.token_ids for each in sampled.rollouts if each.refined}
+        return found | {"written": written}
+
+    def close(self) -> None:
+        for engine in chain([self.policy], self.frozen.values()):
+            engine.close()
 
 
 def main() -> None:
     args = parse()
     set_threads(args.threads)
-    bench = Bench(args)
-    seen: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    bench, measures = Bench(args), MEASURES[args.engine]
+    variants = {"without a refiner": None, "none": set(), **{name: {name} for name in measures}}
+    variants |= {"all but overlap": set(measures) - {"overlap"}, "all": set(measures)}
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for number in range(args.rounds + 1):
-        for name, measures in VARIANTS.items():
-            found = bench.step(measures)
+        for name, chosen in variants.items():
+            found = bench.step(chosen)
             if number:  # the first round warms up
                 seen[name].append(found)
-    base = {clock: median(each[clock] for each in seen["without a refiner"]) for clock in ("wall", "cpu", "sampling")}
+    bench.close()
     print(
-        f"{args.prompts} x {args.group} responses of up to {args.tokens} tokens, {torch.get_num_threads()} thread(s)\n"
+        f"{args.engine}, {args.prompts} x {args.group} responses of up to {args.tokens} tokens, "
+        f"{torch.get_num_threads()} thread(s)\n"
     )
-    print("| | refined | verbatim | tokens/s | step, s | over no refiner | CPU, s | over no refiner | of sampling |")
+    print("| | refined | verbatim | tokens/CPU s | step, s | over without | CPU, s | over without | of sampling |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, steps in seen.items():
-        print(row(name, steps, base))
+        print(row(name, steps, seen["without a refiner"]))
+    expected, others = seen["none"][0]["written"], [step["written"] for steps in seen.values() for step in steps]
+    same = [ids == expected[key] for written in others for key, ids in written.items()]
+    print(f"\n{sum(same)} of {len(same)} refined responses are those of `none`, token for token")
 
 
-def row(name: str, steps: list[dict[str, float]], base: dict[str, float]) -> str:
-    refined, seconds = steps[0].get("refined"), median(each.get("refiner_seconds", 0.0) for each in steps)
-    speed = f"{steps[0]['refiner_tokens'] / seconds:.0f}" if seconds else "–"
-    about = f"{refined:.0f} | {steps[0].get('verbatim', 0.0):.0%}" if refined is not None else "– | –"
-    clocks = []
+def row(name: str, steps: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
+    """Medians; what a variant costs is compared round by round, for the machine is not equally fast in all of them."""
+    refined = steps[0].get("refined")
+    more = {
+        clock: median(each[clock] - other[clock] for each, other in zip(steps, base, strict=True)) for clock in CLOCKS
+    }
+    whole = {clock: median(each[clock] for each in base) for clock in CLOCKS}
+    speed = "–" if refined is None else f"{steps[0]['refiner_tokens'] / more['sampling']:.0f}"
+    cells = ["– | –" if refined is None else f"{refined:.0f} | {steps[0].get('verbatim', 0.0):.0%}", speed]
     for clock in ("wall", "cpu"):
-        value = median(each[clock] for each in steps)
-        clocks += [f"{value:.3f}", f"{100 * (value / base[clock] - 1):+.1f} %" if refined is not None else "–"]
-    # of the CPU's share above, what sampling and refining take; the rest is training on the pairs
-    more = (median(each["sampling"] for each in steps) - base["sampling"]) / base["cpu"]
-    clocks.append(f"{100 * more:+.1f} %" if refined is not None else "–")
-    return f"| {name} | {about} | {speed} | {' | '.join(clocks)} |"
+        cells += [f"{median(each[clock] for each in steps):.3f}", share(more[clock] / whole[clock])]
+    cells.append(share(more["sampling"] / whole["cpu"]))  # the rest of the CPU's is training on the pairs
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def share(value: float) -> str:
+    return f"{100 * value:+.1f} %"
 
 
 if __name__ == "__main__":
