@@ -13,6 +13,7 @@ from tests.slurm.cluster import TOOLS, Cluster
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
+    os.environ["PATH"] += ":/usr/sbin:/sbin"  # where Debian puts daemons, which not every shell's PATH has
     if os.getuid() != 0:
         pytest.skip("a Slurm of several nodes on one machine takes root")
     missing = [name for name in ("slurmctld", "slurmd", "munged", "gcc") if shutil.which(name) is None]

@@ -2,6 +2,7 @@
 # Slurm and munge from the distribution's packages (Debian, Ubuntu), for up.sh. Needs root. A few seconds; nothing where
 # they are there. Their daemons, which nobody has configured, are not started.
 set -euo pipefail
+PATH="$PATH:/usr/sbin:/sbin"
 command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null && [ -e /usr/include/slurm/spank.h ] &&
     command -v gcc >/dev/null && exit 0
 [ "$(id -u)" -eq 0 ] || { echo "installing Slurm takes root" >&2 && exit 1; }
