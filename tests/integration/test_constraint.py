@@ -1,13 +1,10 @@
 """Whole runs under a dynamic constraint: killed and resumed, with and without the skip, and with eta 0."""
 
-import os
-import signal
-
 import pytest
 
-from tests.integration.test_kill_and_resume import assert_same_run, numbers, wait_for_step
+from tests.integration.test_kill_and_resume import assert_same_run, killed, numbers
 from tests.integration.test_online_algorithms import recipe_of
-from tests.integration.tiny import metrics, start, train
+from tests.integration.tiny import metrics, train
 
 SECTIONS = {
     "algorithm": {"name": "dapo", "max_rounds": 2},
@@ -53,10 +50,7 @@ def test_killed_and_resumed_it_is_the_same_run(recipe):
     assert any("constraint/grad_norm_constraint" in line for line in lines)
 
     out = path.parent / "killed"
-    process = start(path, f"run.output_dir={out}")
-    wait_for_step(out, process, step=4)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    killed(path, out, step=4)
     status, output = train(path, f"run.output_dir={out}")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, path.parent / "run")

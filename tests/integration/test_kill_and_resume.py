@@ -3,9 +3,11 @@
 MEGATRON_RFT_KILLS says how many times the run is killed (default 3).
 """
 
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -80,6 +82,22 @@ def wait_for_step(run: Path, process, step: int) -> None:
             if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= step:
                 return
         time.sleep(0.01)
+
+
+def killed(recipe: Path, out: Path, step: int, delay: float = 0.0) -> None:
+    """A run that was killed -9 after it logged `step`. On a busy machine the signal may come when it has ended: then it
+    is started anew."""
+    for _ in range(5):
+        process = start(recipe, f"run.output_dir={out}")
+        wait_for_step(out, process, step)
+        time.sleep(delay)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if not (out / "export").exists():
+            return
+        shutil.rmtree(out)
+    pytest.fail("the run ended before it was killed, five times")
 
 
 def test_one_step_off_is_as_exact(tmp_path):

@@ -1,16 +1,13 @@
 """Each of the five algorithms closed by PIPO, as a whole run: killed by kill -9 and resumed it ends with the same
 weights, bit for bit. The cheap variants run once."""
 
-import os
 import random
-import signal
-import time
 
 import pytest
 import yaml
 
-from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
-from tests.integration.tiny import metrics, start, train, write_recipe
+from tests.integration.test_kill_and_resume import assert_same_run, killed
+from tests.integration.tiny import metrics, train, write_recipe
 
 PIPO = {"window": 2, "learning_rate": 1e-2}
 CLOSED = {
@@ -67,11 +64,7 @@ def test_killed_and_resumed_it_is_the_same_run(name, tmp_path):
     assert any("verification/grad_norm" in line for line in lines), "nothing was verified: this proves little"
 
     out, rng = tmp_path / "killed", random.Random(name)
-    process = start(recipe, f"run.output_dir={out}")
-    wait_for_step(out, process, step=rng.randint(3, 5))
-    time.sleep(rng.uniform(0, 0.5))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    killed(recipe, out, step=rng.randint(3, 5), delay=rng.uniform(0, 0.3))
     status, output = train(recipe, f"run.output_dir={out}")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, tmp_path / "run")
