@@ -5,11 +5,13 @@ import os
 import pickle
 import shutil
 import subprocess
+from contextlib import closing
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from megatron_rft.config.vllm import unusable
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import Source, convert
@@ -84,19 +86,24 @@ def test_what_belongs_to_the_model_comes_along(source, megatron):
 
 
 def test_vllm_loads_it_and_gives_the_same_log_probs(tmp_path):
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    if (reason := unusable()) is not None:
+        pytest.skip(str(reason))
     known_to_vllm = Qwen3Config(**SMALL, **HEADS | {"head_dim": 32})  # its CPU build has no attention for smaller heads
     source = write(tmp_path / "hf", known_to_vllm, torch.float32)
     convert(source, tmp_path / "megatron", "megatron")
     convert(Source(tmp_path / "megatron", "megatron", source.hf_config, source.path), tmp_path / "back", "hf")
-    options = dict(dtype="float32", enforce_eager=True, max_model_len=32, skip_tokenizer_init=True)
-    engine = vllm.LLM(str(tmp_path / "back"), **options, kv_cache_memory_bytes=16 << 20)
-    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (found,) = engine.generate([{"prompt_token_ids": list(range(8))}], sampling)
-    given = [next(iter(each.values())).logprob for each in found.prompt_logprobs[1:]]
+    from megatron_rft.rollout.engine import Request, Sampling
+    from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+    folder = HFFolder(tmp_path / "back", known_to_vllm)
+    with closing(VLLMEngine(known_to_vllm)) as engine:
+        engine.load_weights(((name, folder(name)) for name in hf_shapes(known_to_vllm)), 1)
+        (group,) = engine.generate([Request(0, tuple(range(8)), 1, seed=0)], Sampling(4, temperature=0.0))
+    (response,) = group.responses
     model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).eval()
-    expected = model(torch.arange(8)[None]).logits[0, :-1].log_softmax(-1)[torch.arange(7), torch.arange(1, 8)]
-    assert given == pytest.approx(expected.tolist(), abs=1e-4)
+    logits = model(torch.tensor([[*range(8), *response.token_ids]])).logits[0, 7:-1]  # [R, V]
+    expected = logits.log_softmax(-1)[torch.arange(4), torch.tensor(response.token_ids)]
+    assert list(response.logprobs) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 # ---- what is refused
