@@ -11,7 +11,11 @@ srun_with_stop() {
     trap ask_to_stop USR1 TERM
     command srun "$@" &
     while kill -0 $! 2>/dev/null; do wait $!; done # a trapped signal ends a wait early
-    wait $!
+    wait $! && return 0
+    local status=$?
+    # srun kills a node as soon as another has ended with a mistake: what they wrote last counts, not the signal.
+    ! grep -qs '"status": 2' "$job/start_${SLURM_RESTART_COUNT:-0}"/node_*.json || status=2
+    return "$status"
 }
 
 # requeue_if_due STATUS: of the step that has ended. 75 asks for another start; from 128 on somebody was killed before he
