@@ -5,6 +5,7 @@ NeMo-Run has an environment of its own, .venv-nemo (tests/run.sh makes it) or $N
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,13 @@ def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, sl
 
 
 def submitted(cluster, workspace: Path) -> SlurmJob:
-    """The one job in the queue."""
-    for _ in range(600):
+    """The one job in the queue. NeMo-Run's imports alone take 5 to 15 seconds before it submits."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         _, output = cluster.run("squeue", "-h", "-o", "%A")
         if output.strip():
             return SlurmJob(cluster, int(output), workspace / "slurm" / output.strip())
+        time.sleep(0.2)
     raise AssertionError("no job was submitted")
 
 
