@@ -3,7 +3,7 @@
     python tools/bench/extrapolated_logprob.py [--tokens 4096] [--vocab 151936] [--hidden 1024]
 
 All sides take hidden states of the policy and of the reference and their output matrices, run forward and backward, and
-are measured each in a fresh process (see logprob_memory.py for what the bytes are). On a CPU the seconds are CPU time:
+are measured each in a fresh process (see sides.py for what the bytes are). On a CPU the seconds are CPU time:
 others on the machine then disturb less.
 
     materialised   h and h_ref as [T, V], log_softmax of h and of (1 + lambda) h - lambda h_ref, gather
@@ -13,26 +13,12 @@ others on the machine then disturb less.
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 
-from logprob_memory import Peak
+import sides
 
 SIDES = ("materialised", "fused", "off_rl")
 LAMBDA = 2.0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--block-mib", type=int, default=64)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def materialised(hidden, weight, other_hidden, other_weight, targets, args):
@@ -76,10 +62,8 @@ def measure(args: argparse.Namespace) -> dict:
     """One side, in this process."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    torch.manual_seed(0)
-    side, peak = globals()[args.side], Peak(device)
+    device, dtype = sides.device_and_dtype(args)
+    side, peak = globals()[args.side], sides.Peak(device)
     clock = time.perf_counter if device == "cuda" else time.process_time
 
     def once(tokens: int, vocab: int) -> dict:
@@ -102,24 +86,16 @@ def measure(args: argparse.Namespace) -> dict:
             "extrapolated": extrapolated.mean().item(),
         }
 
-    once(64, 256)  # libraries load and threads start before anything is measured
-    if device == "cuda":
-        once(args.tokens, args.vocab)
-    return once(args.tokens, args.vocab) | {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    return sides.warm(once, args, device)
 
 
 def main() -> None:
-    args = parse()
+    args = sides.parser(__doc__.splitlines()[0], SIDES, hidden=1024).parse_args()
     if args.side:
         print(json.dumps(measure(args)))
         return
-    result = {}
-    for side in SIDES:
-        run = subprocess.run([sys.executable, *sys.argv, "--side", side], capture_output=True, text=True)
-        if run.returncode != 0:
-            sys.exit(f"the {side} side failed:\n{run.stderr[-2000:]}")
-        result[side] = json.loads(run.stdout.splitlines()[-1])
-    result["setting"] = {k: v for k, v in vars(args).items() if k not in ("json", "side")}
+    result = sides.each(SIDES)
+    result["setting"] = sides.setting(args)
     if args.json:
         print(json.dumps(result))
         return

@@ -10,25 +10,11 @@ two numbers per token.
 
 import argparse
 import json
-import subprocess
-import sys
 import time
-from pathlib import Path
+
+import sides
 
 SIDES = ("materialised", "fused")
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--block-mib", type=int, default=64)
-    parser.add_argument("--entropy", action="store_true", help="both sides also give the entropy (without gradient)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def materialised(hidden, weight, targets, args):
@@ -46,42 +32,12 @@ def fused(hidden, weight, targets, args):
     return logprobs_and_entropy(hidden, weight, targets, **options)[0]
 
 
-class Peak:
-    """Bytes in use at most since `start`, beyond those in use then."""
-
-    def __init__(self, device: str):
-        self.device = device
-
-    def start(self):
-        import torch
-
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-            self.before = self.resident("VmRSS")
-
-    def stop(self) -> int:
-        import torch
-
-        return (torch.cuda.max_memory_allocated() if self.device == "cuda" else self.resident("VmHWM")) - self.before
-
-    @staticmethod
-    def resident(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
 def measure(args: argparse.Namespace) -> dict:
     """One side, in this process."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    torch.manual_seed(0)
-    side, peak = globals()[args.side], Peak(device)
+    device, dtype = sides.device_and_dtype(args)
+    side, peak = globals()[args.side], sides.Peak(device)
 
     def once(tokens: int, vocab: int) -> dict:
         hidden = torch.randn(tokens, args.hidden, device=device).to(dtype).requires_grad_()
@@ -94,27 +50,21 @@ def measure(args: argparse.Namespace) -> dict:
         high = peak.stop()  # waits for the device
         return {"seconds": time.perf_counter() - begin, "bytes": high, "mean_logprob": logprobs.mean().item()}
 
-    once(64, 256)  # libraries load and threads start before anything is measured
-    if device == "cuda":
-        once(args.tokens, args.vocab)
-    return once(args.tokens, args.vocab) | {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    return sides.warm(once, args, device)
 
 
 def main() -> None:
-    args = parse()
+    parser = sides.parser(__doc__.splitlines()[0], SIDES, hidden=256)
+    parser.add_argument("--entropy", action="store_true", help="both sides also give the entropy (without gradient)")
+    args = parser.parse_args()
     if args.side:
         print(json.dumps(measure(args)))
         return
-    result = {}
-    for side in SIDES:
-        run = subprocess.run([sys.executable, *sys.argv, "--side", side], capture_output=True, text=True)
-        if run.returncode != 0:
-            sys.exit(f"the {side} side failed:\n{run.stderr[-2000:]}")
-        result[side] = json.loads(run.stdout.splitlines()[-1])
+    result = sides.each(SIDES)
     itemsize = 4 if args.dtype == "fp32" else 2
     result["floor_bytes"] = (args.tokens + args.vocab) * args.hidden * itemsize + 8 * args.tokens
     result["ratio"] = result["materialised"]["bytes"] / result["fused"]["bytes"]
-    result["setting"] = {k: v for k, v in vars(args).items() if k not in ("json", "side")}
+    result["setting"] = sides.setting(args)
     if args.json:
         print(json.dumps(result))
         return
