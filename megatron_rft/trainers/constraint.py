@@ -22,6 +22,7 @@ from megatron_rft.rollout.sampler import Rollout, request_seed
 from megatron_rft.tracking.metrics import drop_from
 from megatron_rft.trainers import assembly
 from megatron_rft.trainers.models import LOGPROBS, Models
+from megatron_rft.trainers.parts import due, gradient_norms
 
 REFINER_STREAM = 1  # beside the policy's, in the seeds
 EXAMPLES_FILE = "refinements.jsonl"
@@ -52,10 +53,6 @@ def build_refiner(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any
     )
 
 
-def due(every: int, step: int) -> bool:
-    return bool(every) and (step == 1 or step % every == 0)
-
-
 def measured_kl(recipe: Recipe, models: Models, batch: Batch, step: int) -> dict[str, float]:
     """KL(policy || reference) before the step, by the k3 estimate on the sampled tokens."""
     if not recipe.constraint or not due(recipe.constraint.kl_every, step):
@@ -67,12 +64,9 @@ def measured_kl(recipe: Recipe, models: Models, batch: Batch, step: int) -> dict
 
 
 def part_norms(actor: Actor, update: Update, batch: Batch, second: Any) -> dict[str, float]:
-    """The gradient's norm of the base's part of the loss and of the constraint's, at the present weights."""
-    found = {}
-    for part in ("base", "constraint"):
-        actor.backward(batch, part_of(update.loss, part), update.counts(batch), update.outputs, second)
-        found[f"constraint/grad_norm_{part}"] = actor.optimizer.grad_norm()
-    return found
+    """The gradient's norm of the base's part of the loss and of the constraint's."""
+    parts = {f"constraint/grad_norm_{part}": part_of(update.loss, part) for part in ("base", "constraint")}
+    return gradient_norms(actor, update, batch, parts, lambda: second)
 
 
 def norms_due(recipe: Recipe, update: Update, step: int) -> bool:

@@ -29,6 +29,7 @@ from megatron_rft.records import Batch
 from megatron_rft.rewards import build as build_reward
 from megatron_rft.trainers import assembly
 from megatron_rft.trainers.lifecycle import FINISHED, STOPPED, Run
+from megatron_rft.trainers.parts import due, gradient_norms
 from megatron_rft.trainers.reference import Reference, check_cache
 from megatron_rft.trainers.selection import Selection
 
@@ -71,7 +72,7 @@ def train(recipe: Recipe) -> int:
             metrics = prepared.metrics | {"tokens/trained": float(batch.lengths.sum())}
             for update in prepared.updates:
                 for mini_batch in update.steps():
-                    if norms_due(recipe, step):
+                    if due(recipe.algorithm.part_norms_every, step):
                         with run.phases("part_norms"):
                             metrics |= part_norms(actor, update, mini_batch, reference)
                     with run.phases("training"):
@@ -144,19 +145,10 @@ def with_old_logprobs(batch: Batch, objective: Offline, actor: Actor) -> Batch:
     return batch.with_tokens(old_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
 
 
-def norms_due(recipe: Recipe, step: int) -> bool:
-    every = recipe.algorithm.part_norms_every
-    return bool(every) and (step == 1 or step % every == 0)
-
-
 def part_norms(actor: Actor, update: Update, batch: Batch, reference: Reference) -> dict[str, float]:
-    """The gradient's norm of right and of wrong trajectories, at the weights that the step starts from (figure 8)."""
-    found = {}
-    for part in ("correct", "incorrect"):
-        second = reference.second(update, batch)
-        actor.backward(batch, part_of(update.loss, part), update.counts(batch), update.outputs, second)
-        found[f"dynamics/grad_norm_{part}"] = actor.optimizer.grad_norm()
-    return found
+    """The gradient's norm of right and of wrong trajectories (figure 8)."""
+    parts = {f"dynamics/grad_norm_{part}": part_of(update.loss, part) for part in ("correct", "incorrect")}
+    return gradient_norms(actor, update, batch, parts, lambda: reference.second(update, batch))
 
 
 def build_evaluator(recipe: Recipe, hf_config: Any, tokenizer: Any, stored: Stored, stack: ExitStack):
