@@ -21,12 +21,12 @@ from pathlib import Path
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from login_node import LoginNode, UserError  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
+SENT = [ROOT / "megatron_rft", ROOT / "examples"]
 LEAD = 600  # seconds ahead of the time limit at which a job is told to save and end
-
-
-class UserError(ValueError):
-    """Something that was given is wrong; the message says what, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
     slurm.add_argument("--workspace", type=Path, help="folder that all nodes see: runs, notes, NeMo-Run's own files")
     slurm.add_argument("--image", help="container image, for pyxis")
     slurm.add_argument("--mounts", default="", metavar="FROM:TO,...", help="besides the workspace")
-    slurm.add_argument("--host", metavar="USER@HOST", help="login node to reach by ssh (default: this is one)")
-    slurm.add_argument("--identity", metavar="FILE", help="ssh key")
+    slurm.add_argument("--host", metavar="USER@HOST[:PORT]", help="login node to reach by ssh (default: this is one)")
+    slurm.add_argument("--identity", type=Path, metavar="FILE", help="ssh key")
     slurm.add_argument("--detach", action="store_true", help="do not wait for the end")
     return top
 
@@ -86,6 +86,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             raise UserError(
                 f"{args.recipe} is not in {ROOT}, whose code and recipes are sent to the cluster: move it there"
             )
+    args.login_node = LoginNode.of(args.host, args.identity)
     return args
 
 
@@ -115,14 +116,20 @@ def output_dir(args: argparse.Namespace) -> str:
     return (given or [own.get("output_dir") or f"runs/{Path(args.recipe).stem}"])[-1]
 
 
-def check_point(args: argparse.Namespace, point: Point) -> None:
-    """The plan of the recipe on as many ranks, where the environment of the run is on this machine."""
-    if args.host or args.image or run_here(args, "python -c 'import megatron_rft.cli'").returncode:
-        return
+def check(args: argparse.Namespace, jobs: list[Point]) -> None:
+    """The plan of each job on as many ranks, where there is an environment of the run; for Slurm on the login node."""
     ranks = str(args.nodes * args.nproc)
-    done = run_here(args, "python -m megatron_rft " + shlex.join(["plan", args.recipe, "--nproc", ranks, *point.keys]))
-    if done.returncode:
-        raise UserError(f"{point.name}: " + done.stderr.strip().removeprefix("error: "))
+    if not args.local:
+        plans = {job.name: ["plan", recipe_there(args), "--nproc", ranks, *job.keys] for job in jobs}
+        args.login_node.check(args.workspace, SENT, None if args.image else args.setup, plans)
+        return
+    if run_here(args, "python -c 'import megatron_rft.cli'").returncode:
+        return
+    for job in jobs:
+        plan = shlex.join(["plan", args.recipe, "--nproc", ranks, *job.keys])
+        done = run_here(args, f"python -m megatron_rft {plan}")
+        if done.returncode:
+            raise UserError(f"{job.name}: " + done.stderr.strip().removeprefix("error: "))
 
 
 def run_here(args: argparse.Namespace, command: str) -> subprocess.CompletedProcess:
@@ -144,8 +151,7 @@ def command(args: argparse.Namespace) -> str:
 
 def slurm_script(args: argparse.Namespace, point: Point) -> str:
     """What each node runs. /nemo_run is the job's folder, under that name in a container and by its own outside."""
-    recipe = str(Path(args.recipe).resolve().relative_to(ROOT))
-    keys = shlex.join([command(args), recipe, "--nproc", str(args.nproc), *point.keys])
+    keys = shlex.join([command(args), recipe_there(args), "--nproc", str(args.nproc), *point.keys])
     runs = shlex.quote(str(args.workspace / "runs"))
     return f"""
 cd /nemo_run/code || exit 1
@@ -154,6 +160,10 @@ mkdir -p {runs} && {{ [ -e runs ] || ln -s {runs} runs 2>/dev/null || [ -e runs 
 export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}"
 exec python -m megatron_rft {keys} --job {notes(args)}
 """
+
+
+def recipe_there(args: argparse.Namespace) -> str:
+    return str(Path(args.recipe).resolve().relative_to(ROOT))
 
 
 def notes(args: argparse.Namespace) -> str:
@@ -181,15 +191,13 @@ def executor(args: argparse.Namespace):
 
     if args.local:
         return run.LocalExecutor(packager=run.Packager())
-    tunnel = run.LocalTunnel(job_dir="")
-    if args.host:
-        user, at, host = args.host.partition("@")
-        if not at:
-            raise UserError(f"--host {args.host}: write USER@HOST")
-        tunnel = run.SSHTunnel(host=host, user=user, identity=args.identity, job_dir=str(args.workspace / "nemo"))
+    tunnel, node = run.LocalTunnel(job_dir=""), args.login_node
+    if node.host:
+        key, folder = node.identity and str(node.identity), str(args.workspace / "nemo")
+        tunnel = run.SSHTunnel(host=node.host, user=node.user, port=node.port, identity=key, job_dir=folder)
     workspace = f"{args.workspace}:{args.workspace}"
     others = dict(option.partition("=")[::2] for option in args.option)
-    sent = [str(ROOT / "megatron_rft"), str(ROOT / "examples")]
+    sent = [str(folder) for folder in SENT]
     return run.SlurmExecutor(
         account=args.account,
         partition=args.partition,
@@ -211,12 +219,10 @@ def executor(args: argparse.Namespace):
 
 def launch(args: argparse.Namespace) -> int:
     jobs = points(args)
-    for point in jobs:
-        check_point(args, point)
-    if args.local:
+    check(args, jobs)
+    if args.local or args.host:
         os.environ.setdefault("NEMORUN_HOME", str(ROOT / "runs" / "nemo"))
-    elif not args.host:
-        make_workspace(args.workspace)
+    else:
         os.environ["NEMORUN_HOME"] = str(args.workspace / "nemo")
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", "200")  # what it prints are paths and scripts
@@ -235,21 +241,15 @@ def launch(args: argparse.Namespace) -> int:
             return 0
         experiment.run(detach=args.detach, sequential=args.local)
     # The jobs are waited for at the end of the block, whose own status is 0 whatever became of them.
-    found = {job: str(status["status"].name) for job, status in experiment.status(return_dict=True).items()}
-    return conclude(found, len(jobs), args.detach)
+    told = experiment.status(return_dict=True)
+    found = {job: str(each["status"].name) for job, each in told.items()}
+    folders = {job: each.get("remote_dir", each["local_dir"]) for job, each in told.items()}
+    return conclude(found, len(jobs), args.detach, folders)
 
 
-def make_workspace(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "nemo").mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--workspace {folder} cannot be written: {error.strerror}") from None
-
-
-def conclude(found: dict[str, str], wanted: int, detached: bool) -> int:
+def conclude(found: dict[str, str], wanted: int, detached: bool, folders: dict[str, str]) -> int:
     for job, status in found.items():
-        print(f"{job}: {status}")
+        print(f"{job}: {status}; its log is in {folders[job]}")
     good = {"SUCCEEDED"} | ({"SUBMITTED", "PENDING", "RUNNING"} if detached else set())
     bad = {job: status for job, status in found.items() if status not in good}
     if "UNKNOWN" in bad.values():

@@ -1,9 +1,12 @@
-"""launch/nemo.py with real NeMo-Run: on a real Slurm, with and without a container, and on this machine.
+"""launch/nemo.py with real NeMo-Run: on a real Slurm, with and without a container, through ssh, and on this machine.
 
 NeMo-Run has an environment of its own, .venv-nemo (tests/run.sh makes it) or $NEMO_PYTHON; without it this is skipped.
 """
 
 import os
+import shutil
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -99,21 +102,6 @@ def submitted(cluster, workspace: Path) -> SlurmJob:
     raise AssertionError("no job was submitted")
 
 
-def test_a_failed_job_in_a_container_is_a_failure(cluster, nemo, slurm, tmp_path):
-    """Of two points one fails in its job. Both see the workspace, mounted, and write their runs there."""
-    image = tmp_path / "image.sqsh"
-    image.touch()
-    setup = slurm[-1] + "\ncase $SLURM_JOB_NAME in *seed_2*) exit 7 ;; esac"
-    keys = [key for key in tiny_keys(tmp_path, run__steps=2, **LAYOUT) if not key.startswith("run.output_dir")]
-    command = [*nemo, *slurm[:-1], setup, "--nproc", 1, "--image", image, "--sweep", "run.seed=1,2", *keys]
-    status, output = cluster.run(*command, timeout=240)
-    assert status == 1, output[-3000:]
-    assert "grpo_pipo-seed_1: SUCCEEDED" in output and "grpo_pipo-seed_2: FAILED" in output
-    assert "1 of 2 jobs did not succeed: grpo_pipo-seed_2" in output
-    runs = tmp_path / "shared/runs/pipo/qwen3_4b_base/grpo_pipo"
-    assert (runs / "seed_1/export/model.safetensors").exists() and not (runs / "seed_2").exists()
-
-
 def test_on_this_machine(cluster, nemo, tmp_path):
     keys = tiny_keys(tmp_path, run__steps=2, **LAYOUT)
     setup = f"export PATH={Path(sys.executable).parent}:$PATH"
@@ -123,3 +111,79 @@ def test_on_this_machine(cluster, nemo, tmp_path):
     assert (tmp_path / "run/export/model.safetensors").exists()
     status, output = cluster.run(*command[:-1], "--setup", "exit 5", timeout=240, NEMORUN_HOME=str(tmp_path / "nemo"))
     assert status == 1 and "grpo_pipo: FAILED" in output
+
+
+@pytest.fixture(scope="module")
+def ssh(cluster, tmp_path_factory):
+    """A login node at the other end of ssh: an sshd with keys of its own, whose sessions find Slurm. With what goes on
+    the command line, and the variables of a laptop that finds no Slurm and knows the host."""
+    missing = [name for name in ("sshd", "ssh", "ssh-keygen", "rsync") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} here: tools/one_machine_slurm/install.sh installs them (Debian, Ubuntu)")
+    folder, port = tmp_path_factory.mktemp("ssh"), free_port()
+    for name in ("host", "user", "stranger"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and Debian makes it when a system starts
+    sessions = f"SetEnv SLURM_CONF={cluster.folder}/slurm.conf PATH={cluster.folder}/bin:/usr/bin:/bin"
+    own = f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nPidFile {folder}/pid\nStrictModes no\n"
+    own += "PermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\n"
+    (folder / "config").write_text(f"ListenAddress 127.0.0.1:{port}\n{own}{sessions}\n")
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
+    client = folder / "bin" / "ssh"  # NeMo-Run's rsync calls `ssh`, whose files are not to be found by HOME
+    client.parent.mkdir()
+    client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -o UserKnownHostsFile={folder}/known_hosts "$@"\n')
+    client.chmod(0o755)
+    daemon = subprocess.Popen([shutil.which("sshd"), "-D", "-f", folder / "config", "-E", folder / "log"])
+    try:
+        path = f"{client.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        home = {"NEMORUN_HOME": str(folder / "nemo"), "SLURM_CONF": "", "PATH": path}
+        yield ["--host", f"root@127.0.0.1:{port}", "--identity", folder / "user"], home
+    finally:
+        daemon.terminate()
+        daemon.wait(timeout=30)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class TestThroughSsh:
+    def test_a_sweep_in_containers_of_which_one_job_fails(self, cluster, nemo, slurm, ssh, tmp_path):
+        """The code goes there, the jobs are submitted and watched from here, and the exit status is theirs. In their
+        containers both see the workspace and write their runs there."""
+        image = tmp_path / "image.sqsh"
+        image.touch()
+        setup = slurm[-1] + "\ncase $SLURM_JOB_NAME in *seed_2*) exit 7 ;; esac"
+        keys = [key for key in tiny_keys(tmp_path, run__steps=2, **LAYOUT) if not key.startswith("run.output_dir")]
+        command = [*nemo, *slurm[:-1], setup, *ssh[0], "--nproc", 1, "--image", image, "--sweep", "run.seed=1,2", *keys]
+        status, output = cluster.run(*command, timeout=240, **ssh[1])
+        assert status == 1, output[-3000:]
+        assert "grpo_pipo-seed_1: SUCCEEDED" in output and "grpo_pipo-seed_2: FAILED" in output
+        assert "1 of 2 jobs did not succeed: grpo_pipo-seed_2" in output
+        assert f"its log is in {tmp_path}/shared/nemo/" in output
+        runs = tmp_path / "shared/runs/pipo/qwen3_4b_base/grpo_pipo"
+        assert (runs / "seed_1/export/model.safetensors").exists() and not (runs / "seed_2").exists()
+
+    def test_a_dry_run(self, cluster, nemo, slurm, ssh):
+        status, output = cluster.run(*nemo, *slurm, *ssh[0], "--gpus-per-node", 8, "--dry-run", **ssh[1])
+        assert status == 0 and "#SBATCH --gpus-per-node=8" in output, output
+        assert cluster.run("squeue", "-h")[1] == ""
+
+    @pytest.mark.parametrize(
+        "arguments, words",
+        [
+            (["--host", "root@127.0.0.1:1"], "--host: ssh: connect to host 127.0.0.1 port 1: Connection refused"),
+            (["--host", "root@no.such.host"], "--host: ssh: Could not resolve hostname no.such.host"),
+            (["--identity", "stranger"], "--host: root@127.0.0.1: Permission denied (publickey"),
+            (["--workspace", "/proc/me"], "--workspace /proc/me cannot be written on 127.0.0.1"),
+            (["rum.steps=3"], "grpo_pipo: the command line: rum: "),
+            (["megatron.tensor_model_parallel_size=3"], "grpo_pipo: megatron: 8 ranks are not a multiple of TP 3"),
+        ],
+    )
+    def test_mistakes_are_answered_before_the_queue(self, cluster, nemo, slurm, ssh, arguments, words):
+        if arguments[0] == "--identity":
+            arguments = ["--identity", ssh[0][-1].with_name("stranger")]
+        status, output = cluster.run(*nemo, *slurm, *ssh[0], "--nproc", 8, *arguments, **ssh[1])
+        assert status == 2 and output.startswith(f"error: {words}") and output.count("error") == 1, output

@@ -62,6 +62,8 @@ def test_the_batch_lines_are_bash(nemo):
         ([RECIPE, *SLURM[:4]], "no workspace: --workspace"),
         ([RECIPE, *SLURM[:6]], "no GPUs: --gpus-per-node 8"),
         ([str(ROOT / "pyproject.toml"), *SLURM], "is not in"),
+        ([RECIPE, *SLURM, "--host", "login.cluster"], "--host login.cluster: write USER@HOST or USER@HOST:PORT"),
+        ([RECIPE, *SLURM, "--host", "me@login", "--identity", "/no/key"], "--identity /no/key: there is no such file"),
     ],
 )
 def test_mistakes(nemo, capsys, arguments, words):
@@ -82,4 +84,4 @@ def test_mistakes(nemo, capsys, arguments, words):
     ],
 )
 def test_the_verdict(nemo, found, wanted, detached, status):
-    assert nemo.conclude(found, wanted, detached) == status
+    assert nemo.conclude(found, wanted, detached, dict.fromkeys(found, "/logs")) == status

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Slurm and munge from the distribution's packages (Debian, Ubuntu), for up.sh. Needs root. A few seconds; nothing where
-# they are there. Their daemons, which nobody has configured, are not started.
+# Slurm and munge from the distribution's packages (Debian, Ubuntu), for up.sh; sshd and rsync, for a login node that is
+# reached by ssh. Needs root. A few seconds; nothing where they are there. Their daemons, which nobody has configured, are
+# not started.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin"
-command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null && [ -e /usr/include/slurm/spank.h ] &&
-    command -v gcc >/dev/null && exit 0
+command -v slurmctld slurmd munged gcc sshd rsync | wc -l | grep -qx 6 && [ -e /usr/include/slurm/spank.h ] && exit 0
 [ "$(id -u)" -eq 0 ] || { echo "installing Slurm takes root" >&2 && exit 1; }
 command -v apt-get >/dev/null || { echo "there is no apt-get to install Slurm with" >&2 && exit 1; }
 policy=/usr/sbin/policy-rc.d
@@ -14,4 +14,5 @@ if [ ! -e "$policy" ]; then
 fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq || true # an old index may do
-apt-get install -y -qq --no-install-recommends slurm-wlm munge gcc libc6-dev libslurm-dev >/dev/null
+apt-get install -y -qq --no-install-recommends slurm-wlm munge gcc libc6-dev libslurm-dev \
+    openssh-server openssh-client rsync >/dev/null
