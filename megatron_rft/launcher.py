@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from megatron_rft import slurm
 from megatron_rft.errors import ConfigError
 from megatron_rft.job import Job
-from megatron_rft.processes import die_with
+from megatron_rft.processes import die_with, free_port
 from megatron_rft.slurm import Place
 
 FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
@@ -94,7 +93,7 @@ def launch(command: list[str], nproc: int, output_dir: str, place: Place | None 
         try:
             if job is not None:
                 job.begin()
-            port = place.port or _free_port()
+            port = place.port or free_port()
             for local in range(nproc):
                 number = place.node * nproc + local
                 (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
@@ -130,12 +129,6 @@ def _conclude_job(job: Job, status: int) -> int:
     for number in CAUGHT:  # Slurm ends the whole step after the first node that is not 0, and this status counts too
         signal.signal(number, signal.SIG_IGN)
     return status
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _start(command: list[str], rank: int, local: int, nproc: int, place: Place, port: int) -> subprocess.Popen:

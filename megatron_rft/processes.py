@@ -1,9 +1,10 @@
-"""Processes that must not outlive the one that started them."""
+"""Processes that must not outlive the one that started them, and ports for them to meet at."""
 
 import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,13 @@ def nanny(parent: int, command: list[str]) -> int:
             for pid in found:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """One of `host`, an address of this machine ("": all of them). Free now: whoever is quicker may take it."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
 
 
 def children(pid: int) -> list[int]:

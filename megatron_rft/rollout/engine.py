@@ -5,6 +5,7 @@ the order in which they end, so that rewards and refinement of early ones overla
 stream of HF-named tensors; every response says which version of them wrote it.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,6 +96,12 @@ class Engine(Protocol):
     def close(self) -> None:
         """Leave no process and no memory behind. May be called twice."""
         ...
+
+
+def request_seed(*parts: int) -> int:
+    """63 bits from some numbers: the same on every rank, in every layout, on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def limit(request: Request, sampling: Sampling) -> int:

@@ -4,7 +4,6 @@ Knows no process group: `gather` joins the ranks' lists. The batch does not depe
 seeds are functions of the problem and the step, and sequences are in the order of the prompts and their samples.
 """
 
-import hashlib
 import math
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from megatron_rft.errors import RunFailed
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rollout import refiner as refinement
-from megatron_rft.rollout.engine import Engine, Group, Request, Sampling
+from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, request_seed
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
 
 
@@ -61,12 +60,6 @@ class Sampled:
     batch: Batch
     metrics: dict[str, float]
     rollouts: list[Rollout]
-
-
-def request_seed(*parts: int) -> int:
-    """63 bits from some numbers: the same on every rank, in every layout, on every machine."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 Keep = Callable[[Batch], Tensor]

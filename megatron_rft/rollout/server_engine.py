@@ -1,49 +1,36 @@
 """A vLLM server as an engine: token ids in and out over HTTP, weights over TCP, each sync proven by its answer.
 
-The server is given by its URL, or started from here (`OwnServer`). While it generates it can take new weights: it
+The server is given by its URL, or started from here (`own_server.py`). While it generates it can take new weights: it
 pauses, takes them, computes the caches of what it was writing again, and goes on.
 
 A server that does not answer any more raises `EngineLost`. `start` then waits for a given one to come back, as somebody
-else may start it again, and starts an own one anew.
+else may start it again; one of the run's own is started anew.
 """
 
 import contextlib
-import copy
 import http.client
 import json
-import os
 import queue
 import shlex
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.errors import ConfigError, RunFailed
-from megatron_rft.processes import NANNY
+from megatron_rft.processes import free_port
 from megatron_rft.records import Response
 from megatron_rft.rollout import wire
-from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling, limit
-from megatron_rft.rollout.process_engine import last_lines
-from megatron_rft.rollout.vllm_engine import PREFILL_TOKENS, response_seed
+from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
+from megatron_rft.rollout.vllm_arguments import command
 
 CONNECTIONS = 128  # requests at one time; more of them wait here
-CPU_CACHE_BYTES = 1 << 30  # of keys and values, when the recipe does not say
-CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 GENERATE, PING = "/inference/v1/generate", "/is_paused"  # the engine itself answers both; /health says nothing of it
 PING_S = 2.0  # between two looks at a server that is busy
 
@@ -119,15 +106,13 @@ class ServerEngine(Engine):
         self.workers = int(facts["workers"])
 
     def _how(self) -> str:
-        room = {"max-model-len": self.longest} if self.longest else {}
+        room = {"max_model_len": self.longest} if self.longest else {}
         line = shlex.join(command("MODEL", self.dtype, arguments=room))
         return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 {line}"
 
     def _connect(self) -> None:
         """The group that weights go through: this process, and the server's workers."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        port = free_port("")
         host, size, limit_s = own_address(self.url), 1 + self.workers, self.silence_timeout_s
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         address = {"host": host, "port": port, "size": size, "shapes": shapes, "timeout_s": limit_s}
@@ -178,7 +163,7 @@ class ServerEngine(Engine):
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "max_tokens": limit(request, sampling),
-            "seed": response_seed(request.seed, sample),
+            "seed": request_seed(request.seed, sample),
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # the model's own end is one of the stop tokens, if at all
             "logprobs": 0,
@@ -287,115 +272,3 @@ def as_response(choice: dict[str, Any]) -> Response:
     if not versions or not versions[0]["version"].isdecimal():
         raise RunFailed(f"a server wrote a response with weights that nobody sent it: {versions}")
     return Response(tokens, logprobs, choice["finish_reason"], int(versions[0]["version"]))
-
-
-def command(
-    model: str,
-    dtype: torch.dtype,
-    port: int = 8000,
-    host: str = "0.0.0.0",
-    arguments: dict[str, Any] | None = None,
-) -> list[str]:
-    """What starts a server that a trainer can send weights to. Without a GPU there is no graph to capture."""
-    arguments = arguments or {}
-    whole = max(PREFILL_TOKENS, arguments.get("max-model-len", 0), arguments.get("max-num-seqs", 0))
-    options = {
-        "model": model,
-        "host": host,
-        "port": port,
-        "dtype": str(dtype).removeprefix("torch."),
-        "load-format": "dummy",
-        "generation-config": "vllm",
-        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
-        "worker-extension-cls": "megatron_rft.rollout.vllm_server.Extension",
-        "weight-transfer-config": {"backend": "wire"},
-        "enable-scale-out": True,  # the end point of token ids
-        "skip-tokenizer-init": True,
-        "enable-chunked-prefill": False,  # with it, seeds of their own crash
-        "max-num-batched-tokens": whole,  # prompts are not split
-        "disable-uvicorn-access-log": True,
-    }
-    options |= {} if torch.cuda.is_available() else {"enforce-eager": True}
-    flags = [part for name, value in (options | arguments).items() for part in flag(name, value)]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
-
-
-def flag(name: str, value: Any) -> list[str]:
-    """As vLLM's command line wants it."""
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
-
-
-class OwnServer(ServerEngine):
-    """A server that is started from here, on a free port of this machine, and does not outlive this process."""
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        shapes: dict[str, torch.Size],
-        dtype: torch.dtype,
-        log: Path,
-        environment: dict[str, str],
-        arguments: dict[str, Any],
-        start_timeout_s: float = 600.0,
-        silence_timeout_s: float = 300.0,
-    ):
-        """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: more of
-        vLLM's, such as {"max-model-len": 512}."""
-        self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
-        config = copy.deepcopy(config)
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        config.save_pretrained(self.model)
-        self.arguments = arguments
-        if not torch.cuda.is_available():
-            self.arguments = {"kv-cache-memory-bytes": CPU_CACHE_BYTES} | arguments
-            self.environment = CPU_ENVIRONMENT | environment
-        self.process: subprocess.Popen | None = None
-        super().__init__("http://127.0.0.1", config, shapes, dtype, start_timeout_s, silence_timeout_s)
-
-    def start(self) -> None:
-        self._kill()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.name = self.log.stem
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*NANNY, str(os.getpid()), *command(str(self.model), self.dtype, port, "127.0.0.1", self.arguments)],
-                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        super().start()
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self.start_timeout_s
-        while True:
-            try:
-                return self._call("GET", "/health", timeout_s=5.0)
-            except EngineLost:
-                status, late = self.process.poll(), time.monotonic() > deadline
-                if status is None and not late:
-                    time.sleep(0.5)
-                    continue
-            how = f"was not ready in {self.start_timeout_s:g} s" if late else f"ended with status {status}"
-            self._kill()
-            raise RunFailed(f"{self.name} {how}; its log ends:\n{last_lines(self.log)}")
-
-    def close(self) -> None:
-        super().close()
-        self._kill()
-
-    def _kill(self) -> None:
-        """The nanny takes all that it started with it."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
-            self.process = None

@@ -5,7 +5,6 @@ vLLM, with a seed that is a function of (request seed, sample); vLLM's prefix ca
 """
 
 import copy
-import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,15 +21,14 @@ from megatron_rft.config.vllm import GPU_SHARE
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.records import Response
 from megatron_rft.rollout import vllm_cpu
-from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, checksum, limit
+from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, limit, request_seed
 from megatron_rft.rollout.hf_engine import hf_views
 from megatron_rft.rollout.intake import Intake
+from megatron_rft.rollout.vllm_arguments import CACHE_BYTES, common, speculation
 from megatron_rft.rollout.vllm_proposer import PredictedOutput
 
 SPECULATION = tuple(f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens"))
-CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe does not say
 CACHE_BLOCK = 128  # tokens
-PREFILL_TOKENS = 8192  # of one forward pass
 STEPPING = Lock()  # one engine of this process at a time
 
 
@@ -81,18 +79,9 @@ class VLLMEngine(Engine):
         """vLLM's engine arguments: ours, under the recipe's."""
         self.config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.config.model_type]]
         self.config.save_pretrained(folder)
-        own = {
-            "model": folder,
-            "generation_config": "vllm",
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "weight_transfer_config": {"backend": "handover"},
-            "dtype": str(self.dtype).removeprefix("torch."),
+        own = common(folder, self.dtype, "handover", self.max_model_len, sequences) | {
             "max_model_len": self.max_model_len,
             "max_num_seqs": sequences,
-            "max_num_batched_tokens": max(PREFILL_TOKENS, self.max_model_len, sequences),
-            "enable_chunked_prefill": False,  # with it, seeds of their own crash
-            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
             "seed": 0,
             "disable_log_stats": True,
         }
@@ -156,7 +145,7 @@ class VLLMEngine(Engine):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=limit(request, sampling),
-            seed=response_seed(request.seed, sample),
+            seed=request_seed(request.seed, sample),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # the model's own end is one of the stop tokens, if at all
             logprobs=0,
@@ -232,14 +221,9 @@ class VLLMEngine(Engine):
                 problems.append(problem)
 
     def checksums(self) -> dict[str, int]:
-        from megatron_rft.rollout.vllm_weights import held
+        from megatron_rft.rollout import vllm_weights
 
-        found: dict[str, int] = {}
-        for name, tensor in held(self._model()):
-            value = checksum(tensor)
-            if found.setdefault(name, value) != value:  # a tied matrix is held twice
-                found[name] = -1
-        return found
+        return vllm_weights.checksums(self._model())
 
     def _runner(self) -> Any:
         return self.llm.model_executor.driver_worker.model_runner
@@ -275,15 +259,6 @@ def _start(arguments: dict[str, Any]) -> Any:
         raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
 
 
-def speculation(given: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's configuration. Predicted output is a proposer of this package; a draft model has weights of its own, in a
-    folder."""
-    config = {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
-    if config["method"] == "predicted_output":
-        config |= {"method": "custom_class", "model": "megatron_rft.rollout.vllm_proposer.PredictedOutput"}
-    return config
-
-
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
     """The model without memory: the names and shapes of its checkpoint."""
     with torch.device("meta"):
@@ -297,9 +272,3 @@ def tensors_of(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
             for name in tensors.keys():  # noqa: SIM118  a safe_open object is no dict
                 if name in names or name != "lm_head.weight":
                     yield name, tensors.get_tensor(name)
-
-
-def response_seed(seed: int, sample: int) -> int:
-    """63 bits from (seed, sample)."""
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

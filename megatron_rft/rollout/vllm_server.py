@@ -1,6 +1,6 @@
 """Inside a vLLM server: how it takes weights from a trainer, and what it says of those that it has.
 
-A server is started with this file's `Extension` (`server_engine.command` has the whole line). Importing it registers
+A server is started with this file's `Extension` (`vllm_arguments.command` has the whole line). Importing it registers
 the receiving side in vLLM's weight-transfer factory, under the name WIRE.
 """
 
@@ -11,9 +11,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rft.rollout import vllm_cpu, wire
-from megatron_rft.rollout.engine import checksum
 from megatron_rft.rollout.intake import Intake
-from megatron_rft.rollout.vllm_weights import Receiver, held
+from megatron_rft.rollout.vllm_weights import Receiver, checksums
 
 WIRE = "wire"
 
@@ -93,9 +92,4 @@ class Extension:
         """HF name -> checksum, as text: JSON's numbers end at 53 bits. Of one worker alone; several have parts."""
         if self.parallel_config.world_size > 1:
             return {}
-        found: dict[str, str] = {}
-        for name, tensor in held(self.model_runner.model):
-            value = str(checksum(tensor))
-            if found.setdefault(name, value) != value:  # a tied matrix is held twice
-                found[name] = "-1"
-        return found
+        return {name: str(value) for name, value in checksums(self.model_runner.model).items()}

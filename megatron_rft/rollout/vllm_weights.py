@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_rft.rollout import vllm_cpu
+from megatron_rft.rollout.engine import checksum
 
 HANDOVER = "handover"
 COLUMNS = 256  # of a packed matrix that are read back at a time
@@ -165,6 +166,16 @@ def _tied(model: nn.Module) -> list[nn.Module]:
 
 
 # --- reading back
+
+
+def checksums(model: nn.Module) -> dict[str, int]:
+    """HF name -> checksum of every parameter as the model computes with it."""
+    found: dict[str, int] = {}
+    for name, tensor in held(model):
+        value = checksum(tensor)
+        if found.setdefault(name, value) != value:  # a tied matrix is held twice
+            found[name] = -1
+    return found
 
 
 @torch.inference_mode()

@@ -16,9 +16,9 @@ from megatron_rft.objectives.base import Loss, LossFunction, Update
 from megatron_rft.objectives.kl import k3
 from megatron_rft.records import Batch
 from megatron_rft.rewards import Reward
-from megatron_rft.rollout.engine import Engine, Sampling
+from megatron_rft.rollout.engine import Engine, Sampling, request_seed
 from megatron_rft.rollout.refiner import Refiner
-from megatron_rft.rollout.sampler import Rollout, request_seed
+from megatron_rft.rollout.sampler import Rollout
 from megatron_rft.tracking.metrics import drop_from
 from megatron_rft.trainers import assembly
 from megatron_rft.trainers.models import LOGPROBS, Models

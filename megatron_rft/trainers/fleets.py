@@ -17,9 +17,10 @@ from megatron_rft.errors import ConfigError
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.rollout.engine import Engine
 from megatron_rft.rollout.fleet import Fleet, shares
+from megatron_rft.rollout.own_server import OwnServer
 from megatron_rft.rollout.process_engine import EngineProcess
-from megatron_rft.rollout.server_engine import OwnServer, ServerEngine
-from megatron_rft.rollout.vllm_engine import speculation
+from megatron_rft.rollout.server_engine import ServerEngine
+from megatron_rft.rollout.vllm_arguments import speculation
 
 
 def build(
@@ -76,12 +77,12 @@ def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spar
 
 
 def server_arguments(recipe: Recipe, longest: int) -> dict[str, Any]:
-    """Of a server that the run starts, under the names of its command line: ours, under the recipe's."""
+    """vLLM's, of a server that the run starts: ours, under the recipe's."""
     own = {"max_model_len": longest, "max_num_seqs": recipe.rollout.max_batch_sequences}
     arguments = own | recipe.vllm.arguments()
     if "speculative_config" in arguments:
         arguments["speculative_config"] = speculation(arguments["speculative_config"])
-    return {name.replace("_", "-"): value for name, value in arguments.items()}
+    return arguments
 
 
 def _folder(recipe: Recipe) -> Path:

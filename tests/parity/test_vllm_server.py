@@ -19,8 +19,9 @@ from megatron_rft.processes import children
 from megatron_rft.rollout.engine import Request, Sampling
 from megatron_rft.rollout.fleet import Fleet
 from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.rollout.own_server import OwnServer
 from megatron_rft.rollout.process_engine import EngineProcess
-from megatron_rft.rollout.server_engine import OwnServer, ServerEngine
+from megatron_rft.rollout.server_engine import ServerEngine
 from megatron_rft.rollout.vllm_engine import VLLMEngine
 from megatron_rft.weight_sync import push
 
@@ -28,7 +29,7 @@ SHAPE = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_att
 CONFIG = Qwen3Config(**SHAPE, vocab_size=64, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True)
 REQUESTS = [Request(i, tuple(range(3, 9 + i)), 2, i) for i in range(6)]
 GREEDY = Sampling(20, temperature=0.0, stop_token_ids=(2,))
-SMALL = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 64 << 20}
+SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_memory_bytes": 64 << 20}
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

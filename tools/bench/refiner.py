@@ -28,10 +28,10 @@ from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import PromptFormat, ask_again, prompt_set
 from megatron_rft.objectives import GRPO, DynamicConstraint
 from megatron_rft.rewards.math import MathReward
-from megatron_rft.rollout.engine import Engine, Sampling
+from megatron_rft.rollout.engine import Engine, Sampling, request_seed
 from megatron_rft.rollout.hf_engine import HFEngine
 from megatron_rft.rollout.refiner import Refiner
-from megatron_rft.rollout.sampler import Sampler, request_seed
+from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.trainers.assembly import PREDICTED
 
 TEMPLATE = "{question}{response}\nRefine:\n"  # of examples/dynamic/tiny

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rft.data import arithmetic
 from megatron_rft.records import Prompt, Response, Score
-from megatron_rft.rollout.engine import Group, Sampling
+from megatron_rft.rollout.engine import Group, Sampling, request_seed
 from megatron_rft.rollout.refiner import (
     AT_MAXIMUM,
     GRADER_FAILED,
@@ -18,7 +18,7 @@ from megatron_rft.rollout.refiner import (
     clean,
     edit_distance,
 )
-from megatron_rft.rollout.sampler import Rollout, Sampler, request_seed
+from megatron_rft.rollout.sampler import Rollout, Sampler
 from tests.unit.rollout.tiny import build_engine, build_model
 
 EOS = 1

@@ -8,8 +8,8 @@ import torch
 
 from megatron_rft.errors import RunFailed
 from megatron_rft.records import Batch, Prompt, Score
-from megatron_rft.rollout.engine import Sampling
-from megatron_rft.rollout.sampler import Sampler, request_seed
+from megatron_rft.rollout.engine import Sampling, request_seed
+from megatron_rft.rollout.sampler import Sampler
 
 SAMPLING = Sampling(8, stop_token_ids=(2,))
 

@@ -15,7 +15,8 @@ from megatron_rft.config.vllm import Vllm
 from megatron_rft.errors import ConfigError
 from megatron_rft.rollout import server_engine, wire
 from megatron_rft.rollout.engine import EngineLost, Request, Sampling
-from megatron_rft.rollout.server_engine import ServerEngine, command, flag, own_address
+from megatron_rft.rollout.server_engine import ServerEngine, own_address
+from megatron_rft.rollout.vllm_arguments import command, flag
 from megatron_rft.trainers.fleets import server_arguments
 
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -104,7 +105,7 @@ def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
 
 def test_the_address_that_a_server_reaches_this_machine_by():
     assert own_address("http://127.0.0.1:8000/v1") == own_address("http://localhost") == "127.0.0.1"
-    assert flag("enforce-eager", False) == ["--no-enforce-eager"]
+    assert flag("enforce_eager", False) == ["--no-enforce-eager"]
 
 
 def test_arguments_of_a_server():
@@ -113,9 +114,9 @@ def test_arguments_of_a_server():
     recipe = SimpleNamespace(rollout=Rollout(max_batch_sequences=16), vllm=Vllm(speculative_config=drafts))
     arguments = server_arguments(recipe, 20000)
     assert arguments == {
-        "max-model-len": 20000,
-        "max-num-seqs": 16,
-        "speculative-config": drafts | {"draft_load_config": {"load_format": "auto"}},
+        "max_model_len": 20000,
+        "max_num_seqs": 16,
+        "speculative_config": drafts | {"draft_load_config": {"load_format": "auto"}},
     }
     line = command("model", torch.bfloat16, arguments=arguments)
     assert line[line.index("--max-num-batched-tokens") + 1] == "20000"

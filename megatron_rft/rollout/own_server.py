@@ -1,0 +1,95 @@
+"""A vLLM server that is started from here, and started anew when it is lost."""
+
+import copy
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatron_rft.errors import RunFailed
+from megatron_rft.processes import NANNY, free_port
+from megatron_rft.rollout.engine import EngineLost
+from megatron_rft.rollout.process_engine import last_lines
+from megatron_rft.rollout.server_engine import ServerEngine
+from megatron_rft.rollout.vllm_arguments import CACHE_BYTES, command
+
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class OwnServer(ServerEngine):
+    """A server that is started from here, on a free port of this machine, and does not outlive this process."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        shapes: dict[str, torch.Size],
+        dtype: torch.dtype,
+        log: Path,
+        environment: dict[str, str],
+        arguments: dict[str, Any],
+        start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
+    ):
+        """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: more of
+        vLLM's, such as {"max_model_len": 512}."""
+        self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
+        config = copy.deepcopy(config)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        config.save_pretrained(self.model)
+        self.arguments = arguments
+        if not torch.cuda.is_available():
+            self.arguments = {"kv_cache_memory_bytes": CACHE_BYTES} | arguments
+            self.environment = CPU_ENVIRONMENT | environment
+        self.process: subprocess.Popen | None = None
+        super().__init__("http://127.0.0.1", config, shapes, dtype, start_timeout_s, silence_timeout_s)
+
+    def start(self) -> None:
+        self._kill()
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.name = self.log.stem
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*NANNY, str(os.getpid()), *command(str(self.model), self.dtype, port, "127.0.0.1", self.arguments)],
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        super().start()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            try:
+                return self._call("GET", "/health", timeout_s=5.0)
+            except EngineLost:
+                status, late = self.process.poll(), time.monotonic() > deadline
+                if status is None and not late:
+                    time.sleep(0.5)
+                    continue
+            how = f"was not ready in {self.start_timeout_s:g} s" if late else f"ended with status {status}"
+            self._kill()
+            raise RunFailed(f"{self.name} {how}; its log ends:\n{last_lines(self.log)}")
+
+    def close(self) -> None:
+        super().close()
+        self._kill()
+
+    def _kill(self) -> None:
+        """The nanny takes all that it started with it."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+            self.process = None

@@ -1,0 +1,67 @@
+"""vLLM's engine arguments, for an engine in this process and on the command line of a server."""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+PREFILL_TOKENS = 8192  # of one forward pass
+CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe does not say
+
+
+def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequences: int) -> dict[str, Any]:
+    """Of every engine that a trainer sends weights to, over the `transfer` of that name. `longest`: tokens of prompt
+    and response; `sequences`: at one time."""
+    return {
+        "model": model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "weight_transfer_config": {"backend": transfer},
+        "skip_tokenizer_init": True,
+        "enable_chunked_prefill": False,  # with it, seeds of their own crash
+        "max_num_batched_tokens": max(PREFILL_TOKENS, longest, sequences),  # prompts are not split
+    }
+
+
+def speculation(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's configuration. Predicted output is a proposer of this package; a draft model has weights of its own, in a
+    folder."""
+    config = {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
+    if config["method"] == "predicted_output":
+        config |= {"method": "custom_class", "model": "megatron_rft.rollout.vllm_proposer.PredictedOutput"}
+    return config
+
+
+def command(
+    model: str,
+    dtype: torch.dtype,
+    port: int = 8000,
+    host: str = "0.0.0.0",
+    arguments: dict[str, Any] | None = None,
+) -> list[str]:
+    """What starts a server that a trainer can send weights to. Without a GPU there is no graph to capture."""
+    arguments = arguments or {}
+    longest, sequences = arguments.get("max_model_len", 0), arguments.get("max_num_seqs", 0)
+    options = common(model, dtype, "wire", longest, sequences) | {
+        "host": host,
+        "port": port,
+        "worker_extension_cls": "megatron_rft.rollout.vllm_server.Extension",
+        "enable_scale_out": True,  # the end point of token ids
+        "disable_uvicorn_access_log": True,
+    }
+    options |= {} if torch.cuda.is_available() else {"enforce_eager": True}
+    flags = [part for name, value in (options | arguments).items() for part in flag(name, value)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """As vLLM's command line wants it."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
