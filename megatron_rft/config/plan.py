@@ -88,7 +88,7 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     longest = check_lengths(recipe, shape)
     kernels = (shape.head_dim, shape.experts) if shape else ()
     engine = choose_for(recipe.rollout, *kernels)
-    check_vllm(engine.name, recipe.vllm, recipe.longest_generation, shape)
+    check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape)
     check_speed(recipe, choose(recipe.rollout.engine, *kernels).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"

@@ -318,6 +318,9 @@ class Rollout(Section):
     """How many versions of the weights older than the policy that learns from it a response may be when it is begun.
     0: every batch is sampled by the policy that learns from it. 1: the next batch is sampled while this one trains.
     n: n batches are under way, and the engine gets new weights in the middle of them."""
+    cache_after_sync: Literal["recompute", "keep"] | None = None
+    """What responses that are under way when new weights come go on with: keys and values that the new weights compute
+    again, or those of the weights that wrote them. None: vllm computes again, hf keeps (it can do nothing else)."""
     prompts_per_step: Count = 32
     group_size: Count = 8
     """Responses per prompt."""
@@ -343,6 +346,8 @@ class Rollout(Section):
             raise at("processes", "does nothing beside servers, which the run does not start")
         if self.placement == "server" and self.engine == "hf":
             raise at("engine", "hf has no server: set placement to process, or engine to vllm")
+        if self.cache_after_sync and self.staleness < 2:
+            raise at("cache_after_sync", f"does nothing with staleness {self.staleness}: no sync meets a response")
         for url in self.servers:
             if not is_server(url):
                 raise at("servers", f"{url!r} is no URL of a server, such as http://node7:8000")

@@ -204,12 +204,19 @@ def wrong_value(annotation: ast.expr, value: Any) -> str | None:
     return None
 
 
-def check_vllm(engine: str, options: Vllm, needed: int, shape: ModelShape | None) -> None:
+def check_vllm(engine: str, options: Vllm, rollout: Rollout, needed: int, shape: ModelShape | None) -> None:
     """What the section says against what the recipe needs: `needed` tokens of prompt and response."""
     if engine != "vllm":
+        if rollout.cache_after_sync == "recompute":
+            raise ConfigError("rollout.cache_after_sync: recompute is not for rollout.engine hf, which keeps them")
         if options.model_fields_set:
             raise ConfigError(f"vllm.{min(options.model_fields_set)}: does nothing with rollout.engine {engine}")
         return
+    if rollout.cache_after_sync == "keep" and (options.model_extra or {}).get("enable_prefix_caching"):
+        raise ConfigError(
+            "vllm.enable_prefix_caching: true, with rollout.cache_after_sync keep, would give new responses the keys "
+            "and values of old weights. Leave it out, or recompute"
+        )
     if options.max_model_len is not None and options.max_model_len < needed:
         raise ConfigError(
             f"vllm.max_model_len: {options.max_model_len} does not hold a prompt and its response, {needed} tokens "

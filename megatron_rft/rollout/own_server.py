@@ -38,6 +38,7 @@ class OwnServer(ServerEngine):
         arguments: dict[str, Any],
         start_timeout_s: float = 600.0,
         silence_timeout_s: float = 300.0,
+        keep_caches: bool = False,
     ):
         """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: more of
         vLLM's, such as {"max_model_len": 512}."""
@@ -45,12 +46,13 @@ class OwnServer(ServerEngine):
         config = copy.deepcopy(config)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         config.save_pretrained(self.model)
-        self.arguments = arguments
+        self.arguments = arguments | ({"enable_prefix_caching": False} if keep_caches else {})
         if not torch.cuda.is_available():
-            self.arguments = {"kv_cache_memory_bytes": CACHE_BYTES} | arguments
+            self.arguments = {"kv_cache_memory_bytes": CACHE_BYTES} | self.arguments
             self.environment = CPU_ENVIRONMENT | environment
         self.process: subprocess.Popen | None = None
-        super().__init__("http://127.0.0.1", config, shapes, dtype, start_timeout_s, silence_timeout_s)
+        limits = start_timeout_s, silence_timeout_s
+        super().__init__("http://127.0.0.1", config, shapes, dtype, *limits, keep_caches=keep_caches)
 
     def start(self) -> None:
         self._kill()

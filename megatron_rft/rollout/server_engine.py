@@ -36,7 +36,8 @@ PING_S = 2.0  # between two looks at a server that is busy
 
 
 class ServerEngine(Engine):
-    """`shapes`: of every parameter by its HF name. `longest`: tokens that it must have room for."""
+    """`shapes`: of every parameter by its HF name. `longest`: tokens that it must have room for. `keep_caches`: what is
+    under way when new weights come keeps its keys and values."""
 
     def __init__(
         self,
@@ -47,7 +48,9 @@ class ServerEngine(Engine):
         start_timeout_s: float = 600.0,
         silence_timeout_s: float = 300.0,
         longest: int = 0,
+        keep_caches: bool = False,
     ):
+        self.keep_caches = keep_caches
         self.url, self.config, self.shapes, self.dtype, self.longest = url.rstrip("/"), config, shapes, dtype, longest
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
         self.workers = 0  # of the server, once it has said so
@@ -97,6 +100,11 @@ class ServerEngine(Engine):
                 f"{where} has room for {facts['max_model_len']} tokens of prompt and response, and this recipe has "
                 f"up to {self.longest}: start it with --max-model-len {self.longest}, or lower data.max_prompt_tokens "
                 "or rollout.max_response_tokens"
+            )
+        if self.keep_caches and facts["prefix_caching"]:
+            raise ConfigError(
+                f"{where} would give new responses the keys and values of old weights, which rollout.cache_after_sync "
+                "keeps: start it with --no-enable-prefix-caching, or recompute"
             )
         if facts["replicas"] > 1:
             raise ConfigError(
@@ -181,7 +189,8 @@ class ServerEngine(Engine):
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight_version = -1
-        self._call("POST", "/pause?mode=keep")  # even when nothing is under way: another thread may be about to ask
+        # Even when nothing is under way: another thread may be about to ask.
+        self._call("POST", "/pause?mode=keep" + ("&clear_cache=false" if self.keep_caches else ""))
         self._call("POST", "/start_weight_update")
         with ThreadPoolExecutor(1) as aside:
             update = aside.submit(self._call, "POST", "/update_weights", {"update_info": {}})
@@ -196,7 +205,8 @@ class ServerEngine(Engine):
         for problem in (each["problem"] for each in self._rpc("rft_problem")):
             if problem:
                 raise RunFailed(f"weights of version {version}: {problem}")
-        self._call("POST", "/reset_prefix_cache?reset_running_requests=true")  # keys and values of the former weights
+        if not self.keep_caches:  # of the former weights
+            self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
         self._call("POST", "/resume")
         self.weight_version = version
 

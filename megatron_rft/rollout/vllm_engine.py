@@ -36,7 +36,7 @@ class VLLMEngine(Engine):
     """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
 
     `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `engines`:
-    how many share the device.
+    how many share the device. `keep_caches`: what is under way when new weights come keeps its keys and values.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class VLLMEngine(Engine):
         max_batch_sequences: int = 256,
         options: dict[str, Any] | None = None,
         engines: int = 1,
+        keep_caches: bool = False,
     ):
         given = isinstance(source, PreTrainedConfig)
         self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
-        options = options or {}
+        options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
+        self.keep_caches = keep_caches
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
         self.versions: set[str] = set()  # of the weights that the responses under way may have been written with
@@ -207,8 +209,8 @@ class VLLMEngine(Engine):
             raise RunFailed(f"weights of version {version}: {problem}")
         self.intake.accept()
         self.llm.set_weight_version(str(version))
-        # Keys and values of the former weights; those of responses that are under way are computed again.
-        self.llm.reset_prefix_cache(reset_running_requests=True)
+        if not self.keep_caches:  # of the former weights; those of responses that are under way are computed again
+            self.llm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = version
         self.versions.add(str(version))
 

@@ -83,6 +83,7 @@ class Extension:
         names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
         facts = {name: getattr(config, name) for name in names}
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
+        facts["prefix_caching"] = bool(self.cache_config.enable_prefix_caching)
         return facts | {"workers": here.world_size, "replicas": here.data_parallel_size}
 
     def rft_problem(self) -> dict:

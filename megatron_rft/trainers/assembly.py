@@ -204,6 +204,7 @@ def engine_builder(
         max_batch_sequences=options.max_batch_sequences,
         options=recipe.vllm.arguments() if arguments is None else arguments,
         engines=engines,
+        keep_caches=arguments is None and options.cache_after_sync == "keep",
     )
 
 

@@ -62,9 +62,10 @@ def _process(recipe: Recipe, build_engine: Callable, index: int, spare: list[str
 def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spare: list[str]) -> ServerEngine:
     shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
     limits = recipe.faults.engine_start_s, recipe.faults.engine_silence_s
+    keeps = recipe.rollout.cache_after_sync == "keep"
     longest = min(recipe.longest_generation, hf_config.max_position_embeddings)
     if recipe.rollout.servers:
-        server = ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest)
+        server = ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest, keeps)
         if server.workers > 1 and recipe.faults.compare_weights_every:
             raise ConfigError(
                 f"faults.compare_weights_every: {server.name} has {server.workers} workers, whose parts of the weights "
@@ -73,7 +74,7 @@ def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spar
         return server
     log = _folder(recipe) / f"server_{index}.log"
     arguments = server_arguments(recipe, longest)
-    return OwnServer(hf_config, shapes, dtype, log, _environment(index, spare), arguments, *limits)
+    return OwnServer(hf_config, shapes, dtype, log, _environment(index, spare), arguments, *limits, keeps)
 
 
 def server_arguments(recipe: Recipe, longest: int) -> dict[str, Any]:

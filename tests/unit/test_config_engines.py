@@ -9,6 +9,7 @@ from megatron_rft.config.vllm import choose_for
 from tests.unit.test_config_online import recipe, refusal  # noqa: F401  a fixture
 
 PROCESS, CORRECTED = "rollout.placement=process", "algorithm.importance=truncated"
+IN_FLIGHT = [PROCESS, CORRECTED, "rollout.staleness=2"]
 
 
 def test_one_step_off_needs_an_engine_of_its_own_and_a_correction(recipe):  # noqa: F811
@@ -26,6 +27,8 @@ def test_one_step_off_needs_an_engine_of_its_own_and_a_correction(recipe):  # no
         (["faults.engine_silence_s=5"], "faults.engine_silence_s: does nothing with rollout.placement colocated"),
         ([PROCESS, "rollout.servers=[http://a:1]"], "does nothing with placement process"),
         (["rollout.placement=server", "rollout.engine=hf"], "hf has no server"),
+        ([PROCESS, CORRECTED, "rollout.staleness=1", "rollout.cache_after_sync=keep"], "no sync meets a response"),
+        ([*IN_FLIGHT, "rollout.engine=hf", "rollout.cache_after_sync=recompute"], "hf, which keeps them"),
         (["rollout.placement=server", "rollout.servers=[a:1]"], "'a:1' is no URL of a server, such as http://node7"),
         (["rollout.placement=server", "rollout.servers=[http://a, http://a]"], "names a server twice"),
         (["rollout.placement=server", "rollout.servers=[http://a]", "rollout.processes=1"], "nothing beside servers"),
@@ -33,6 +36,14 @@ def test_one_step_off_needs_an_engine_of_its_own_and_a_correction(recipe):  # no
 )
 def test_refused(recipe, overrides, message):  # noqa: F811
     assert message in refusal(recipe, *overrides)
+
+
+@pytest.mark.skipif(vllm.unusable() is not None, reason="needs vLLM's names")
+def test_new_responses_do_not_get_keys_of_old_weights(recipe):  # noqa: F811
+    keep = [*IN_FLIGHT, "rollout.cache_after_sync=keep"]
+    assert check(load(recipe, keep)).layout
+    told = refusal(recipe, *keep, "rollout.engine=vllm", "vllm.enable_prefix_caching=true")
+    assert "would give new responses the keys and values of old weights" in told
 
 
 @pytest.mark.parametrize("option", ["rollout.staleness=1", "rollout.placement=process"])

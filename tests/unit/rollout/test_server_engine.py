@@ -21,7 +21,7 @@ from megatron_rft.trainers.fleets import server_arguments
 
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
-FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1}
+FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1, "prefix_caching": True}
 
 
 @contextmanager
@@ -77,6 +77,11 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = ()):
 def test_refused_before_training(facts, words):
     with answering(facts) as (url, _), pytest.raises(ConfigError, match=words):
         ServerEngine(url, CONFIG, {}, torch.float32, longest=200)
+
+
+def test_kept_caches_are_not_for_later_responses():
+    with answering(FACTS) as (url, _), pytest.raises(ConfigError, match="start it with --no-enable-prefix-caching"):
+        ServerEngine(url, CONFIG, {}, torch.float32, keep_caches=True)
 
 
 def test_nothing_is_generated_while_weights_arrive(monkeypatch):

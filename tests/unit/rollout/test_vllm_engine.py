@@ -207,6 +207,30 @@ def test_a_loader_that_leaves_out_a_shard_is_found(engine, models, monkeypatch):
         engine.load_weights(hf_stream(models[1]), version=7)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_new_weights_in_the_middle_of_a_response(models, keep):
+    """They go on with the keys and values of the old ones, or with their own of what was written before."""
+    from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+    prompt, before, count = (5, 6, 7), 5, 12
+    with closing(VLLMEngine(CONFIG, max_batch_sequences=4, keep_caches=keep)) as engine:
+        engine.load_weights(hf_stream(models[0]), version=0)
+        steps = iter(range(100))
+        engine.on_step = lambda: next(steps) == before and engine.load_weights(hf_stream(models[1]), version=1)
+        (response,) = answers(engine, [Request(0, prompt, 1, seed=1)], Sampling(count))[0]
+        again = answers(engine, [Request(0, prompt, 1, seed=1)], Sampling(count))[0][0]
+    assert (response.weight_version, again.weight_version) == (0, 1)
+    ids = torch.tensor([[*prompt, *response.token_ids]])
+    old = len(prompt) + before - 1  # the last token of the old weights has been through neither
+    cache = models[0](ids[:, :old], use_cache=True).past_key_values if keep else None
+    logits = models[1](ids[:, old if keep else 0 : -1], past_key_values=cache).logits[0]
+    expected = logits.log_softmax(-1).gather(1, ids[0, -len(logits) :, None])[-(count - before) :, 0]
+    torch.testing.assert_close(torch.tensor(response.logprobs[before:]), expected, rtol=1e-4, atol=1e-4)
+    fresh = torch.tensor([[*prompt, *again.token_ids]])
+    expected = models[1](fresh[:, :-1]).logits[0].log_softmax(-1).gather(1, fresh[0, 1:, None])[len(prompt) - 1 :, 0]
+    torch.testing.assert_close(torch.tensor(again.logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_stale_version_ends_the_run(engine):
     engine.llm.set_weight_version("2")
     with pytest.raises(RunFailed, match="wrote a response with weights of version 2, and those of version 3 were load"):
