@@ -1,15 +1,13 @@
-"""Tensors from one process to another through a little shared memory, however large the model.
+"""A stream of tensors through two buckets of bytes, however large the model: the protocol, whatever the memory is.
 
 Two buckets take turns: while the receiver reads one the sender fills the other. Tensors lie in them end to end, cut
-where a bucket ends. The memory has no name and belongs to the two processes alone: it is gone when they are.
+where a bucket ends. Both ends see the same two buckets (shared memory of one machine, `shared_memory.py`), or each has
+its own and a full one is sent (`wire.py`). On a GPU they lie in its memory, and so do the tensors that come out.
 """
 
-import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,24 +36,20 @@ class Full:
     pieces: tuple[Piece, ...]
     total: int
 
+    @property
+    def length(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
 
 class Buckets:
-    """Two buckets in one anonymous file that a child inherits by its descriptor `fd`."""
+    """`slots`: [2, size] uint8, of a size that 8 divides."""
 
-    def __init__(self, fd: int | None = None, size: int = BUCKET_BYTES):
-        if fd is None:
-            fd = os.memfd_create("weights")
-            os.ftruncate(fd, 2 * size)
-        self.fd, self.size = fd, os.fstat(fd).st_size // 2
-        self._memory = mmap.mmap(fd, 2 * self.size)
-        whole = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))  # [2 size]
-        self.slots = whole.view(2, self.size)
+    def __init__(self, slots: Tensor):
+        self.slots, self.size = slots, slots.shape[1]
 
-    def close(self) -> None:
-        """The memory goes when the last tensor that looks at it does."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    def content(self, full: Full) -> Tensor:
+        """[n] what is in a full bucket."""
+        return self.slots[full.slot, : full.length]
 
     # ---- sender
 
@@ -89,28 +83,35 @@ class Buckets:
 
     # ---- receiver
 
-    def receive(self, full: Iterable[Full], read: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+    def receive(
+        self, full: Iterable[Full], read: Callable[[], None], device: torch.device | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the sender's stream, each in memory of its own; `read` says that a bucket may be filled again.
 
+        `device`: where the tensors shall be; None: where the buckets are.
+
         Raises:
-            RunFailed: what is in a bucket is not what the sender put there.
+            RunFailed: what was in a bucket is not what the sender put there. Raised at the end of the stream, for the
+                sender sends all of it.
         """
-        whole: Tensor | None = None  # of the tensor under way, its bytes
+        damaged = []
         for bucket in full:
-            if total(self.slots[bucket.slot, : sum(piece.length for piece in bucket.pieces)]) != bucket.total:
-                raise RunFailed(f"the bucket of weights that begins with {bucket.pieces[0].name} was damaged")
+            content = self.content(bucket).to(device or self.slots.device)
+            if total(content) != bucket.total:
+                damaged.append(f"the bucket of weights that begins with {bucket.pieces[0].name} was damaged")
             ready = []
             for piece in bucket.pieces:
                 if piece.start == 0:
-                    tensor = torch.empty(piece.shape, dtype=piece.dtype)
-                    whole = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor
-                whole[piece.start : piece.start + piece.length] = self.slots[
-                    bucket.slot, piece.offset : piece.offset + piece.length
-                ]
+                    tensor = torch.empty(piece.shape, dtype=piece.dtype, device=content.device)
+                    whole = as_bytes(tensor)
+                whole[piece.start : piece.start + piece.length] = content[piece.offset : piece.offset + piece.length]
                 if piece.start + piece.length == tensor.nbytes:
                     ready.append((piece.name, tensor))
+            settle(content)
             read()
             yield from ready
+        if damaged:
+            raise RunFailed(damaged[0])
 
 
 def cuts(length: int, free: int, size: int) -> Iterator[tuple[int, int]]:
@@ -128,9 +129,9 @@ def cuts(length: int, free: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """[n] uint8, on the host."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    """[n] uint8, where the tensor is; its own memory if that is contiguous."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def total(data: Tensor) -> int:
@@ -138,3 +139,9 @@ def total(data: Tensor) -> int:
     words = len(data) // 8 * 8
     aligned = data[:words].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:words].clone().view(torch.int64)
     return (int(aligned.sum()) + int(data[words:].sum())) % 2**64
+
+
+def settle(tensor: Tensor) -> None:
+    """What was asked of a GPU has been done: another process may write over what it read."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

@@ -2,9 +2,10 @@
 
     python -m megatron_rft.rollout.host SOCKET BUCKETS PARENT     (descriptors, and the pid it must not outlive)
 
-Messages are tuples, a name first. In: build, generate, load, full (a bucket of weights), loaded (the last of them),
-checksums, sleep, wake, close. Out: beat, group, end, read, done, failed. `beat` comes every second, from a thread
-of its own, with a count of what the engine has got done: a count that stands still means that it hangs.
+Messages are tuples, a name first. In: build, open (buckets on a GPU), generate, load, full (a bucket of weights),
+loaded (the last of them), checksums, sleep, wake, close. Out: beat, group, end, read, done, failed. `beat` comes every
+second, from a thread of its own, with a count of what the engine has got done: a count that stands still means that it
+hangs.
 """
 
 import contextlib
@@ -18,10 +19,13 @@ from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 
+import torch
+
 from megatron_rft.errors import RunFailed, UserError
 from megatron_rft.processes import die_with
 from megatron_rft.rollout.buckets import Buckets, Full
 from megatron_rft.rollout.engine import Engine, Request, Sampling
+from megatron_rft.rollout.shared_memory import Handle, HostMemory, gpus, opened
 
 BEAT_S = 1.0
 
@@ -29,6 +33,7 @@ BEAT_S = 1.0
 class Host:
     def __init__(self, connection: Connection, buckets: Buckets):
         self.connection, self.buckets = connection, buckets
+        self.device: torch.device | None = None  # of weights, when their buckets are on a GPU
         self.engine: Engine | None = None
         self.done = 0  # steps, groups and buckets
         self._waiting: deque[tuple] = deque()  # messages that came while another was being served
@@ -61,7 +66,12 @@ class Host:
     def _build(self, build) -> None:
         self.engine = build()
         self.engine.on_step = self._on_step
-        self._send("done", self.engine.dtype)
+        self._send("done", (self.engine.dtype, gpus()))
+
+    def _open(self, handle: Handle) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.buckets = Buckets(opened(handle))
+        self._send("done", None)
 
     def _generate(self, job: int, requests: list[Request], sampling: Sampling) -> None:
         error = None
@@ -85,7 +95,7 @@ class Host:
 
     def _load(self, version: int) -> None:
         full, read = self._full_buckets(), partial(self._send, "read")
-        stream, answer = self.buckets.receive(full, read), ("done", version)
+        stream, answer = self.buckets.receive(full, read, self.device), ("done", version)
         try:
             self.engine.load_weights(stream, version)
         except Exception as error:
@@ -127,7 +137,7 @@ def reportable(error: Exception, what: str) -> Exception:
 def main(socket: int, buckets: int, parent: int) -> None:
     die_with(parent)
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone
-        Host(Connection(socket), Buckets(buckets)).run()
+        Host(Connection(socket), Buckets(HostMemory(buckets).slots)).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the thread that beats, and whatever threads an engine has, are nobody's to wait for

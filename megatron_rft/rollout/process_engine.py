@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_rft.errors import RunFailed
-from megatron_rft.rollout.buckets import Buckets, Full
+from megatron_rft.rollout.buckets import BUCKET_BYTES, Buckets, Full
 from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling
+from megatron_rft.rollout.shared_memory import HostMemory, own_gpu, shared
 
 LAST_LINES = 15  # of the log, in an error
 LEAVE_S = 5.0
@@ -45,6 +47,8 @@ class EngineProcess(Engine):
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
         self.environment = environment or {}
         self.process: subprocess.Popen | None = None
+        self.transport = ""  # of weights, once there is a process
+        self._on_gpu: Tensor | None = None  # the buckets, if they lie there
         self._jobs = itertools.count()
         self._sending, self._ending = threading.Lock(), threading.RLock()
         self.start()
@@ -57,11 +61,11 @@ class EngineProcess(Engine):
         """
         self._kill()
         self.weight_version = -1
-        self._buckets = Buckets()
+        self._memory = HostMemory()
         self._connection, theirs = Pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log, theirs:
-            inherited = (theirs.fileno(), self._buckets.fd)
+            inherited = (theirs.fileno(), self._memory.fd)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rft.rollout.host", *map(str, inherited), str(os.getpid())],
                 env=os.environ | self.environment,
@@ -78,10 +82,28 @@ class EngineProcess(Engine):
         reader.start()
         try:
             self._send("build", self.build)
-            self.dtype = self._reply(self.start_timeout_s)
+            self.dtype, gpus = self._reply(self.start_timeout_s)
+            self._lay_buckets(gpus)
         except EngineLost as error:
             self._kill()
             raise RunFailed(f"{error}. It was starting; its log ends:\n{last_lines(self.log)}") from None
+
+    def _lay_buckets(self, gpus: list[str]) -> None:
+        """In the memory of this rank's GPU where the process sees that one (`gpus`), too, else in the host's."""
+        self._buckets, self.transport = Buckets(self._memory.slots), "shared host memory"
+        if own_gpu() not in gpus:
+            return
+        try:
+            if self._on_gpu is None:  # kept for the next process: what a lost one had opened is never given back
+                self._on_gpu = torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+            self._send("open", shared(self._on_gpu))
+            self._reply()
+        except EngineLost:
+            raise
+        except RuntimeError as error:  # not everywhere may processes share a GPU's memory
+            self.transport += f" (no CUDA IPC: {error})"
+        else:
+            self._buckets, self.transport = Buckets(self._on_gpu), "CUDA IPC"
 
     # ---- the protocol
 
@@ -214,7 +236,7 @@ class EngineProcess(Engine):
             self.process.wait()
             self.process = None
             self._connection.close()
-            self._buckets.close()
+            self._memory.close()
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:

@@ -28,6 +28,7 @@ from megatron_rft.processes import free_port
 from megatron_rft.records import Response
 from megatron_rft.rollout import wire
 from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
+from megatron_rft.rollout.shared_memory import own_gpu
 from megatron_rft.rollout.vllm_arguments import command
 
 CONNECTIONS = 128  # requests at one time; more of them wait here
@@ -82,7 +83,8 @@ class ServerEngine(Engine):
         """It serves this model, and can take its weights."""
         where = f"rollout.servers: {self.url}"
         try:
-            facts = self._rpc("rft_facts")[0]
+            each = self._rpc("rft_facts")
+            facts = each[0]
         except (RunFailed, ValueError) as error:
             raise ConfigError(f"{where} cannot take weights from a trainer ({error}). {self._how()}") from None
         for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
@@ -112,6 +114,7 @@ class ServerEngine(Engine):
                 "asked whether its weights arrived: start a server for each, and name them all"
             )
         self.workers = int(facts["workers"])
+        self.transport = wire.transport([own_gpu(), *(worker["gpu"] for worker in each)])
 
     def _how(self) -> str:
         room = {"max_model_len": self.longest} if self.longest else {}
@@ -124,13 +127,17 @@ class ServerEngine(Engine):
         host, size, limit_s = own_address(self.url), 1 + self.workers, self.silence_timeout_s
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         address = {"host": host, "port": port, "size": size, "shapes": shapes, "timeout_s": limit_s}
+        address["transport"] = self.transport
+        device = torch.device("cuda", torch.cuda.current_device()) if self.transport == wire.GPU else None
         with ThreadPoolExecutor(1) as aside:
             asked = aside.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
             try:
-                self.group = wire.connect(host, port, 0, size, limit_s)
+                self.group = wire.connect(host, port, 0, size, limit_s, device)
             except RuntimeError as error:
                 asked.result()  # its own reason comes first
-                raise EngineLost(f"{self.name}: its workers do not reach {host}:{port} ({error})") from None
+                raise EngineLost(
+                    f"{self.name}: its workers do not reach {host}:{port} ({self.transport}: {error})"
+                ) from None
             asked.result()
 
     # ---- generation

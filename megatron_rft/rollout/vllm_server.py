@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rft.rollout import vllm_cpu, wire
 from megatron_rft.rollout.intake import Intake
+from megatron_rft.rollout.shared_memory import own_gpu
 from megatron_rft.rollout.vllm_weights import Receiver, checksums
 
 WIRE = "wire"
@@ -24,6 +25,7 @@ class Address(WeightTransferInitInfo):
     size: int
     shapes: dict[str, list[int]]  # of every parameter by its HF name
     timeout_s: float
+    transport: str
 
 
 @dataclass
@@ -40,14 +42,15 @@ class WireReceiver(Receiver):
         rank = 1 + here.data_parallel_index * here.world_size + here.rank
         shapes = {name: torch.Size(shape) for name, shape in init_info.shapes.items()}
         self.intake = Intake(shapes, self.model_config.hf_config.model_type)
-        self.group = wire.connect(init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s)
+        device = self.device if init_info.transport == wire.GPU else None
+        self.link = wire.connect(init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s, device)
 
     def receive_weights(self, update_info: Listen) -> None:
         self.intake.begin()
         problems: list[str | None] = []
 
         def good():
-            for name, tensor in wire.receive(self.group):
+            for name, tensor in wire.receive(self.link):
                 problems.append(self.intake.problem(name, tensor))
                 if problems[-1] is None:
                     yield name, tensor
@@ -83,7 +86,7 @@ class Extension:
         names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
         facts = {name: getattr(config, name) for name in names}
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
-        facts["prefix_caching"] = bool(self.cache_config.enable_prefix_caching)
+        facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": own_gpu()}
         return facts | {"workers": here.world_size, "replicas": here.data_parallel_size}
 
     def rft_problem(self) -> dict:

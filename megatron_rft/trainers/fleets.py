@@ -45,17 +45,23 @@ def build(
         for member in members:
             member.close()
         raise
-    return Fleet(members, dtype, gather, (place, places))
+    fleet = Fleet(members, dtype, gather, (place, places))
+    if torch.cuda.is_available():
+        fleet.news += [f"{member.name} gets its weights by {member.transport}" for member in members]
+    return fleet
 
 
 def _process(recipe: Recipe, build_engine: Callable, index: int, spare: list[str]) -> EngineProcess:
+    environment = _environment(index, spare)
+    if spare:  # this rank's GPU as well, after its own: weights come through the memory of that
+        environment["CUDA_VISIBLE_DEVICES"] += f",{own_device()}"
     return EngineProcess(
         partial(build_engine, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
         f"engine process {index}",
         _folder(recipe) / f"engine_{index}.log",
         recipe.faults.engine_start_s,
         recipe.faults.engine_silence_s,
-        _environment(index, spare),
+        environment,
     )
 
 
@@ -94,8 +100,7 @@ def _environment(index: int, spare: list[str]) -> dict[str, str]:
     """Of an engine's process: it is nobody's rank, and sees one GPU."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if torch.cuda.is_available():
-        own = visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
-        environment["CUDA_VISIBLE_DEVICES"] = spare[index % len(spare)] if spare else own
+        environment["CUDA_VISIBLE_DEVICES"] = spare[index % len(spare)] if spare else own_device()
     return environment
 
 
@@ -107,6 +112,11 @@ def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def own_device() -> str:
+    """This rank's, as CUDA_VISIBLE_DEVICES names it."""
+    return visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
 
 
 def spare_gpus() -> list[str]:

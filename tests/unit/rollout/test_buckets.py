@@ -1,10 +1,13 @@
 """Streams through buckets far smaller than the tensors, with both ends in turn."""
 
+import os
+
 import pytest
 import torch
 
 from megatron_rft.errors import RunFailed
 from megatron_rft.rollout.buckets import Buckets, cuts
+from megatron_rft.rollout.shared_memory import HostMemory
 
 TENSORS = [
     ("tiny", torch.arange(3, dtype=torch.float32)),
@@ -16,15 +19,19 @@ TENSORS = [
 ]
 
 
+def buckets_of(size: int) -> Buckets:
+    return Buckets(torch.empty(2, size, dtype=torch.uint8))
+
+
 def through(size: int, damage=lambda buckets: None) -> list[tuple[str, torch.Tensor]]:
     """The stream as it arrives. The receiver reads a bucket as soon as it is told of it."""
-    buckets, told = Buckets(size=size), []
+    buckets, told = buckets_of(size), []
     buckets.send(TENSORS, told.append, lambda: None) if size > 4096 else None
     if told:
         damage(buckets)
         return list(buckets.receive(told, lambda: None))
     # One thread: each full bucket is copied as the receiver would find it, before the sender goes on.
-    kept, other = [], Buckets(size=size)
+    kept, other = [], buckets_of(size)
     buckets.send(TENSORS, lambda full: kept.append((full, buckets.slots[full.slot].clone())), lambda: None)
 
     def arriving():
@@ -53,7 +60,7 @@ def test_damage_is_noticed():
 
 
 def test_the_sender_waits_before_it_writes_over_an_unread_bucket():
-    buckets, told, waits = Buckets(size=64), [], []
+    buckets, told, waits = buckets_of(64), [], []
     buckets.send(TENSORS, lambda full: told.append(full.slot), lambda: waits.append(len(told)))
     assert told == [i % 2 for i in range(len(told))]
     assert waits == [*range(2, len(told) + 1), len(told)]  # never more than one is unread when another is filled
@@ -64,3 +71,13 @@ def test_a_small_tensor_is_not_cut_and_a_large_one_fills_buckets():
     assert list(cuts(40, 30, 64)) == [(0, 40)]
     assert list(cuts(150, 30, 64)) == [(0, 30), (30, 64), (94, 56)]
     assert list(cuts(0, 5, 64)) == [(0, 0)]
+
+
+def test_memory_of_the_host_is_seen_by_whoever_has_its_descriptor():
+    mine = HostMemory(size=4096)
+    theirs = HostMemory(os.dup(mine.fd))
+    mine.slots[1, 7] = 42
+    assert theirs.slots.shape == (2, 4096) and theirs.slots[1, 7] == 42
+    mine.close()
+    theirs.close()
+    assert theirs.slots[1, 7] == 42  # as long as a tensor looks at it

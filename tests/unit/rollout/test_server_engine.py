@@ -21,7 +21,8 @@ from megatron_rft.trainers.fleets import server_arguments
 
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
-FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1, "prefix_caching": True}
+FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1}
+FACTS |= {"prefix_caching": True, "gpu": None}
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Seconds of one transfer of weights between two processes of this machine, as between a trainer and a server.
+
+    OMP_NUM_THREADS=1 python tools/bench/wire.py [--rounds 20]
+
+Both ends only move tensors: the receiver takes each and lets it go. The median and the fastest of the rounds, by the
+clock of the sender, beside the time that a plain copy of the same tensors takes.
+"""
+
+import argparse
+import multiprocessing
+import socket
+import statistics
+import time
+
+import torch
+
+from megatron_rft.rollout import wire
+
+# name -> tensors, elements of each
+MODELS = {"300 small tensors, 1.5 MB": [(300, 2560)], "14 M parameters": [(300, 2560), (14, 1 << 20)]}
+MODELS["134 M parameters"] = [(300, 2560), (128, 1 << 20)]
+
+
+def tensors(groups: list[tuple[int, int]]) -> list[tuple[str, torch.Tensor]]:
+    shapes = [size for count, size in groups for _ in range(count)]
+    return [(f"layer.{i}.weight", torch.randn(size).bfloat16()) for i, size in enumerate(shapes)]
+
+
+def receiver(port: int, transfers: int) -> None:
+    link = wire.connect("127.0.0.1", port, 1, 2, 60)
+    for _ in range(transfers):
+        for _ in wire.receive(link):
+            pass
+
+
+def measure(name: str, rounds: int) -> None:
+    stream = tensors(MODELS[name])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    other = multiprocessing.get_context("spawn").Process(target=receiver, args=(port, rounds + 2))
+    other.start()
+    link = wire.connect("127.0.0.1", port, 0, 2, 60)
+    target = [torch.empty_like(tensor) for _, tensor in stream]
+    taken, copied = [], []
+    for _ in range(rounds + 2):
+        start = time.perf_counter()
+        wire.send(link, stream)
+        taken.append(time.perf_counter() - start)
+        for into, (_, tensor) in zip(target, stream, strict=True):
+            into.copy_(tensor)
+        copied.append(time.perf_counter() - start - taken[-1])
+    other.join()
+    taken, copied = sorted(taken[2:]), sorted(copied[2:])
+    print(
+        f"{name:28s} median {statistics.median(taken) * 1e3:8.1f} ms, fastest {taken[0] * 1e3:8.1f} ms, "
+        f"copy {copied[0] * 1e3:6.2f} ms",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    for name in MODELS:
+        measure(name, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
