@@ -225,7 +225,8 @@ class Recipe(s.Section):
         if self.trainer == "rl" and self.run.steps is None:
             raise at("run.steps", "is required with trainer rl")
         if self.trainer in ("sft", "offline") and (self.run.steps is None) == (self.run.epochs is None):
-            raise at("run.steps", f"trainer {self.trainer} needs either run.steps or run.epochs, and not both")
+            fix = ": one of them is to be null" if self.run.steps else ""
+            raise at("run.steps", f"trainer {self.trainer} needs either run.steps or run.epochs, and not both{fix}")
 
     def _check_precision(self):
         if self.model.precision != "fp8":

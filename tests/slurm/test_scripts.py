@@ -1,10 +1,13 @@
 """The scripts in launch/ on a real Slurm: submitted, refused, run, disturbed, failing, in containers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.integration.tiny import metrics
+from tests.integration.tiny import metrics, write_data, write_model
 from tests.slurm.cluster import ROOT, tiny_keys
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh") if "#SBATCH --job-name" in path.read_text())
@@ -191,3 +194,79 @@ def pause_after_step(job, run: Path, step: int) -> None:
     log = run / "metrics.jsonl"
     job.wait_for(lambda: log.exists() and log.read_text().count("\n") >= step, f"step {step}")
     job.pause()
+
+
+class TestTwoStages:
+    """launch/fpa_4b.sh: trajectories, then training on them, in one job."""
+
+    def test_each_stage_goes_on_where_it_was_stopped(self, cluster, tmp_path):
+        job = cluster.submit(
+            "launch/fpa_4b.sh", f"--output={tmp_path}/log", *two_stage_keys(tmp_path), LAUNCH_NPROC="1"
+        )
+        store, run = tmp_path / "store", tmp_path / "run"
+        job.wait_for(lambda: any(store.glob("shards/*.parquet")), "shard")
+        first = {path: path.stat().st_mtime_ns for path in store.glob("shards/*.parquet")}
+        stop(job, start=0)
+        pause_after_step(job, run, 2)
+        whole = (store / "index.json").stat().st_mtime_ns
+        stop(replace(job, folder=job.folder.with_name("stage_1")), start=1)
+        assert job.wait() == "COMPLETED", job.log[-6000:]
+        starts = [line.split(",")[0] for line in job.log.splitlines() if line.startswith("start ")]
+        generate, train = (f"examples/fpa/qwen3_4b_base/{name}.yaml" for name in ("generate", "fpa"))
+        assert starts == [
+            f"start 0: generate {generate}",
+            f"start 1: generate {generate}",
+            f"start 1: train {train}",
+            f"start 2: train {train}",
+        ]
+        assert len(first) < 128 == len(list(store.glob("shards/*.parquet")))
+        assert all(path.stat().st_mtime_ns == written for path, written in first.items())
+        assert (store / "index.json").stat().st_mtime_ns == whole
+        assert [line["step"] for line in metrics(run)] == list(range(9))
+        assert (run / "export/model.safetensors").exists()
+
+    def test_no_training_without_trajectories(self, cluster, tmp_path):
+        keys = two_stage_keys(tmp_path)
+        (tmp_path / "train.jsonl").write_text('{"question": "1", "answer": "none of these"}\n')
+        job = cluster.submit("launch/fpa_4b.sh", f"--output={tmp_path}/log", *keys, LAUNCH_NPROC="1")
+        assert job.wait() == "FAILED" and job.shown("ExitCode") == "2:0", job.log[-6000:]
+        assert "no problem has a right and a wrong response" in job.log and ": train" not in job.log
+        assert not (tmp_path / "run").exists()
+
+
+def two_stage_keys(folder: Path) -> list[str]:
+    write_model(folder / "model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
+    write_data(folder / "train.jsonl", 128)
+    both = {"model.path": folder / "model", "model.precision": "fp32", "rollout.max_response_tokens": 2}
+    both |= {"data.max_prompt_tokens": 8, "data.prompt_template": "null"}
+    generate = {
+        "run.output_dir": folder / "store",
+        "data.train": folder / "train.jsonl",
+        "generation.problems_per_shard": 1,
+        "generation.held_out": 0.2,
+    }
+    train = {
+        "run.output_dir": folder / "run",
+        "run.steps": 8,
+        "run.epochs": "null",
+        "data.train": folder / "store",
+        "data.test": "null",
+        "batching.micro_batch_tokens": 64,
+        "algorithm.batch_sequences": 16,
+        "optimizer.lr_warmup_steps": 0,
+        "checkpoint.every": 2,
+        "tracking.plot": "false",
+    }
+    keys = [f"generate:{name}={value}" for name, value in (both | generate).items()]
+    return keys + [f"{name}={value}" for name, value in (both | train).items()]
+
+
+def stop(job, start: int) -> None:
+    """As before a time limit; until the job is back in the queue."""
+    job.pause()
+    job.cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for(lambda: job.told_to_stop(start), "word to stop")
+    job.go_on()
+    job.wait_for(lambda: job.shown("Restarts") == str(start + 1), "requeue")
