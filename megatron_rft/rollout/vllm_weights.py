@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -21,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -169,35 +172,63 @@ def _tied(model: nn.Module) -> list[nn.Module]:
 
 
 def checksums(model: nn.Module) -> dict[str, int]:
-    """HF name -> checksum of every parameter as the model computes with it."""
+    """HF name -> `checksum` of every parameter, -1 where copies of one differ. Collective, as `held` is."""
     found: dict[str, int] = {}
     for name, tensor in held(model):
         value = checksum(tensor)
-        if found.setdefault(name, value) != value:  # a tied matrix is held twice
+        if found.setdefault(name, value) != value:
             found[name] = -1
     return found
 
 
 @torch.inference_mode()
 def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of every parameter as the model computes with it. A matrix that was packed for its kernel is
-    read through the kernel: its product with the identity. A tied output matrix comes again, under its embedding's
-    name."""
+    """(HF name, tensor) of every parameter, whole, as the model computes with it. A matrix that was packed for its
+    kernel is read through the kernel: its product with the identity.
+
+    All tensor-parallel workers of the engine ask together. What is held more than once comes as often: a tied output
+    matrix, again under its embedding's name; a norm, by each worker; heads of keys and values that workers share.
+    """
+    group = get_tp_group()
+    for piece in pieces(model, group.world_size):
+        everyone = [torch.empty(piece.values.shape).to(piece.values) for _ in range(group.world_size)]
+        dist.all_gather(everyone, piece.values.contiguous(), group=group.device_group)
+        for copy in range(piece.copies):
+            yield piece.name, torch.cat(everyone[copy :: piece.copies], piece.dim)[: piece.rows]
+
+
+@dataclass
+class Piece:
+    """This worker's of a parameter. `copies` workers in a row have the same one; theirs and those of the others, joined
+    in dimension `dim`, are the parameter and, beyond `rows`, padding."""
+
+    name: str  # HF's
+    values: Tensor
+    dim: int = 0
+    copies: int = 1
+    rows: int | None = None
+
+
+def pieces(model: nn.Module, workers: int) -> Iterator[Piece]:
     parts, tied = getattr(model, "packed_modules_mapping", {}), _tied(model)
     for path, layer in model.named_modules():
         own = path.rpartition(".")[2]
         for key, value in layer._parameters.items():
             if value is None:
                 continue
-            whole = matrix(layer) if key == "weight" else value
+            values = matrix(layer) if key == "weight" else value
             if isinstance(layer, VocabParallelEmbedding):
                 name = "model.embed_tokens" if layer in tied else path
-                yield f"{name}.{key}", whole[: model.config.vocab_size]
+                yield Piece(f"{name}.{key}", values, rows=model.config.vocab_size)
             elif own in parts:
                 names = [f"{path.removesuffix(own)}{part}.{key}" for part in parts[own]]
-                yield from zip(names, whole.split(layer.output_partition_sizes), strict=True)
+                shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1, 1]
+                for name, part, copies in zip(names, values.split(layer.output_partition_sizes), shared, strict=True):
+                    yield Piece(name, part, copies=copies)
+            elif isinstance(layer, RowParallelLinear) and key == "weight":
+                yield Piece(f"{path}.{key}", values, dim=1)
             else:
-                yield f"{path}.{key}", whole
+                yield Piece(f"{path}.{key}", values, copies=1 if isinstance(layer, ColumnParallelLinear) else workers)
 
 
 def matrix(layer: nn.Module) -> Tensor:

@@ -13,7 +13,6 @@ from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.config.plan import engine_processes
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.errors import ConfigError
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.rollout.engine import Engine
 from megatron_rft.rollout.fleet import Fleet, shares
@@ -71,13 +70,7 @@ def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spar
     keeps = recipe.rollout.cache_after_sync == "keep"
     longest = min(recipe.longest_generation, hf_config.max_position_embeddings)
     if recipe.rollout.servers:
-        server = ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest, keeps)
-        if server.workers > 1 and recipe.faults.compare_weights_every:
-            raise ConfigError(
-                f"faults.compare_weights_every: {server.name} has {server.workers} workers, whose parts of the weights "
-                "are not read back: set it to 0"
-            )
-        return server
+        return ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest, keeps)
     log = _folder(recipe) / f"server_{index}.log"
     arguments = server_arguments(recipe, longest)
     return OwnServer(hf_config, shapes, dtype, log, _environment(index, spare), arguments, *limits, keeps)
