@@ -142,7 +142,7 @@ def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None
     if not lengths:
         return 0, 0
     if by_vllm(recipe, s):
-        whole = s.whole() * element
+        whole = s.whole() * element // (1 if recipe.refines else recipe.vllm.tensor_parallel_size)
         if given := vllm.get("kv_cache_memory_bytes"):
             return (whole + given) * count, 0
         return max(whole, round(share_of(recipe) * (device or 0))) * count, 0

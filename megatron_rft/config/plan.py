@@ -30,17 +30,20 @@ class Plan:
 
 
 def engine_processes(recipe: Recipe, world_size: int, spare_gpus: int = 0) -> int:
-    """Of the whole run, with placement process."""
-    return len(recipe.rollout.servers) or recipe.rollout.processes or spare_gpus or world_size
+    """Of the whole run, with placement process or server."""
+    workers = recipe.vllm.tensor_parallel_size
+    shared = 1 if world_size % workers else world_size // workers
+    return len(recipe.rollout.servers) or recipe.rollout.processes or spare_gpus // workers or shared
 
 
 def check_engines(recipe: Recipe, world_size: int) -> list[str]:
     """Which engines there will be."""
     rollout = recipe.rollout
     count, what = len(rollout.servers) or rollout.processes, "servers" if rollout.servers else "processes"
+    ranks, workers = _many(world_size, "rank"), recipe.vllm.tensor_parallel_size
+    check_workers(recipe, world_size)
     if rollout.placement == "colocated":
-        return []
-    ranks = _many(world_size, "rank")
+        return [f"generation: {_many(world_size // workers, 'engine')}, each {workers} ranks"] if workers > 1 else []
     if count and count % world_size and world_size % count:
         raise ConfigError(
             f"rollout.{what}: {count} engines cannot be shared evenly by {ranks}: one of the two "
@@ -48,8 +51,32 @@ def check_engines(recipe: Recipe, world_size: int) -> list[str]:
         )
     if rollout.servers:
         return [f"generation: {', '.join(rollout.servers)}, for {ranks}"]
-    how_many = f"{count} of their own" if count else "their own, one on each spare GPU, else one per rank"
-    return [f"generation: engines in processes, {how_many}, for {ranks}"]
+    gpus, each = ("GPU", "rank") if workers == 1 else (f"{workers} GPUs", f"{workers} ranks")
+    how_many = f"{count} of their own" if count else f"their own, one on each spare {gpus}, else one per {each}"
+    tensor_parallel = f" of {workers} workers each" if workers > 1 else ""
+    return [f"generation: engines in processes, {how_many}{tensor_parallel}, for {ranks}"]
+
+
+def check_workers(recipe: Recipe, world_size: int) -> None:
+    """Where an engine of several devices can be."""
+    workers, rollout = recipe.vllm.tensor_parallel_size, recipe.rollout
+    if workers == 1:
+        return
+    place, server = f"vllm.tensor_parallel_size: {workers}", "rollout.placement=server"
+    if recipe.trainer == "generate":
+        raise ConfigError(f"{place}: each worker of `generate` has an engine on one device of its own: leave it out")
+    if rollout.placement == "process":
+        raise ConfigError(f"{place}: an engine process has one device. Set {server}, or colocated")
+    if rollout.placement == "colocated" and world_size % workers:
+        raise ConfigError(
+            f"{place}: {workers} ranks in a row are one engine, and {_many(world_size, 'rank')} cannot be divided so. "
+            f"Set {server} for engines on devices of their own"
+        )
+    if rollout.placement == "colocated" and recipe.refines:
+        raise ConfigError(
+            f"{place}: the refiner's engine answers each rank at a time of its own, and ranks that are one engine have "
+            f"no such time. Set {server}: the policy's engine then has {workers} devices, the refiner's one"
+        )
 
 
 def check_speed(recipe: Recipe, refining: str | None) -> None:

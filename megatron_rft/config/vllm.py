@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ConfigDict, model_validator
 
+from megatron_rft.config.layout import Layout, problems
 from megatron_rft.config.messages import at, shown
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.sections import Count, Rollout, Section
@@ -44,9 +45,9 @@ REFUSED = {
         data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
         nnodes node_rank master_addr master_port device_ids""",
     "is set by this package, whose engines sleep while the trainer works": "enable_sleep_mode",
-    "is 1 for engines that the run starts, whose weights are read back from one device. For a model that needs several "
-    "start servers of your own and give rollout.servers": """
-        tensor_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel""",
+    "is 1 for engines that the run starts: tensor_parallel_size is what gives an engine several devices": """
+        prefill_context_parallel_size decode_context_parallel_size""",
+    "is off: experts' weights are not read back yet": "enable_expert_parallel",
     "would change the weights, and what is not equal to the trainer's cannot be proven to have arrived": """
         quantization quantization_config enable_lora""",
     "is off: split prompts crash with seeds of their own": "enable_chunked_prefill",
@@ -66,6 +67,9 @@ class Vllm(Section):
 
     max_model_len: Count | None = None
     """Tokens of the longest sequence, prompt and response. None: what the recipe asks for."""
+    tensor_parallel_size: Count = 1
+    """Devices of an engine. Colocated: so many ranks in a row are one. A server that the run starts takes so many
+    GPUs that have no rank."""
     speculative_config: dict[str, Any] | None = None
     """Speculative decoding, in vLLM's words, such as {method: ngram, num_speculative_tokens: 8, prompt_lookup_max: 4}.
     Method predicted_output checks the guess that a request carries of its response."""
@@ -227,3 +231,6 @@ def check_vllm(engine: str, options: Vllm, rollout: Rollout, needed: int, shape:
             f"vllm.max_model_len: {options.max_model_len} is beyond the model's max_position_embeddings, "
             f"{shape.max_positions}"
         )
+    workers = options.tensor_parallel_size
+    if shape and (found := list(problems(Layout(workers, workers, 1, 1, 1, workers), shape))):
+        raise ConfigError(f"vllm.tensor_parallel_size: {'; '.join(found)}")

@@ -64,6 +64,8 @@ class Engine(Protocol):
     weight_version: int
     dtype: torch.dtype  # of its weights
     on_step: Callable[[], None] | None = None
+    ranks: int = 1  # of the trainer's, in a row, that are this engine together
+    """They call everything together. The first of them has requests and gets groups; the others ask for nothing."""
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         """Groups in the order in which they end; each request comes back exactly once."""

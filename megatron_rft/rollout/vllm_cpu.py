@@ -89,6 +89,20 @@ def bear_other_libraries() -> None:
     dispatcher.vars = lambda value: found if hasattr(found := vars(value), "get") else {}
 
 
+def tell_runs_apart() -> None:
+    """Ranks that are one engine meet in shared memory, whose name is the same for every run on the machine."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+    if original.__module__ == __name__:
+        return
+
+    def make_group_name(communicator: Any) -> str:
+        return f"{original(communicator)}-{os.environ.get('MASTER_PORT', '')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
 def after_reload(model: nn.Module) -> None:
     """An output matrix that is tied to the embeddings went on with the packed copy of their former values."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -107,6 +121,7 @@ def start(arguments: dict[str, Any]) -> Any:
     if not _live:
         _own_world = not torch.distributed.is_initialized()
     bear_other_libraries()
+    tell_runs_apart()
     with bystanders():
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     engine.engine_core._finalizer.detach()  # would destroy the trainer's process groups

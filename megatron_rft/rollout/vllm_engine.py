@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -37,6 +38,9 @@ class VLLMEngine(Engine):
 
     `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `engines`:
     how many share the device. `keep_caches`: what is under way when new weights come keeps its keys and values.
+
+    With `tensor_parallel_size` n among the options, n consecutive ranks of the trainer's world are one engine. They
+    call everything together; the first of them gives the requests and gets the answers, the others get none.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class VLLMEngine(Engine):
         given = isinstance(source, PreTrainedConfig)
         self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
         options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
-        self.keep_caches = keep_caches
+        self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
         self.versions: set[str] = set()  # of the weights that the responses under way may have been written with
@@ -87,9 +91,9 @@ class VLLMEngine(Engine):
             "seed": 0,
             "disable_log_stats": True,
         }
+        if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
+            own["distributed_executor_backend"] = "external_launcher"  # the rank's own device, not always the first
         if self.device.type == "cuda":
-            if torch.distributed.is_initialized():  # the rank's own device, not always the first
-                own["distributed_executor_backend"] = "external_launcher"
             own |= {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_share}
         else:
             own |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(sequences)}
@@ -102,7 +106,8 @@ class VLLMEngine(Engine):
         """Room for all sequences at their longest, within CACHE_BYTES; for one of them in any case."""
         config = self.config
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * self.dtype.itemsize
+        heads = max(1, config.num_key_value_heads // self.ranks)  # of keys and values, on each of them
+        token = 2 * config.num_hidden_layers * heads * head * self.dtype.itemsize
         sequence = token * (-(-self.max_model_len // CACHE_BLOCK) + 1) * CACHE_BLOCK
         return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
 
@@ -111,6 +116,7 @@ class VLLMEngine(Engine):
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         if self.weight_version < 0 or self.asleep:
             raise RunFailed("generation was asked for before any weights were loaded")
+        requests, sampling = self._agreed(requests, sampling)
         room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
         check_requests(requests, sampling, self.max_model_len, room, self.config.vocab_size)
         answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
@@ -127,11 +133,31 @@ class VLLMEngine(Engine):
                     id, sample = map(int, output.request_id.split("/"))
                     answers[id][sample] = self._response(output.outputs[0])
                     if None not in answers[id]:
-                        yield Group(id, tuple(answers.pop(id)))
+                        group = Group(id, tuple(answers.pop(id)))
+                        if self._leads():
+                            yield group
         finally:  # an abandoned iterator leaves nothing behind
             left = [f"{id}/{i}" for id, some in answers.items() for i, each in enumerate(some) if each is None]
             if left and self.llm is not None:
                 self.llm.abort_request(left)
+
+    def _agreed(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], Sampling]:
+        """What the engine's first rank asks for."""
+        if self.ranks == 1:
+            return requests, sampling
+        assert self._leads() or not requests, "a rank that is not its engine's first has requests"
+        group = self._group()
+        asked = [requests, sampling]
+        dist.broadcast_object_list(asked, group.ranks[0], group.cpu_group)
+        return asked[0], asked[1]
+
+    def _leads(self) -> bool:
+        return self.ranks == 1 or self._group().is_first_rank
+
+    def _group(self) -> Any:
+        from vllm.distributed import get_tp_group
+
+        return get_tp_group()
 
     def _step(self) -> list[Any]:
         """vLLM's forward pass has global state, and it draws (and throws away) from the trainer's random generator."""

@@ -170,7 +170,8 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
 
 def build_refining_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """In this process, beside the policy's. It takes longer prompts, and guesses of their responses."""
-    arguments = recipe.vllm.arguments() | {"max_model_len": longest_refinement(recipe, hf_config)}
+    own = {"max_model_len": longest_refinement(recipe, hf_config), "tensor_parallel_size": 1}
+    arguments = recipe.vllm.arguments() | own
     given = arguments.get("speculative_config") or {}
     if recipe.constraint.drafts(inside(recipe, hf_config)) and given.get("method") != PREDICTED["method"]:
         arguments |= {"speculative_config": PREDICTED}

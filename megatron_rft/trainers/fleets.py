@@ -13,6 +13,7 @@ from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.config.plan import engine_processes
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.errors import ConfigError
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.rollout.engine import Engine
 from megatron_rft.rollout.fleet import Fleet, shares
@@ -73,7 +74,8 @@ def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spar
         return ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest, keeps)
     log = _folder(recipe) / f"server_{index}.log"
     arguments = server_arguments(recipe, longest)
-    return OwnServer(hf_config, shapes, dtype, log, _environment(index, spare), arguments, *limits, keeps)
+    environment = _environment(index, spare, recipe.vllm.tensor_parallel_size)
+    return OwnServer(hf_config, shapes, dtype, log, environment, arguments, *limits, keeps)
 
 
 def server_arguments(recipe: Recipe, longest: int) -> dict[str, Any]:
@@ -89,12 +91,26 @@ def _folder(recipe: Recipe) -> Path:
     return Path(recipe.run.output_dir) / "engines"
 
 
-def _environment(index: int, spare: list[str]) -> dict[str, str]:
-    """Of an engine's process: it is nobody's rank, and sees one GPU."""
+def _environment(index: int, spare: list[str], workers: int = 1) -> dict[str, str]:
+    """Of an engine's process: it is nobody's rank, and sees its own GPUs."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if torch.cuda.is_available():
-        environment["CUDA_VISIBLE_DEVICES"] = spare[index % len(spare)] if spare else own_device()
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices(index, workers, spare, own_device()))
     return environment
+
+
+def devices(index: int, workers: int, spare: list[str], own: str) -> list[str]:
+    """The GPUs of engine `index`: of those that no rank uses; where there are none, its rank's `own`."""
+    if not spare and workers == 1:
+        return [own]
+    places = len(spare) // workers
+    if not places:
+        raise ConfigError(
+            f"vllm.tensor_parallel_size: a server takes {workers} GPUs, and {len(spare)} of this node's are without a "
+            "rank. Start fewer ranks, or set rollout.placement=colocated: the ranks' own GPUs are then engines together"
+        )
+    first = index % places * workers
+    return spare[first : first + workers]
 
 
 def nodes() -> int:
@@ -119,7 +135,10 @@ def spare_gpus() -> list[str]:
 
 def place(engine: Engine) -> tuple[int | None, int]:
     """This rank's place among those that have an engine to ask, None where it has none, and their number."""
-    return engine.place if isinstance(engine, Fleet) else (dist.get_rank(), dist.get_world_size())
+    if isinstance(engine, Fleet):
+        return engine.place
+    number, follows = divmod(dist.get_rank(), engine.ranks)
+    return None if follows else number, dist.get_world_size() // engine.ranks
 
 
 class Sync:

@@ -54,6 +54,11 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
 
 
 def build_engine(recipe: Recipe, source: Source) -> Engine:
+    if recipe.vllm.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"vllm.tensor_parallel_size: {recipe.vllm.tensor_parallel_size}, and an evaluation by itself has one "
+            "process, on one device. Set it to 1"
+        )
     given = source.path if source.format == "hf" else source.hf_config
     engine = assembly.engine_builder(recipe, given)("cuda" if torch.cuda.is_available() else "cpu")
     if source.format == "megatron":

@@ -9,17 +9,18 @@ from tests.integration.tiny import metrics, train, write_recipe
 
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-@pytest.mark.parametrize("temperature", [0.7])
-def test_canary(tmp_path, temperature):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_canary(tmp_path, workers):
     """What the trainer computes of the engine's tokens is what the engine said of them, temperature included, and the
-    policy stays the reference; two ranks, whose model is split in two."""
+    policy stays the reference; two ranks, whose model is split in two. They have an engine each, or are one."""
     recipe = write_recipe(
         tmp_path,
         run={"steps": 3},
         optimizer={"lr": 1e-30},
-        rollout={"engine": "vllm", "temperature": temperature, "max_response_tokens": 6},
+        rollout={"engine": "vllm", "temperature": 0.7, "max_response_tokens": 6},
         faults={"on_mismatch": "stop", "mismatch_max": 1e-4, "compare_weights_every": 1},
         megatron={"tensor_model_parallel_size": 2},
+        vllm={"tensor_parallel_size": workers},
     )
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))

@@ -1,7 +1,7 @@
 """Under torchrun: what vLLM generates after each of five syncs from actors in three layouts, against transformers.
 
-Every rank has an engine of its own, as in a run; rank 0 compares. Greedy tokens are transformers' where each has its
-largest log-prob, given the tokens before it. Prints one line per sync.
+Every rank has an engine of its own, as in a run, and once both are one engine; rank 0 compares. Greedy tokens are
+transformers' where each has its largest log-prob, given the tokens before it. Prints one line per sync.
 """
 
 import random
@@ -19,7 +19,7 @@ from megatron_rft import weight_sync
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.rollout.engine import Request, Sampling
+from megatron_rft.rollout.engine import Request, Sampling, checksum
 from megatron_rft.rollout.vllm_engine import VLLMEngine
 from tests.parity.hf_cases import section
 
@@ -70,10 +70,13 @@ def compare(model, engine):
     return other, worst
 
 
-def case(family, tied, root):
-    hf_config = FAMILIES[family](**SHAPE, **({"head_dim": 32} if family == "qwen3" else {}), tie_word_embeddings=tied)
+def case(family, tied, root, **changes):
+    """With `changes` of the shape, on an engine that is both ranks."""
+    shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else {}) | changes
+    hf_config = FAMILIES[family](**shape, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(hf_config).eval()
-    engine = VLLMEngine(hf_config, max_batch_sequences=PROMPTS)
+    options = {"tensor_parallel_size": 2} if changes else {}
+    engine = VLLMEngine(hf_config, max_batch_sequences=PROMPTS, options=options)
     for place, (name, layout) in enumerate(LAYOUTS.items()):
         parallel.forget_layout()
         parallel.initialize(section(**layout))
@@ -83,15 +86,33 @@ def case(family, tied, root):
             weights.load(chunks, lookup(hf_config, version), hf_config)
             weight_sync.push(weights.stream(chunks, hf_config), engine, version, verify=sync == 0)
             weights.save_folder(weights.stream(chunks, hf_config), root / "export", hf_config)
-            other, worst = 0, 0.0
             if parallel.rank() == 0:
                 exported = load_file(root / "export" / "model.safetensors")
                 assert not model.load_state_dict(exported, strict=False).unexpected_keys
                 other, worst = compare(model, engine)
                 tie = "tied" if tied else "untied"
-                print(f"CASE\t{family} {tie} {name} sync {sync}\t{other}\t{worst:.3e}", flush=True)
+                print(f"CASE\t{family} {tie} {name} sync {sync}{changes or ''}\t{other}\t{worst:.3e}", flush=True)
+            elif changes:
+                assert not list(engine.generate([], Sampling(1)))  # it has taken part
             dist.barrier()
+    if changes:
+        notice_a_worker_that_differs(engine, dict(weights.stream(chunks, hf_config)))
     engine.close()
+
+
+def notice_a_worker_that_differs(engine, sent):
+    """In a norm, which both have, and in its part of a matrix."""
+    before = engine.checksums()
+    assert before == {name: checksum(tensor) for name, tensor in sent.items()}
+    if parallel.rank() == 1:
+        layer = engine._model().model.layers[1]
+        for values in (layer.input_layernorm.weight, layer.self_attn.qkv_proj.bias):
+            values.data[-1] += 1
+    after = engine.checksums()
+    different = sorted(name for name in before if before[name] != after[name])
+    prefix = "model.layers.1"
+    assert different == [f"{prefix}.input_layernorm.weight", f"{prefix}.self_attn.v_proj.bias"], different
+    assert after[different[0]] == after[different[1]] == -1  # two workers share its one head of values
 
 
 def main():
@@ -101,6 +122,7 @@ def main():
     for family in FAMILIES:
         for tied in (True, False):
             case(family, tied, Path(sys.argv[1]))
+    case("qwen2", True, Path(sys.argv[1]), num_key_value_heads=1)
     parallel.shutdown()
 
 

@@ -63,6 +63,24 @@ def test_how_many(recipe):  # noqa: F811
     assert engine_processes(servers, 4) == 2 and "http://a:1, http://b:2" in str(check(servers, 4))
 
 
+TWO = "vllm.tensor_parallel_size=2"
+
+
+def test_engines_of_several_devices(monkeypatch, recipe):  # noqa: F811
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    monkeypatch.setattr(vllm, "fields", dict)
+    assert "generation: 2 engines, each 2 ranks" in check(load(recipe, [TWO]), 4).lines
+    served = load(recipe, [TWO, "rollout.placement=server"])
+    assert "one on each spare 2 GPUs, else one per 2 ranks of 2 workers each, for 4 ranks" in str(check(served, 4))
+    assert [engine_processes(served, world, spare) for world, spare in ((4, 0), (1, 0), (4, 5))] == [2, 1, 2]
+    assert "an engine process has one device" in refusal(recipe, TWO, PROCESS)
+    with pytest.raises(ValueError, match="2 ranks in a row are one engine, and 3 ranks cannot be divided so"):
+        check(load(recipe, [TWO]), 3)
+    with pytest.raises(ValueError, match="the refiner's engine answers each rank at a time of its own"):
+        check(load(recipe, [TWO, *REFINES]), 2)
+    assert check(load(recipe, [TWO, *REFINES, "rollout.placement=server"]), 2).layout
+
+
 def test_servers_of_others_have_their_own_options(recipe):  # noqa: F811
     given = ["rollout.placement=server", "rollout.servers=[http://a:1]"]
     assert "engine: vllm (rollout.servers)" in check(load(recipe, given)).lines

@@ -61,10 +61,9 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
         ("vllm.logprobs_mode=raw_logprobs", "whose log-probs are those of the sampling distribution"),
         ("vllm.max_model_len=1000", "1000 does not hold a prompt and its response, 1024 tokens"),
         ("vllm.max_model_len=4096", "4096 is beyond the model's max_position_embeddings, 2048"),
-        (
-            "vllm.tensor_parallel_size=2",
-            "vllm.tensor_parallel_size: cannot be set: it is 1 for engines that the run starts",
-        ),
+        ("vllm.tensor_parallel_size=2", "2 ranks in a row are one engine, and 1 rank cannot be divided so"),
+        ("vllm.tensor_parallel_size=3", "vllm.tensor_parallel_size: 4 attention heads do not divide by TP 3"),
+        ("vllm.decode_context_parallel_size=2", "it is 1 for engines that the run starts"),
         ("vllm.quantization=fp8", "it would change the weights, and what is not equal to the trainer's"),
         (
             "vllm.speculative_config={method: predicted_output, num_speculative_tokens: 4}",

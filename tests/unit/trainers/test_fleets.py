@@ -1,11 +1,13 @@
 """What a run does with its engines around a step; processes and servers are in tests/integration and tests/parity."""
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatron_rft.errors import ConfigError
 from megatron_rft.rollout.engine import Request, Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
-from megatron_rft.trainers.fleets import Sync
+from megatron_rft.trainers.fleets import Sync, devices
 
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
 
@@ -50,3 +52,17 @@ def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
     assert engine.asleep
     sync.push()
     assert not engine.asleep and generated() == before
+
+
+def test_each_engine_has_its_gpus():
+    assert [devices(index, 1, ["2", "3"], "0") for index in range(3)] == [["2"], ["3"], ["2"]]
+    assert [devices(index, 2, ["3", "4", "5", "6", "7"], "0") for index in range(3)] == [
+        ["3", "4"],
+        ["5", "6"],
+        ["3", "4"],
+    ]
+    assert devices(1, 1, [], "0") == ["0"]
+    with pytest.raises(ConfigError, match="a server takes 4 GPUs, and 3 of this node's are without a rank"):
+        devices(0, 4, ["1", "2", "3"], "0")
+    with pytest.raises(ConfigError, match="a server takes 2 GPUs, and 0 of"):
+        devices(0, 2, [], "0")
