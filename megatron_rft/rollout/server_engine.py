@@ -206,6 +206,7 @@ class ServerEngine(Engine):
             except RuntimeError as error:
                 if isinstance(error, RunFailed):
                     raise
+                update.result()  # its own reason comes first
                 raise EngineLost(f"{self.name} was lost while it got weights ({error})") from None
             update.result()
         self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
@@ -255,6 +256,8 @@ class ServerEngine(Engine):
             connection.close()
         if answer.status >= 500 and path in ("/health", PING, GENERATE):
             raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}")
+        if answer.status >= 500:
+            self._call("GET", "/health")  # the engine behind it may be gone
         if answer.status >= 400:
             raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")
         try:

@@ -10,12 +10,22 @@ import pytest
 from tests.integration.test_kill_and_resume import wait_for_step
 from tests.integration.tiny import metrics, start, train, write_recipe
 
+KILLED_IN_SYNC = str(Path(__file__).with_name("killed_in_sync.py"))
 PROCESS = "rollout.placement=process"
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("engines"), run={"steps": 12}, checkpoint={"every": 0})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory) -> bytes:
+    """The weights at the end of a run with its engine in itself."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    status, output = train(recipe, f"run.output_dir={out}")
+    assert status == 0, output[-3000:]
+    return (out / "export/model.safetensors").read_bytes()
 
 
 def engines() -> dict[int, int]:
@@ -41,10 +51,8 @@ def gone(pids: list[int], within_s: float = 10) -> bool:
     return not set(pids) & engines().keys()
 
 
-def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, tmp_path):
+def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, undisturbed, tmp_path):
     """At staleness 0 the actor's weights are those that the lost engine had, and seeds are the requests' own."""
-    status, output = train(recipe, f"run.output_dir={tmp_path / 'colocated'}")
-    assert status == 0, output[-3000:]
     out = tmp_path / "process"
     process = start(recipe, f"run.output_dir={out}", PROCESS, "rollout.processes=2")
     wait_for_step(out, process, 2)
@@ -57,8 +65,19 @@ def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, tmp_path):
     assert metrics(out)[-1]["faults/engine_restarts"] == 1
     assert (out / "engines/engine_1.log").exists()
     assert gone(pids) and not of(process.pid)
-    weights = [(run / "export/model.safetensors").read_bytes() for run in (out, tmp_path / "colocated")]
-    assert weights[0] == weights[1]
+    assert (out / "export/model.safetensors").read_bytes() == undisturbed
+
+
+def test_killed_in_syncs(recipe, undisturbed, tmp_path):
+    """In the first one, of which every weight is compared, and in another; no engine is left over."""
+    out, before = tmp_path / "run", engines().keys()
+    arguments = recipe, f"run.output_dir={out}", PROCESS
+    status, output = train(*arguments, program=(KILLED_IN_SYNC,), KILL_IN_SYNCS="0 5")
+    assert status == 0, output[-3000:]
+    assert output.count("was killed by SIGKILL; it was started again with the actor's weights") == 2
+    assert metrics(out)[-1]["faults/engine_restarts"] == 2
+    assert not engines().keys() - before
+    assert (out / "export/model.safetensors").read_bytes() == undisturbed
 
 
 def test_no_engine_outlives_a_killed_trainer(recipe, tmp_path):

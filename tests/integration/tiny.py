@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rft.data import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ("-m", "megatron_rft")
 RECIPE = {
     "trainer": "rl",
     "run": {"steps": 6, "seed": 3},
@@ -70,11 +71,12 @@ def write_recipe(folder: Path, **sections: dict) -> Path:
     return path
 
 
-def start(recipe: Path, *arguments: str) -> subprocess.Popen:
+def start(recipe: Path, *arguments: str, program: tuple[str, ...] = PROGRAM, **environment: str) -> subprocess.Popen:
     """`megatron-rft train` as a user would start it, in a process group of its own."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_rft", "train", str(recipe), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+        [sys.executable, *program, "train", str(recipe), *arguments],
+        env=os.environ | settings | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,9 +84,9 @@ def start(recipe: Path, *arguments: str) -> subprocess.Popen:
     )
 
 
-def train(recipe: Path, *arguments: str, timeout: float = 240) -> tuple[int, str]:
+def train(recipe: Path, *arguments: str, timeout: float = 240, **named) -> tuple[int, str]:
     """Exit status and what was printed."""
-    process = start(recipe, *arguments)
+    process = start(recipe, *arguments, **named)
     output, _ = process.communicate(timeout=timeout)
     return process.returncode, output
 

@@ -56,6 +56,14 @@ def assert_equal(server, seed: int, version: int) -> None:
             assert one.weight_version == version
 
 
+def killing(stream, pid: int):
+    """The stream, in the middle of which a process is killed."""
+    for number, pair in enumerate(stream):
+        if number == 5:
+            os.kill(pid, signal.SIGKILL)
+        yield pair
+
+
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_a_server(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(0).items()}
@@ -97,11 +105,17 @@ def test_a_server(tmp_path):
         push(weights(2).items(), fleet, 2)
 
         processes = family(server.process.pid)
-        assert len(processes) >= 2  # the server, and its engine
+        _, *rest = processes
+        assert rest  # the server, and its engine
+        push(killing(weights(2).items(), rest[-1]), fleet, 2, verify=True)
+        assert fleet.lost and fleet.recover() and fleet.restarts == 1
+        assert_equal(fleet, 2, 2)
+
+        processes += family(server.process.pid)
         groups = fleet.generate(REQUESTS, GREEDY)
-        os.kill(processes[0], signal.SIGKILL)
+        os.kill(family(server.process.pid)[0], signal.SIGKILL)
         assert {group.id for group in groups} == {request.id for request in REQUESTS}
-        assert fleet.restarts == 1
+        assert fleet.restarts == 2
         assert_equal(fleet, 2, 2)
         processes += family(server.process.pid)
     finally:

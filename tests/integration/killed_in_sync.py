@@ -1,0 +1,37 @@
+"""`megatron-rft`, but an engine outside of this process is killed in the middle of each sync whose number is in the
+environment's KILL_IN_SYNCS ("2 5"): the engine itself, where a server stands before it."""
+
+import os
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+
+from megatron_rft import cli
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.processes import children
+
+syncs, stream = count(), Actor.stream
+
+
+def engine() -> int:
+    """Of those that this process started, or of a server that it started."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(os.getpid())}
+    return innermost(next(pid for pid, name in names.items() if b"rollout.host" in name or b"vllm" in name))
+
+
+def innermost(pid: int) -> int:
+    found = children(pid)
+    return innermost(found[-1]) if found else pid
+
+
+def killing(actor):
+    last = next(syncs) in map(int, os.environ["KILL_IN_SYNCS"].split())
+    for number, pair in enumerate(stream(actor)):
+        if last and number == 5:
+            os.kill(engine(), signal.SIGKILL)
+        yield pair
+
+
+Actor.stream = killing
+sys.exit(cli.main())
