@@ -17,7 +17,6 @@ average: with calculate_per_token_loss=True its schedule and its DDP add up inst
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,51 +38,13 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.logprobs import logprobs_and_entropy
 from megatron_rft.megatron.optimizer import Optimizer
 from megatron_rft.megatron.packing import Layout, MicroBatch, filler, pack, plan, plan_within
+from megatron_rft.megatron.second import HiddenStates, Recorded, Second
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
 from megatron_rft.megatron.two_distributions import compare
 from megatron_rft.records import Batch, take_segments
 
 HEADS = COMPARED | {"values", "hidden"}
 ALONE = frozenset({"logprobs", "entropy"})  # what one distribution gives; the rest of COMPARED takes a second one
-
-
-@dataclass(frozen=True)
-class Second:
-    """A distribution beside the model's own, without a gradient: that of `weights` (a snapshot; None: the present ones)
-    on `batch`, which has the same responses, perhaps to other prompts."""
-
-    batch: Batch
-    weights: list[Tensor] | None = None
-    extrapolation: float = 0.0
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The same of hidden states that were written down, and need no forward pass."""
-
-    batch: Batch
-    rows: Callable[[Tensor], Tensor]  # numbers of response tokens of `batch` -> their [n, H]
-    weight: Tensor  # [padded V / tp, H] this rank's rows of the output matrix
-    extrapolation: float = 0.0
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """Of the response tokens in this rank's share, on its last pipeline stage; elsewhere there are none."""
-
-    rows: Tensor  # [tokens of the share + 1, H] on the host; the last row is zero, for a filler's tokens
-    place: Tensor  # [R] the row of each response token of the global batch, -1 where another rank has it
-    weight: Tensor  # [padded V / tp, H] the output matrix that belongs to them
-    extrapolation: float
-
-    @classmethod
-    def of(
-        cls, batch: Batch, numbers: Tensor, rows: Tensor, weight: Tensor, extrapolation: float = 0.0
-    ) -> "HiddenStates":
-        """`rows` [n, H] are those of the response tokens `numbers` of the batch."""
-        place = torch.full((len(batch.response_ids),), -1)
-        place[numbers] = torch.arange(len(numbers))
-        return cls(torch.cat([rows, rows.new_zeros(1, weight.shape[1])]), place, weight, extrapolation)
 
 
 class Actor:

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from megatron_rft.config import Recipe, difference, dump, load
 from megatron_rft.config.parameters import Sizes
 from megatron_rft.errors import ConfigError, RunFailed
-from megatron_rft.megatron.actor import Actor, Recorded, Second
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.average import MovingAverage
 from megatron_rft.megatron.checkpoint import Checkpointer, latest
+from megatron_rft.megatron.second import Recorded, Second
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.records import Batch
 from megatron_rft.tracking.phases import Phases

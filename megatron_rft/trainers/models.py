@@ -11,8 +11,9 @@ from torch import Tensor
 from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.megatron import weights
-from megatron_rft.megatron.actor import Actor, Second
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.average import MovingAverage
+from megatron_rft.megatron.second import Second
 from megatron_rft.objectives.base import Beside, Objective, Update
 from megatron_rft.objectives.plugins.dynamic import has_pairs, on_response_tokens, pairs
 from megatron_rft.records import Batch

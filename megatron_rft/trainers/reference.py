@@ -21,7 +21,8 @@ from megatron_rft.data.hidden_states import INDEX, HiddenCache, Writer
 from megatron_rft.errors import DataError
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.megatron.actor import Actor, Recorded, Second
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.second import Recorded, Second
 from megatron_rft.objectives.base import Update
 from megatron_rft.records import Batch
 from megatron_rft.trainers import assembly

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron_rft.config import Megatron
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.megatron.actor import Actor, Recorded, Second
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.second import Recorded, Second
 from megatron_rft.objectives.offline import OFFLINE
 from megatron_rft.objectives.offline.fpa import FPA
 from megatron_rft.objectives.offline.off_rl import OffRL
