@@ -17,7 +17,7 @@ syncs, stream = count(), Actor.stream
 def engine() -> int:
     """Of those that this process started, or of a server that it started."""
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(os.getpid())}
-    return innermost(next(pid for pid, name in names.items() if b"rollout.host" in name or b"vllm" in name))
+    return innermost(next(pid for pid, name in names.items() if b"rollout.host" in name or b"rft.processes" in name))
 
 
 def innermost(pid: int) -> int:

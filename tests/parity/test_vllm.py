@@ -1,5 +1,11 @@
-"""vLLM with an actor's weights against transformers with the same weights, exported."""
+"""vLLM with an actor's weights against transformers with the same weights, exported: three families, tied and untied,
+from actors of TP 1, TP 2 and PP 2, five syncs each; fp32. One of them also on an engine of two workers.
 
+Outside of the ranks a server; with MEGATRON_RFT_PARITY=all engine processes and servers of them all, in minutes.
+"""
+
+import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -7,13 +13,20 @@ import pytest
 from megatron_rft.config.vllm import unusable
 from tests.parity.launch import torchrun
 
+MODELS = [f"{family}/{tie}" for family, tie in product(("qwen3", "qwen2", "llama"), ("tied", "untied"))]
+INSIDE = [*(f"colocated/{model}" for model in MODELS), "together/qwen2/tied"]
+OUTSIDE = ["server/llama/untied"]
+if os.environ.get("MEGATRON_RFT_PARITY") == "all":
+    OUTSIDE = [f"{placement}/{model}" for placement in ("process", "server") for model in MODELS]
+
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-def test_equal_to_transformers_after_every_sync(tmp_path):
-    """Three families, tied and untied, from actors of TP 1, TP 2 and PP 2, five syncs each; fp32. One of them also on
-    an engine of two workers."""
-    output = torchrun(Path(__file__).with_name("vllm_cases.py"), 2, tmp_path, timeout=400)
+@pytest.mark.parametrize("engines", [INSIDE, OUTSIDE], ids=["inside", "outside"])
+def test_equal_to_transformers_after_every_sync(engines, tmp_path):
+    limit = 100 + 100 * len(engines)
+    output = torchrun(Path(__file__).with_name("vllm_cases.py"), 2, tmp_path, *engines, timeout=limit)
     cases = [line.split("\t")[1:] for line in output.splitlines() if line.startswith("CASE\t")]
-    assert len(cases) == (3 * 2 + 1) * 3 * 5, output[-3000:]
+    assert len(cases) == len(engines) * 3 * 5, output[-3000:]
     assert not [case for case in cases if case[1] != "0"], "greedy tokens differ"
     assert not [case for case in cases if not float(case[2]) < 1e-4], "log-probs differ"
+    print(f"{len(cases)} cases, largest difference of a log-prob {max(float(case[2]) for case in cases):.1e}")

@@ -1,11 +1,15 @@
 """Under torchrun: what vLLM generates after each of five syncs from actors in three layouts, against transformers.
 
-Every rank has an engine of its own, as in a run, and once both are one engine; rank 0 compares. Greedy tokens are
-transformers' where each has its largest log-prob, given the tokens before it. Prints one line per sync.
+    vllm_cases.py FOLDER PLACEMENT/FAMILY/tied|untied ...
+
+As in a run every rank has an engine of its own (`colocated`), both ranks are one engine (`together`), or rank 0 has one
+in a process or behind a server: it gets the weights of all layouts. Rank 0 compares. Greedy tokens are transformers'
+where each has its largest log-prob, given the tokens before it. Prints one line per sync.
 """
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +24,9 @@ from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.rollout.engine import Request, Sampling, checksum
+from megatron_rft.rollout.fleet import Fleet
+from megatron_rft.rollout.own_server import OwnServer
+from megatron_rft.rollout.process_engine import EngineProcess
 from megatron_rft.rollout.vllm_engine import VLLMEngine
 from tests.parity.hf_cases import section
 
@@ -34,6 +41,7 @@ SHAPE = dict(
 )
 FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
 LAYOUTS = {"tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2)}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}  # an engine is nobody's rank
 SYNCS, PROMPTS, TOKENS = 5, 64, 12
 
 
@@ -70,13 +78,29 @@ def compare(model, engine):
     return other, worst
 
 
-def case(family, tied, root, **changes):
-    """With `changes` of the shape, on an engine that is both ranks."""
-    shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else {}) | changes
+def build(placement, hf_config, folder):
+    if placement in ("colocated", "together"):
+        options = {"tensor_parallel_size": 2} if placement == "together" else {}
+        return VLLMEngine(hf_config, max_batch_sequences=PROMPTS, options=options)
+    if parallel.rank():
+        return Fleet([], torch.float32)
+    if placement == "process":
+        engine = partial(VLLMEngine, hf_config, max_batch_sequences=PROMPTS)
+        return Fleet([EngineProcess(engine, "the engine", folder / "log", environment=ALONE)], torch.float32)
+    shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
+    room = {"max_model_len": SHAPE["max_position_embeddings"], "kv_cache_memory_bytes": 64 << 20}
+    return Fleet([OwnServer(hf_config, shapes, torch.float32, folder / "log", ALONE, room)], torch.float32)
+
+
+def case(placement, family, tied, root):
+    shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else {})
+    together = placement == "together"
+    if together:
+        shape["num_key_value_heads"] = 1  # which both workers then have
     hf_config = FAMILIES[family](**shape, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(hf_config).eval()
-    options = {"tensor_parallel_size": 2} if changes else {}
-    engine = VLLMEngine(hf_config, max_batch_sequences=PROMPTS, options=options)
+    tie = "tied" if tied else "untied"
+    engine = build(placement, hf_config, root / f"{placement}_{family}_{tie}")
     for place, (name, layout) in enumerate(LAYOUTS.items()):
         parallel.forget_layout()
         parallel.initialize(section(**layout))
@@ -90,12 +114,11 @@ def case(family, tied, root, **changes):
                 exported = load_file(root / "export" / "model.safetensors")
                 assert not model.load_state_dict(exported, strict=False).unexpected_keys
                 other, worst = compare(model, engine)
-                tie = "tied" if tied else "untied"
-                print(f"CASE\t{family} {tie} {name} sync {sync}{changes or ''}\t{other}\t{worst:.3e}", flush=True)
-            elif changes:
+                print(f"CASE\t{placement} {family} {tie} {name} sync {sync}\t{other}\t{worst:.3e}", flush=True)
+            elif together:
                 assert not list(engine.generate([], Sampling(1)))  # it has taken part
             dist.barrier()
-    if changes:
+    if together:
         notice_a_worker_that_differs(engine, dict(weights.stream(chunks, hf_config)))
     engine.close()
 
@@ -119,10 +142,9 @@ def main():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     parallel.initialize(section())
-    for family in FAMILIES:
-        for tied in (True, False):
-            case(family, tied, Path(sys.argv[1]))
-    case("qwen2", True, Path(sys.argv[1]), num_key_value_heads=1)
+    for each in sys.argv[2:]:
+        placement, family, tie = each.split("/")
+        case(placement, family, tie == "tied", Path(sys.argv[1]))
     parallel.shutdown()
 
 
