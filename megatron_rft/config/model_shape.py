@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rft.errors import DataError, did_you_mean
 
@@ -51,13 +52,17 @@ def _cached(name: str) -> Path | None:
     return max((config.parent for config in snapshots), key=lambda folder: folder.stat().st_mtime, default=None)
 
 
-def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
+def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{option}: {folder} has no config.json: it is not a model in Hugging Face format") from None
     except ValueError as error:
         raise DataError(f"{option}: {folder / 'config.json'} is not valid JSON: {error}") from None
+
+
+def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
+    config = read_config(folder, option)
     names = config.get("architectures") or ["none named"]
     if names[0] not in ARCHITECTURES:
         raise DataError(

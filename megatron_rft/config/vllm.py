@@ -17,13 +17,13 @@ from megatron_rft.config.layout import Layout, problems
 from megatron_rft.config.messages import at, shown
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.sections import Count, Rollout, Section
+from megatron_rft.config.speculation import check_drafts, check_words
 from megatron_rft.errors import ConfigError, did_you_mean
 
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
 INSTALL = "pip install 'megatron-rft[vllm]' where there is an NVIDIA GPU, `. tools/setup_env.sh vllm` on the CPU"
 GPU_SHARE = 0.5  # of the device's memory, beside the trainer's: of all engines of a rank together
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-SPECULATION = ("ngram", "suffix", "draft_model", "predicted_output", "eagle", "eagle3")
 
 # reason -> names
 REFUSED = {
@@ -79,7 +79,7 @@ class Vllm(Section):
         if self.model_extra:
             self._check_extra(fields())
         if self.speculative_config is not None:
-            self._check_speculation()
+            check_words(self.speculative_config)
         return self
 
     def arguments(self) -> dict[str, Any]:
@@ -96,17 +96,6 @@ class Vllm(Section):
                 raise at(name, f"neither this package nor vLLM {installed()[1]} has it.{did_you_mean(name, usable)}")
             if problem := wrong_value(known[name], value):
                 raise at(name, problem)
-
-    def _check_speculation(self):
-        method = self.speculative_config.get("method")
-        if method not in SPECULATION:
-            hint = did_you_mean(str(method), SPECULATION) or f" There are: {', '.join(SPECULATION)}."
-            raise at("speculative_config.method", f"{shown(method)} is no method.{hint}")
-        tokens = self.speculative_config.get("num_speculative_tokens")
-        if not isinstance(tokens, int) or tokens < 1:
-            raise at("speculative_config.num_speculative_tokens", f"{shown(tokens)} is no count of tokens, 1 or more")
-        if method == "draft_model" and not self.speculative_config.get("model"):
-            raise at("speculative_config.model", "is missing: method draft_model drafts with a model of its own")
 
 
 @dataclass(frozen=True)
@@ -231,6 +220,7 @@ def check_vllm(engine: str, options: Vllm, rollout: Rollout, needed: int, shape:
             f"vllm.max_model_len: {options.max_model_len} is beyond the model's max_position_embeddings, "
             f"{shape.max_positions}"
         )
+    check_drafts(options.speculative_config or {}, shape)
     workers = options.tensor_parallel_size
     if shape and (found := list(problems(Layout(workers, workers, 1, 1, 1, workers), shape))):
         raise ConfigError(f"vllm.tensor_parallel_size: {'; '.join(found)}")

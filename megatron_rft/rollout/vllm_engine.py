@@ -65,9 +65,10 @@ class VLLMEngine(Engine):
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
         self.intake = Intake(shapes, self.config.model_type)
         vllm_cpu.prepare()
-        from megatron_rft.rollout import vllm_weights
+        from megatron_rft.rollout import vllm_drafts, vllm_weights
 
         vllm_weights.register()
+        vllm_drafts.load_from_their_folder()
         if vllm_cpu.faulty():
             vllm_cpu.repair_sampling()
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:

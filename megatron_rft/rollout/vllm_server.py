@@ -10,7 +10,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megatron_rft.rollout import vllm_cpu, wire
+from megatron_rft.rollout import vllm_cpu, vllm_drafts, wire
 from megatron_rft.rollout.intake import Intake
 from megatron_rft.rollout.shared_memory import own_gpu
 from megatron_rft.rollout.vllm_weights import Receiver, checksums
@@ -74,6 +74,7 @@ class WireReceiver(Receiver):
 
 if WIRE not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(WIRE, WireReceiver)
+vllm_drafts.load_from_their_folder()
 
 
 class Extension:

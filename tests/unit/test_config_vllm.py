@@ -72,10 +72,38 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
         ("vllm.speculative_config={method: ngam, num_speculative_tokens: 4}", "'ngam' is no method. Did you mean 'ngr"),
         ("vllm.speculative_config={method: ngram}", "num_speculative_tokens: null is no count of tokens, 1 or more"),
         ("vllm.speculative_config={method: draft_model, num_speculative_tokens: 4}", "model: is missing"),
+        (
+            "vllm.speculative_config={method: eagle3, num_speculative_tokens: 4}",
+            "eagle3 drafts with a head that was",
+        ),
+        (
+            "vllm.speculative_config={method: ngram, num_speculative_tokens: 4, model: x}",
+            "does nothing with method ng",
+        ),
+        (
+            "vllm.speculative_config={method: draft_model, num_speculative_tokens: 4, model: /no/model}",
+            "vllm.speculative_config.model: there is no such model folder, /no/model",
+        ),
     ],
 )
 def test_refused(recipe, override, words):  # noqa: F811
     assert words in refusal(recipe, override, world_size=1)
+
+
+@with_vllm
+def test_a_draft_model_of_another_vocabulary(recipe, tmp_path):  # noqa: F811
+    draft = "vllm.speculative_config={{method: draft_model, num_speculative_tokens: 4, model: {}}}".format
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    told = refusal(recipe, draft(tmp_path), world_size=1)
+    assert "vllm.speculative_config.model" in told and "has a vocabulary of 7, and model.path one of" in told
+    check(load(recipe, [draft(load(recipe, []).model.path)]))
+
+
+@with_vllm
+def test_suffix_needs_a_package(recipe, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told = refusal(recipe, "vllm.speculative_config={method: suffix, num_speculative_tokens: 4}", world_size=1)
+    assert "pip install arctic-inference" in told
 
 
 @with_vllm

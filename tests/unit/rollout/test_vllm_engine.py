@@ -289,6 +289,23 @@ def test_above_temperature_zero_a_guess_is_not_used(engine, drafting):
     assert drafting.statistics() == {}
 
 
+def test_a_draft_model_has_weights_of_its_own(shared, models, tmp_path):
+    """Those of its folder: here the model's, so that all of its drafts are accepted until the model gets others."""
+    from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+    models[0].save_pretrained(tmp_path)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    requests, greedy, accepted = some_requests(10, n=1), Sampling(30, temperature=0), []
+    with closing(VLLMEngine(CONFIG, max_batch_sequences=32, options={"speculative_config": speculation})) as engine:
+        for version, model in enumerate(models):
+            for each in (engine, shared):
+                weight_sync.push(hf_stream(model), each, version, verify=True)
+            assert tokens(answers(engine, requests, greedy)) == tokens(answers(shared, requests, greedy))
+            counted = engine.statistics()
+            accepted.append(counted["speculation/accepted"] / counted["speculation/proposed"])
+    assert accepted[0] > 0.9 and accepted[1] < 0.5
+
+
 def test_two_engines_take_turns_in_one_process(engine, drafting):
     """From two threads: vLLM's forward pass has global state."""
     requests, sampling = some_requests(20), Sampling(20, stop_token_ids=(STOP,))

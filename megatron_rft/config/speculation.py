@@ -1,0 +1,47 @@
+"""What `vllm.speculative_config` may say: vLLM's methods, and those of this package."""
+
+import importlib.util
+from typing import Any
+
+from megatron_rft.config.messages import at, shown
+from megatron_rft.config.model_shape import ModelShape, find_model, read_config
+from megatron_rft.errors import ConfigError, did_you_mean
+
+WITH_A_MODEL = {
+    "draft_model": "drafts with a model of its own",
+    "eagle": "drafts with a head that was trained for the model",
+    "eagle3": "drafts with a head that was trained for the model",
+}
+METHODS = ("ngram", "suffix", *WITH_A_MODEL, "predicted_output")
+OPTION = "vllm.speculative_config.model"
+
+
+def check_words(given: dict[str, Any]) -> None:
+    """As it stands in the section `vllm`; a pydantic error at the key that is wrong."""
+    method, model, tokens = (given.get(key) for key in ("method", "model", "num_speculative_tokens"))
+    if method not in METHODS:
+        hint = did_you_mean(str(method), METHODS) or f" There are: {', '.join(METHODS)}."
+        raise at("speculative_config.method", f"{shown(method)} is no method.{hint}")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise at("speculative_config.num_speculative_tokens", f"{shown(tokens)} is no count of tokens, 1 or more")
+    if method in WITH_A_MODEL and not model:
+        raise at("speculative_config.model", f"is missing: method {method} {WITH_A_MODEL[method]}")
+    if model and method not in WITH_A_MODEL:
+        raise at("speculative_config.model", f"does nothing with method {method}")
+    if given.get("use_heterogeneous_vocab"):
+        raise at("speculative_config.use_heterogeneous_vocab", "needs tokenizers, and engines here have none")
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise at("speculative_config.method", "suffix needs a package that is not here: pip install arctic-inference")
+
+
+def check_drafts(given: dict[str, Any], shape: ModelShape | None) -> None:
+    """The model that drafts is there, and has the model's vocabulary."""
+    folder = find_model(given["model"], OPTION) if given.get("model") else None
+    if folder is None or shape is None:
+        return
+    vocabulary = read_config(folder, OPTION).get("vocab_size", shape.vocabulary)
+    if vocabulary != shape.vocabulary:
+        raise ConfigError(
+            f"{OPTION}: {folder} has a vocabulary of {vocabulary}, and model.path one of {shape.vocabulary}: "
+            "what drafts must have the model's"
+        )
