@@ -14,7 +14,7 @@ from megatron_rft.config.layout import Layout, check_layout
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.vllm import check_vllm, choose, choose_for
+from megatron_rft.config.vllm import check_quantization, check_vllm, choose, choose_for
 from megatron_rft.errors import ConfigError, DataError, did_you_mean
 
 
@@ -116,6 +116,8 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     kernels = (shape.head_dim, shape.experts) if shape else ()
     engine = choose_for(recipe.rollout, *kernels)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape)
+    if recipe.vllm.quantization:
+        check_quantization(recipe.vllm, recipe.rollout.dtype or recipe.model.precision, shape)
     check_speed(recipe, choose(recipe.rollout.engine, *kernels).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"

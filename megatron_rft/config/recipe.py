@@ -40,6 +40,11 @@ UNUSED = {
     "generate": (*OF_ENGINES, *o.UNUSED_IN_GENERATION),
 }
 CHAT_MARKERS = 128  # tokens of a chat template around one turn, a system prompt included, with room to spare
+CORRECT = (
+    "Set algorithm.importance to truncated or masked (weights against the policy before the step), or "
+    "algorithm.old_logprobs to rollout (the ratio is then against the policy that sampled)"
+)
+ROUNDED = "the engine samples from rounded numbers, which is another policy, and nothing corrects for it."
 DEFAULT_ALGORITHM = {"sft": "sft", "offline": "fpa"}  # elsewhere grpo
 
 
@@ -161,9 +166,16 @@ class Recipe(s.Section):
             self._check_ratio()
         if self.rollout.staleness:
             self._check_staleness()
+        if (rounding := self.vllm.rounding) and not self.corrects:
+            raise at(f"vllm.{rounding}", f"{ROUNDED} {CORRECT}")
         for key in ("engine_start_s", "engine_silence_s"):
             if self.rollout.placement == "colocated" and self.faults.differs(key):
                 raise at(f"faults.{key}", "does nothing with rollout.placement colocated")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it counts in the loss that another policy sampled than the one that learns."""
+        return getattr(self.algorithm, "importance", "") != "none" or self.algorithm.old_logprobs != "recompute"
 
     def _check_constraint(self):
         constraint = self.constraint
@@ -182,12 +194,10 @@ class Recipe(s.Section):
                 f"{stale}: an engine in the rank's own process cannot generate while that trains. Set "
                 "rollout.placement to process or server",
             )
-        if getattr(self.algorithm, "importance", "") == "none" and self.algorithm.old_logprobs == "recompute":
+        if not self.corrects:
             raise at(
                 "rollout.staleness",
-                f"{stale}: responses come from older weights, and nothing corrects for it. Set algorithm.importance to "
-                "truncated or masked (weights against the policy before the step), or algorithm.old_logprobs to "
-                "rollout (the ratio is then against the policy that sampled)",
+                f"{stale}: responses come from older weights, and nothing corrects for it. {CORRECT}",
             )
 
     def _check_agreement(self):

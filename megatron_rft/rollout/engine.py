@@ -79,8 +79,9 @@ class Engine(Protocol):
         """
         ...
 
-    def checksums(self) -> dict[str, int]:
-        """HF name -> `checksum` of every parameter as the engine holds it, for the proof of a sync.
+    def checksums(self) -> dict[str, int | None]:
+        """HF name -> `checksum` of every parameter as the engine holds it, for the proof of a sync. None: the engine
+        rounds it, and has itself compared what it made of it with what came.
 
         Empty where nothing is behind it: on a rank without an engine, or when it was lost and will be replaced."""
         ...

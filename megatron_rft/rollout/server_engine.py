@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatron_rft.config.vllm import EXACT_CACHES, FP8
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.processes import free_port
 from megatron_rft.records import Response
@@ -113,6 +114,12 @@ class ServerEngine(Engine):
                 f"{where} is {facts['replicas']} data-parallel replicas behind one URL, of which one alone would be "
                 "asked whether its weights arrived: start a server for each, and name them all"
             )
+        if facts["quantization"] not in (None, *FP8):
+            raise ConfigError(
+                f"{where} was started with --quantization {facts['quantization']}, and what is not proven to arrive is "
+                f"refused: there is {', '.join(FP8)}"
+            )
+        self.rounds = facts["quantization"] is not None or facts["kv_cache_dtype"] not in EXACT_CACHES
         self.workers = int(facts["workers"])
         self.transport = wire.transport([own_gpu(), *(worker["gpu"] for worker in each)])
 
@@ -219,7 +226,7 @@ class ServerEngine(Engine):
         self.weight_version = version
 
     def checksums(self) -> dict[str, int]:
-        return {name: int(value) for name, value in self._rpc("rft_checksums")[0].items()}
+        return {name: value and int(value) for name, value in self._rpc("rft_checksums")[0].items()}
 
     def sleep(self) -> None:
         self._call("POST", "/sleep?level=2")

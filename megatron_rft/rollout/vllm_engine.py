@@ -231,7 +231,7 @@ class VLLMEngine(Engine):
         self.sender.send_weights()
         for _ in stream:
             pass
-        problems += [self.intake.missing(), vllm_weights.incomplete(self.llm)]
+        problems += [self.intake.missing(), vllm_weights.problem(self.llm)]
         if problem := next(filter(None, problems), None):
             raise RunFailed(f"weights of version {version}: {problem}")
         self.intake.accept()

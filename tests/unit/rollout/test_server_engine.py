@@ -22,7 +22,7 @@ from megatron_rft.trainers.fleets import server_arguments
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
 FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1}
-FACTS |= {"prefix_caching": True, "gpu": None}
+FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_dtype": "auto"}
 
 
 @contextmanager
@@ -69,6 +69,10 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = ()):
         (
             FACTS | {"max_model_len": 100},
             "has room for 100 tokens of prompt and response, and this recipe has up to 200",
+        ),
+        (
+            FACTS | {"quantization": "awq"},
+            "was started with --quantization awq, .* refused: there is fp8, fp8_per_tensor",
         ),
         (FACTS | {"replicas": 2}, "is 2 data-parallel replicas behind one URL"),
         (FACTS | {"vocab_size": 65}, "serves another model: its vocab_size is 65"),
