@@ -8,14 +8,15 @@
 #     LAUNCH_SETUP    shell code that makes `python` the right one, on every node; default: . .venv/bin/activate
 #     LAUNCH_IMAGE    container image, for pyxis; the repository is mounted under its own path
 #     LAUNCH_MOUNTS   more mounts, FROM:TO,...
-#     LAUNCH_SERVER   shell code for nodes of its own, such as a server of a reward model, which ends with the training;
-#                     SERVER_HOST in a key becomes the name of the first of them, and code there sees $LAUNCH_SERVER_NODES
-#     LAUNCH_SERVER_PORT      the training waits until each of those nodes answers there
+#     LAUNCH_SERVER   on nodes of their own, which end with the training: `vllm`, the servers that sample for it, or shell
+#                     code, such as a server of a reward model; SERVER_HOST in a key becomes the name of the first of these
+#                     nodes, and the code sees $LAUNCH_SERVER_NODES
+#     LAUNCH_SERVER_PORT      where the code answers on each of those nodes: the training waits for it
 #     LAUNCH_SERVER_OPTIONS   sbatch options of those nodes: "--nodes=1 --gpus-per-node=4"
 #     LAUNCH_NPROC    ranks per node, where there are no GPUs; default: as many as the node's GPUs in the job
 #
-# The script that sources this has the array `stages`, of "train RECIPE" or "generate RECIPE". Plain keys go to `train`;
-# generate:section.option=value goes to `generate`.
+# The script that sources this has the array `stages`, of "train RECIPE" or "generate RECIPE". Plain keys go to `train` (and
+# to its vLLM servers); generate:section.option=value goes to `generate`, serve:section.option=value to the servers.
 set -uo pipefail
 
 # The repository.
@@ -37,27 +38,54 @@ run_job() {
     [ "${SLURM_CPUS_ON_NODE:-$nproc}" -ge "$nproc" ] ||
         echo "warning: $nproc ranks share $SLURM_CPUS_ON_NODE CPUs of a node: sbatch --exclusive or --cpus-per-task" >&2
     [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -rf "$PWD/runs/slurm/$SLURM_JOB_ID" # of another cluster, or another year
-    [ -z "${SLURM_HET_SIZE:-}" ] || start_server
+    [ -z "${SLURM_HET_SIZE:-}" ] || start_server "$@"
     for number in "${!stages[@]}"; do
         job="$PWD/runs/slurm/$SLURM_JOB_ID/stage_$number"
-        [ -e "$job/finished" ] || run_stage "$nproc" ${stages[number]} "${@//SERVER_HOST/${server_host:-SERVER_HOST}}"
+        [ -e "$job/finished" ] || run_stage "$nproc" ${stages[number]} "${@//SERVER_HOST/${server_host:-SERVER_HOST}}" \
+            "${server_keys[@]}"
     done
 }
 
 # The second part of a heterogeneous job: its own nodes, beside those of the training.
-start_server() {
+start_server() { # KEY...
     export LAUNCH_SERVER_NODES="$SLURM_JOB_NODELIST_HET_GROUP_1"
-    server_host="$(scontrol show hostnames "$LAUNCH_SERVER_NODES" | head -n 1)"
-    command srun --het-group=1 --ntasks-per-node=1 "${container[@]}" bash -c "$in_server" &
-    local server=$! host
-    trap "kill $server 2>/dev/null" EXIT
+    server_hosts=($(scontrol show hostnames "$LAUNCH_SERVER_NODES"))
+    server_host="${server_hosts[0]}"
     step=(--het-group=0 "${step[@]}")
+    if [ "$LAUNCH_SERVER" = vllm ]; then start_vllm "$@"; else start_code; fi
+}
+
+start_code() {
+    local host
+    srun_servers "$in_server"
     [ -n "${LAUNCH_SERVER_PORT:-}" ] || return 0
-    for host in $(scontrol show hostnames "$LAUNCH_SERVER_NODES"); do
-        until (exec 3<>"/dev/tcp/$host/$LAUNCH_SERVER_PORT") 2>/dev/null; do
-            kill -0 "$server" 2>/dev/null || die "LAUNCH_SERVER ended before it answered at $host:$LAUNCH_SERVER_PORT"
-            sleep 1
-        done
+    for host in "${server_hosts[@]}"; do
+        wait_for_server "LAUNCH_SERVER ended before it answered at $host:$LAUNCH_SERVER_PORT" \
+            "(exec 3<>/dev/tcp/$host/$LAUNCH_SERVER_PORT) 2>/dev/null"
+    done
+}
+
+# The servers of the recipe that is trained; the training gets their addresses, which each node writes down.
+start_vllm() { # KEY...
+    local keys=() out="$PWD/runs/slurm/$SLURM_JOB_ID/servers_${SLURM_RESTART_COUNT:-0}"
+    mkdir -p "$out" || die "cannot write $out"
+    keys_for serve "$@"
+    srun_servers "$in_step" bash serve "${stages[-1]#* }" --out "$out" "${keys[@]}"
+    wait_for_server "the vLLM servers did not start: the reason is above, their logs are in $out" \
+        "[ \"\$(ls '$out' | grep -c 'urls\$')\" -eq ${#server_hosts[@]} ]"
+    server_keys=("train:rollout.placement=server" "train:rollout.servers=[$(cat "$out"/*.urls | paste -sd,)]")
+}
+
+srun_servers() { # CODE ARGUMENT...: once on each of their nodes, until the training is over
+    command srun --het-group=1 --ntasks-per-node=1 --kill-on-bad-exit=1 "${container[@]}" bash -c "$@" &
+    server=$!
+    trap 'kill "$server" 2>/dev/null' EXIT
+}
+
+wait_for_server() { # MESSAGE CONDITION
+    until eval "$2"; do
+        kill -0 "$server" 2>/dev/null || die "$1"
+        sleep 1
     done
 }
 
@@ -79,14 +107,15 @@ keys_for() { # COMMAND KEY...; leaves those of COMMAND in `keys`
     shift
     for key in "$@"; do
         case "$key" in
-        train:* | generate:*) [ "${key%%:*}" != "$command" ] || keys+=("${key#*:}") ;;
-        *) [ "$command" != train ] || keys+=("$key") ;;
+        train:* | generate:* | serve:*) [ "${key%%:*}" != "$command" ] || keys+=("${key#*:}") ;;
+        *) [ "$command" = generate ] || keys+=("$key") ;;
         esac
     done
 }
 
 in_step='cd "$LAUNCH_ROOT" && eval "$LAUNCH_SETUP" && exec python -m megatron_rft "$@"'
 in_server='cd "$LAUNCH_ROOT" && eval "$LAUNCH_SETUP" && eval "$LAUNCH_SERVER"'
+server_keys=()
 container=()
 [ -z "${LAUNCH_IMAGE:-}" ] || container=(
     --container-image="$LAUNCH_IMAGE" --container-workdir="$here"
@@ -102,7 +131,7 @@ submit() {
     local keys=() options=() shared=() argument stage sooner=
     cd "$here" || exit 2
     for argument in "$@"; do
-        if [[ "$argument" =~ ^((train|generate):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then
+        if [[ "$argument" =~ ^((train|generate|serve):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then
             keys+=("$argument")
         else
             options+=("$argument")
@@ -111,7 +140,11 @@ submit() {
     command -v sbatch >/dev/null || die "there is no sbatch here: this is no login node of a Slurm cluster"
     given account -A SBATCH_ACCOUNT || die "no account: --account=NAME, or export SBATCH_ACCOUNT=NAME"
     given partition -p SBATCH_PARTITION || die "no partition: --partition=NAME, or export SBATCH_PARTITION=NAME"
-    for stage in "${stages[@]}"; do check_stage $stage "${keys[@]}"; done
+    if [ "${LAUNCH_SERVER:-}" = vllm ]; then
+        check_stage serve "${stages[-1]#* }" "${keys[@]}" serve:rollout.placement=server >/dev/null
+        server_keys=(train:rollout.placement=server "train:rollout.servers=[http://SERVER_HOST:8000]")
+    fi
+    for stage in "${stages[@]}"; do check_stage $stage "${keys[@]}" "${server_keys[@]}"; done
     mkdir -p runs/slurm 2>/dev/null && [ -w runs/slurm ] || die "$PWD/runs/slurm cannot be written: the job keeps its notes there"
     sooner_signal
     if [ -n "${LAUNCH_SERVER:-}" ]; then # a heterogeneous job, each part with its options

@@ -39,6 +39,16 @@ def parser() -> argparse.ArgumentParser:
     _add_launch(generate, "workers")
     generate.set_defaults(function=_generate)
 
+    serve = commands.add_parser(
+        "serve", help="vLLM servers on this node, for a run of the recipe on others", allow_abbrev=False
+    )
+    _add_recipe(serve)
+    serve.add_argument("--tensor-parallel", type=_count, default=1, metavar="N", help="GPUs of one server (1)")
+    serve.add_argument(
+        "--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs, and URLs (default: servers)"
+    )
+    serve.set_defaults(function=_serve)
+
     plan = commands.add_parser(
         "plan", help="check a recipe and print its arithmetic: train --dry-run", allow_abbrev=False
     )
@@ -213,6 +223,14 @@ def _generate(args: argparse.Namespace) -> int:
     if recipe.trainer != "generate":
         raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft train`")
     return _train(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    recipe = load(args.recipe, [*_overrides(args), "rollout.placement=server", "rollout.servers=[]"])
+    check_writable(args.out, "--out")
+    from megatron_rft.trainers import serve
+
+    return serve.run(recipe, args.tensor_parallel, args.out)
 
 
 def _run(recipe: Recipe) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rft.errors import RunFailed
+from megatron_rft.files import write_whole
 
 FINISHED, USER_ERROR, FAILED, AGAIN = 0, 2, 3, 75
 RETRIES = 2  # starts in a row that may bring nothing after the first that did not
@@ -97,10 +98,7 @@ class Job:
 
 
 def _write(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content) + "\n")
-    new.replace(path)
+    write_whole(path, json.dumps(content) + "\n")
 
 
 def _read(path: Path):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megatron_rft import slurm
 from megatron_rft.errors import ConfigError
+from megatron_rft.files import write_whole
 from megatron_rft.job import Job
 from megatron_rft.processes import die_with, free_port
 from megatron_rft.slurm import Place
@@ -51,13 +52,9 @@ def ranks_folder(output_dir: str) -> Path:
 
 def write_exit(output_dir: str, status: int, message: str = "") -> None:
     """A rank's last words. On a disk that is full there are none."""
-    folder = ranks_folder(output_dir)
-    path = folder / f"rank_{os.environ.get('RANK', '0')}.json"
     words = json.dumps({"status": status, "message": message, "time": time.time()}) + "\n"
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".new").write_text(words)
-        path.with_suffix(".new").replace(path)
+        write_whole(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
 
 
 def read_exit(output_dir: str, rank: int) -> dict:

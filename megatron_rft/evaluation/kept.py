@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rft.files import write_whole
+
 Row = dict[str, Any]  # a graded completion, with its `problem`
 
 
@@ -24,12 +26,9 @@ class Kept:
     def __post_init__(self):
         self.depends_on = json.loads(json.dumps(self.depends_on))  # tuples as they come back
         self.completions = self._read()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         # Written anew: the line that a kill tore is gone, and so is what belongs to another evaluation.
         lines = [{"depends_on": self.depends_on}, *(each for many in self.completions.values() for each in many)]
-        temporary = self.path.with_suffix(".new")
-        temporary.write_text("".join(map(_line, lines)), encoding="utf-8")
-        temporary.replace(self.path)
+        write_whole(self.path, "".join(map(_line, lines)))
 
     def add(self, completions: list[Row]) -> None:
         """Whole problems. On disk when this returns."""

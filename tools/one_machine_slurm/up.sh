@@ -16,9 +16,9 @@ chmod 755 "$folder" "$folder/munge"
 
 # Names, all of one address: a step calls its srun back, and one address per node would hang.
 {
-    echo "# BEGIN one_machine_slurm"
+    echo "# BEGIN one_machine_slurm $folder"
     for n in $(seq "$nodes"); do echo "127.0.0.1 n$n"; done
-    echo "# END one_machine_slurm"
+    echo "# END one_machine_slurm $folder"
 } >>/etc/hosts
 
 head -c 1024 /dev/urandom >"$folder/munge/key" && chmod 400 "$folder/munge/key"

@@ -1,0 +1,118 @@
+"""`megatron-rft serve RECIPE`: this node's vLLM servers for a run of that recipe on other nodes, in the foreground.
+
+One on each GPU, or on every `tensor_parallel` of them, at ports that are free. They do not outlive this process. One
+that is lost is started again at its port, where the run waits for it; one that never was ready ends them all.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from subprocess import Popen
+
+import torch
+
+from megatron_rft.config import Recipe
+from megatron_rft.config.vllm import choose_for
+from megatron_rft.errors import ConfigError, RunFailed
+from megatron_rft.files import write_whole
+from megatron_rft.processes import free_port
+from megatron_rft.rollout.own_server import save_config, spawn
+from megatron_rft.rollout.process_engine import last_lines
+from megatron_rft.trainers import assembly, fleets
+
+FINISHED = 0
+
+
+@dataclass
+class Server:
+    """`start`: from a port and a log to a process. `environment` says which GPUs it sees."""
+
+    port: int
+    log: Path
+    start: partial
+    process: Popen | None = None
+
+    def run(self) -> None:
+        self.stop()
+        self.process = self.start(port=self.port, log=self.log)
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+            return True
+        return False
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+
+
+def run(recipe: Recipe, tensor_parallel: int, out: Path) -> int:
+    """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
+    hf_config = assembly.load_hf_config(recipe)
+    choose_for(recipe.rollout, *assembly.kernels(hf_config))
+    arguments = fleets.server_arguments(recipe, min(recipe.longest_generation, hf_config.max_position_embeddings))
+    if tensor_parallel > 1:
+        arguments["tensor_parallel_size"] = tensor_parallel
+    if recipe.rollout.cache_after_sync == "keep":
+        arguments["enable_prefix_caching"] = False
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    with ExitStack() as stack:
+        model = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        save_config(hf_config, model)
+        dtype = assembly.DTYPES[recipe.rollout.dtype or recipe.model.precision]
+        start = partial(spawn, model, dtype, host="0.0.0.0", arguments=arguments)
+        servers = []
+        for number, environment in enumerate(places(tensor_parallel)):
+            log = out / f"{host}_{number}.log"
+            servers.append(Server(free_port(""), log, partial(start, environment=environment)))
+            stack.callback(servers[-1].stop)
+            servers[-1].run()
+        wait_until_ready(servers, recipe.faults.engine_start_s)
+        urls = [f"http://{host}:{server.port}" for server in servers]
+        print(f"rollout.servers=[{','.join(urls)}]", flush=True)
+        write_whole(out / f"{host}.urls", "".join(f"{url}\n" for url in urls))
+        watch(servers, recipe.faults.engine_start_s)
+
+
+def places(tensor_parallel: int) -> list[dict[str, str]]:
+    """The GPUs of this node that each server sees."""
+    if not torch.cuda.is_available():
+        return [{}]
+    gpus = fleets.visible_gpus()
+    if len(gpus) % tensor_parallel:
+        raise ConfigError(f"--tensor-parallel {tensor_parallel}: this node's {len(gpus)} GPUs are no multiple of it")
+    shares = [gpus[i : i + tensor_parallel] for i in range(0, len(gpus), tensor_parallel)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+
+
+def wait_until_ready(servers: list[Server], limit_s: float) -> None:
+    """Raises RunFailed with what a server said last, where it has ended or takes longer."""
+    deadline = time.monotonic() + limit_s
+    for server in servers:
+        while not server.answers():
+            status, late = server.process.poll(), time.monotonic() > deadline
+            if status is not None or late:
+                how = f"was not ready in {limit_s:g} s" if late else f"ended with status {status} before it was ready"
+                raise RunFailed(f"the vLLM server of {server.log} {how}; its log ends:\n{last_lines(server.log)}")
+            time.sleep(0.5)
+
+
+def watch(servers: list[Server], limit_s: float) -> None:
+    while True:
+        time.sleep(1)
+        lost = [server for server in servers if server.process.poll() is not None]
+        for server in lost:
+            print(f"a vLLM server ended with status {server.process.poll()} and is started again: {server.log}")
+            server.run()
+        wait_until_ready(lost, limit_s)
