@@ -173,6 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"error: {package} is not installed: pip install {package}; all that is missing: doctor", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -189,6 +192,8 @@ def _train(args: argparse.Namespace) -> int:
         raise UserError(f"{args.recipe} is a recipe of trainer generate: run it with `megatron-rft generate`")
     plan = check(recipe, world_size, getattr(args, "gpu_gib", None))
     is_rank = "RANK" in os.environ
+    if not args.dry_run and not is_rank and _fetch_models(recipe):
+        plan = check(recipe, world_size)  # there is more to check now
     if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else place.node == 0:
         print(plan, flush=True)
     _check_own_code(recipe)
@@ -203,6 +208,19 @@ def _train(args: argparse.Namespace) -> int:
     if recipe.trainer == "generate":
         launcher.see_one_gpu()
     return _work(recipe, _run)
+
+
+def _fetch_models(recipe: Recipe) -> bool:
+    """Models of the hub, before any rank starts. Whether there was something to fetch."""
+    from megatron_rft.data.hub import is_here, model_folder
+
+    critic, model = recipe.critic and recipe.critic.path, recipe.model
+    named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "model.reference": model.reference}
+    missing = {option: path for option, path in (named | {"critic.path": critic}).items() if path and not is_here(path)}
+    for option, path in missing.items():
+        print(f"{option}: {path} comes from the Hugging Face hub", flush=True)
+        model_folder(path, option)
+    return bool(missing)
 
 
 def _check_own_code(recipe: Recipe) -> None:

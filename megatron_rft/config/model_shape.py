@@ -45,11 +45,22 @@ def find_model(path: str, option: str = "model.path") -> Path | None:
 
 
 def _cached(name: str) -> Path | None:
-    """The newest snapshot of a hub model in the local cache."""
+    """The snapshot of a hub model in the local cache that `main` was, else the newest. It may lack weights."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    snapshots = (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    store = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
+    main = store / "refs" / "main"
+    if main.is_file() and ((found := store / "snapshots" / main.read_text().strip()) / "config.json").is_file():
+        return found
+    snapshots = (store / "snapshots").glob("*/config.json")
     return max((config.parent for config in snapshots), key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a model's weights are all there, as far as names go."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
+    return any(folder.glob("*.safetensors"))
 
 
 def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:

@@ -194,7 +194,8 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
     model = recipe.model
     folder = model_shape.find_model(model.path)
     shape = model_shape.read_shape(folder) if folder else None
-    if folder and model.initialise == "pretrained" and not any(folder.glob("*.safetensors")):
+    on_hub = not Path(model.path).expanduser().is_dir()
+    if folder and model.initialise == "pretrained" and not on_hub and not any(folder.glob("*.safetensors")):
         raise DataError(
             f"model.path: {folder} has no *.safetensors. For new weights of its architecture: model.initialise=random"
         )

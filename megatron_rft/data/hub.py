@@ -1,16 +1,19 @@
-"""Data sets of the Hugging Face hub: their files, downloaded once into its cache and read like local ones.
+"""What recipes name on the Hugging Face hub: models, and files of data sets, downloaded once into its cache and read
+like local ones.
 
-No script of a repository is run, and nothing but data files is fetched. Without network a set that is in the cache
-already is read from there.
+No script of a repository is run, and of a data set nothing but data files is fetched. Without network what is in the
+cache already is read from there.
 """
 
 import json
 from pathlib import Path
 
 from megatron_rft.config.datasets import HUB_NAME
+from megatron_rft.config.model_shape import find_model, is_whole
 from megatron_rft.data.selection import Choice, select
 from megatron_rft.errors import DataError
 
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 BESIDE = "possible_answer/*"  # read by an adapter next to the file that it belongs to
 
 
@@ -27,12 +30,42 @@ def download(path: str, choice: Choice) -> list[Path]:
     except Exception as error:  # of several HTTP libraries, by version
         found = _cached(repository, revision, choice)
         if found is None:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise DataError(
-                f"{repository} could not be downloaded from the Hugging Face hub ({reason}): without network, copy its "
-                "files here and give their file or folder as the path, with the same adapter"
+                f"{repository} could not be downloaded from the Hugging Face hub ({_reason(error)}): without network, "
+                "copy its files here and give their file or folder as the path, with the same adapter"
             ) from None
         return found
+
+
+def is_here(path: str, option: str = "model.path") -> bool:
+    """A folder, or a hub name whose download is in the cache, whole."""
+    folder = find_model(path, option)
+    return folder is not None and (Path(path).expanduser().is_dir() or is_whole(folder))
+
+
+def model_folder(path: str, option: str = "model.path") -> Path:
+    """The folder of a model: itself, or the download of a hub name, whole."""
+    if is_here(path, option):
+        return find_model(path, option)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=MODEL_FILES))
+    except Exception as error:  # of several HTTP libraries, by version
+        raise DataError(
+            f"{option}: {path} is no local folder, and could not be downloaded from the Hugging Face hub "
+            f"({_reason(error)}): check the name, or give a folder"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its terms must be accepted on its page there, and then `hf auth login` here"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is none of this name, or it is private and takes `hf auth login`"
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _fetch(repository: str, revision: str | None, choice: Choice) -> list[Path]:

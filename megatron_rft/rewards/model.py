@@ -26,7 +26,8 @@ class ModelReward:
             self.tokenizer = AutoTokenizer.from_pretrained(model)
             self.model = AutoModelForSequenceClassification.from_pretrained(model).eval()
         except (OSError, ValueError) as error:
-            raise DataError(f"reward.model: no classifier can be loaded from {model}: {error}") from None
+            reason = str(error).partition("\n")[0]
+            raise DataError(f"reward.model: no classifier can be loaded from {model}: {reason}") from None
         if self.model.config.num_labels != 1:
             raise DataError(f"reward.model: {model} has {self.model.config.num_labels} outputs; a reward model has one")
         if self.tokenizer.pad_token_id is None:

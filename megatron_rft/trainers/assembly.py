@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from megatron_rft.config import Recipe, Source
 from megatron_rft.config.datasets import DATASETS
-from megatron_rft.config.model_shape import find_model
 from megatron_rft.config.vllm import choose, choose_for
+from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.errors import DataError
@@ -40,19 +39,8 @@ def gather(items: list) -> list:
     return [item for part in everyone for item in part]
 
 
-def local_folder(path: str, option: str = "model.path") -> Path:
-    """The folder of a model: itself, or the download of a hub name."""
-    folder = find_model(path, option)
-    if folder is not None:
-        return folder
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{option}: {path} is no local folder, and its download failed: {error}") from None
-
-
 def tokenizer_folder(recipe: Recipe) -> Path:
-    return local_folder(recipe.model.tokenizer or recipe.model.path, "model.tokenizer")
+    return model_folder(recipe.model.tokenizer or recipe.model.path, "model.tokenizer")
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -64,7 +52,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
 
 
 def load_hf_config(recipe: Recipe) -> Any:
-    folder = local_folder(recipe.model.path)
+    folder = model_folder(recipe.model.path)
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -78,15 +66,23 @@ def source_of(recipe: Recipe, part: str) -> Source:
 
 def rows_of(recipe: Recipe, part: str) -> list[Row]:
     source = source_of(recipe, part)
-    return load_rows(
-        source.path,
-        source.split,
-        source.limit or recipe.data.limit,
-        adapter=source.adapter,
-        subset=source.subset,
-        files=source.files,
-        part="test" if part in recipe.evaluation.benchmarks else part,
-    )
+    try:
+        return load_rows(
+            source.path,
+            source.split,
+            source.limit or recipe.data.limit,
+            adapter=source.adapter,
+            subset=source.subset,
+            files=source.files,
+            part="test" if part in recipe.evaluation.benchmarks else part,
+        )
+    except DataError as error:
+        raise DataError(f"{place_of(recipe, part)}: {error}") from None
+
+
+def place_of(recipe: Recipe, part: str) -> str:
+    """Where a part stands in the recipe."""
+    return f"{'evaluation.benchmarks' if part in recipe.evaluation.benchmarks else 'data'}.{part}"
 
 
 def prompt_format(recipe: Recipe, part: str) -> PromptFormat:
@@ -110,8 +106,7 @@ def prompt_format(recipe: Recipe, part: str) -> PromptFormat:
 
 
 def load_prompts(recipe: Recipe, part: str, tokenizer: Any) -> PromptSet:
-    place = "evaluation.benchmarks" if part in recipe.evaluation.benchmarks else "data"
-    return prompt_set(rows_of(recipe, part), tokenizer, prompt_format(recipe, part), f"{place}.{part}")
+    return prompt_set(rows_of(recipe, part), tokenizer, prompt_format(recipe, part), place_of(recipe, part))
 
 
 def build_actor(recipe: Recipe, hf_config: Any, total_steps: int, moments: tuple[str, ...] = ()) -> Actor:
@@ -148,14 +143,14 @@ def build_critic(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
     if options.path is None:
         critic.load(start_weights(recipe, hf_config))
     else:
-        critic.load(weights.open_folder(local_folder(options.path, "critic.path"), hf_config))
+        critic.load(weights.open_folder(model_folder(options.path, "critic.path"), hf_config))
     return critic
 
 
 def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tensor]:
     if recipe.model.initialise == "random":
         return weights.random_tensors(hf_config, recipe.run.seed)
-    return weights.open_folder(local_folder(recipe.model.path), hf_config)
+    return weights.open_folder(model_folder(recipe.model.path), hf_config)
 
 
 def build_engine(recipe: Recipe, hf_config: Any) -> Engine:

@@ -12,6 +12,7 @@ from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import Format, Source
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA
+from megatron_rft.data.hub import model_folder
 from megatron_rft.errors import ConfigError, DataError, RunFailed
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
@@ -30,8 +31,8 @@ def find_source(path: str, like: str | None = None, option: str = "the checkpoin
     """
     folder = _checkpoint_in(Path(path).expanduser())
     if folder is None:
-        folder = assembly.local_folder(path, option)
-        companions = assembly.local_folder(like, "--like") if like else folder
+        folder = model_folder(path, option)
+        companions = model_folder(like, "--like") if like else folder
         return Source(folder, "hf", _config(companions), companions)
     model, companions = _model_of(folder, like)
     return Source(folder, "megatron", _config(model), companions)
@@ -53,7 +54,7 @@ def _checkpoint_in(path: Path) -> Path | None:
 def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
     """Folders of config.json and of the tokenizer."""
     if like:
-        return (assembly.local_folder(like, "--like"),) * 2
+        return (model_folder(like, "--like"),) * 2
     if (folder / "config.json").is_file():
         return folder, folder
     stored = folder.parent.parent / RECIPE_FILE
@@ -64,7 +65,7 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
         )
     recipe = load(stored)
     try:
-        return assembly.local_folder(recipe.model.path), assembly.tokenizer_folder(recipe)
+        return model_folder(recipe.model.path), assembly.tokenizer_folder(recipe)
     except DataError as error:
         raise DataError(f"{error} (so says {stored}); if it is elsewhere now, give --like") from None
 

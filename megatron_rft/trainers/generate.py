@@ -19,6 +19,7 @@ from megatron_rft import rewards
 from megatron_rft.config import Recipe
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
+from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.trajectories import Trajectory
 from megatron_rft.errors import DataError, RunFailed
@@ -112,7 +113,7 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
         raise DataError(
             f"reward.kind: {recipe.reward.kind} has no best reward, and trajectories are right or wrong: use a verifier"
         )
-    engine = assembly.engine_builder(recipe, assembly.local_folder(recipe.model.path))(device)
+    engine = assembly.engine_builder(recipe, model_folder(recipe.model.path))(device)
     stack.enter_context(closing(engine))
     stops = assembly.stop_token_ids(recipe, tokenizer)
     sampling = Sampling(options.max_response_tokens, options.temperature, stop_token_ids=stops)
@@ -124,7 +125,7 @@ def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]
     options = recipe.rollout
     return {
         "model": recipe.model.path,
-        "model_fingerprint": fingerprint.of_model(assembly.local_folder(recipe.model.path)),
+        "model_fingerprint": fingerprint.of_model(model_folder(recipe.model.path)),
         "tokenizer_fingerprint": fingerprint.of_tokenizer(assembly.tokenizer_folder(recipe)),
         "data": recipe.data.train.path,
         "problems": len(prompts),

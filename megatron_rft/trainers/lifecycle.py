@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from megatron_rft.config import Recipe, difference, dump, load
 from megatron_rft.config.parameters import Sizes
+from megatron_rft.data.hub import model_folder
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.average import MovingAverage
@@ -29,7 +30,7 @@ from megatron_rft.tracking.plots import draw
 from megatron_rft.tracking.throughput import Throughput, device_name, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
 from megatron_rft.trainers import agreement
-from megatron_rft.trainers.assembly import Evaluator, local_folder
+from megatron_rft.trainers.assembly import Evaluator
 
 FINISHED, STOPPED = 0, 75
 RECIPE_FILE = "recipe.yaml"
@@ -152,7 +153,7 @@ class Run:
         self.done = 0
         self.stop = StopSignal()
         self.phases, self.averages = Phases(), Averages()
-        sizes, given = Sizes.read(local_folder(recipe.model.path)), recipe.tracking.peak_tflops
+        sizes, given = Sizes.read(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
         self.throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
         self.patience = Patience(self.folder, recipe.faults.max_skipped_steps)
         options = recipe.checkpoint

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
+from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.average import MovingAverage
@@ -109,7 +110,7 @@ def reference_weights(recipe: Recipe, actor: Actor) -> list[Tensor]:
     """The weights that this run starts from, which the actor has, or those of model.reference."""
     if recipe.model.reference is None:
         return actor.snapshot()
-    folder = assembly.local_folder(recipe.model.reference, "model.reference")
+    folder = model_folder(recipe.model.reference, "model.reference")
     actor.load(weights.open_folder(folder, actor.hf_config))
     reference = actor.snapshot()
     actor.load(assembly.start_weights(recipe, actor.hf_config))

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rft.config import Recipe
 from megatron_rft.conversion import fingerprint, shard
 from megatron_rft.data.hidden_states import INDEX, HiddenCache, Writer
+from megatron_rft.data.hub import model_folder
 from megatron_rft.errors import DataError
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
@@ -131,7 +132,7 @@ def facts(recipe: Recipe, digest: str) -> dict[str, Any]:
     if recipe.model.reference is not None:
         path, option = recipe.model.reference, "model.reference"
     random = recipe.model.reference is None and recipe.model.initialise == "random"
-    model = fingerprint.of_model(assembly.local_folder(path, option))
+    model = fingerprint.of_model(model_folder(path, option))
     return {
         "data": digest,
         "model": f"random weights of seed {recipe.run.seed}, {model}" if random else model,
@@ -160,7 +161,7 @@ def _whole_output_weight(recipe: Recipe, hf_config: Any) -> Tensor:
     name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
     if recipe.model.reference is None:
         return assembly.start_weights(recipe, hf_config)(name)
-    return weights.open_folder(assembly.local_folder(recipe.model.reference, "model.reference"), hf_config)(name)
+    return weights.open_folder(model_folder(recipe.model.reference, "model.reference"), hf_config)(name)
 
 
 def _dtype(actor: Actor) -> torch.dtype:

@@ -8,11 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from huggingface_hub import constants
 
+from megatron_rft.data.hub import model_folder
 from megatron_rft.data.rows import load_rows
 from megatron_rft.errors import DataError
 
 SHA = "5" * 40
-PREFIX = "/datasets/org/sums/resolve/"
 
 
 def line(**row) -> bytes:
@@ -29,22 +29,35 @@ FILES = {
 }
 
 
+MODEL = {
+    "README.md": b"---\n---\n",
+    "config.json": b'{"model_type": "qwen3"}',
+    "model-00001-of-00002.safetensors": b"one half",
+    "model-00002-of-00002.safetensors": b"the other",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {part: f"model-0000{part}-of-00002.safetensors" for part in "12"}}
+    ).encode(),
+}
+REPOSITORIES = {"datasets/org/sums": FILES, "models/org/tiny": MODEL}
+
+
 class Hub(BaseHTTPRequestHandler):
     asked: list[str] = []
 
     def do_GET(self):
         path = self.path.partition("?")[0]
         self.asked.append(path)
-        if path.startswith("/api/datasets/org/sums/revision/") or path == "/api/datasets/org/sums":
-            files = [{"rfilename": name} for name in FILES]
-            self._send(json.dumps({"id": "org/sums", "sha": SHA, "siblings": files}).encode())
-        elif path.startswith("/api/datasets/org/sums/tree/"):
-            files = [{"type": "file", "path": name, "size": len(data), "oid": name} for name, data in FILES.items()]
-            self._send(json.dumps(files).encode())
-        elif path.startswith(PREFIX) and (name := path.removeprefix(PREFIX).partition("/")[2]) in FILES:
-            self._send(FILES[name])
-        else:
-            self.send_error(404)
+        for name, content in REPOSITORIES.items():
+            url = f"/{name.removeprefix('models/')}/resolve/"
+            if path.startswith(f"/api/{name}/revision/") or path == f"/api/{name}":
+                files = [{"rfilename": file} for file in content]
+                return self._send(json.dumps({"id": name.partition("/")[2], "sha": SHA, "siblings": files}).encode())
+            if path.startswith(f"/api/{name}/tree/"):
+                files = [{"type": "file", "path": file, "size": len(d), "oid": file} for file, d in content.items()]
+                return self._send(json.dumps(files).encode())
+            if path.startswith(url) and (file := path.removeprefix(url).partition("/")[2]) in content:
+                return self._send(content[file])
+        self.send_error(404)
 
     do_HEAD = do_GET
 
@@ -65,6 +78,7 @@ class Hub(BaseHTTPRequestHandler):
 def endpoint(monkeypatch, tmp_path):
     """Switches the client to an endpoint and to an empty cache."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
 
@@ -113,3 +127,24 @@ def test_what_is_not_there_is_listed(server):
 def test_without_network_a_local_copy_is_asked_for(endpoint):
     with pytest.raises(DataError, match="org/sums could not be downloaded .*give their file or folder as the path"):
         load_rows("hub:org/sums@v1", adapter="math")
+
+
+def test_a_model_is_downloaded_once_and_a_download_that_was_cut_off_is_finished(server, endpoint):
+    folder = model_folder("org/tiny")
+    assert {file.name for file in folder.iterdir()} == set(MODEL) - {"README.md"}
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert model_folder("org/tiny") == folder
+    assert (folder / "model-00002-of-00002.safetensors").read_bytes() == b"the other"
+    endpoint("http://127.0.0.1:9")  # without network: what is in the cache
+    Hub.asked.clear()
+    assert model_folder("org/tiny") == folder and Hub.asked == []
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DataError, match="org/tiny is no local folder, and could not be downloaded .*1 file.* missing"):
+        model_folder("org/tiny")
+
+
+def test_a_model_that_is_not_there_is_one_sentence(server):
+    with pytest.raises(DataError) as told:
+        model_folder("org/none", "critic.path")
+    assert str(told.value).startswith("critic.path: org/none is no local folder, and could not be downloaded")
+    assert "check the name" in str(told.value) and "\n" not in str(told.value)
