@@ -43,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
         "serve", help="vLLM servers on this node, for a run of the recipe on others", allow_abbrev=False
     )
     _add_recipe(serve)
-    serve.add_argument("--tensor-parallel", type=_count, default=1, metavar="N", help="GPUs of one server (1)")
     serve.add_argument(
         "--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs, and URLs (default: servers)"
     )
@@ -248,7 +247,7 @@ def _serve(args: argparse.Namespace) -> int:
     check_writable(args.out, "--out")
     from megatron_rft.trainers import serve
 
-    return serve.run(recipe, args.tensor_parallel, args.out)
+    return serve.run(recipe, args.out)
 
 
 def _run(recipe: Recipe) -> int:

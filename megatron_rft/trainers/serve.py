@@ -1,7 +1,7 @@
 """`megatron-rft serve RECIPE`: this node's vLLM servers for a run of that recipe on other nodes, in the foreground.
 
-One on each GPU, or on every `tensor_parallel` of them, at ports that are free. They do not outlive this process. One
-that is lost is started again at its port, where the run waits for it; one that never was ready ends them all.
+One on each GPU, or on every `vllm.tensor_parallel_size` of them, at ports that are free. They do not outlive this
+process. One that is lost is started again at its port, where the run waits for it; one that never was ready ends all.
 """
 
 import contextlib
@@ -56,14 +56,12 @@ class Server:
             self.process.wait()
 
 
-def run(recipe: Recipe, tensor_parallel: int, out: Path) -> int:
+def run(recipe: Recipe, out: Path) -> int:
     """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = assembly.load_hf_config(recipe)
     choose_for(recipe.rollout, *assembly.kernels(hf_config))
     arguments = fleets.server_arguments(recipe, min(recipe.longest_generation, hf_config.max_position_embeddings))
-    if tensor_parallel > 1:
-        arguments["tensor_parallel_size"] = tensor_parallel
     if recipe.rollout.cache_after_sync == "keep":
         arguments["enable_prefix_caching"] = False
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -73,7 +71,7 @@ def run(recipe: Recipe, tensor_parallel: int, out: Path) -> int:
         dtype = assembly.DTYPES[recipe.rollout.dtype or recipe.model.precision]
         start = partial(spawn, model, dtype, host="0.0.0.0", arguments=arguments)
         servers = []
-        for number, environment in enumerate(places(tensor_parallel)):
+        for number, environment in enumerate(places(recipe.vllm.tensor_parallel_size)):
             log = out / f"{host}_{number}.log"
             servers.append(Server(free_port(""), log, partial(start, environment=environment)))
             stack.callback(servers[-1].stop)
@@ -85,14 +83,14 @@ def run(recipe: Recipe, tensor_parallel: int, out: Path) -> int:
         watch(servers, recipe.faults.engine_start_s)
 
 
-def places(tensor_parallel: int) -> list[dict[str, str]]:
+def places(workers: int) -> list[dict[str, str]]:
     """The GPUs of this node that each server sees."""
     if not torch.cuda.is_available():
         return [{}]
     gpus = fleets.visible_gpus()
-    if len(gpus) % tensor_parallel:
-        raise ConfigError(f"--tensor-parallel {tensor_parallel}: this node's {len(gpus)} GPUs are no multiple of it")
-    shares = [gpus[i : i + tensor_parallel] for i in range(0, len(gpus), tensor_parallel)]
+    if len(gpus) % workers:
+        raise ConfigError(f"vllm.tensor_parallel_size: this node's {len(gpus)} GPUs are no multiple of {workers}")
+    shares = [gpus[i : i + workers] for i in range(0, len(gpus), workers)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 
