@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rft import __version__, doctor, launcher, slurm
-from megatron_rft.config import Recipe, check, check_writable, load
+from megatron_rft.config import Recipe, check, check_writable, load, make_folder
 from megatron_rft.errors import RunFailed, UserError
 from megatron_rft.job import Job
 from megatron_rft.launcher import FAILED, FINISHED, STOPPED, USER_ERROR
@@ -199,6 +199,7 @@ def _train(args: argparse.Namespace) -> int:
     check_writable(recipe.run.output_dir)
     if args.dry_run:
         return FINISHED
+    make_folder(recipe.run.output_dir)
     if (world_size > 1 or args.job) and not is_rank:
         command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *_overrides(args)]
         output_dir = recipe.run.output_dir

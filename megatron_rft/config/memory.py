@@ -220,6 +220,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
     raise ConfigError(
         f"{phase} needs {gib(needed)} on a rank, and there are {device_gib:g} GiB. What would help, each by itself:"
         + ("".join(named) or " nothing that is known here; more ranks, or a smaller model")
+        + "".join(f"\n{line}" for line in lines(recipe, s, layout, device_gib))
     )
 
 

@@ -143,7 +143,9 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
 
 def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None) -> list[str]:
     if shape is None:
-        return ["memory: not known before the model's config.json is here"]
+        return [
+            f"memory: not known before the model's config.json is here: hf download {recipe.model.path} config.json"
+        ]
     if memory.UNEVEN & set(recipe.megatron.model_extra or ()):
         return ["memory: not computed for pipeline stages of unequal size"]
     sizes = Sizes.read(model_shape.find_model(recipe.model.path))
@@ -187,6 +189,14 @@ def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         why = "cannot be written here" if place.is_dir() else "is no folder"
         raise ConfigError(f"{option}: {folder} cannot be made: {place} {why}. Choose another {option}")
+
+
+def make_folder(path: str) -> None:
+    """run.output_dir, before anything else is done: some file systems say only now that they are not for writing."""
+    try:
+        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: {path} cannot be made: {error.strerror}. Choose another") from None
 
 
 def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:

@@ -165,16 +165,20 @@ class TestWords:
         for name in ("sbatch", "sinfo"):
             (tmp_path / name).write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
             (tmp_path / name).chmod(0o755)
-        assert doctor.slurm_problem() == "installed, and no cluster answers: no controller"
+        assert doctor.slurm_problem().startswith("installed, and no cluster answers (no controller): use a login node")
         monkeypatch.setattr(doctor, "found", lambda name: False)
         assert "megatron-rft[wandb]" in doctor.wandb_problem()
+        assert "megatron-rft[tensorboard]" in doctor.tensorboard_problem()
+        assert "tools/setup_nemo_env.sh" in doctor.nemo_run_problem(tmp_path)
         assert "pip install 'transformer-engine[pytorch]'" in doctor.transformer_engine_problem(cuda=True)
         assert set(doctor.checks(False)) == {
             "CUDA",
             "Transformer Engine",
             "vLLM",
             "Slurm",
+            "NeMo-Run",
             "wandb",
+            "TensorBoard",
             "apex",
             "sandbox",
         }
