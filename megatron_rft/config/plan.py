@@ -54,7 +54,8 @@ def check_engines(recipe: Recipe, world_size: int) -> list[str]:
     gpus, each = ("GPU", "rank") if workers == 1 else (f"{workers} GPUs", f"{workers} ranks")
     how_many = f"{count} of their own" if count else f"their own, one on each spare {gpus}, else one per {each}"
     tensor_parallel = f" of {workers} workers each" if workers > 1 else ""
-    return [f"generation: engines in processes, {how_many}{tensor_parallel}, for {ranks}"]
+    kind = "vLLM servers" if rollout.placement == "server" else "engines in processes"
+    return [f"generation: {kind}, {how_many}{tensor_parallel}, for {ranks}"]
 
 
 def check_workers(recipe: Recipe, world_size: int) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.errors import RunFailed
-from megatron_rft.processes import NANNY, free_port
+from megatron_rft.processes import NANNY, reserved_port
 from megatron_rft.rollout.engine import EngineLost
 from megatron_rft.rollout.process_engine import last_lines
 from megatron_rft.rollout.server_engine import ServerEngine
@@ -83,7 +83,8 @@ class OwnServer(ServerEngine):
 
     def start(self) -> None:
         self._kill()
-        port = free_port()
+        self.port = reserved_port()
+        port = self.port.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.name = self.log.stem
         self.process = spawn(self.model, self.dtype, port, "127.0.0.1", self.arguments, self.environment, self.log)
@@ -112,4 +113,5 @@ class OwnServer(ServerEngine):
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
+            self.port.close()
             self.process = None
