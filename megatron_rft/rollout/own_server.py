@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.errors import RunFailed
@@ -16,7 +16,7 @@ from megatron_rft.processes import NANNY, reserved_port
 from megatron_rft.rollout.engine import EngineLost
 from megatron_rft.rollout.process_engine import last_lines
 from megatron_rft.rollout.server_engine import ServerEngine
-from megatron_rft.rollout.vllm_arguments import CACHE_BYTES, command
+from megatron_rft.rollout.vllm_arguments import cache_bytes, command
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
@@ -41,9 +41,11 @@ def spawn(
     environment: dict[str, str],
     log: Path,
 ) -> subprocess.Popen:
-    """A server that does not outlive this process. `arguments`: more of vLLM's."""
+    """A server that does not outlive this process. `arguments`: vLLM's max_model_len, max_num_seqs and more."""
     if not torch.cuda.is_available():
-        arguments = {"kv_cache_memory_bytes": CACHE_BYTES} | arguments
+        needs = arguments["max_model_len"], arguments["max_num_seqs"], arguments.get("tensor_parallel_size", 1)
+        room = cache_bytes(AutoConfig.from_pretrained(model), dtype, *needs)
+        arguments = {"kv_cache_memory_bytes": room} | arguments
         environment = CPU_ENVIRONMENT | environment
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -72,8 +74,8 @@ class OwnServer(ServerEngine):
         silence_timeout_s: float = 300.0,
         keep_caches: bool = False,
     ):
-        """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: more of
-        vLLM's, such as {"max_model_len": 512}."""
+        """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: as
+        of `spawn`."""
         self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
         save_config(config, self.model)
         self.arguments = arguments | ({"enable_prefix_caching": False} if keep_caches else {})

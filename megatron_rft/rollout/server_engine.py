@@ -262,7 +262,7 @@ class ServerEngine(Engine):
             self._asked.discard(connection)
             connection.close()
         if answer.status >= 500 and path in ("/health", PING, GENERATE):
-            raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}")
+            raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}".rstrip())
         if answer.status >= 500:
             self._call("GET", "/health")  # the engine behind it may be gone
         if answer.status >= 400:

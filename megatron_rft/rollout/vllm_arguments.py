@@ -5,9 +5,11 @@ import sys
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 PREFILL_TOKENS = 8192  # of one forward pass
 CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe does not say
+CACHE_BLOCK = 128  # tokens
 
 
 def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequences: int) -> dict[str, Any]:
@@ -24,6 +26,16 @@ def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequence
         "enable_chunked_prefill": False,  # with it, seeds of their own crash
         "max_num_batched_tokens": max(PREFILL_TOKENS, longest, sequences),  # prompts are not split
     }
+
+
+def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, longest: int, sequences: int, ranks: int = 1) -> int:
+    """On the CPU, of each of the engine's `ranks`: room for all sequences at their longest, within CACHE_BYTES; for one
+    of them in any case."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = max(1, config.num_key_value_heads // ranks)  # of keys and values, on each of them
+    token = 2 * config.num_hidden_layers * heads * head * dtype.itemsize
+    sequence = token * (-(-longest // CACHE_BLOCK) + 1) * CACHE_BLOCK
+    return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
 
 
 def speculation(given: dict[str, Any]) -> dict[str, Any]:

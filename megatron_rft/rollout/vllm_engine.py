@@ -25,11 +25,10 @@ from megatron_rft.rollout import vllm_cpu
 from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, limit, request_seed
 from megatron_rft.rollout.hf_engine import hf_views
 from megatron_rft.rollout.intake import Intake
-from megatron_rft.rollout.vllm_arguments import CACHE_BYTES, common, speculation
+from megatron_rft.rollout.vllm_arguments import cache_bytes, common, speculation
 from megatron_rft.rollout.vllm_proposer import PredictedOutput
 
 SPECULATION = tuple(f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens"))
-CACHE_BLOCK = 128  # tokens
 STEPPING = Lock()  # one engine of this process at a time
 
 
@@ -97,20 +96,12 @@ class VLLMEngine(Engine):
         if self.device.type == "cuda":
             own |= {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_share}
         else:
-            own |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(sequences)}
+            room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
+            own |= {"enforce_eager": True, "kv_cache_memory_bytes": room}
         if self.counting:  # the statistics have the accepted lengths
             own["disable_log_stats"] = False
             options = options | {"speculative_config": speculation(options["speculative_config"])}
         return own | options
-
-    def _cache_bytes(self, sequences: int) -> int:
-        """Room for all sequences at their longest, within CACHE_BYTES; for one of them in any case."""
-        config = self.config
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = max(1, config.num_key_value_heads // self.ranks)  # of keys and values, on each of them
-        token = 2 * config.num_hidden_layers * heads * head * self.dtype.itemsize
-        sequence = token * (-(-self.max_model_len // CACHE_BLOCK) + 1) * CACHE_BLOCK
-        return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
 
     # --- generation
 

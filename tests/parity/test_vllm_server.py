@@ -28,7 +28,7 @@ SHAPE = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_att
 CONFIG = Qwen3Config(**SHAPE, vocab_size=64, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True)
 REQUESTS = [Request(i, tuple(range(3, 9 + i)), 2, i) for i in range(6)]
 GREEDY = Sampling(20, temperature=0.0, stop_token_ids=(2,))
-SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_memory_bytes": 64 << 20, "tensor_parallel_size": 2}
+SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "tensor_parallel_size": 2}
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

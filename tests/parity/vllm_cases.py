@@ -88,7 +88,7 @@ def build(placement, hf_config, folder):
         engine = partial(VLLMEngine, hf_config, max_batch_sequences=PROMPTS)
         return Fleet([EngineProcess(engine, "the engine", folder / "log", environment=ALONE)], torch.float32)
     shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
-    room = {"max_model_len": SHAPE["max_position_embeddings"], "kv_cache_memory_bytes": 64 << 20}
+    room = {"max_model_len": SHAPE["max_position_embeddings"], "max_num_seqs": PROMPTS}
     return Fleet([OwnServer(hf_config, shapes, torch.float32, folder / "log", ALONE, room)], torch.float32)
 
 
