@@ -87,7 +87,7 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Metrics of what was generated since the last call, where an engine has any."""
+        """Metrics of what was generated since the last call, where an engine has any: of its drafts (acceptance.py)."""
         return {}
 
     def sleep(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.errors import RunFailed
+from megatron_rft.rollout.acceptance import joined
 from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling
 
 
@@ -128,16 +129,24 @@ class Fleet(Engine):
     def checksums(self) -> dict[str, int]:
         """Of all members, which must agree; of a rank without any, nothing."""
         found: dict[str, int] = {}
-        for i, member in enumerate(self.members):
-            try:
-                held = {} if i in self.lost else member.checksums()
-            except EngineLost as error:
-                self.lost[i] = str(error)
-                continue
+        for member, held in self._of_each(lambda member: member.checksums()):
             different = [name for name in held if found.setdefault(name, held[name]) != held[name]]
             if different:
                 raise RunFailed(f"{member.name} holds another {min(different)} than {self.members[0].name}")
         return found
+
+    def statistics(self) -> dict[str, float]:
+        return joined(counted for _, counted in self._of_each(lambda member: member.statistics()))
+
+    def _of_each(self, ask: Callable[[Member], dict]) -> Iterator[tuple[Member, dict]]:
+        """Who is there, and what it answers."""
+        for i, member in enumerate(self.members):
+            try:
+                answer = {} if i in self.lost else ask(member)
+            except EngineLost as error:
+                self.lost[i] = str(error)
+            else:
+                yield member, answer
 
     # ---- losses
 

@@ -81,7 +81,7 @@ class Host:
                 self._send("group", job, group)
         except Exception as problem:
             error = reportable(problem, "the engine process failed")
-        self._send("end", job, error)
+        self._send("end", job, error, self.engine.statistics())
 
     def _on_step(self) -> None:
         """Between two steps of generation new weights are taken, if some have come; the rest waits."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.errors import RunFailed
+from megatron_rft.rollout.acceptance import joined
 from megatron_rft.rollout.buckets import BUCKET_BYTES, Buckets, Full
 from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling
 from megatron_rft.rollout.shared_memory import HostMemory, own_gpu, shared
@@ -49,6 +50,7 @@ class EngineProcess(Engine):
         self.process: subprocess.Popen | None = None
         self.transport = ""  # of weights, once there is a process
         self._on_gpu: Tensor | None = None  # the buckets, if they lie there
+        self._statistics: list[dict[str, float]] = []  # of what was generated since they were asked for
         self._jobs = itertools.count()
         self._sending, self._ending = threading.Lock(), threading.RLock()
         self.start()
@@ -113,15 +115,21 @@ class EngineProcess(Engine):
         job = next(self._jobs)
         self._send("generate", job, requests, sampling)
         while True:
-            name, number, rest = self._next(self._groups, self.silence_timeout_s)
+            name, number, *rest = self._next(self._groups, self.silence_timeout_s)
             if number != job:  # of an iterator that nobody read to its end
                 continue
             if name == "group":
-                yield rest
-            elif rest is not None:
-                raise rest
-            else:
-                return
+                yield rest[0]
+                continue
+            error, statistics = rest
+            self._statistics.append(statistics)
+            if error is not None:
+                raise error
+            return
+
+    def statistics(self) -> dict[str, float]:
+        self._statistics, since = [], self._statistics
+        return joined(since)
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight_version = -1

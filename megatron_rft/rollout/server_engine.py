@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import queue
+import re
 import shlex
 import socket
 import time
@@ -28,12 +29,14 @@ from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.processes import free_port
 from megatron_rft.records import Response
 from megatron_rft.rollout import wire
+from megatron_rft.rollout.acceptance import Acceptance
 from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
 from megatron_rft.rollout.shared_memory import own_gpu
 from megatron_rft.rollout.vllm_arguments import command
 
 CONNECTIONS = 128  # requests at one time; more of them wait here
 GENERATE, PING = "/inference/v1/generate", "/is_paused"  # the engine itself answers both; /health says nothing of it
+DYING_S = 10  # from an engine's failure to its server's knowledge that it is dead, at most
 PING_S = 2.0  # between two looks at a server that is busy
 
 
@@ -62,7 +65,7 @@ class ServerEngine(Engine):
         self.start()
 
     def start(self) -> None:
-        self.weight_version, self.group = -1, None
+        self.weight_version, self.group, self.acceptance = -1, None, Acceptance()
         self._wait_until_ready()
         self._check_facts()
         self._connect()
@@ -72,7 +75,8 @@ class ServerEngine(Engine):
         deadline = time.monotonic() + (self.start_timeout_s if self.workers else 0)
         while True:
             try:
-                return self._call("GET", "/health")
+                self._text("GET", "/health")
+                return
             except (EngineLost, RunFailed) as error:
                 if time.monotonic() > deadline:
                     raise ConfigError(
@@ -228,6 +232,16 @@ class ServerEngine(Engine):
     def checksums(self) -> dict[str, int]:
         return {name: value and int(value) for name, value in self._rpc("rft_checksums")[0].items()}
 
+    def statistics(self) -> dict[str, float]:
+        try:
+            text = self._text("GET", "/metrics")
+        except EngineLost:
+            raise
+        except RunFailed:  # it keeps them to itself
+            return {}
+        lines = re.finditer(r"^(vllm:spec_\w+)_total(?:{.*})? (\S+)$", text, re.MULTILINE)
+        return self.acceptance.since((line[1], float(line[2])) for line in lines)
+
     def sleep(self) -> None:
         self._call("POST", "/sleep?level=2")
 
@@ -244,7 +258,15 @@ class ServerEngine(Engine):
         return self._call("POST", "/collective_rpc", {"method": method})["results"]
 
     def _call(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = 0.0) -> Any:
-        """The answer's JSON. EngineLost where there is none, RunFailed where the server refuses."""
+        """The answer's JSON, if it has any."""
+        text = self._text(method, path, body, timeout_s)
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise RunFailed(f"{self.name} is no vLLM: {path} is answered with {text[:80]!r}") from None
+
+    def _text(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = 0.0) -> str:
+        """The answer. EngineLost where there is none, RunFailed where the server refuses."""
         parts = urlsplit(self.url)
         timeout_s = self.silence_timeout_s if timeout_s == 0 else timeout_s
         connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
@@ -264,13 +286,16 @@ class ServerEngine(Engine):
         if answer.status >= 500 and path in ("/health", PING, GENERATE):
             raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}".rstrip())
         if answer.status >= 500:
-            self._call("GET", "/health")  # the engine behind it may be gone
+            self._watch_it_die()
         if answer.status >= 400:
             raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")
-        try:
-            return json.loads(text) if text and path != "/health" else None
-        except ValueError:
-            raise RunFailed(f"{self.name} is no vLLM: {path} is answered with {text[:80]!r}") from None
+        return text
+
+    def _watch_it_die(self) -> None:
+        """EngineLost if the engine behind the server is gone, which it says a moment after it has failed."""
+        for _ in range(DYING_S):
+            self._text("GET", "/health")
+            time.sleep(1)
 
     def _hang_up(self) -> None:
         """Nobody waits for an answer any more."""

@@ -22,13 +22,13 @@ from megatron_rft.config.vllm import GPU_SHARE
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.records import Response
 from megatron_rft.rollout import vllm_cpu
+from megatron_rft.rollout.acceptance import COUNTERS, Acceptance
 from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, limit, request_seed
 from megatron_rft.rollout.hf_engine import hf_views
 from megatron_rft.rollout.intake import Intake
 from megatron_rft.rollout.vllm_arguments import cache_bytes, common, speculation
 from megatron_rft.rollout.vllm_proposer import PredictedOutput
 
-SPECULATION = tuple(f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens"))
 STEPPING = Lock()  # one engine of this process at a time
 
 
@@ -60,7 +60,7 @@ class VLLMEngine(Engine):
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
         self.versions: set[str] = set()  # of the weights that the responses under way may have been written with
-        self.asleep, self.counted, self.counting = False, {}, "speculative_config" in options
+        self.asleep, self.acceptance, self.counting = False, Acceptance(), "speculative_config" in options
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
         self.intake = Intake(shapes, self.config.model_type)
         vllm_cpu.prepare()
@@ -190,21 +190,8 @@ class VLLMEngine(Engine):
         return Response(tokens, logprobs, output.finish_reason, int(versions[0]))
 
     def statistics(self) -> dict[str, float]:
-        """Of speculative decoding since the last call: tokens proposed and accepted, and tokens per pass."""
-        total = {name: 0.0 for name in SPECULATION}
-        for metric in self.llm.get_metrics() if self.counting else ():
-            if metric.name in SPECULATION:
-                total[metric.name] += metric.value
-        new = {name: total[name] - self.counted.get(name, 0.0) for name in SPECULATION}
-        self.counted = total
-        drafts, proposed, accepted = new.values()
-        if not drafts:
-            return {}
-        return {
-            "speculation/proposed": proposed,
-            "speculation/accepted": accepted,
-            "speculation/tokens_per_step": 1 + accepted / drafts,
-        }
+        counted = self.llm.get_metrics() if self.counting else ()
+        return self.acceptance.since((metric.name, metric.value) for metric in counted if metric.name in COUNTERS)
 
     # --- weights
 

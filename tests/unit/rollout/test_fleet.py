@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rft.errors import RunFailed
+from megatron_rft.rollout.acceptance import metrics
 from megatron_rft.rollout.engine import Engine, EngineLost, Request, Sampling
 from megatron_rft.rollout.fleet import Fleet, shares
 from megatron_rft.rollout.hf_engine import HFEngine
@@ -160,3 +161,16 @@ def test_a_rank_without_an_engine_keeps_up(model):
 def test_shares(engines, world, expected):
     found = [shares(engines, rank, world) for rank in range(world)]
     assert [(list(mine), *rest) for mine, *rest in found] == expected
+
+
+class Drafting(Doomed):
+    def __init__(self, *passes):
+        self.counted = passes
+
+    def statistics(self):
+        return metrics(*self.counted) if self.counted else {}
+
+
+def test_drafts_are_counted_over_all_engines():
+    fleet = Fleet([Drafting(2, 8, 2), Drafting(), Drafting(6, 24, 10)], torch.float32)
+    assert fleet.statistics() == metrics(8, 32, 12) and metrics(8, 32, 12)["speculation/tokens_per_step"] == 2.5

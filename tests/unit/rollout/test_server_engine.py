@@ -26,7 +26,7 @@ FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_d
 
 
 @contextmanager
-def answering(facts: dict | str, hangs: tuple[str, ...] = ()):
+def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = ""):
     """A server that knows nothing but what it is, and never answers `hangs`; (its URL, what it was asked)."""
     asked: list[str] = []
     over = threading.Event()
@@ -43,7 +43,7 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = ()):
                 about = facts if b"rft_facts" in body else {"problem": None}
                 answer = about if isinstance(about, str) else json.dumps({"results": [about]})
             elif self.path != "/health":
-                answer = ""
+                answer = metrics if self.path == "/metrics" else ""
             self.send_response(200)
             self.end_headers()
             self.wfile.write(answer.encode())
@@ -87,6 +87,25 @@ def test_refused_before_training(facts, words):
 def test_kept_caches_are_not_for_later_responses():
     with answering(FACTS) as (url, _), pytest.raises(ConfigError, match="start it with --no-enable-prefix-caching"):
         ServerEngine(url, CONFIG, {}, torch.float32, keep_caches=True)
+
+
+def test_how_far_its_drafts_went(monkeypatch):
+    """Since the last time; of all engines behind it."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    counted = "\n".join(
+        f'vllm:spec_decode_num_{name}_total{{engine="{i}",model_name="m"}} {value}'
+        for i in (0, 1)
+        for name, value in (("drafts", 4.0), ("draft_tokens", 12.0), ("accepted_tokens", 6.0), ("x_per_pos", 9.0))
+    )
+    with answering(FACTS, metrics="# HELP\n" + counted) as (url, _):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        assert engine.statistics() == {
+            "speculation/passes": 8,
+            "speculation/proposed": 24,
+            "speculation/accepted": 12,
+            "speculation/tokens_per_step": 2.5,
+        }
+        assert engine.statistics() == {}
 
 
 def test_nothing_is_generated_while_weights_arrive(monkeypatch):
