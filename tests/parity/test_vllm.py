@@ -1,22 +1,21 @@
 """vLLM with an actor's weights against transformers with the same weights, exported: three families, tied and untied,
 from actors of TP 1, TP 2 and PP 2, five syncs each; fp32. One of them also on an engine of two workers.
 
-Outside of the ranks a server; with MEGATRON_RFT_PARITY=all engine processes and servers of them all, in minutes.
+Outside of the ranks one engine process; with MEGATRON_RFT_PARITY=all processes and servers of them all, in minutes.
 """
 
-import os
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from megatron_rft.config.vllm import unusable
-from tests.parity.launch import torchrun
+from tests.parity.launch import EVERYTHING, torchrun
 
 MODELS = [f"{family}/{tie}" for family, tie in product(("qwen3", "qwen2", "llama"), ("tied", "untied"))]
 INSIDE = [*(f"colocated/{model}" for model in MODELS), "together/qwen2/tied"]
-OUTSIDE = ["server/llama/untied"]
-if os.environ.get("MEGATRON_RFT_PARITY") == "all":
+OUTSIDE = ["process/llama/untied"]
+if EVERYTHING:
     OUTSIDE = [f"{placement}/{model}" for placement in ("process", "server") for model in MODELS]
 
 

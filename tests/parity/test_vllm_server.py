@@ -23,6 +23,7 @@ from megatron_rft.rollout.process_engine import EngineProcess
 from megatron_rft.rollout.server_engine import ServerEngine
 from megatron_rft.rollout.vllm_engine import VLLMEngine
 from megatron_rft.weight_sync import push
+from tests.parity.launch import EVERYTHING
 
 SHAPE = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 CONFIG = Qwen3Config(**SHAPE, vocab_size=64, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True)
@@ -105,19 +106,19 @@ def test_a_server(tmp_path):
         push(weights(2).items(), fleet, 2)
 
         processes = family(server.process.pid)
-        _, *rest = processes
-        assert rest  # the server, and its engine
-        push(killing(weights(2).items(), rest[-1]), fleet, 2, verify=True)
+        assert len(processes) >= 2  # the server, and its engine
+        push(killing(weights(2).items(), processes[-1]), fleet, 2, verify=True)
         assert fleet.lost and fleet.recover() and fleet.restarts == 1
         assert_equal(fleet, 2, 2)
 
         processes += family(server.process.pid)
-        groups = fleet.generate(REQUESTS, GREEDY)
-        os.kill(family(server.process.pid)[0], signal.SIGKILL)
-        assert {group.id for group in groups} == {request.id for request in REQUESTS}
-        assert fleet.restarts == 2
-        assert_equal(fleet, 2, 2)
-        processes += family(server.process.pid)
+        if EVERYTHING:  # each start takes half a minute
+            groups = fleet.generate(REQUESTS, GREEDY)
+            os.kill(family(server.process.pid)[0], signal.SIGKILL)
+            assert {group.id for group in groups} == {request.id for request in REQUESTS}
+            assert fleet.restarts == 2
+            assert_equal(fleet, 2, 2)
+            processes += family(server.process.pid)
     finally:
         fleet.close()
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
