@@ -7,7 +7,6 @@ for parity is computed on the CPU in fp32 by a process of its own, from which th
 import argparse
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -24,6 +23,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 import torch  # noqa: E402
+from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds  # noqa: E402
+from gpu_checks_rollout import ROLLOUT  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from setups import actor_like, hf_model, qwen3  # noqa: E402
 
@@ -33,51 +34,8 @@ from megatron_rft.objectives import SFT  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.records import Batch  # noqa: E402
 
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
 # Dense bf16 TFLOP/s without sparsity, from the makers' data sheets.
 DATA_SHEET = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "B200": 2250, "GH200": 989}
-Row = tuple[str, str, str]  # what, found, beside what
-
-
-class NotRun(Exception):
-    """This part cannot run here; the message says what is missing."""
-
-
-def need(module: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise NotRun(f"{module} is not installed")
-
-
-def need_gpu(capability: tuple[int, int] = (0, 0)) -> None:
-    if not GPU:
-        raise NotRun("no CUDA device")
-    if torch.cuda.get_device_capability() < capability:
-        raise NotRun(f"{torch.cuda.get_device_name()} is below compute capability {capability[0]}.{capability[1]}")
-
-
-def bound(value: float, limit: float, what: str) -> Row:
-    """A row that is a failure when the value is above its limit, or is not a number."""
-    if not value <= limit:
-        raise AssertionError(f"{what}: {value:.3g}, allowed {limit:.3g}")
-    return what, f"{value:.2e}", f"<= {limit:.0e}"
-
-
-def wait() -> None:
-    if GPU:
-        torch.cuda.synchronize()
-
-
-def seconds(function: Callable[[], object], repeats: int = 5) -> float:
-    """The fastest of some runs, after one to warm up."""
-    best = float("inf")
-    for number in range(repeats + 1):
-        wait()
-        begin = time.perf_counter()
-        function()
-        wait()
-        best = min(best, time.perf_counter() - begin) if number else best
-    return best
 
 
 # ---- a small model, the same everywhere
@@ -301,6 +259,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "fp8 training": lambda: training("fp8"),
     "bf16 throughput (fp32 without a GPU)": lambda: throughput("bf16" if GPU else "fp32"),
     "fp8 throughput": lambda: throughput("fp8"),
+    **ROLLOUT,
 }
 
 

@@ -1,0 +1,224 @@
+"""The parts of gpu_checks.sh about engines: how weights get to them, what they compute with, what memory they leave."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import torch
+from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds
+from setups import actor_like, hf_model, qwen3
+
+from megatron_rft import weight_sync
+from megatron_rft.config.vllm import unusable
+from megatron_rft.conversion import hf_shapes
+from megatron_rft.errors import ConfigError
+from megatron_rft.objectives import SFT
+from megatron_rft.objectives.base import counts
+from megatron_rft.objectives.mismatch import mismatch
+from megatron_rft.processes import free_port
+from megatron_rft.records import Batch
+from megatron_rft.rollout import wire
+from megatron_rft.rollout.engine import Engine, Request, Sampling, checksum
+from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.rollout.process_engine import EngineProcess
+
+SIZE, SPREAD = ("600m", 0.02) if GPU else ("1m", 0.1)  # a model without training, and its weights' deviation
+LENGTHS = (16, 4, 64) if GPU else (8, 2, 24)  # prompts, responses to each, tokens of each
+PARITY = {"bf16": 1e-2, "fp8": 5e-2}  # mismatch/kl of vLLM and the trainer; that of FP8 is the default alarm's
+
+
+def random_weights(seed: int, size: str = SIZE) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = hf_shapes(qwen3(size))
+    return {name: torch.randn(shape, generator=generator).bfloat16().to(DEVICE) for name, shape in shapes.items()}
+
+
+# ---- to an engine's process
+
+
+def engine_process(transport: str) -> Iterator[Row]:
+    """Every bit of every tensor is in the other process's model after each sync, and in that of its successor."""
+    build = partial(HFEngine, qwen3(SIZE), torch.bfloat16, DEVICE)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(EngineProcess(build, "engine", Path(folder, "log"))) as engine,
+    ):
+        if engine.transport != transport:
+            raise AssertionError(f"weights go by {engine.transport}, expected {transport}")
+        taken = []
+        for version in range(4):
+            weights = random_weights(version)
+            pushed = weight_sync.push(weights.items(), engine, version, verify=True)  # RunFailed where a bit differs
+            taken.append(weight_sync.push(weights.items(), engine, version)["sync/seconds"])
+        yield "bits that differ after 4 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
+        copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+        copy = seconds(lambda: [copies[name].copy_(tensor) for name, tensor in weights.items()])
+        rate = pushed["sync/bytes"] / min(taken[1:]) / 1e9
+        yield "a sync", f"{min(taken[1:]) * 1e3:.1f} ms, {rate:.2f} GB/s", f"a copy in one process {copy * 1e3:.1f} ms"
+        os.kill(engine.process.pid, signal.SIGKILL)
+        engine.start()
+        weight_sync.push(weights.items(), engine, 5, verify=True)
+        yield "the same in the place of a killed process", engine.transport, ""
+
+
+def need_no_gpu() -> None:
+    if GPU:
+        raise NotRun("there is a CUDA device, and its memory is used")
+
+
+# ---- to a server
+
+
+def receiver(port: int, syncs: int, results) -> None:
+    device = torch.device("cuda:1") if torch.cuda.device_count() > 1 else None
+    link = wire.connect("127.0.0.1", port, 1, 2, 120, device)
+    for _ in range(syncs):
+        results.put({name: checksum(tensor) for name, tensor in wire.receive(link)})
+
+
+def over_the_wire() -> Iterator[Row]:
+    context, port, syncs = multiprocessing.get_context("spawn"), free_port(), 3
+    results = context.Queue()
+    other = context.Process(target=receiver, args=(port, syncs, results))
+    other.start()
+    try:
+        device = torch.device("cuda:0") if torch.cuda.device_count() > 1 else None
+        link = wire.connect("127.0.0.1", port, 0, 2, 120, device)
+        for seed in range(syncs):
+            weights = random_weights(seed)
+            wire.send(link, weights.items())
+            sent = {name: checksum(tensor) for name, tensor in weights.items()}
+            if results.get(timeout=120) != sent:
+                raise AssertionError(f"other tensors came than were sent, at sync {seed}")
+    finally:
+        other.join(30)
+        other.kill()
+    yield "bits that differ after 3 syncs", "0", wire.GPU if device else wire.HOST
+
+
+def by_nccl() -> Iterator[Row]:
+    need_gpu()
+    if torch.cuda.device_count() < 2:
+        raise NotRun("one CUDA device, and NCCL wants one for each end")
+    yield from over_the_wire()
+
+
+# ---- vLLM
+
+
+def vllm_engine(options: dict) -> Engine:
+    if problem := unusable():
+        raise NotRun(problem)
+    from megatron_rft.rollout.vllm_engine import VLLMEngine
+
+    config = qwen3(SIZE, initializer_range=SPREAD)
+    return VLLMEngine(config, torch.bfloat16, DEVICE, max_model_len=256, max_batch_sequences=64, options=options)
+
+
+def sampled(engine: Engine, vocab: int) -> Batch:
+    prompts, each, longest = LENGTHS
+    generator = torch.Generator().manual_seed(3)
+    texts = [tuple(torch.randint(1, vocab, (20 + i,), generator=generator).tolist()) for i in range(prompts)]
+    groups = engine.generate([Request(i, text, each, seed=i) for i, text in enumerate(texts)], Sampling(longest))
+    found = [(texts[group.id], response) for group in groups for response in group.responses]
+    logprobs = torch.tensor([value for _, response in found for value in response.logprobs])
+    return Batch.of(
+        [list(prompt) for prompt, _ in found],
+        [list(response.token_ids) for _, response in found],
+        tokens={"rollout_logprobs": logprobs, "response_mask": torch.ones_like(logprobs)},
+    )
+
+
+def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
+    """The trainer's log-probs, in bf16, of what vLLM sampled with the weights of two syncs."""
+    if kind == "fp8":
+        need("vllm")
+        if GPU:
+            need_gpu((8, 9))
+        elif options.get("quantization") not in (None, "fp8_per_channel"):
+            raise NotRun("no CUDA device; vLLM's CPU build has fp8_per_channel alone")
+    config = qwen3(SIZE, initializer_range=SPREAD)
+    actor = actor_like(hf_model(config, "bf16"), "bf16", micro_batch_tokens=4096)  # first: it makes the world
+    try:
+        engine = vllm_engine(options)
+    except ConfigError as error:
+        raise NotRun(str(error).splitlines()[0]) from None
+    with closing(engine):
+        for version in range(2):
+            weight_sync.push(actor.stream(), engine, version, verify=True)
+            batch = sampled(engine, config.vocab_size)
+            logprobs = actor.outputs(batch, frozenset({"logprobs"}))["logprobs"]
+            found = mismatch(batch.tokens["rollout_logprobs"], logprobs, batch.tokens["response_mask"])
+            yield bound(found["mismatch/kl"], PARITY[kind], f"mismatch/kl, sync {version}, {len(logprobs)} tokens")
+            yield f"mismatch/share, sync {version}", f"{found['mismatch/share']:.3f}", "of the tokens"
+            yield f"mismatch/max, sync {version}", f"{found['mismatch/max']:.3f}", "nats"
+            actor.step(batch, SFT().loss, counts(batch), learning_rate=1e-4)
+
+
+def memory() -> float:
+    """GiB of the device in use, by whomever."""
+    torch.cuda.synchronize()
+    free, whole = torch.cuda.mem_get_info()
+    return (whole - free) / 2**30
+
+
+def sleep_and_wake() -> Iterator[Row]:
+    """The memory of a colocated engine is the trainer's while that trains; the engine comes back whole."""
+    need_gpu()
+    need("vllm")
+    config = qwen3(SIZE, initializer_range=SPREAD)
+    actor = actor_like(hf_model(config, "bf16"), "bf16", micro_batch_tokens=8192)
+    yield "in use: actor", f"{memory():.1f} GiB", ""
+    with closing(vllm_engine({})) as engine:
+        awake = memory()
+        yield "in use: actor and engine", f"{awake:.1f} GiB", ""
+        weight_sync.push(actor.stream(), engine, 0, verify=True)
+        batch = sampled(engine, config.vocab_size)
+        for version in (1, 2):
+            engine.sleep()
+            torch.cuda.empty_cache()
+            asleep = memory()
+            yield f"in use: engine asleep, time {version}", f"{asleep:.1f} GiB", "below the former"
+            if asleep >= awake:
+                raise AssertionError("sleeping gave no memory back")
+            torch.cuda.reset_peak_memory_stats()
+            actor.step(batch, SFT().loss, counts(batch), learning_rate=1e-5)
+            yield f"the step's own peak, time {version}", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", ""
+            torch.cuda.empty_cache()
+            engine.wake()
+            yield f"in use: engine awake, time {version}", f"{memory():.1f} GiB", f"before {awake:.1f}"
+            weight_sync.push(actor.stream(), engine, version, verify=True)
+            batch = sampled(engine, config.vocab_size)
+            logprobs = actor.outputs(batch, frozenset({"logprobs"}))["logprobs"]
+            found = mismatch(batch.tokens["rollout_logprobs"], logprobs, batch.tokens["response_mask"])
+            yield bound(found["mismatch/kl"], PARITY["bf16"], f"mismatch/kl after waking, time {version}")
+
+
+def by_ipc() -> Iterator[Row]:
+    need_gpu()
+    yield from engine_process("CUDA IPC")
+
+
+def by_host_memory() -> Iterator[Row]:
+    need_no_gpu()
+    yield from engine_process("shared host memory")
+
+
+ROLLOUT: dict[str, Callable[[], Iterator[Row]]] = {
+    "weights to an engine process, CUDA IPC": by_ipc,
+    "weights to an engine process, shared host memory": by_host_memory,
+    "weights to a server, NCCL": by_nccl,
+    "weights to a server, gloo": lambda: need_no_gpu() or over_the_wire(),
+    "colocated vLLM sleeps while the trainer steps": sleep_and_wake,
+    "vLLM in bf16 beside the trainer": lambda: beside_the_trainer({}, "bf16"),
+    "vLLM with an FP8 cache beside the trainer": lambda: beside_the_trainer({"kv_cache_dtype": "fp8"}, "fp8"),
+}
+ROLLOUT |= {
+    f"vLLM with {name} weights beside the trainer": partial(beside_the_trainer, {"quantization": name}, "fp8")
+    for name in ("fp8", "fp8_per_channel", "fp8_per_block")
+}
