@@ -15,6 +15,8 @@ import importlib
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -82,12 +84,28 @@ def install() -> None:
     if torch.cuda.is_available() or torch.Tensor.cuda is _cuda:
         return
     torch.Tensor.cuda, torch.Tensor.type = _cuda, _type
-    for name in USED:
-        importlib.import_module(f"megatron.core.{name}")
+    with _lean_imports():
+        for name in USED:
+            importlib.import_module(f"megatron.core.{name}")
     _redirect_torch()
     _without_cuda_generators()
     _moe_without_streams()
     _lean_rotary()
+
+
+@contextmanager
+def _lean_imports() -> Iterator[None]:
+    """Saves a third of a rank's start: megatron-core marks what a GPU should compile, and looks for wandb. Here nothing
+    is compiled, so that torch's compiler need not be imported; wandb is, by the rank that logs to it."""
+    compiler, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)
+    absent = {"wandb": None} if "wandb" not in sys.modules else {}
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+        for name in absent:
+            del sys.modules[name]
 
 
 def _redirect_torch() -> None:

@@ -26,7 +26,6 @@ from megatron_rft.megatron.second import Recorded, Second
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.records import Batch
 from megatron_rft.tracking.phases import Phases
-from megatron_rft.tracking.plots import draw
 from megatron_rft.tracking.throughput import Throughput, device_name, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
 from megatron_rft.trainers import agreement
@@ -253,6 +252,8 @@ class Run:
     def finish(self) -> None:
         self.checkpoints.wait()
         if self.recipe.tracking.plot and dist.get_rank() == 0:
+            from megatron_rft.tracking.plots import draw  # half a second that only this needs
+
             self.tracker.note(f"curves: {draw(self.folder, self.recipe.run.name)}")
         self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
 
