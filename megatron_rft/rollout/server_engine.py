@@ -36,6 +36,7 @@ from megatron_rft.rollout.vllm_arguments import command
 
 CONNECTIONS = 128  # requests at one time; more of them wait here
 GENERATE, PING = "/inference/v1/generate", "/is_paused"  # the engine itself answers both; /health says nothing of it
+ANSWER_S = 30.0  # of a server that is there, to the question whether it is
 DYING_S = 10  # from an engine's failure to its server's knowledge that it is dead, at most
 PING_S = 2.0  # between two looks at a server that is busy
 
@@ -75,12 +76,12 @@ class ServerEngine(Engine):
         deadline = time.monotonic() + (self.start_timeout_s if self.workers else 0)
         while True:
             try:
-                self._text("GET", "/health")
+                self._text("GET", "/health", timeout_s=ANSWER_S)
                 return
             except (EngineLost, RunFailed) as error:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"rollout.servers: nothing answers at {self.url} ({error}). {self._how()}"
+                        f"rollout.servers: no vLLM server answers at {self.url} ({error}). {self._how()}"
                     ) from None
                 time.sleep(1)
 
@@ -129,8 +130,8 @@ class ServerEngine(Engine):
 
     def _how(self) -> str:
         room = {"max_model_len": self.longest} if self.longest else {}
-        line = shlex.join(command("MODEL", self.dtype, arguments=room))
-        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 {line}"
+        _, *line = command("MODEL", self.dtype, arguments=room)
+        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 python {shlex.join(line)}"
 
     def _connect(self) -> None:
         """The group that weights go through: this process, and the server's workers."""

@@ -157,8 +157,10 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
     choose_for(recipe.rollout, *kernels(hf_config))  # a model from the hub is known only now
+    if recipe.rollout.placement == "server":  # which has its own vLLM, wherever it is
+        return fleets.build(recipe, hf_config, None, dtype, gather)
     build_on = engine_builder(recipe, hf_config, engines=2 if recipe.refines else 1)
-    if recipe.rollout.placement != "colocated":
+    if recipe.rollout.placement == "process":
         return fleets.build(recipe, hf_config, build_on, dtype, gather)
     return build_on(parallel.device())
 

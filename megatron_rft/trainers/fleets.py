@@ -27,11 +27,11 @@ from megatron_rft.rollout.vllm_arguments import speculation
 def build(
     recipe: Recipe,
     hf_config: Any,
-    build_engine: Callable[[torch.device], Engine],
+    build_engine: Callable[[torch.device], Engine] | None,
     dtype: torch.dtype,
     gather: Callable[[list], list],
 ) -> Fleet:
-    """This rank's engines outside of it. `build_engine` runs in processes of the run's own."""
+    """This rank's engines outside of it. `build_engine` runs in processes of the run's own, if any."""
     spare = spare_gpus()
     count = engine_processes(recipe, dist.get_world_size(), len(spare) * nodes())
     mine, place, places = shares(count, dist.get_rank(), dist.get_world_size())

@@ -125,7 +125,9 @@ def test_a_server(tmp_path):
 
 
 def test_nobody_there():
-    with pytest.raises(ConfigError, match=r"nothing answers at http://127.0.0.1:9 \(.*refused.*\n.*api_server --model"):
+    with pytest.raises(
+        ConfigError, match=r"no vLLM server answers at http://127.0.0.1:9 \(.*refused.*\n.*api_server --model"
+    ):
         ServerEngine("http://127.0.0.1:9", CONFIG, {}, torch.float32)
 
 
