@@ -127,7 +127,7 @@ def engines_of(recipe: Recipe) -> list[int]:
 
 
 def by_vllm(recipe: Recipe, s: Sizes) -> bool:
-    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s.head_dim, s.experts).name == "vllm"
+    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s.head_dim).name == "vllm"
 
 
 def share_of(recipe: Recipe) -> float:

@@ -114,12 +114,12 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
-    kernels = (shape.head_dim, shape.experts) if shape else ()
-    engine = choose_for(recipe.rollout, *kernels)
+    head_dim = shape and shape.head_dim
+    engine = choose_for(recipe.rollout, head_dim)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape)
     if recipe.vllm.quantization:
         check_quantization(recipe.vllm, recipe.rollout.dtype or recipe.model.precision, shape)
-    check_speed(recipe, choose(recipe.rollout.engine, *kernels).name if recipe.refines else None)
+    check_speed(recipe, choose(recipe.rollout.engine, head_dim).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])

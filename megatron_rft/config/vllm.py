@@ -47,7 +47,7 @@ REFUSED = {
     "is set by this package, whose engines sleep while the trainer works": "enable_sleep_mode",
     "is 1 for engines that the run starts: tensor_parallel_size is what gives an engine several devices": """
         prefill_context_parallel_size decode_context_parallel_size""",
-    "is off: experts' weights are not read back yet": "enable_expert_parallel",
+    "is off: experts that move between devices are not read back": "enable_eplb eplb_config enable_elastic_ep",
     "would change the weights in a way that is not proven to be right; quantization says what is": """
         quantization_config enable_lora""",
     "is off: split prompts crash with seeds of their own": "enable_chunked_prefill",
@@ -75,6 +75,8 @@ class Vllm(Section):
     tensor_parallel_size: Count = 1
     """Devices of an engine. Colocated: so many ranks in a row are one. A server that the run starts takes so many
     GPUs that have no rank."""
+    enable_expert_parallel: bool = False
+    """Each of the devices has experts of its own, whole, in the place of a part of every expert."""
     quantization: Quantization | None = None
     """FP8 weights in the layers' matrices: vLLM rounds what the trainer sends, and multiplies in FP8. What each number
     became is compared with what was sent. fp8: one scale per matrix."""
@@ -136,7 +138,7 @@ def installed() -> tuple[str, str] | None:
     return "vllm", "of an unknown version"
 
 
-def unusable(head_dim: int | None = None, experts: int = 0) -> str | None:
+def unusable(head_dim: int | None = None) -> str | None:
     """Why vLLM cannot generate here; None when it can."""
     found = installed()
     if found is None:
@@ -149,16 +151,14 @@ def unusable(head_dim: int | None = None, experts: int = 0) -> str | None:
             f"vLLM's CPU build has no attention for heads of {head_dim} numbers; there is "
             f"{', '.join(map(str, CPU_HEAD_DIMS))}"
         )
-    if experts:
-        return "weights of experts are not read back out of vLLM yet, so that their sync could not be proven"
     return None
 
 
-def choose(engine: str, head_dim: int | None = None, experts: int = 0) -> Choice:
+def choose(engine: str, head_dim: int | None = None) -> Choice:
     """Settle rollout.engine. `auto` is vllm where it can be, else hf."""
     if engine == "hf":
         return Choice("hf")
-    problem = unusable(head_dim, experts)
+    problem = unusable(head_dim)
     if problem is None:
         return Choice("vllm", " ".join(installed()))
     if engine == "vllm":
@@ -166,17 +166,14 @@ def choose(engine: str, head_dim: int | None = None, experts: int = 0) -> Choice
     return Choice("hf", problem.partition(": ")[0])
 
 
-def choose_for(rollout: Rollout, head_dim: int | None = None, experts: int = 0) -> Choice:
+def choose_for(rollout: Rollout, head_dim: int | None = None) -> Choice:
     """The engine that the policy is sampled by. Servers are vLLM's; given ones need no vLLM here."""
     if rollout.placement != "server":
-        return choose(rollout.engine, head_dim, experts)
-    if rollout.servers and not experts:
+        return choose(rollout.engine, head_dim)
+    if rollout.servers:
         return Choice("vllm", "rollout.servers")
-    if problem := unusable(head_dim, experts):
-        raise ConfigError(
-            f"rollout.placement: servers are vLLM's, and {problem}. "
-            + ("Set it to process" if experts else "Or give rollout.servers")
-        )
+    if problem := unusable(head_dim):
+        raise ConfigError(f"rollout.placement: servers are vLLM's, and {problem}. Or give rollout.servers")
     return Choice("vllm", " ".join(installed()))
 
 
@@ -248,6 +245,15 @@ def check_vllm(engine: str, options: Vllm, rollout: Rollout, needed: int, shape:
             f"{shape.max_positions}"
         )
     check_drafts(options.speculative_config or {}, shape)
-    workers = options.tensor_parallel_size
-    if shape and (found := list(problems(Layout(workers, workers, 1, 1, 1, workers), shape))):
+    check_layout(options, shape)
+
+
+def check_layout(options: Vllm, shape: ModelShape | None) -> None:
+    """How a model can be cut into the parts of an engine's devices."""
+    workers, whole = options.tensor_parallel_size, options.enable_expert_parallel
+    if whole and (workers == 1 or (shape and not shape.experts)):
+        why = "with vllm.tensor_parallel_size 1" if workers == 1 else "for a model without experts"
+        raise ConfigError(f"vllm.enable_expert_parallel: does nothing {why}")
+    layout = Layout(workers, workers, 1, 1, ep=workers if whole else 1, etp=1 if whole else workers)
+    if shape and (found := list(problems(layout, shape))):
         raise ConfigError(f"vllm.tensor_parallel_size: {'; '.join(found)}")

@@ -1,11 +1,12 @@
-"""What vLLM's CPU build needs here: settings before its import, and work-arounds for two faults of version 0.32.
+"""What vLLM's CPU build needs here: settings before its import, and work-arounds for four faults of version 0.32.
 
-Each fault is silent: generation goes on, with wrong numbers. tests/parity/test_vllm.py notices the tied output matrix,
-tests/unit/rollout/test_vllm_engine.py the temperatures. A third, experts that are used unpacked after a sync, concerns
-nobody: mixtures of experts are refused (config/vllm.py).
+Most are silent: generation goes on, with wrong numbers. tests/parity/test_vllm.py notices the tied output matrix, and
+experts that are used unpacked after a sync or belong to another worker; tests/unit/rollout/test_vllm_engine.py the
+temperatures.
 """
 
 import gc
+import inspect
 import os
 import random
 from collections.abc import Iterator
@@ -68,6 +69,11 @@ def faulty() -> bool:
     return number.startswith(FAULTY) and version(name) == number
 
 
+def repair() -> None:
+    repair_sampling()
+    repair_expert_parallelism()
+
+
 def repair_sampling() -> None:
     """Speculative decoding above temperature 0: the temperatures, top_k and top_p of the drafted tokens were expanded
     into a temporary when they were no int64, so that they were uninitialised memory."""
@@ -79,6 +85,27 @@ def repair_sampling() -> None:
         output.copy_(torch.repeat_interleave(chosen, counts))
 
     kernels._expand_kernel_impl = expand
+
+
+def repair_expert_parallelism() -> None:
+    """The kernel of the experts takes the numbers that they have among all workers' for those that they have here."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    original = CPUUnquantizedExperts.apply
+    if original.__module__ == __name__:
+        return
+    names = inspect.signature(original)
+
+    def apply(*arguments: Any, **named: Any) -> None:
+        given = names.bind(*arguments, **named)
+        here, weights = given.arguments["expert_map"], given.arguments["topk_weights"]
+        if here is not None:
+            ids = here[given.arguments["topk_ids"].long()]  # -1: another worker's
+            given.arguments["topk_weights"] = weights.masked_fill(ids < 0, 0)
+            given.arguments["topk_ids"] = ids.clamp(min=0).to(given.arguments["topk_ids"].dtype)
+        original(*given.args, **given.kwargs)
+
+    CPUUnquantizedExperts.apply = apply
 
 
 def bear_other_libraries() -> None:
@@ -101,6 +128,13 @@ def tell_runs_apart() -> None:
         return f"{original(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+def before_reload(model: nn.Module) -> None:
+    """Experts were packed for their kernel once only, when that was made: it is made again."""
+    for layer in model.modules():
+        if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+            layer.quant_method.moe_kernel = None
 
 
 def after_reload(model: nn.Module) -> None:

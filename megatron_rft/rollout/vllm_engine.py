@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
         vllm_weights.register()
         vllm_drafts.load_from_their_folder()
         if vllm_cpu.faulty():
-            vllm_cpu.repair_sampling()
+            vllm_cpu.repair()
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
             self.llm = _start(self._arguments(folder, max_batch_sequences, options, GPU_SHARE / engines))
         self.source = vllm_weights.Stream(
@@ -228,9 +228,9 @@ class VLLMEngine(Engine):
                 problems.append(problem)
 
     def checksums(self) -> dict[str, int]:
-        from megatron_rft.rollout import vllm_weights
+        from megatron_rft.rollout import vllm_readback
 
-        return vllm_weights.checksums(self._model())
+        return vllm_readback.checksums(self._model())
 
     def _runner(self) -> Any:
         return self.llm.model_executor.driver_worker.model_runner

@@ -13,7 +13,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from megatron_rft.rollout import vllm_cpu, vllm_drafts, wire
 from megatron_rft.rollout.intake import Intake
 from megatron_rft.rollout.shared_memory import own_gpu
-from megatron_rft.rollout.vllm_weights import Receiver, checksums
+from megatron_rft.rollout.vllm_readback import checksums
+from megatron_rft.rollout.vllm_weights import Receiver
 
 WIRE = "wire"
 
@@ -78,7 +79,7 @@ class Extension:
 
     def rft_facts(self) -> dict:
         if vllm_cpu.faulty():
-            vllm_cpu.repair_sampling()
+            vllm_cpu.repair()
         config, here = self.model_config.hf_config, self.parallel_config
         names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
         facts = {name: getattr(config, name) for name in names}

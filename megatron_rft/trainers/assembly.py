@@ -156,7 +156,7 @@ def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tenso
 def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
-    choose_for(recipe.rollout, *kernels(hf_config))  # a model from the hub is known only now
+    choose_for(recipe.rollout, head_dim(hf_config))  # a model from the hub is known only now
     if recipe.rollout.placement == "server":  # which has its own vLLM, wherever it is
         return fleets.build(recipe, hf_config, None, dtype, gather)
     build_on = engine_builder(recipe, hf_config, engines=2 if recipe.refines else 1)
@@ -208,13 +208,11 @@ def engine_builder(
 
 def inside(recipe: Recipe, config: PreTrainedConfig) -> str:
     """What rollout.engine comes to for an engine that is no server: "vllm" or "hf"."""
-    return choose(recipe.rollout.engine, *kernels(config)).name
+    return choose(recipe.rollout.engine, head_dim(config)).name
 
 
-def kernels(config: PreTrainedConfig) -> tuple[int, int]:
-    """The size of a head and the number of experts: what not every engine has a kernel for."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim, getattr(config, "num_experts", 0)
+def head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """vLLM with an actor's weights against transformers with the same weights, exported: three families, tied and untied,
-from actors of TP 1, TP 2 and PP 2, five syncs each; fp32. One of them also on an engine of two workers.
+from actors of TP 1, TP 2 and PP 2, five syncs each; fp32. One of them also on an engine of two workers. A mixture of
+experts, from actors of TP 1, EP 2 and TP 2, on an engine of one worker, and of two in both ways.
 
 Outside of the ranks one engine process; with MEGATRON_RFT_PARITY=all processes and servers of them all, in minutes.
 """
@@ -14,6 +15,7 @@ from tests.parity.launch import EVERYTHING, torchrun
 
 MODELS = [f"{family}/{tie}" for family, tie in product(("qwen3", "qwen2", "llama"), ("tied", "untied"))]
 INSIDE = [*(f"colocated/{model}" for model in MODELS), "together/qwen2/tied"]
+INSIDE += [f"{how}/experts/untied" for how in ("colocated", "together", "apart")]
 OUTSIDE = ["process/llama/untied"]
 if EVERYTHING:
     OUTSIDE = [f"{placement}/{model}" for placement in ("process", "server") for model in MODELS]

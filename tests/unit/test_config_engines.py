@@ -4,8 +4,6 @@ import pytest
 
 from megatron_rft.config import check, load, vllm
 from megatron_rft.config.plan import engine_processes
-from megatron_rft.config.sections import Rollout
-from megatron_rft.config.vllm import choose_for
 from tests.unit.test_config_online import recipe, refusal  # noqa: F401  a fixture
 
 PROCESS, CORRECTED = "rollout.placement=process", "algorithm.importance=truncated"
@@ -87,13 +85,6 @@ def test_servers_of_others_have_their_own_options(recipe):  # noqa: F811
     assert "that is their --max-num-seqs" in refusal(recipe, *given, "rollout.max_batch_sequences=8")
     told = refusal(recipe, *given, "vllm.max_model_len=2000")
     assert told == "vllm.max_model_len: does nothing with rollout.servers, which were started with their own options"
-
-
-def test_servers_and_experts():
-    given = Rollout(placement="server", servers=["http://a:1"])
-    assert choose_for(given).name == "vllm"
-    with pytest.raises(ValueError, match="servers are vLLM's, and .*. Set it to process"):
-        choose_for(given, 64, experts=8)
 
 
 @pytest.mark.parametrize("url", ["a:1", "http://a:b", "http://a:99999", "http://:80", "https://a:1"])

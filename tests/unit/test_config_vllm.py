@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from megatron_rft.config import check, load, vllm
-from megatron_rft.config.vllm import Choice, choose, unusable, wrong_value
+from megatron_rft.config.model_shape import ModelShape
+from megatron_rft.config.vllm import Choice, check_layout, choose, unusable, wrong_value
 from megatron_rft.errors import ConfigError
 from tests.unit.test_config import recipe, refusal  # noqa: F401  a fixture
 
@@ -30,11 +31,18 @@ def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, head_dim, why):
     assert choose("hf", head_dim) == Choice("hf")
 
 
-def test_mixtures_of_experts(monkeypatch):
-    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
-    assert choose("auto", 64, experts=8).name == "hf" and choose("auto", 64).name == "vllm"
-    with pytest.raises(ConfigError, match="weights of experts are not read back"):
-        choose("vllm", 64, experts=8)
+def test_experts_on_several_devices():
+    dense, mixture = (ModelShape(2, 64, 4, 2, 96, experts, 48, 256, 130, 16) for experts in (0, 6))
+    for size, experts, shape, words in (
+        (1, True, mixture, "does nothing with vllm.tensor_parallel_size 1"),
+        (2, True, dense, "does nothing for a model without experts"),
+        (4, True, mixture, "6 experts do not divide by EP 4"),
+        (8, False, mixture, "4 attention heads do not divide by TP 8"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_layout(vllm.Vllm(tensor_parallel_size=size, enable_expert_parallel=experts), shape)
+    check_layout(vllm.Vllm(tensor_parallel_size=2, enable_expert_parallel=True), mixture)
+    check_layout(vllm.Vllm(tensor_parallel_size=4), mixture)
 
 
 def test_vllm_is_taken_where_it_is_supported(monkeypatch, recipe):  # noqa: F811
