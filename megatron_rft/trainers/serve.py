@@ -60,7 +60,7 @@ def run(recipe: Recipe, out: Path) -> int:
     """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = assembly.load_hf_config(recipe)
-    choose_for(recipe.rollout, *assembly.kernels(hf_config))
+    choose_for(recipe.rollout, assembly.head_dim(hf_config))
     arguments = fleets.server_arguments(recipe, min(recipe.longest_generation, hf_config.max_position_embeddings))
     if recipe.rollout.cache_after_sync == "keep":
         arguments["enable_prefix_caching"] = False
