@@ -26,8 +26,9 @@ FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_d
 
 
 @contextmanager
-def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = ""):
-    """A server that knows nothing but what it is, and never answers `hangs`; (its URL, what it was asked)."""
+def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "", dies: str = ""):
+    """A server that knows nothing but what it is, never answers `hangs`, and whose engine dies when it is asked for
+    `dies`: it fails there, and says a while later that it is broken; (its URL, what it was asked)."""
     asked: list[str] = []
     over = threading.Event()
 
@@ -44,7 +45,8 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "")
                 answer = about if isinstance(about, str) else json.dumps({"results": [about]})
             elif self.path != "/health":
                 answer = metrics if self.path == "/metrics" else ""
-            self.send_response(200)
+            broken = self.path == "/health" and dies in asked and asked.count("/health") > 2
+            self.send_response(503 if broken else 500 if self.path == dies else 200)
             self.end_headers()
             self.wfile.write(answer.encode())
 
@@ -119,6 +121,18 @@ def test_nothing_is_generated_while_weights_arrive(monkeypatch):
     assert asked[0] == "/pause?mode=keep" and asked[-1] == "/resume"
     assert asked.index("/update_weights") < asked.index("/finish_weight_update") < len(asked) - 2
     assert engine.weight_version == 1
+
+
+@pytest.mark.parametrize("dies", ["/update_weights", "/finish_weight_update"])
+def test_an_engine_that_dies_while_it_gets_weights(monkeypatch, dies):
+    """It is lost, and not what it would not take."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    monkeypatch.setattr(wire, "send", lambda group, stream: list(stream))
+    monkeypatch.setattr(server_engine.time, "sleep", lambda seconds: None)
+    with answering(FACTS, dies=dies) as (url, _):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        with pytest.raises(EngineLost, match="is broken: 503"):
+            engine.load_weights(iter([]), version=1)
 
 
 def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
