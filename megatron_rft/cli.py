@@ -1,4 +1,5 @@
-"""The command line: `megatron-rft train|generate|plan ...`. Parses and validates before torch is imported.
+"""What the commands of `megatron-rft` do (arguments.py says what they take). Recipes are validated before torch is
+imported.
 
 Exit statuses: 0 finished, 2 a mistake of the user's, 3 the run failed, 75 stopped by a signal after a checkpoint (the
 same command goes on), 130 Ctrl-C before there was anything to save.
@@ -15,149 +16,30 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rft import __version__, doctor, launcher, slurm
+from megatron_rft import doctor, launcher, slurm
+from megatron_rft.arguments import parse
 from megatron_rft.config import Recipe, check, check_writable, load, make_folder
 from megatron_rft.errors import RunFailed, UserError
 from megatron_rft.job import Job
 from megatron_rft.launcher import FAILED, FINISHED, STOPPED, USER_ERROR
 
+# What megatron-core makes torch and itself warn of, on every rank, and no user can change. `doctor` speaks of apex.
+NOISE = (
+    ".*Apex (is|are) not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.* is deprecated",
+)
 PICTURES = (".png", ".pdf", ".svg")
-
-
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="megatron-rft", description="Reinforcement fine-tuning on megatron-core.")
-    top.add_argument("--version", action="version", version=__version__)
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    train = commands.add_parser("train", help="run a recipe, or go on with it", allow_abbrev=False)
-    _add_recipe(train)
-    _add_launch(train, "ranks")
-    train.set_defaults(function=_train)
-
-    generate = commands.add_parser("generate", help="sample and grade trajectories into a store", allow_abbrev=False)
-    _add_recipe(generate)
-    _add_launch(generate, "workers")
-    generate.set_defaults(function=_generate)
-
-    serve = commands.add_parser(
-        "serve", help="vLLM servers on this node, for a run of the recipe on others", allow_abbrev=False
-    )
-    _add_recipe(serve)
-    serve.add_argument(
-        "--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs, and URLs (default: servers)"
-    )
-    serve.set_defaults(function=_serve)
-
-    plan = commands.add_parser(
-        "plan", help="check a recipe and print its arithmetic: train --dry-run", allow_abbrev=False
-    )
-    _add_recipe(plan)
-    plan.add_argument("--nproc", "--gpus", type=_count, metavar="N", help="ranks it would run on (default: 1)")
-    plan.add_argument(
-        "--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU: does it fit, and what would help"
-    )
-    plan.set_defaults(function=_train, dry_run=True, job=None)
-
-    evaluate = commands.add_parser("evaluate", help="measure a model on a recipe's problems", allow_abbrev=False)
-    _add_recipe(evaluate)
-    evaluate.add_argument(
-        "--model",
-        help="Hugging Face folder or hub name, Megatron checkpoint, or RUN: its newest (default: the run's export)",
-    )
-    evaluate.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the model")
-    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
-    evaluate.set_defaults(function=_evaluate)
-
-    convert = commands.add_parser("convert", help="a checkpoint from one format into the other", allow_abbrev=False)
-    convert.add_argument("source", help="Hugging Face folder or hub name, torch_dist checkpoint, or RUN (its newest)")
-    convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    convert.add_argument("--to", choices=("hf", "megatron"), help="default: the other format than the source's")
-    convert.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the source")
-    convert.add_argument("--tensor-parallel", type=_count, metavar="N", help="to megatron: chunks for N ranks (1)")
-    convert.add_argument("--file-gib", type=_size, default=4.0, metavar="GIB", help="size of a file (default: 4)")
-    convert.add_argument("--logits", action="store_true", help="also compare logits, in fp32: needs the model's memory")
-    convert.set_defaults(function=_convert)
-
-    harness = commands.add_parser("harness", help="a model on tasks of lm-evaluation-harness", allow_abbrev=False)
-    harness.add_argument("model", metavar="MODEL", help="as for evaluate --model")
-    harness.add_argument("--tasks", required=True, metavar="A,B", help="the harness's names of them")
-    harness.add_argument("--include", metavar="FOLDER", help="a folder with more tasks")
-    harness.add_argument("--limit", type=_count, metavar="N", help="the first so many problems of each")
-    harness.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the model")
-    harness.add_argument("--out", type=Path, default=Path("harness"), metavar="FOLDER", help="default: harness")
-    harness.set_defaults(function=_harness)
-
-    report = commands.add_parser("report", help="a page about runs, with charts and samples", allow_abbrev=False)
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
-    report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
-    report.set_defaults(function=_report)
-
-    dynamics = commands.add_parser("dynamics", help="draw the dynamics of offline runs side by side")
-    dynamics.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of offline runs")
-    dynamics.add_argument("--out", type=Path, default=Path("dynamics.png"), metavar="FILE", help="a .png, .pdf or .svg")
-    dynamics.set_defaults(function=_dynamics)
-
-    constraints = commands.add_parser("constraints", help="draw runs under different constraints side by side")
-    constraints.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
-    constraints.add_argument(
-        "--out", type=Path, default=Path("constraints.png"), metavar="FILE", help="a .png, .pdf or .svg"
-    )
-    constraints.set_defaults(function=_constraints)
-
-    heatmap = commands.add_parser("heatmap", help="a page of what a run's refiner changed, token by token")
-    heatmap.add_argument("run", type=Path, metavar="RUN", help="output folder of a run with a dynamic constraint")
-    heatmap.set_defaults(function=_heatmap)
-
-    doctor = commands.add_parser("doctor", help="what is installed here, and what a run would use")
-    doctor.set_defaults(function=_doctor)
-    return top
-
-
-def _add_recipe(command: argparse.ArgumentParser) -> None:
-    command.add_argument("recipe", metavar="RECIPE", help="a YAML file")
-    command.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="on top of the file")
-    command.add_argument("--engine", choices=("auto", "vllm", "hf"), help="the same as rollout.engine=...")
-
-
-def _add_launch(command: argparse.ArgumentParser, processes: str) -> None:
-    command.add_argument("--nproc", type=_count, metavar="N", help=f"{processes} on this node (default: 1)")
-    command.add_argument("--dry-run", action="store_true", help="check the recipe, print its arithmetic and stop")
-    command.add_argument("--job", type=Path, metavar="FOLDER", help="of a job that a queue starts again: its notes")
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Overrides may stand before and after options, which argparse alone does not allow."""
-    args, rest = parser().parse_known_args(arguments)
-    if any(text.startswith("-") for text in rest) or rest and not hasattr(args, "overrides"):
-        parser().error(f"there is no option {' '.join(rest)}")
-    if rest:
-        args.overrides += rest
-    return args
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB")
-    return size
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; mistakes of the user's are one line on stderr, without a traceback."""
     args = parse(arguments)
-    # megatron-core says it six times on import; `doctor` says what is installed
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
     try:
-        return args.function(args)
+        return COMMANDS[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         if job := getattr(args, "job", None):  # the other nodes hear of it, or say the same
@@ -360,3 +242,19 @@ def _heatmap(args: argparse.Namespace) -> int:
 def _doctor(_args: argparse.Namespace) -> int:
     print(doctor.report())
     return USER_ERROR if doctor.missing() else FINISHED
+
+
+COMMANDS = {
+    "train": _train,
+    "generate": _generate,
+    "serve": _serve,
+    "plan": _train,
+    "evaluate": _evaluate,
+    "convert": _convert,
+    "harness": _harness,
+    "report": _report,
+    "dynamics": _dynamics,
+    "constraints": _constraints,
+    "heatmap": _heatmap,
+    "doctor": _doctor,
+}
