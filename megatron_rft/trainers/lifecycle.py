@@ -190,7 +190,16 @@ class Run:
         """Validation and test before the first step; returns the test's, from the record where the run is resumed."""
         if self.done:
             return evaluator.recorded("test", 0)
-        return self._evaluate_both(evaluator, 0, log=True)
+        metrics, test = {}, None
+        with self.phases("evaluation"):
+            if self.recipe.validates:
+                metrics |= accuracy("evaluation", evaluator("validation", 0))
+            if self.recipe.data.test:
+                test = evaluator("test", 0)
+                metrics |= accuracy("test", test)
+        if metrics:
+            self.tracker.log(0, metrics | self.phases.take())
+        return test
 
     # ---- one step
 
@@ -205,7 +214,7 @@ class Run:
 
     def evaluation_due(self, step: int) -> bool:
         every = self.recipe.evaluation.every
-        return bool(every and step % every == 0 and step < self.total_steps and self.recipe.validates)
+        return self.recipe.validates and (step == self.total_steps or bool(every) and step % every == 0)
 
     def evaluate_if_due(self, evaluator: Evaluator, step: int) -> dict[str, float]:
         """Metrics of the validation problems, where this step has an evaluation."""
@@ -246,8 +255,9 @@ class Run:
     # ---- end
 
     def evaluate_at_end(self, evaluator: Evaluator) -> dict[str, float] | None:
-        """Validation and test of the final model; returns the test's."""
-        return self._evaluate_both(evaluator, self.total_steps, log=False)
+        """The test of the final model; its validation is in the last step's line."""
+        with self.phases("evaluation"):
+            return evaluator("test", self.total_steps) if self.recipe.data.test else None
 
     def finish(self) -> None:
         self.checkpoints.wait()
@@ -261,18 +271,6 @@ class Run:
         self.checkpoints.close()
         if self.tracker is not None:
             self.tracker.close()
-
-    def _evaluate_both(self, evaluator: Evaluator, step: int, log: bool) -> dict[str, float] | None:
-        metrics, test = {}, None
-        with self.phases("evaluation"):
-            if self.recipe.validates:
-                metrics |= accuracy("evaluation", evaluator("validation", step))
-            if self.recipe.data.test:
-                test = evaluator("test", step)
-                metrics |= accuracy("test", test)
-        if log and metrics:
-            self.tracker.log(step, metrics | self.phases.take())
-        return test
 
 
 def accuracy(prefix: str, summary: dict[str, float]) -> dict[str, float]:

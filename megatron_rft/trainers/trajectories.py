@@ -78,7 +78,7 @@ def train(recipe: Recipe) -> int:
                     with run.phases("training"):
                         run.optimizer_step(update, mini_batch, step, reference.second(update, mini_batch))
             state = prepared.state
-            if evaluator and (run.evaluation_due(step) or step == steps and recipe.validates):
+            if evaluator and run.evaluation_due(step):
                 weight_sync.push(actor.stream(), evaluator.engine, version=step)
                 with run.phases("evaluation"):
                     found = evaluator("validation", step)
