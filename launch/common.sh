@@ -52,6 +52,7 @@ start_server() { # KEY...
     server_hosts=($(scontrol show hostnames "$LAUNCH_SERVER_NODES"))
     server_host="${server_hosts[0]}"
     step=(--het-group=0 "${step[@]}")
+    [ -n "${LAUNCH_SERVER:-}" ] || die "this job has nodes for servers, and LAUNCH_SERVER does not say which"
     if [ "$LAUNCH_SERVER" = vllm ]; then start_vllm "$@"; else start_code; fi
 }
 
@@ -77,7 +78,7 @@ start_vllm() { # KEY...
 }
 
 srun_servers() { # CODE ARGUMENT...: once on each of their nodes, until the training is over
-    command srun --het-group=1 --ntasks-per-node=1 --kill-on-bad-exit=1 "${container[@]}" bash -c "$@" &
+    command srun --het-group=1 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}" bash -c "$@" &
     server=$!
     trap 'kill "$server" 2>/dev/null' EXIT
 }

@@ -31,6 +31,14 @@ def test_the_server_s_nodes_are_asked_for_in_the_same_name(tmp_path, whose):
     assert f"--gpus-per-node=8 {whose} : {whose} --nodes=1 launch/" in lines[-1]
 
 
+def test_a_recipe_is_planned_with_vllm_elsewhere(tmp_path):
+    """And a key for the servers alone goes into no plan of the training."""
+    lines = submit(tmp_path, ["--gpus-per-node=8", "serve:vllm.block_size=16"], LAUNCH_SERVER="vllm")
+    (plan,) = [line for line in lines if " plan " in line]
+    assert plan.endswith("run.seed=1 rollout.placement=server rollout.servers=[http://SERVER_HOST:8000]")
+    assert " : --nodes=1 launch/" in lines[-1] and lines[-1].endswith("pipo_8b.sh serve:vllm.block_size=16 run.seed=1")
+
+
 @pytest.mark.parametrize(
     "limit, signal", [("--time=10", 150), ("-t 10:00", 150), ("-t00:20:00", 300), ("--time 60", None), ("", None)]
 )
