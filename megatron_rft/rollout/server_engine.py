@@ -61,12 +61,13 @@ class ServerEngine(Engine):
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
         self.workers = 0  # of the server, once it has said so
         self.name = f"the server {self.url}"
-        self.group = None
+        self.link = None
         self._asked: set[http.client.HTTPConnection] = set()  # whose answers are waited for
         self.start()
 
     def start(self) -> None:
-        self.weight_version, self.group, self.acceptance = -1, None, Acceptance()
+        self.weight_version, self.acceptance = -1, Acceptance()
+        self._disconnect()
         self._wait_until_ready()
         self._check_facts()
         self._connect()
@@ -144,7 +145,7 @@ class ServerEngine(Engine):
         with ThreadPoolExecutor(1) as aside:
             asked = aside.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
             try:
-                self.group = wire.connect(host, port, 0, size, limit_s, device)
+                self.link = wire.connect(host, port, 0, size, limit_s, device)
             except RuntimeError as error:
                 asked.result()  # its own reason comes first
                 raise EngineLost(
@@ -214,7 +215,7 @@ class ServerEngine(Engine):
         with ThreadPoolExecutor(1) as aside:
             update = aside.submit(self._call, "POST", "/update_weights", {"update_info": {}})
             try:
-                wire.send(self.group, stream)
+                wire.send(self.link, stream)
             except RuntimeError as error:
                 if isinstance(error, RunFailed):
                     raise
@@ -251,7 +252,12 @@ class ServerEngine(Engine):
 
     def close(self) -> None:
         self._hang_up()
-        self.group = None
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link = None
 
     # ---- HTTP
 

@@ -36,14 +36,21 @@ class Listen(WeightTransferUpdateInfo):
 
 class WireReceiver(Receiver):
     init_info_cls, update_info_cls = Address, Listen
+    link: wire.Link | None = None
 
     def init_transfer_engine(self, init_info: Address) -> None:
         here = self.parallel_config
         rank = 1 + here.data_parallel_index * here.world_size + here.rank
         shapes = {name: torch.Size(shape) for name, shape in init_info.shapes.items()}
         self.intake = Intake(shapes, self.model_config.hf_config.model_type)
+        self.shutdown()  # of a trainer before
         device = self.device if init_info.transport == wire.GPU else None
         self.link = wire.connect(init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s, device)
+
+    def shutdown(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link = None
 
     def receive_weights(self, update_info: Listen) -> None:
         self.intake.begin()

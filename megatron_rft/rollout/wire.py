@@ -1,7 +1,8 @@
 """Tensors from one process to others over a network, through a pair of buckets at each end. Rank 0 sends.
 
 Full buckets are announced over gloo and then broadcast: by NCCL from GPU to GPU where every end has one of its own,
-else by gloo from host to host. The groups are apart from those of the trainer and of the engine.
+else by gloo from host to host. The groups are torch's, so that a trainer needs no vLLM, and apart from those of the
+trainer and of the engine.
 """
 
 import json
@@ -26,6 +27,11 @@ class Link:
     def __init__(self, control: dist.Backend, data: dist.Backend, device: torch.device):
         self.control, self.data, self.device = control, data, device
         self.buckets = Buckets(torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device=device))
+
+    def close(self) -> None:
+        """A group of NCCL would else wait for ends that are gone."""
+        if self.data is not self.control:
+            self.data.abort()
 
 
 def transport(ends: list[str | None]) -> str:

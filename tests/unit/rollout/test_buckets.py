@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from megatron_rft.errors import RunFailed
+from megatron_rft.rollout import process_engine
 from megatron_rft.rollout.buckets import Buckets, cuts
-from megatron_rft.rollout.shared_memory import HostMemory
+from megatron_rft.rollout.engine import EngineLost
+from megatron_rft.rollout.process_engine import EngineProcess
+from megatron_rft.rollout.shared_memory import Handle, HostMemory, opened
 
 TENSORS = [
     ("tiny", torch.arange(3, dtype=torch.float32)),
@@ -81,3 +84,47 @@ def test_memory_of_the_host_is_seen_by_whoever_has_its_descriptor():
     mine.close()
     theirs.close()
     assert theirs.slots[1, 7] == 42  # as long as a tensor looks at it
+
+
+class Process(EngineProcess):
+    """Another process that answers as it is told; no GPU is needed to ask it."""
+
+    def __init__(self, answer):
+        self._memory, self._on_gpu, self.answer, self.asked = HostMemory(size=4096), torch.zeros(2, 8), answer, []
+
+    def _send(self, *message):
+        self.asked.append(message)
+
+    def _reply(self, timeout_s=None):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+
+
+@pytest.mark.parametrize(
+    "own, answer, transport",
+    [
+        (None, None, "shared host memory"),
+        ("GPU-3", None, "shared host memory"),
+        ("GPU-1", None, "CUDA IPC"),
+        ("GPU-1", RunFailed("not allowed here"), "shared host memory (no CUDA IPC: not allowed here)"),
+        ("GPU-1", EngineLost("engine 0 ended"), None),
+    ],
+)
+def test_where_the_buckets_of_an_engine_process_lie(monkeypatch, own, answer, transport):
+    monkeypatch.setattr(process_engine, "own_gpu", lambda: own)
+    monkeypatch.setattr(process_engine, "shared", lambda slots: Handle("GPU-1", ()))
+    process = Process(answer)
+    if transport is None:
+        with pytest.raises(EngineLost):
+            process._lay_buckets(["GPU-0", "GPU-1"])
+        return
+    process._lay_buckets(["GPU-0", "GPU-1"])
+    assert process.transport == transport
+    assert process.asked == ([("open", Handle("GPU-1", ()))] if own == "GPU-1" else [])
+    memory = process._on_gpu if transport == "CUDA IPC" else process._memory.slots
+    assert process._buckets.slots is memory
+
+
+def test_memory_of_a_gpu_that_is_not_here():
+    with pytest.raises(RunFailed, match="GPU GPU-7 is not visible here"):
+        opened(Handle("GPU-7", ()))
