@@ -103,6 +103,13 @@ def _environment(index: int, spare: list[str], workers: int = 1) -> dict[str, st
     return environment
 
 
+def check_gpus(recipe: Recipe) -> None:
+    """Before anything is loaded: a server that the run will start finds its GPUs on this node."""
+    rollout = recipe.rollout
+    if rollout.placement == "server" and not rollout.servers and torch.cuda.is_available():
+        devices(0, recipe.vllm.tensor_parallel_size, spare_gpus(), own_device())
+
+
 def devices(index: int, workers: int, spare: list[str], own: str) -> list[str]:
     """The GPUs of engine `index`: of those that no rank uses; where there are none, its rank's `own`."""
     if not spare and workers == 1:

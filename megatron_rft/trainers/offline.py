@@ -12,12 +12,13 @@ from megatron_rft.data.stream import Stream
 from megatron_rft.megatron import weights
 from megatron_rft.objectives import OBJECTIVES
 from megatron_rft.rewards import build as build_reward
-from megatron_rft.trainers import assembly
+from megatron_rft.trainers import assembly, fleets
 from megatron_rft.trainers.lifecycle import FINISHED, STOPPED, Run
 
 
 def train(recipe: Recipe) -> int:
     """Steps until run.steps (or run.epochs) or a signal; returns the exit status."""
+    fleets.check_gpus(recipe)
     tokenizer, hf_config = assembly.load_tokenizer(recipe), assembly.load_hf_config(recipe)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
     form, limit = assembly.prompt_format(recipe, "train"), recipe.rollout.max_response_tokens

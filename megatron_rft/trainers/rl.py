@@ -34,6 +34,7 @@ from megatron_rft.trainers.models import Models
 
 def train(recipe: Recipe) -> int:
     """Steps until run.steps or a signal; returns the exit status."""
+    fleets.check_gpus(recipe)
     tokenizer, hf_config = assembly.load_tokenizer(recipe), assembly.load_hf_config(recipe)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
     train_prompts = assembly.load_prompts(recipe, "train", tokenizer)

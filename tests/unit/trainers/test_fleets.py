@@ -1,13 +1,18 @@
 """What a run does with its engines around a step; processes and servers are in tests/integration and tests/parity."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import Vllm
 from megatron_rft.errors import ConfigError
 from megatron_rft.rollout.engine import Request, Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
-from megatron_rft.trainers.fleets import Sync, devices
+from megatron_rft.trainers.fleets import Sync, check_gpus, devices
 
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
 
@@ -66,3 +71,14 @@ def test_each_engine_has_its_gpus():
         devices(0, 4, ["1", "2", "3"], "0")
     with pytest.raises(ConfigError, match="a server takes 2 GPUs, and 0 of"):
         devices(0, 2, [], "0")
+
+
+def test_too_few_gpus_are_told_before_anything_is_loaded(monkeypatch):
+    recipe = SimpleNamespace(rollout=Rollout(placement="server"), vllm=Vllm(tensor_parallel_size=2))
+    check_gpus(recipe)  # on a CPU a worker is a process
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    for ranks in ("1", "2"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        with pytest.raises(ConfigError, match="a server takes 2 GPUs, and 1 of") if ranks == "2" else nullcontext():
+            check_gpus(recipe)
