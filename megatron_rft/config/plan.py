@@ -117,9 +117,9 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     head_dim = shape and shape.head_dim
     engine = choose_for(recipe.rollout, head_dim)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape)
+    check_speed(recipe, choose(recipe.rollout.engine, head_dim).name if recipe.refines else None)
     if recipe.vllm.quantization:
         check_quantization(recipe.vllm, recipe.rollout.dtype or recipe.model.precision, shape)
-    check_speed(recipe, choose(recipe.rollout.engine, head_dim).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])

