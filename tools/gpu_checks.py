@@ -6,6 +6,7 @@ for parity is computed on the CPU in fp32 by a process of its own, from which th
 
 import argparse
 import functools
+import gc
 import importlib.metadata
 import json
 import os
@@ -275,6 +276,7 @@ def run(part: Callable[[], Iterator[Row]]) -> dict:
     except Exception as error:  # one broken part must not hide the others
         traceback.print_exc()
         status = f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    gc.collect()  # models have cycles
     if GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
