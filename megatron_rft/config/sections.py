@@ -311,7 +311,8 @@ class Rollout(Section):
     """colocated: each rank drives an engine inside its own process. process: engines in processes of their own, which
     the ranks start, watch, and replace when they are lost. server: vLLM servers, asked over HTTP."""
     processes: Count | None = None
-    """How many processes, or servers, the run starts. None: one on each GPU that has no rank, else one per rank."""
+    """How many processes, or servers, the run starts. None: one on each GPU that has no rank, else one per rank;
+    with vllm.tensor_parallel_size n one on n of those GPUs, else one for n ranks."""
     servers: list[str] = []
     """Of placement server: URLs of servers that are there already. Empty: the run starts its own."""
     staleness: Natural = 0

@@ -18,7 +18,7 @@ INSIDE = [*(f"colocated/{model}" for model in MODELS), "together/qwen2/tied"]
 INSIDE += [f"{how}/experts/untied" for how in ("colocated", "together", "apart")]
 OUTSIDE = ["process/llama/untied"]
 if EVERYTHING:
-    OUTSIDE = [f"{placement}/{model}" for placement in ("process", "server") for model in MODELS]
+    OUTSIDE = [f"{placement}/{model}" for placement in ("process", "server") for model in [*MODELS, "experts/untied"]]
 
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
