@@ -135,12 +135,26 @@ def ssh(cluster, tmp_path_factory):
     client.chmod(0o755)
     daemon = subprocess.Popen([shutil.which("sshd"), "-D", "-f", folder / "config", "-E", folder / "log"])
     try:
+        told = log_in(client, port, folder / "user")
+        if told is not None:
+            pytest.skip(f"nobody can log in at an sshd of this machine: {told} {(folder / 'log').read_text()[-500:]}")
         path = f"{client.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         home = {"NEMORUN_HOME": str(folder / "nemo"), "SLURM_CONF": "", "PATH": path}
         yield ["--host", f"root@127.0.0.1:{port}", "--identity", folder / "user"], home
     finally:
         daemon.terminate()
         daemon.wait(timeout=30)
+
+
+def log_in(client: Path, port: int, key: Path) -> str | None:
+    """Once the daemon listens; None when it works, else what ssh says. A locked root account is let in by no key."""
+    command = [client, "-o", "BatchMode=yes", "-p", str(port), "-i", key, "root@127.0.0.1", "true"]
+    for _ in range(50):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        if "refused" not in done.stderr:
+            break
+        time.sleep(0.2)
+    return done.stderr if done.returncode else None
 
 
 def free_port() -> int:
