@@ -99,7 +99,7 @@ def claim_folder(recipe: Recipe) -> Path:
     if stored.is_file():
         if mode == "never":
             raise ConfigError(f"run.output_dir {folder} holds a run and run.resume is 'never': choose another folder")
-        if changed := difference(load(stored), recipe):
+        if begun(folder) and (changed := difference(load(stored), recipe)):
             raise ConfigError(
                 f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
                 "Choose another run.output_dir, or take these back to resume it"
@@ -115,6 +115,12 @@ def claim_folder(recipe: Recipe) -> Path:
     new.write_text(dump(recipe))
     new.replace(stored)
     return folder
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run has left more than one that was refused at its start."""
+    ours = (path.relative_to(folder).parts[0] for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    return any(name not in (RECIPE_FILE, "launch", "engines") for name in ours)
 
 
 class Averages:
