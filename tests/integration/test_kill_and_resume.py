@@ -85,12 +85,14 @@ def wait_for_step(run: Path, process, step: int) -> None:
 
 
 def killed(recipe: Path, out: Path, step: int, delay: float = 0.0) -> None:
-    """A run that was killed -9 after it logged `step`. On a busy machine the signal may come when it has ended: then it
-    is started anew."""
-    for _ in range(5):
+    """A run that was killed -9 after it logged `step`, `delay` seconds after a checkpoint was there to go on from. The
+    signal may come when it has ended: then it is started anew, and killed without delay."""
+    for attempt in range(5):
         process = start(recipe, f"run.output_dir={out}")
         wait_for_step(out, process, step)
-        time.sleep(delay)
+        while process.poll() is None and not list(out.glob("checkpoints/step_??????/run.json")):
+            time.sleep(0.01)
+        time.sleep(0 if attempt else delay)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -137,7 +137,7 @@ class TestVllmOnNodesOfItsOwn:
         job.wait_for(lambda: not job.processes(), "end of the servers")
 
     def test_one_that_does_not_start(self, cluster, tmp_path):
-        keys = [*vllm_keys(tmp_path, run__steps=3), "serve:vllm.kv_cache_dtype=int3"]
+        keys = [*vllm_keys(tmp_path, run__steps=3), "serve:vllm.max_num_batched_tokens=1"]
         job = cluster.submit("launch/pipo_4b.sh", f"--output={tmp_path}/log", *keys, **self.SERVERS)
         assert job.wait() == "FAILED" and job.shown("ExitCode") == "2:0", job.log[-6000:]
         assert "before it was ready; its log ends:" in job.log and "the vLLM servers did not start" in job.log
@@ -160,7 +160,7 @@ class TestStartedAgain:
 
     def test_time_limit_preemption_and_a_dead_node_leave_no_trace(self, cluster, tmp_path):
         """One job, started four times, ends with the weights of a run that nobody disturbed."""
-        keys = tiny_keys(tmp_path, run__steps=24, checkpoint__every=4, **self.LAYOUT)
+        keys = tiny_keys(tmp_path, run__steps=60, checkpoint__every=10, **self.LAYOUT)
         recipe, undisturbed = "examples/pipo/qwen3_4b_base/grpo_pipo.yaml", tmp_path / "undisturbed"
         command = ["megatron-rft", "train", recipe, "--nproc", "2", *keys, f"run.output_dir={undisturbed}"]
         status, output = cluster.run(*command, timeout=240)
@@ -176,7 +176,7 @@ class TestStartedAgain:
         job.wait_for(lambda: job.shown("Restarts") == "1", "requeue after the time limit")
         job.change("TimeLimit=60")
 
-        pause_after_step(job, run, 7)
+        pause_after_step(job, run, 15)
         other = cluster.submit(
             "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=:"
         )
@@ -184,7 +184,7 @@ class TestStartedAgain:
         job.go_on()
         assert other.wait() == "COMPLETED"
 
-        pause_after_step(job, run, 13)
+        pause_after_step(job, run, 32)
         cluster.lose_node(2, job)
         job.wait_for(lambda: job.state != "RUNNING", "end of the start on the lost node")
         cluster.start_node(2)
@@ -192,7 +192,7 @@ class TestStartedAgain:
         assert job.wait() == "COMPLETED", job.log[-6000:]
         assert job.log.count("stopped by SIGUSR1 after step") == 2
         assert len(list(job.folder.glob("start_*/before.json"))) == 4
-        assert [line["step"] for line in metrics(run)] == list(range(1, 25))
+        assert [line["step"] for line in metrics(run)] == list(range(1, 61))
         ours, theirs = (folder / "export/model.safetensors" for folder in (run, undisturbed))
         assert ours.read_bytes() == theirs.read_bytes()
 
