@@ -1,6 +1,5 @@
 """A vLLM server that is started from here, and started anew when it is lost."""
 
-import copy
 import os
 import subprocess
 import time
@@ -9,27 +8,19 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.errors import RunFailed
 from megatron_rft.processes import NANNY, reserved_port
 from megatron_rft.rollout.engine import EngineLost
 from megatron_rft.rollout.process_engine import last_lines
 from megatron_rft.rollout.server_engine import ServerEngine
-from megatron_rft.rollout.vllm_arguments import cache_bytes, command
+from megatron_rft.rollout.vllm_arguments import cache_bytes, command, save_config
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-def save_config(config: PreTrainedConfig, folder: Path) -> None:
-    """What a server needs of a model whose weights it gets from a trainer."""
-    config = copy.deepcopy(config)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.save_pretrained(folder)
 
 
 def spawn(
@@ -78,7 +69,7 @@ class OwnServer(ServerEngine):
         of `spawn`."""
         self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
         save_config(config, self.model)
-        self.arguments = arguments | ({"enable_prefix_caching": False} if keep_caches else {})
+        self.arguments = arguments
         self.process: subprocess.Popen | None = None
         limits = start_timeout_s, silence_timeout_s
         super().__init__("http://127.0.0.1", config, shapes, dtype, *limits, keep_caches=keep_caches)

@@ -1,15 +1,25 @@
 """vLLM's engine arguments, for an engine in this process and on the command line of a server."""
 
+import copy
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 PREFILL_TOKENS = 8192  # of one forward pass
 CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe does not say
 CACHE_BLOCK = 128  # tokens
+
+
+def save_config(config: PreTrainedConfig, folder: Path) -> None:
+    """What vLLM needs of a model whose weights it gets from a trainer."""
+    config = copy.deepcopy(config)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
 
 
 def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequences: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.config.vllm import GPU_SHARE
 from megatron_rft.errors import ConfigError, RunFailed
@@ -26,7 +25,7 @@ from megatron_rft.rollout.acceptance import COUNTERS, Acceptance
 from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, check_requests, limit, request_seed
 from megatron_rft.rollout.hf_engine import hf_views
 from megatron_rft.rollout.intake import Intake
-from megatron_rft.rollout.vllm_arguments import cache_bytes, common, speculation
+from megatron_rft.rollout.vllm_arguments import cache_bytes, common, save_config, speculation
 from megatron_rft.rollout.vllm_proposer import PredictedOutput
 
 STEPPING = Lock()  # one engine of this process at a time
@@ -83,8 +82,7 @@ class VLLMEngine(Engine):
 
     def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float) -> dict[str, Any]:
         """vLLM's engine arguments: ours, under the recipe's."""
-        self.config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.config.model_type]]
-        self.config.save_pretrained(folder)
+        save_config(self.config, Path(folder))
         own = common(folder, self.dtype, "handover", self.max_model_len, sequences) | {
             "max_model_len": self.max_model_len,
             "max_num_seqs": sequences,

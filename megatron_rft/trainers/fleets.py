@@ -85,6 +85,7 @@ def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spar
 def server_arguments(recipe: Recipe, longest: int) -> dict[str, Any]:
     """vLLM's, of a server that the run starts: ours, under the recipe's."""
     own = {"max_model_len": longest, "max_num_seqs": recipe.rollout.max_batch_sequences}
+    own |= {"enable_prefix_caching": False} if recipe.rollout.cache_after_sync == "keep" else {}
     arguments = own | recipe.vllm.arguments()
     if "speculative_config" in arguments:
         arguments["speculative_config"] = speculation(arguments["speculative_config"])

@@ -25,8 +25,9 @@ from megatron_rft.config.vllm import choose_for
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.files import write_whole
 from megatron_rft.processes import free_port
-from megatron_rft.rollout.own_server import save_config, spawn
+from megatron_rft.rollout.own_server import spawn
 from megatron_rft.rollout.process_engine import last_lines
+from megatron_rft.rollout.vllm_arguments import save_config
 from megatron_rft.trainers import assembly, fleets
 
 FINISHED = 0
@@ -62,8 +63,6 @@ def run(recipe: Recipe, out: Path) -> int:
     hf_config = assembly.load_hf_config(recipe)
     choose_for(recipe.rollout, assembly.head_dim(hf_config))
     arguments = fleets.server_arguments(recipe, min(recipe.longest_generation, hf_config.max_position_embeddings))
-    if recipe.rollout.cache_after_sync == "keep":
-        arguments["enable_prefix_caching"] = False
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -163,3 +163,8 @@ def test_arguments_of_a_server():
     }
     line = command("model", torch.bfloat16, arguments=arguments)
     assert line[line.index("--max-num-batched-tokens") + 1] == "20000"
+
+
+def test_a_server_that_keeps_caches_shares_no_prefixes():
+    recipe = SimpleNamespace(rollout=Rollout(staleness=2, cache_after_sync="keep"), vllm=Vllm())
+    assert server_arguments(recipe, 20)["enable_prefix_caching"] is False
