@@ -63,13 +63,24 @@ class Cluster:
         assert status == 0 and found, output
         return SlurmJob(self, int(found[1]), ROOT / "runs" / "slurm" / found[1] / "stage_0")
 
+    @property
+    def jobs(self) -> set[int]:
+        """All that Slurm still knows of, ended ones too. What only the later of two looks has was submitted between."""
+        status, output = self.run("squeue", "-h", "-t", "all", "-o", "%A")
+        assert status == 0, output
+        return {int(number) for number in output.split()}
+
     def lose_node(self, number: int, job: "SlurmJob") -> None:
         """As when its power fails: the daemon and all that runs there are gone without a word."""
         daemon = int((self.folder / f"slurmd.n{number}.pid").read_text())
         tasks = job.processes(SLURMD_NODENAME=f"n{number}", SLURM_STEP_ID="0")
-        parents = {int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1]) for task in tasks}
-        step = [parent for parent in parents if Path(f"/proc/{parent}/comm").read_text() == "slurmstepd\n"]
-        for process in [daemon, *step, *tasks]:
+        steps = set()
+        for task in tasks:
+            with contextlib.suppress(OSError):  # some live for a moment only
+                parent = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])
+                if Path(f"/proc/{parent}/comm").read_text() == "slurmstepd\n":
+                    steps.add(parent)
+        for process in [daemon, *steps, *tasks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
@@ -85,8 +96,12 @@ class SlurmJob:
     folder: Path  # its first stage's notes
 
     def shown(self, name: str) -> str:
-        _, output = self.cluster.run("scontrol", "show", "job", "-o", self.number)
-        return re.search(rf"\b{name}=(\S*)", output)[1]
+        for _ in range(10):  # a busy controller lets a question go unanswered
+            status, output = self.cluster.run("scontrol", "show", "job", "-o", self.number)
+            if status == 0:
+                return re.search(rf"\b{name}=(\S*)", output)[1]
+            time.sleep(1)
+        raise AssertionError(f"scontrol show job {self.number}: {output}")
 
     @property
     def state(self) -> str:
@@ -118,7 +133,8 @@ class SlurmJob:
             if time.monotonic() > look:  # rarely: the steps of a tiny run are short
                 look = time.monotonic() + 2
                 self.release()
-                assert self.state not in ENDED, f"job {self.number} ended before: {what}\n{self.log[-6000:]}"
+                ended = self.state in ENDED  # looked at first: what its end brought is there by the second look
+                assert not ended or condition(), f"job {self.number} ended before: {what}\n{self.log[-6000:]}"
             assert time.monotonic() < deadline, f"job {self.number}: no {what} in {seconds} s\n{self.log[-6000:]}"
             time.sleep(0.02)
 
@@ -138,6 +154,13 @@ class SlurmJob:
                 if wanted <= set(entry.read_bytes().split(b"\0")):
                     found.append(int(entry.parent.name))
         return found
+
+    def wait_until_gone(self, seconds: float = 60) -> None:
+        """Slurm names a job's last state before the last of its processes is gone."""
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"job {self.number} has left processes behind: {left}"
+            time.sleep(0.2)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)

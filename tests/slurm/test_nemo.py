@@ -5,7 +5,6 @@ NeMo-Run has an environment of its own, .venv-nemo (tests/run.sh makes it) or $N
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rft.processes import free_port
 from tests.integration.tiny import metrics
 from tests.slurm.cluster import ROOT, SlurmJob, tiny_keys
 
@@ -36,6 +36,7 @@ def slurm(tmp_path):
 
 
 def test_a_dry_run_prints_the_scripts_and_submits_nothing(cluster, nemo, slurm):
+    before = cluster.jobs
     status, output = cluster.run(*nemo, *slurm, "--gpus-per-node", 8, "--sweep", "run.seed=1,2", "--dry-run")
     assert status == 0, output
     for line in ("#SBATCH --account=tests", "#SBATCH --gpus-per-node=8", "#SBATCH --signal=B:USR1@600"):
@@ -43,7 +44,7 @@ def test_a_dry_run_prints_the_scripts_and_submits_nothing(cluster, nemo, slurm):
     for seed in (1, 2):
         keys = f"run.seed={seed} run.output_dir=runs/pipo/qwen3_4b_base/grpo_pipo/seed_{seed}"
         assert f"exec python -m megatron_rft train {RECIPE} --nproc 8 {keys} --job" in output
-    assert cluster.run("squeue", "-h")[1] == ""
+    assert cluster.jobs <= before
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,10 @@ def test_a_dry_run_prints_the_scripts_and_submits_nothing(cluster, nemo, slurm):
     ],
 )
 def test_mistakes_are_answered_before_the_queue(cluster, nemo, slurm, arguments, words):
+    before = cluster.jobs
     status, output = cluster.run(*nemo, *slurm, "--nproc", 8, *arguments)
     assert status == 2 and output.startswith(f"error: {words}") and len(output.splitlines()) == 1, output
-    assert cluster.run("squeue", "-h")[1] == ""
+    assert cluster.jobs <= before
 
 
 def test_an_unknown_recipe(cluster, nemo):
@@ -70,10 +72,11 @@ def test_an_unknown_recipe(cluster, nemo):
 
 def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, slurm, tmp_path):
     """The script that NeMo-Run generates puts the job back into the queue as those in launch/ do."""
-    keys = tiny_keys(tmp_path, run__steps=20, run__output_dir=tmp_path / "run", **LAYOUT)
+    keys = tiny_keys(tmp_path, run__steps=60, checkpoint__every=10, run__output_dir=tmp_path / "run", **LAYOUT)
+    before = cluster.jobs
     process = cluster.start(*nemo, *slurm, "--nodes", 2, "--nproc", 1, *keys)
     try:
-        job = submitted(cluster, tmp_path / "shared")
+        job = submitted(cluster, before, tmp_path / "shared")
         log = tmp_path / "run/metrics.jsonl"
         job.wait_for(lambda: log.exists() and log.read_text().count("\n") >= 2, "step 2")
         job.pause()
@@ -87,17 +90,16 @@ def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, sl
     finally:
         process.kill()
     assert process.returncode == 0 and "grpo_pipo: SUCCEEDED" in output, output[-3000:]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 21))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 61))
     assert len(list(job.folder.glob("start_*"))) == 2
 
 
-def submitted(cluster, workspace: Path) -> SlurmJob:
-    """The one job in the queue. NeMo-Run's imports alone take 5 to 15 seconds before it submits."""
+def submitted(cluster, before: set[int], workspace: Path) -> SlurmJob:
+    """The one new job. NeMo-Run's imports alone take 5 to 15 seconds before it submits."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        _, output = cluster.run("squeue", "-h", "-o", "%A")
-        if output.strip():
-            return SlurmJob(cluster, int(output), workspace / "slurm" / output.strip())
+        for number in cluster.jobs - before:
+            return SlurmJob(cluster, number, workspace / "slurm" / str(number))
         time.sleep(0.2)
     raise AssertionError("no job was submitted")
 
@@ -157,12 +159,6 @@ def log_in(client: Path, port: int, key: Path) -> str | None:
     return done.stderr if done.returncode else None
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class TestThroughSsh:
     def test_a_sweep_in_containers_of_which_one_job_fails(self, cluster, nemo, slurm, ssh, tmp_path):
         """The code goes there, the jobs are submitted and watched from here, and the exit status is theirs. In their
@@ -181,9 +177,10 @@ class TestThroughSsh:
         assert (runs / "seed_1/export/model.safetensors").exists() and not (runs / "seed_2").exists()
 
     def test_a_dry_run(self, cluster, nemo, slurm, ssh):
+        before = cluster.jobs
         status, output = cluster.run(*nemo, *slurm, *ssh[0], "--gpus-per-node", 8, "--dry-run", **ssh[1])
         assert status == 0 and "#SBATCH --gpus-per-node=8" in output, output
-        assert cluster.run("squeue", "-h")[1] == ""
+        assert cluster.jobs <= before
 
     @pytest.mark.parametrize(
         "arguments, words",

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.config.vllm import unusable
+from megatron_rft.processes import free_port
 from tests.integration.tiny import metrics, write_data, write_model
 from tests.slurm.cluster import ROOT, tiny_keys
 
@@ -43,8 +44,9 @@ class TestSubmission:
         ],
     )
     def test_mistakes_are_answered_before_the_queue(self, cluster, arguments, variables, words):
+        before = cluster.jobs
         status, output = cluster.run("launch/pipo_8b.sh", "--gpus-per-node=8", "--hold", *arguments, **variables)
-        assert status != 0 and "Submitted" not in output
+        assert status != 0 and "Submitted" not in output and cluster.jobs <= before
         assert words in output and "Traceback" not in output
         assert len([line for line in output.splitlines() if "error" in line]) <= 2  # sbatch itself says two
 
@@ -76,17 +78,17 @@ def test_two_nodes_of_two_ranks(cluster, tmp_path):
 
 def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
     """A heterogeneous job, in containers: the rewards come from a server that ends with the training."""
-    server = tmp_path / "server.py"
+    server, port = tmp_path / "server.py", free_port()
     server.write_text(SERVER)
     (tmp_path / "image.sqsh").touch()
     variables = {
-        "LAUNCH_SERVER": f"exec python {server} {tmp_path}/served",
-        "LAUNCH_SERVER_PORT": "18765",
+        "LAUNCH_SERVER": f"exec python {server} {tmp_path}/served {port}",
+        "LAUNCH_SERVER_PORT": str(port),
         "LAUNCH_IMAGE": str(tmp_path / "image.sqsh"),
         "LAUNCH_MOUNTS": f"{tmp_path}:{tmp_path}",
     }
     keys = tiny_keys(tmp_path, run__steps=2, **TestStartedAgain.LAYOUT)
-    keys += ["reward.kind=server", "reward.url=http://SERVER_HOST:18765"]
+    keys += ["reward.kind=server", f"reward.url=http://SERVER_HOST:{port}"]
     options = ["--gpus-per-node=1", f"--output={tmp_path}/log"]
     job = cluster.submit("launch/pipo_4b.sh", *options, *keys, **variables)
     assert job.wait() == "COMPLETED", job.log[-6000:]
@@ -94,7 +96,7 @@ def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
     node, answered = (tmp_path / "served").read_text().split()
     assert node not in job.shown("NodeList") and int(answered) > 0
     assert [line["reward/mean"] for line in metrics(tmp_path / "run")] == [0.25, 0.25]
-    assert not job.processes()
+    job.wait_until_gone()
 
 
 # What kind "server" of rewards asks (megatron_rft/rewards/model.py).
@@ -113,7 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-http.server.ThreadingHTTPServer(("127.0.0.1", 18765), Handler).serve_forever()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 """
 
 
@@ -134,7 +136,7 @@ class TestVllmOnNodesOfItsOwn:
         lines = metrics(tmp_path / "run")
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert all(line["mismatch/max"] < 1e-4 for line in lines)
-        job.wait_for(lambda: not job.processes(), "end of the servers")
+        job.wait_until_gone()
 
     def test_one_that_does_not_start(self, cluster, tmp_path):
         keys = [*vllm_keys(tmp_path, run__steps=3), "serve:vllm.max_num_batched_tokens=1"]
