@@ -3,8 +3,9 @@
 Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (the tensors that a
 layer keeps for its backward pass, as in arXiv:2205.05198 without dropout, and without the attention matrix, which no
 kernel here keeps) and the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
-it: that is counted where the device's size is given. Not counted: CUDA's and NCCL's own memory, about a GiB, what the
-allocator leaves between blocks, and engines outside of the ranks.
+it: that is counted where the device's size is given. Of engines outside of the ranks what they take of a rank's device
+in any case is counted: the buckets of their weights, and the CUDA context of a process. Not counted: CUDA's and NCCL's
+own memory, about a GiB, what the allocator leaves between blocks, and the rest of an engine on a rank's device.
 """
 
 import math
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rft.config.engines import engine_processes
 from megatron_rft.config.layout import Layout, problems
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes, buckets, owned, stage_chunks
@@ -21,6 +23,8 @@ from megatron_rft.errors import ConfigError
 
 GIB = 1 << 30
 BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (rollout/buckets.py)
+CUDA_CONTEXT = GIB // 2  # of another process on the rank's device, about
 MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
 UNEVEN = {
     "pipeline_model_parallel_layout",
@@ -98,18 +102,20 @@ def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
 class Memory:
     """Bytes on the rank of the fullest pipeline stage. `engine`: a copy of the whole model for each engine, the
     policy's and a refiner's (of vLLM on a device of known size what it takes there); `cache`: keys and values of the
-    one that has most; `host`: what waits in the machine's memory for its turn (a reference, a teacher)."""
+    one that has most; `links`: to engines outside; `host`: what waits in the machine's memory for its turn (a
+    reference, a teacher)."""
 
     stage: int
     state: State
     activations: int
     engine: int
     cache: int
+    links: int
     host: int
 
     @property
     def phases(self) -> dict[str, int]:
-        together = self.state.total + self.engine
+        together = self.state.total + self.engine + self.links
         found = {"training": together + self.activations}
         return found | ({"generation": together + self.cache} if self.engine else {})
 
@@ -138,18 +144,35 @@ def share_of(recipe: Recipe) -> float:
 def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
     """(weights, cache) of the engines of a rank; `device`: bytes, where they are known."""
     rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
-    element, count = BYTES[rollout.dtype or recipe.model.precision], len(lengths)
+    element, count, whole = BYTES[rollout.dtype or recipe.model.precision], len(lengths), copy_of_model(recipe, s)
     if not lengths:
         return 0, 0
     if by_vllm(recipe, s):
-        whole = s.whole() * element // (1 if recipe.refines else recipe.vllm.tensor_parallel_size)
+        whole //= 1 if recipe.refines else recipe.vllm.tensor_parallel_size
         if given := vllm.get("kv_cache_memory_bytes"):
             return (whole + given) * count, 0
         return max(whole, round(share_of(recipe) * (device or 0))) * count, 0
     mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
     rows, token = min(rollout.max_batch_sequences, mine), 2 * s.kv * len(s.mixture) * element
     both = recipe.refines and recipe.constraint.overlap
-    return s.whole() * element * count, rows * token * (sum(lengths) if both else max(lengths))
+    return whole * count, rows * token * (sum(lengths) if both else max(lengths))
+
+
+def copy_of_model(recipe: Recipe, s: Sizes) -> int:
+    """Bytes of an engine's weights. FP8 rounds the layers' matrices alone, never of a mixture."""
+    element = BYTES[recipe.rollout.dtype or recipe.model.precision]
+    rounded = s.multiplied - s.vocabulary * s.hidden if recipe.vllm.quantization else 0
+    return s.whole() * element - rounded * (element - 1)
+
+
+def links(recipe: Recipe, layout: Layout, device: float | None) -> int:
+    """What the engines outside that a rank drives take of its device, wherever they are: each the buckets through which
+    its weights come and, if it is a process, a CUDA context (where `device` says that there is a GPU)."""
+    if recipe.rollout.placement == "colocated":
+        return 0
+    engines = -(-engine_processes(recipe, layout.world) // layout.world)
+    context = CUDA_CONTEXT if device and recipe.rollout.placement == "process" else 0
+    return engines * (SYNC_BUCKETS + context)
 
 
 def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
@@ -167,7 +190,8 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     teacher = bool(getattr(recipe.algorithm, "teacher_rate", None))
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
-    return Memory(stage, state, activations(recipe, s, layout, stage), engine, cache, host)
+    outside = links(recipe, layout, device)
+    return Memory(stage, state, activations(recipe, s, layout, stage), engine, cache, outside, host)
 
 
 def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
@@ -181,6 +205,7 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
         "activations, about": m.activations,
         "engines (policy and refiner)" if len(engines_of(recipe)) > 1 else "engine": m.engine,
         "cache, up to": m.cache,
+        "links to engines outside": m.links,
     }
     found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
     found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
@@ -189,7 +214,11 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
     if recipe.trainer == "rl" and (models := [each.model for each in recipe.reward.everything() if each.model]):
         found.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
     if recipe.rollout.placement != "colocated":
-        found.append("memory of engines outside of the ranks: not counted, also where they share a rank's GPU")
+        copy = gib(copy_of_model(recipe, s))
+        found.append(
+            f"memory of engines outside of the ranks, {copy} of weights each and a cache: not counted, also where they "
+            "share a rank's GPU"
+        )
     if m.host:
         found.append(f"memory of the host, for each rank: {gib(m.host)} of weights that wait for their turn")
     return found

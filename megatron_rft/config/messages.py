@@ -41,6 +41,10 @@ def shown(value) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def explain(error: dict, place: Place, known: Iterable[str]) -> tuple[Place, str]:
     """Where one of pydantic's errors is, and what to say of it. `known` are the names that may stand there."""
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")

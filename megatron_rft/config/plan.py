@@ -10,7 +10,9 @@ from pathlib import Path
 
 from megatron_rft.config import memory, model_shape, passthrough
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
+from megatron_rft.config.engines import check_engines, check_speed
 from megatron_rft.config.layout import Layout, check_layout
+from megatron_rft.config.messages import many
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes
 from megatron_rft.config.recipe import Recipe
@@ -27,83 +29,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
-
-
-def engine_processes(recipe: Recipe, world_size: int, spare_gpus: int = 0) -> int:
-    """Of the whole run, with placement process or server."""
-    workers = recipe.vllm.tensor_parallel_size
-    shared = 1 if world_size % workers else world_size // workers
-    return len(recipe.rollout.servers) or recipe.rollout.processes or spare_gpus // workers or shared
-
-
-def check_engines(recipe: Recipe, world_size: int) -> list[str]:
-    """Which engines there will be."""
-    rollout = recipe.rollout
-    count, what = len(rollout.servers) or rollout.processes, "servers" if rollout.servers else "processes"
-    ranks, workers = _many(world_size, "rank"), recipe.vllm.tensor_parallel_size
-    check_workers(recipe, world_size)
-    if rollout.placement == "colocated":
-        return [f"generation: {_many(world_size // workers, 'engine')}, each {workers} ranks"] if workers > 1 else []
-    if count and count % world_size and world_size % count:
-        raise ConfigError(
-            f"rollout.{what}: {count} engines cannot be shared evenly by {ranks}: one of the two "
-            "numbers must divide the other"
-        )
-    if rollout.servers:
-        return [f"generation: {', '.join(rollout.servers)}, for {ranks}"]
-    gpus, each = ("GPU", "rank") if workers == 1 else (f"{workers} GPUs", f"{workers} ranks")
-    how_many = f"{count} of their own" if count else f"their own, one on each spare {gpus}, else one per {each}"
-    tensor_parallel = f" of {workers} workers each" if workers > 1 else ""
-    kind = "vLLM servers" if rollout.placement == "server" else "engines in processes"
-    return [f"generation: {kind}, {how_many}{tensor_parallel}, for {ranks}"]
-
-
-def check_workers(recipe: Recipe, world_size: int) -> None:
-    """Where an engine of several devices can be."""
-    workers, rollout = recipe.vllm.tensor_parallel_size, recipe.rollout
-    if workers == 1:
-        return
-    place, server = f"vllm.tensor_parallel_size: {workers}", "rollout.placement=server"
-    if recipe.trainer == "generate":
-        raise ConfigError(f"{place}: each worker of `generate` has an engine on one device of its own: leave it out")
-    if rollout.placement == "process":
-        raise ConfigError(f"{place}: an engine process has one device. Set {server}, or colocated")
-    if rollout.placement == "colocated" and world_size % workers:
-        raise ConfigError(
-            f"{place}: {workers} ranks in a row are one engine, and {_many(world_size, 'rank')} cannot be divided so. "
-            f"Set {server} for engines on devices of their own"
-        )
-    if rollout.placement == "colocated" and recipe.refines:
-        raise ConfigError(
-            f"{place}: the refiner's engine answers each rank at a time of its own, and ranks that are one engine have "
-            f"no such time. Set {server}: the policy's engine then has {workers} devices, the refiner's one"
-        )
-
-
-def check_speed(recipe: Recipe, refining: str | None) -> None:
-    """Options of engines that none of this run's would hear of. `refining`: the engine of the refiner, if there is one;
-    it is in the rank's process wherever the policy's is."""
-    options, rollout = recipe.vllm, recipe.rollout
-    drafts = refining is not None and recipe.constraint.drafts(refining)
-    if rollout.servers and refining != "vllm" and (named := sorted(options.model_fields_set)):
-        raise ConfigError(
-            f"vllm.{named[0]}: does nothing with rollout.servers, which were started with their own options"
-        )
-    if rollout.servers and refining is None and rollout.differs("max_batch_sequences"):
-        raise ConfigError(
-            "rollout.max_batch_sequences: does nothing with rollout.servers: that is their --max-num-seqs"
-        )
-    if drafts and refining == "vllm" and recipe.constraint.temperature:
-        raise ConfigError(
-            f"constraint.draft: does nothing with vllm at constraint.temperature {recipe.constraint.temperature:g}: "
-            "there it would change the tokens of a seed. Leave it out"
-        )
-    guesses = options.speculative_config and options.speculative_config["method"] == "predicted_output"
-    if guesses and (not drafts or rollout.placement == "server"):
-        raise ConfigError(
-            "vllm.speculative_config: predicted_output checks guesses, which the refiner's requests alone carry: it "
-            "needs constraint.kind=dynamic with draft, and no rollout.placement=server"
-        )
 
 
 def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> Plan:
@@ -130,7 +55,7 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
     lines = [
         model_line,
         *data_lines,
-        f"layout: {layout} = {_many(world_size, 'rank')}",
+        f"layout: {layout} = {many(world_size, 'rank')}",
         f"engine: {engine}",
         *batch_lines,
         *check_engines(recipe, world_size),
@@ -332,10 +257,6 @@ def check_algorithm_lengths(recipe: Recipe, shape: ModelShape | None, longest: i
             )
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
     rollout, algorithm = recipe.rollout, recipe.algorithm
     prompts, group = rollout.prompts_per_step, rollout.group_size
@@ -355,12 +276,12 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
     over = f" x {epochs} epochs" if epochs > 1 else ""
     lines = [
         f"global batch: {prompts * group} responses = {prompts} prompts x {group}",
-        f"updates: {_many(parts * epochs, 'optimizer step')} = {parts} x {mini} prompts{over}",
+        f"updates: {many(parts * epochs, 'optimizer step')} = {parts} x {mini} prompts{over}",
     ]
     if algorithm.name == "dapo" and algorithm.filter_groups:
-        lines.append(f"sampling: groups that agree are replaced, in up to {_many(algorithm.max_rounds, 'round')}")
+        lines.append(f"sampling: groups that agree are replaced, in up to {many(algorithm.max_rounds, 'round')}")
     if recipe.critic:
-        alone = f", alone for {_many(recipe.critic.warmup_steps, 'step')}" if recipe.critic.warmup_steps else ""
+        alone = f", alone for {many(recipe.critic.warmup_steps, 'step')}" if recipe.critic.warmup_steps else ""
         lines.append(f"critic: as many steps at {recipe.critic.lr:g}{alone}")
     if recipe.pipo:
         pipo = recipe.pipo
@@ -397,9 +318,9 @@ def _given_batch(recipe: Recipe) -> tuple[list[str], int]:
 def _generation(recipe: Recipe) -> list[str]:
     rollout, shard = recipe.rollout, recipe.generation.problems_per_shard
     return [
-        f"sampling: {_many(rollout.group_size, 'response')} of up to {rollout.max_response_tokens} tokens to each "
+        f"sampling: {many(rollout.group_size, 'response')} of up to {rollout.max_response_tokens} tokens to each "
         f"problem, temperature {rollout.temperature:g}, seed {recipe.run.seed}",
-        f"store: {recipe.run.output_dir}, {_many(shard, 'problem')} a shard, {recipe.generation.held_out:.0%} held out",
+        f"store: {recipe.run.output_dir}, {many(shard, 'problem')} a shard, {recipe.generation.held_out:.0%} held out",
     ]
 
 
@@ -414,7 +335,7 @@ def check_schedule(recipe: Recipe, total: int | None) -> None:
 def _schedule_line(recipe: Recipe, total: int | None) -> str:
     optimizer, run = recipe.optimizer, recipe.run
     length = (
-        f"{run.epochs:g} epochs" if total is None else f"{_many(total, 'optimizer step')} in {_many(run.steps, 'step')}"
+        f"{run.epochs:g} epochs" if total is None else f"{many(total, 'optimizer step')} in {many(run.steps, 'step')}"
     )
     warmup = f", {optimizer.lr_warmup_steps} of warmup" if optimizer.lr_warmup_steps else ""
     return f"schedule: {length}{warmup}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"

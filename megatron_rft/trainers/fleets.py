@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
-from megatron_rft.config.plan import engine_processes
+from megatron_rft.config.engines import engine_processes
 from megatron_rft.config.recipe import CORRECT, ROUNDED
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rft.config import check, load, vllm
-from megatron_rft.config.plan import engine_processes
+from megatron_rft.config.engines import engine_processes
 from tests.unit.test_config_online import recipe, refusal  # noqa: F401  a fixture
 
 PROCESS, CORRECTED = "rollout.placement=process", "algorithm.importance=truncated"

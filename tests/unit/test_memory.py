@@ -101,6 +101,34 @@ def test_a_refiner_is_a_second_engine_and_a_reference(path):
     assert memory_of(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
 
 
+def test_what_engines_outside_take_of_a_ranks_device(path):
+    from megatron_rft.rollout.buckets import BUCKET_BYTES
+
+    s, layout, device = sizes(path), Layout(2, 1, 1, 1, 1, 1), float(80 << 30)
+
+    def of(*options, device=device):
+        return memory_of(load(path, list(options)), s, layout, device)
+
+    process, server = "rollout.placement=process", "rollout.placement=server"
+    buckets = 2 * BUCKET_BYTES
+    assert of().links == 0 and of(process, device=None).links == buckets
+    assert of(process).links == of(process, "rollout.processes=1").links == buckets + (1 << 29)  # and a CUDA context
+    assert of(process, "rollout.processes=4").links == 2 * (buckets + (1 << 29))
+    assert of(server, "rollout.servers=[http://a:1, http://b:1, http://c:1, http://d:1]").links == 2 * buckets
+    outside = of(process)
+    assert outside.phases == {"training": outside.state.total + outside.activations + outside.links}
+    told = "\n".join(lines(load(path, [process]), s, layout, 80))
+    assert "links to engines outside 0.62 GiB" in told and "MiB of weights each and a cache: not counted" in told
+
+
+def test_fp8_weights_are_half_of_the_layers_matrices(path, monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    fp8 = ["vllm.quantization=fp8", "algorithm.importance=truncated"]
+    engines = [memory_of(load(path, each), sizes(path), Layout(1, 1, 1, 1, 1, 1)).engine for each in ([], fp8)]
+    matrices = 2 * (3 * 64 + 3 * 128)  # of two layers: q, k and v together, o; the feed-forward's three
+    assert engines == [2 * WHOLE, 2 * WHOLE - matrices]
+
+
 def test_a_reward_model_is_named_as_not_counted(path):
     recipe = load(path, ["reward.kind=model", "reward.model=org/judge"])
     assert "memory of the reward's org/judge" in "\n".join(lines(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1)))
