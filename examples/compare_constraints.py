@@ -1,10 +1,12 @@
-"""Figures 4 and 7 in miniature: PPO without a constraint, with a static and with a dynamic one, from one warm start.
+"""Figures 4 and 7 in miniature: PPO or DAPO without a constraint, with a static and with a dynamic one.
 
-    python examples/compare_constraints.py [--out FOLDER] [--seeds 0 1 2] [--ablations] [--jobs 2] [option=value]
+    python examples/compare_constraints.py [--method ppo|dapo] [--out FOLDER] [--seeds 0 1 2] [--ablations] [--jobs 2]
+                                           [section.option=value ...]
 
-A model of 0.2 M parameters learns careless arithmetic, and to refine; then every recipe of examples/dynamic/tiny trains
-it, once per seed, in a process of its own, `--jobs` at a time. Writes FOLDER/table.md and FOLDER/figure_4.png, and with
---ablations the first seed's eta and filter in FOLDER/figure_7.png. Started again it goes on where it was.
+A model of 0.2 M parameters learns careless arithmetic, and to refine; from this one warm start the three recipes of the
+method, in examples/dynamic/tiny, train it, once per seed, in a process of its own, `--jobs` at a time. Writes
+FOLDER/METHOD/table.md and figure_4.png, and with --ablations the first seed's eta and filter in figure_7.png. Started
+again it goes on where it was.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from megatron_rft.tracking.constraints import draw
 from megatron_rft.tracking.metrics import read_metrics
 
 RECIPES = Path(__file__).parent / "dynamic" / "tiny"
+METHODS = {"ppo": RECIPES, "dapo": RECIPES / "dapo"}
 KINDS = ("none", "static", "dynamic")
 ABLATIONS = {
     "eta_0.005": ["constraint.eta=0.005"],
@@ -29,10 +32,10 @@ ABLATIONS = {
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
 
 
-def train(recipe: str, folder: Path, *overrides: str) -> Path:
+def train(recipe: Path, folder: Path, *overrides: str) -> Path:
     """One run to its end; its output goes into FOLDER.log."""
     if not (folder / "export" / "model.safetensors").exists():
-        command = [sys.executable, "-m", "megatron_rft", "train", str(RECIPES / f"{recipe}.yaml"), *overrides]
+        command = [sys.executable, "-m", "megatron_rft", "train", str(recipe), *overrides]
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".log").open("a") as log:
             done = subprocess.run(
@@ -42,7 +45,7 @@ def train(recipe: str, folder: Path, *overrides: str) -> Path:
                 stderr=subprocess.STDOUT,
             )
         if done.returncode:
-            raise SystemExit(f"{recipe} failed with status {done.returncode}: see {log.name}")
+            raise SystemExit(f"{recipe.stem} failed with status {done.returncode}: see {log.name}")
     print(f"{folder.name}: {tested(folder)[-1]:.3f}", flush=True)
     return folder
 
@@ -50,7 +53,7 @@ def train(recipe: str, folder: Path, *overrides: str) -> Path:
 def warm_start(out: Path) -> Path:
     if not (out / "model" / "config.json").exists():
         subprocess.run([sys.executable, str(RECIPES / "make_model.py"), str(out / "model")], check=True)
-    return train("warm", out / "warm", f"model.path={out / 'model'}") / "export"
+    return train(RECIPES / "warm.yaml", out / "warm", f"model.path={out / 'model'}") / "export"
 
 
 def tested(folder: Path) -> list[float]:
@@ -86,6 +89,7 @@ def row(name: str, folders: list[Path]) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--method", choices=METHODS, default="ppo")
     options.add_argument("--out", type=Path, default=Path("runs/dynamic/tiny"))
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--ablations", action="store_true", help="also eta and the filter, with the first seed")
@@ -94,7 +98,7 @@ def main() -> None:
     args = options.parse_args()
 
     model = warm_start(args.out)
-    runs, given = args.out / "runs", [f"model.path={model}", *args.overrides]
+    runs, given = args.out / args.method, [f"model.path={model}", *args.overrides]
     refine = f"constraint.template={RECIPES / 'refine.txt'}"
     planned = [(kind, f"{kind}_{seed}", seed, []) for seed in args.seeds for kind in KINDS]
     planned += [("dynamic", name, args.seeds[0], more) for name, more in ABLATIONS.items()] if args.ablations else []
@@ -102,7 +106,11 @@ def main() -> None:
         jobs = []
         for kind, name, seed, more in planned:
             more = [refine, *more] if kind == "dynamic" else more
-            jobs.append(pool.submit(train, kind, runs / name, *given, *more, f"run.seed={seed}"))
+            jobs.append(
+                pool.submit(
+                    train, METHODS[args.method] / f"{kind}.yaml", runs / name, *given, *more, f"run.seed={seed}"
+                )
+            )
         for job in jobs:
             job.result()
 
@@ -115,15 +123,15 @@ def main() -> None:
         *(row(kind, [runs / f"{kind}_{seed}" for seed in args.seeds]) for kind in KINDS),
         *(row(f"dynamic, {name.replace('_', ' ')}", [runs / name]) for name in ABLATIONS if args.ablations),
     ]
-    (args.out / "table.md").write_text("\n".join(table) + "\n")
+    (runs / "table.md").write_text("\n".join(table) + "\n")
     print(
         *table,
-        draw([runs / f"{kind}_{seed}" for kind in KINDS for seed in args.seeds], args.out / "figure_4.png"),
+        draw([runs / f"{kind}_{seed}" for kind in KINDS for seed in args.seeds], runs / "figure_4.png"),
         sep="\n",
     )
     if args.ablations:
         folders = [runs / f"dynamic_{args.seeds[0]}", *(runs / name for name in ABLATIONS)]
-        print(draw(folders, args.out / "figure_7.png"))
+        print(draw(folders, runs / "figure_7.png"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the refiner of the dynamic constraint costs: a step without it, with it, and with each of its measures.
 
     python examples/compare_constraints.py --out FOLDER          # a model that can answer and refine, and trained ones
-    python tools/bench/refiner.py FOLDER/warm/export --policy FOLDER/runs/dynamic_0/export [--engine vllm] [--rounds 5]
+    python tools/bench/refiner.py FOLDER/warm/export --policy FOLDER/ppo/dynamic_0/export [--engine vllm] [--rounds 5]
 
 A step is sampling, grading and refining, the log-probs before the step and two optimizer steps; weights do not change,
 so that every variant does the same work on the same tokens. Variants take turns. none: everything is refined, token by
