@@ -1,8 +1,8 @@
-"""Tool calls by the Berkeley leaderboard's syntax-tree rules (BFCL): simple, multiple, parallel, irrelevance; 1 or 0.
+"""Tool calls by the Berkeley leaderboard's rules (BFCL): simple, multiple, parallel, (ir)relevance; 1 or 0.
 
 The reference lists, for each call, the accepted values of each argument ("" among them: it may be left out); the field
-`tools` (or `function`) of the row has the argument types. Calls match in any order; an empty reference wants no call.
-What is executed, and the rules for Java and JavaScript values, are not here.
+`tools` (or `function`) of the row has the argument types. Calls match in any order; an empty reference wants no call,
+the reference "any" at least one, whichever. What is executed, and rules for Java and JavaScript values, are not here.
 """
 
 import json
@@ -16,6 +16,7 @@ TYPES = {
     "string": str, "integer": int, "float": float, "number": float, "boolean": bool, "array": list, "list": list,
     "tuple": list, "dict": dict, "object": dict,
 }  # fmt: skip
+ANY = "any"  # the reference of relevance: some call can serve the request
 LOOSE = re.compile(r"[ ,./\-_*^]")  # what the leaderboard ignores in texts
 
 
@@ -26,28 +27,32 @@ def bfcl(prompt: Prompt, text: str) -> Score:
     except Malformed as error:
         # An answer that cannot be decoded makes no call.
         return _verdict(None if not wanted else str(error))
+    if wanted == ANY:
+        return _verdict(None if made else "no call, expected at least one")
     if not wanted:
         return _verdict(f"no function fits, {made[0].name} is called" if made else None)
     if len(made) != len(wanted):
         return _verdict(f"{len(made)} calls, expected {len(wanted)}")
     functions = {each["name"]: each for each in _functions(prompt)}
-    left, problem = list(made), None
+    left = list(made)
     for possible in wanted:
         problems = [_mismatch(possible, call, functions) for call in left]
         if None not in problems:
             return _verdict(problems[0])
         left.pop(problems.index(None))
-    return _verdict(problem)
+    return _verdict(None)
 
 
 def _verdict(problem: str | None) -> Score:
     return Score(1.0, "correct", correct=True) if problem is None else Score(0.0, problem, correct=False)
 
 
-def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]]:
-    """[{function: {argument: accepted values}}] as pairs."""
+def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
+    """[{function: {argument: accepted values}}] as pairs, or ANY."""
     try:
         calls = json.loads(prompt.answer)
+        if calls == ANY:
+            return ANY
         pairs = [pair for call in calls for pair in call.items()]
         assert all(isinstance(values, list) for _, arguments in pairs for values in arguments.values())
     except (ValueError, AttributeError, TypeError, AssertionError):
@@ -74,9 +79,10 @@ def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict
         if key not in accepted:
             return f"{name}: unknown argument {key}"
         kind = properties.get(key, {}).get("type", "any")
-        if not _has_type(value, kind, accepted[key]):
+        if not _has_type(value, kind) and not _is_variable(value, accepted[key]):
             return f"{name}: {key} is {value!r}, expected {kind}"
-        if not any(_accepts(each, value) for each in accepted[key]):
+        same = _accepts if _has_type(value, kind) else equal
+        if not any(same(each, value) for each in accepted[key]):
             return f"{name}: {key} is {value!r}, expected one of {accepted[key]!r}"
     for key, values in accepted.items():
         if key not in call.arguments and "" not in values:
@@ -84,12 +90,15 @@ def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict
     return None
 
 
-def _has_type(value: Any, kind: str, accepted: list) -> bool:
-    """As documented; a whole number is a float as well. Or as the accepted values have it, which may be variables."""
+def _has_type(value: Any, kind: str) -> bool:
+    """As documented; a whole number is a float as well."""
     wanted = TYPES.get(kind)
-    if wanted is None or (wanted is float and type(value) is int):
-        return True
-    return type(value) is wanted or type(value) in {type(each) for each in accepted if each != ""}
+    return wanted is None or type(value) is wanted or (wanted is float and type(value) is int)
+
+
+def _is_variable(value: Any, accepted: list) -> bool:
+    """Where values of another type are accepted: a variable's name, which is to be written as it is."""
+    return type(value) in {type(each) for each in accepted if each != ""}
 
 
 def _accepts(possible: Any, value: Any) -> bool:

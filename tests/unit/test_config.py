@@ -21,7 +21,7 @@ from megatron_rft.megatron.model import fields_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RECIPES = sorted(p for p in EXAMPLES.rglob("*.yaml") if p.parent.name != "parts" and p.name != "common.yaml")
-ON_HUB = [path for path in RECIPES if path.is_relative_to(EXAMPLES / "dynamic") and path.parent.name != "tiny"]
+ON_HUB = [path for path in RECIPES if path.is_relative_to(EXAMPLES / "dynamic") and "tiny" not in path.parts]
 SHAPE = dict(
     architectures=["Qwen3ForCausalLM"],
     num_hidden_layers=4,

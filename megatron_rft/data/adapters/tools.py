@@ -2,8 +2,9 @@
 
     RLLA      the reference response itself, with its <think>, <tool_call> and <response>
     API-Bank  JSON: [{"name": ..., "parameters": {...}}]
-    BFCL      JSON: [{name: {parameter: [values that count as right]}}], [] where no function fits the request; the
-              functions' descriptions are the field `function`, as there
+    BFCL      JSON: [{name: {parameter: [values that count as right]}}], [] where no function fits the request
+              (irrelevance), "any" where some call is wanted, whichever (relevance); the functions' descriptions are
+              the field `function`, as there
 
 The tools of RLLA and API-Bank are written into the system turn.
 """
@@ -21,7 +22,9 @@ from megatron_rft.data.fields import Fields, Row
 REQUEST = re.compile(r"API-Request:\s*\[(.*)\]", re.DOTALL)
 LEVEL = re.compile(r"level-(\d)")
 KINDS = "simple|multiple|parallel_multiple|parallel|irrelevance|relevance"
-CATEGORY = re.compile(rf"(?:live_)?(?:(?P<kind>{KINDS})(?:_python)?|(?:simple_)?(?P<language>javascript|java))_\d")
+CATEGORY = re.compile(rf"(?:live_)?({KINDS})(?:_python)?_\d")
+WITHOUT_REFERENCE = {"irrelevance": [], "relevance": "any"}
+OTHER_LANGUAGES = re.compile(r"(?:simple_)?(?:javascript|java)_\d")
 NOT_SINGLE_TURN = unusable("a conversation of several turns with tools that run, not single calls")
 
 BFCL_SYSTEM = """You can call these functions:
@@ -85,19 +88,22 @@ def parse_calls(text: str, fields: Fields) -> list[dict[str, Any]]:
 
 
 def bfcl(fields: Fields) -> Row:
-    """Right answers are in possible_answer/ beside the file, joined by id; irrelevance has none."""
+    """Right answers are in possible_answer/ beside the file, joined by id; irrelevance and relevance have none."""
     number = fields.text("id")
     if not fields.has("function"):
         return NOT_SINGLE_TURN
     named = CATEGORY.match(number)
-    if named is None or named["kind"] == "relevance":  # any call is right there: no reference says that
-        return unusable(f"of a category that is not graded by its calls: {re.sub(r'_[0-9-]+$', '', number)}")
-    category = named["kind"] or "simple"
+    if named is None:
+        name = re.sub(r"_[0-9-]+$", "", number)
+        if OTHER_LANGUAGES.match(number):  # their values are source code, and have types of their own
+            return unusable(f"of {name}: calls in Java and JavaScript are not graded")
+        return unusable(f"of a category that is not graded by its calls: {name}")
+    category = named[1]
     tools, turns = fields.items("function"), fields.items("question")
     if len(turns) != 1:
         return NOT_SINGLE_TURN
     history, question = conversation(turns[0], fields)
-    allowed = [] if category == "irrelevance" else _allowed(fields, number)
+    allowed = WITHOUT_REFERENCE[category] if category in WITHOUT_REFERENCE else _allowed(fields, number)
     listed = BFCL_SYSTEM.format(functions="\n".join(json.dumps(tool) for tool in tools))
     own = [turn["content"] for turn in history if turn["role"] == "system"]
     return as_row(
@@ -106,7 +112,6 @@ def bfcl(fields: Fields) -> Row:
         history=system("\n\n".join([*own, listed])) + [turn for turn in history if turn["role"] != "system"],
         function=tools,
         subject=category,
-        language=named["language"],
         id=number,
     )
 

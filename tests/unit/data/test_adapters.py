@@ -298,24 +298,25 @@ class TestTools:
         ("number", "category"),
         [
             ("irrelevance_0", "irrelevance"),
-            ("simple_java_2", "simple"),
-            ("java_2", "simple"),
+            ("live_relevance_1-0-0", "relevance"),
             ("simple_python_1", "simple"),
             ("multiple_7", "multiple"),
         ],
     )
     def test_bfcl_categories(self, tmp_path, number, category):
         row = self.bfcl(tmp_path, number, {number: [{"area": {}}]})
-        assert row["subject"] == category and row.get("language") == ("java" if "java" in number else None)
-        assert row["answer"] == ("[]" if "irrelevance" in category else '[{"area": {}}]')
+        assert row["subject"] == category
+        assert row["answer"] == {"irrelevance": "[]", "relevance": '"any"'}.get(category, '[{"area": {}}]')
 
     def test_bfcl_without_its_answers_and_with_several_turns(self, tmp_path, adapt):
         with pytest.raises(DataError, match="no answer to simple_1 in .*possible_answer folder belongs beside"):
             self.bfcl(tmp_path, "simple_1", {})
         assert "several turns" in adapt("bfcl", id="multi_turn_base_0", question=[[], []], path=[])["unusable"]
         kept = dict(question=[[{"role": "user", "content": "?"}]], function=[])
-        for number in ("exec_simple_4", "live_relevance_1-0-0"):
-            assert "not graded by its calls" in adapt("bfcl", id=number, **kept)["unusable"]
+        assert "not graded by its calls: exec_simple" in adapt("bfcl", id="exec_simple_4", **kept)["unusable"]
+        for name in ("simple_java", "javascript"):
+            reason = adapt("bfcl", id=f"{name}_4", **kept)["unusable"]
+            assert reason == f"of {name}: calls in Java and JavaScript are not graded"
 
 
 class TestText:

@@ -132,13 +132,13 @@ ACCEPTED = [
             "unit": ["sq. cm", ""],
             "points": [[1, 2], ""],
             "style": [{"colour": ["red", "Blue"], "width": [1, ""]}, ""],
-            "exact": [True, ""],
+            "exact": [True, "Flag_a", ""],
         }
     }
 ]
 
 
-def bfcl(reference: list, text: str) -> float:
+def bfcl(reference: list | str, text: str) -> float:
     return ToolReward("bfcl")([Prompt(0, (1,), "", json.dumps(reference), {"function": [FUNCTION]})], [text])[0].reward
 
 
@@ -160,6 +160,8 @@ def bfcl(reference: list, text: str) -> float:
         ("[area.of(base=10, height=5, style={'width': 1})]", False),
         ("[area.of(base=10, height=5, exact=True)]", True),
         ("[area.of(base=10, height=5, exact=1)]", False),
+        ("[area.of(base=10, height=5, exact='Flag_a')]", True),  # a variable, written as it is
+        ("[area.of(base=10, height=5, exact='flag a')]", False),
         ("[area.of(base=10, height=5), area.of(base=10, height=5)]", False),
         ('[{"name": "area.of", "arguments": {"base": 10, "height": 5}}]', True),
         ("The area is 25.", False),
@@ -170,12 +172,14 @@ def test_the_leaderboards_rules(text, right):
     assert bfcl(ACCEPTED, text) == float(right)
 
 
-def test_parallel_and_irrelevance():
+def test_parallel_irrelevance_and_relevance():
     two = [{"area.of": {"base": [1]}}, {"area.of": {"base": [2]}}]
     assert bfcl(two, "[area.of(base=2), area.of(base=1)]") == 1.0
     assert bfcl(two, "[area.of(base=2), area.of(base=2)]") == 0.0
     assert bfcl([], "None of the functions fits.") == 1.0
     assert bfcl([], "[area.of(base=1)]") == 0.0
+    assert bfcl("any", "[volume.of(side=1)]") == 1.0
+    assert bfcl("any", "None of the functions fits.") == bfcl("any", "[area.of(") == bfcl("any", "[]") == 0.0
 
 
 def test_a_broken_reference_is_an_error():
