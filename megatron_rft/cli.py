@@ -71,10 +71,11 @@ def _train(args: argparse.Namespace) -> int:
     recipe = load(args.recipe, _overrides(args))
     if recipe.trainer == "generate" and args.command == "train":
         raise UserError(f"{args.recipe} is a recipe of trainer generate: run it with `megatron-rft generate`")
-    plan = check(recipe, world_size, getattr(args, "gpu_gib", None))
+    ranks = world_size, launcher.ranks_per_node(world_size, place)
+    plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None))
     is_rank = "RANK" in os.environ
     if not args.dry_run and not is_rank and _fetch_models(recipe):
-        plan = check(recipe, world_size)  # there is more to check now
+        plan = check(recipe, *ranks)  # there is more to check now
     if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else place.node == 0:
         print(plan, flush=True)
     _check_own_code(recipe)

@@ -235,3 +235,10 @@ def check_environment(nproc: int | None) -> tuple[int, Place]:
     if nproc not in (None, world) and PARENT not in os.environ:
         raise ConfigError(f"--nproc {nproc}: a launcher has started {world} ranks already: leave it out")
     return world, Place()
+
+
+def ranks_per_node(world_size: int, place: Place) -> int:
+    """Of this node, where ranks are there already. A launcher that does not say has one node."""
+    if "RANK" in os.environ:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return world_size // place.nodes

@@ -44,6 +44,7 @@ def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
     return {
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(tasks_of(int(environment["SLURM_NODEID"]), environment["SLURM_STEP_TASKS_PER_NODE"])),
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port(environment)),
@@ -70,6 +71,12 @@ def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ
             f"--nproc {nproc}: node {environment.get('SLURMD_NODENAME')} has {gpus} GPUs in this job. Ask for equally "
             "many on every node: sbatch --gpus-per-node"
         )
+
+
+def tasks_of(node: int, counts: str) -> int:
+    """Of Slurm's short form of tasks per node: 4(x2),1 is 4, 4, 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))][node]
 
 
 def first_host(nodes: str) -> str:

@@ -12,12 +12,12 @@ def engine_processes(recipe: Recipe, world_size: int, spare_gpus: int = 0) -> in
     return len(recipe.rollout.servers) or recipe.rollout.processes or spare_gpus // workers or shared
 
 
-def check_engines(recipe: Recipe, world_size: int) -> list[str]:
+def check_engines(recipe: Recipe, world_size: int, ranks_per_node: int | None = None) -> list[str]:
     """Which engines there will be."""
     rollout = recipe.rollout
     count, what = len(rollout.servers) or rollout.processes, "servers" if rollout.servers else "processes"
     ranks, workers = many(world_size, "rank"), recipe.vllm.tensor_parallel_size
-    check_workers(recipe, world_size)
+    check_workers(recipe, world_size, ranks_per_node or world_size)
     if rollout.placement == "colocated":
         return [f"generation: {many(world_size // workers, 'engine')}, each {workers} ranks"] if workers > 1 else []
     if count and count % world_size and world_size % count:
@@ -34,7 +34,7 @@ def check_engines(recipe: Recipe, world_size: int) -> list[str]:
     return [f"generation: {kind}, {how_many}{tensor_parallel}, for {ranks}"]
 
 
-def check_workers(recipe: Recipe, world_size: int) -> None:
+def check_workers(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     """Where an engine of several devices can be."""
     workers, rollout = recipe.vllm.tensor_parallel_size, recipe.rollout
     if workers == 1:
@@ -48,6 +48,11 @@ def check_workers(recipe: Recipe, world_size: int) -> None:
         raise ConfigError(
             f"{place}: {workers} ranks in a row are one engine, and {many(world_size, 'rank')} cannot be divided so. "
             f"Set {server} for engines on devices of their own"
+        )
+    if rollout.placement == "colocated" and ranks_per_node % workers:
+        raise ConfigError(
+            f"{place}: {workers} ranks in a row are one engine, and with {many(ranks_per_node, 'rank')} on a node some "
+            "of them would lie on two nodes. Give each node a multiple, or make engines smaller"
         )
     if rollout.placement == "colocated" and recipe.refines:
         raise ConfigError(

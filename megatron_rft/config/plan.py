@@ -31,9 +31,9 @@ class Plan:
         return "\n".join(self.lines)
 
 
-def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> Plan:
+def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None, gpu_gib: float | None = None) -> Plan:
     """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan.
-    `gpu_gib` is the memory of a device, for the plan to fit into."""
+    `ranks_per_node`: None where there is one node. `gpu_gib` is the memory of a device, for the plan to fit into."""
     check_installed(recipe)
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
@@ -58,7 +58,7 @@ def check(recipe: Recipe, world_size: int = 1, gpu_gib: float | None = None) -> 
         f"layout: {layout} = {many(world_size, 'rank')}",
         f"engine: {engine}",
         *batch_lines,
-        *check_engines(recipe, world_size),
+        *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
         _schedule_line(recipe, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",

@@ -74,6 +74,10 @@ def test_engines_of_several_devices(monkeypatch, recipe):  # noqa: F811
     assert "an engine process has one device" in refusal(recipe, TWO, PROCESS)
     with pytest.raises(ValueError, match="2 ranks in a row are one engine, and 3 ranks cannot be divided so"):
         check(load(recipe, [TWO]), 3)
+    assert check(load(recipe, [TWO]), 4, ranks_per_node=2).layout
+    with pytest.raises(ValueError, match="with 3 ranks on a node some of them would lie on two nodes"):
+        check(load(recipe, [TWO]), 6, ranks_per_node=3)
+    assert check(load(recipe, [TWO, "rollout.placement=server"]), 6, ranks_per_node=3).layout
     with pytest.raises(ValueError, match="the refiner's engine answers each rank at a time of its own"):
         check(load(recipe, [TWO, *REFINES]), 2)
     assert check(load(recipe, [TWO, *REFINES, "rollout.placement=server"]), 2).layout

@@ -23,7 +23,7 @@ STEP = BATCH | {
 
 @pytest.fixture
 def in_step(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", launcher.PARENT):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", launcher.PARENT):
         monkeypatch.setenv(name, "")  # so that it is gone again afterwards, whoever sets it
         monkeypatch.delenv(name)
     for name, value in STEP.items():
@@ -70,6 +70,10 @@ def test_ranks_per_node():
     slurm.check_ranks_per_node(8, STEP | {"SLURM_GPUS_ON_NODE": "8"})
 
 
+def test_tasks_of_a_node():
+    assert [slurm.tasks_of(node, "4(x2),1") for node in range(3)] == [4, 4, 1]
+
+
 class TestEnvironment:
     def test_launchers_of_several_nodes(self, in_step):
         assert launcher.check_environment(4) == (8, slurm.place(STEP))
@@ -77,3 +81,13 @@ class TestEnvironment:
     def test_tasks_that_are_the_ranks(self, in_step):
         assert launcher.check_environment(None) == (2, Place())
         assert os.environ["RANK"] == "1" and os.environ["MASTER_ADDR"] == "gpu07"
+        assert os.environ["LOCAL_WORLD_SIZE"] == "1"
+
+    @pytest.mark.parametrize("nproc, tasks, ranks", [(4, "1(x2)", 4), (None, "1(x2)", 1), (None, "2,3", 3)])
+    def test_ranks_of_this_node(self, in_step, monkeypatch, nproc, tasks, ranks):
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+        assert launcher.ranks_per_node(*launcher.check_environment(nproc)) == ranks
+
+    def test_a_launcher_that_does_not_say_has_one_node(self, in_step, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        assert launcher.ranks_per_node(8, Place()) == 8
