@@ -142,7 +142,7 @@ def checks(cuda: bool) -> dict[str, str]:
         "wandb": wandb_problem(),
         "TensorBoard": tensorboard_problem(),
     }
-    usable = {"wandb": "usable, after `wandb login`; without network with tracking.wandb.mode=offline"}
+    usable = {"wandb": "usable, after `wandb login`; a run without network logs offline"}
     found = {name: problem or usable.get(name, "usable") for name, problem in problems.items()}
     return found | {"apex": apex(), "sandbox": sandbox()}
 

@@ -1,10 +1,12 @@
 """Weights & Biases, when asked for. One run there per output folder: a resumed job goes on in the run it began.
 
 Steps done again after a kill are logged again; the curves are drawn over `step`, where both points coincide.
-A first start without network is refused; one that goes on with a run keeps what it logs for later.
-Offline, each start leaves a folder under RUN/wandb; `wandb sync --append` joins them.
+Without network a start is logged offline, into a folder of its own under RUN/wandb; `wandb sync` joins them to one run.
 """
 
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from megatron_rft.errors import UserError
 
+PROBE_TIMEOUT = 5.0  # seconds
 INIT_TIMEOUT = 30.0  # seconds; wandb's own would let a cluster wait for 90
 
 
@@ -30,21 +33,20 @@ class WandbLogger:
         known_id = id_file.read_text().strip() if id_file.exists() else None
         arguments = {"dir": str(output_dir), "id": known_id, "config": dict(recipe or {})} | dict(settings)
         start = partial(wandb.init, resume="allow", settings=wandb.Settings(init_timeout=INIT_TIMEOUT))
+        problem = None if settings.get("mode") == "offline" else unreachable(wandb.setup().settings.base_url)
         try:
-            self._run = start(**arguments)
+            self._run = start(**arguments | ({"mode": "offline"} if problem else {}))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise UserError(
                 f"wandb refused to start: {error}. Run `wandb login`, or set tracking.wandb.mode=offline"
             ) from error
         except wandb.errors.CommError as error:
-            if known_id is None:
-                raise UserError(
-                    f"wandb cannot be reached: {str(error).splitlines()[0]}. Set tracking.wandb.mode=offline, and send "
-                    f"the run later with `wandb sync`"
-                ) from error
+            problem = str(error).splitlines()[0]
             wandb.teardown()  # it still holds the run's id
             self._run = start(**arguments | {"mode": "offline"})
-            print("wandb cannot be reached: this part of the run is kept for `wandb sync --append`", flush=True)
+        if problem:
+            later = f"wandb sync {self._run.settings.sync_dir}"
+            print(f"wandb cannot be reached ({problem}): logging offline; send it later: {later}", flush=True)
         id_file.write_text(self._run.id)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -54,3 +56,15 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def unreachable(url: str) -> str | None:
+    """Why nobody answers there; None: somebody does. wandb itself would try for its whole time-out."""
+    try:
+        urllib.request.urlopen(url, timeout=PROBE_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return None if isinstance(reason, ssl.SSLError) else f"{url}: {reason}"  # wandb has certificates of its own
+    return None
