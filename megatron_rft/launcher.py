@@ -225,6 +225,8 @@ def check_environment(nproc: int | None) -> tuple[int, Place]:
 
     The ranks may be there already: by another launcher, or as the tasks of a Slurm step (where nproc is not given).
     """
+    if nproc is not None:
+        slurm.forget_tasks_as_ranks()
     if "RANK" not in os.environ and nproc is None:
         os.environ.update(slurm.rank_environment())
     if "RANK" not in os.environ:

@@ -6,10 +6,12 @@ process there is on its own.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from megatron_rft.errors import ConfigError
+
+HOOK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,16 @@ def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port(environment)),
     }
+
+
+def forget_tasks_as_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
+    """For a task that starts ranks itself. In a container of a PyTorch image a hook of enroot (50-slurm-pytorch.sh,
+    which many clusters enable) has set torch.distributed's variables as if each task were a rank."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    place = (environment.get("SLURM_PROCID"), environment.get("SLURM_LOCALID"), tasks)
+    if in_step(environment) and tuple(map(environment.get, HOOK_VARIABLES)) == place:
+        for name in HOOK_VARIABLES:
+            del environment[name]
 
 
 def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ) -> None:

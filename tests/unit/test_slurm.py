@@ -78,6 +78,17 @@ class TestEnvironment:
     def test_launchers_of_several_nodes(self, in_step):
         assert launcher.check_environment(4) == (8, slurm.place(STEP))
 
+    def test_launchers_in_containers_whose_hook_calls_every_task_a_rank(self, in_step, monkeypatch):
+        """enroot's 50-slurm-pytorch.sh; torchrun's ranks, which have other numbers, stay."""
+        for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        assert launcher.check_environment(4) == (8, slurm.place(STEP))
+        assert "RANK" not in os.environ
+        for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match="a launcher has started 2 ranks already"):
+            launcher.check_environment(4)
+
     def test_tasks_that_are_the_ranks(self, in_step):
         assert launcher.check_environment(None) == (2, Place())
         assert os.environ["RANK"] == "1" and os.environ["MASTER_ADDR"] == "gpu07"

@@ -1,6 +1,7 @@
 /* Takes pyxis's place on a test cluster: its options exist, its mounts are made and its working directory is entered, in a
  * mount namespace of the task's own. The image is not unpacked: the task sees the machine's root, and an image that is a path must
  * be there. So a script written for pyxis runs, and a path that is not mounted under the name that the script uses is missing.
+ * As enroot's hook for images of PyTorch does, it calls each task a rank of torch.distributed.
  *
  *     gcc -shared -fPIC -o pyxis.so pyxis_stand_in.c        plugstack.conf: required /path/pyxis.so
  */
@@ -78,9 +79,18 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
     return 0;
 }
 
+static void call(spank_t spank, const char *name, const char *of) {
+    char value[64];
+    if (spank_getenv(spank, of, value, sizeof(value)) == ESPANK_SUCCESS) spank_setenv(spank, name, value, 0);
+}
+
 int slurm_spank_task_init(spank_t spank, int count, char **arguments) {
     (void)count, (void)arguments;
-    if (!given[IMAGE] || !given[WORKDIR]) return 0;
+    if (!given[IMAGE]) return 0;
+    call(spank, "RANK", "SLURM_PROCID");
+    call(spank, "LOCAL_RANK", "SLURM_LOCALID");
+    call(spank, "WORLD_SIZE", "SLURM_NTASKS");
+    if (!given[WORKDIR]) return 0;
     if (chdir(given[WORKDIR])) return failed("no such working directory", given[WORKDIR]);
     spank_setenv(spank, "PWD", given[WORKDIR], 1);
     return 0;
