@@ -2,6 +2,7 @@
 
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.vllm import GPU_SHARE
 from megatron_rft.errors import ConfigError
 
 
@@ -10,6 +11,11 @@ def engine_processes(recipe: Recipe, world_size: int, spare_gpus: int = 0) -> in
     workers = recipe.vllm.tensor_parallel_size
     shared = 1 if world_size % workers else world_size // workers
     return len(recipe.rollout.servers) or recipe.rollout.processes or spare_gpus // workers or shared
+
+
+def gpu_share(recipe: Recipe) -> float:
+    """What an engine of vLLM's takes of the memory of a rank's device, unless the recipe says so."""
+    return GPU_SHARE / (2 if recipe.refines else 1)
 
 
 def check_engines(recipe: Recipe, world_size: int, ranks_per_node: int | None = None) -> list[str]:

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rft.config.engines import engine_processes
+from megatron_rft.config.engines import engine_processes, gpu_share
 from megatron_rft.config.layout import Layout, problems
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes, buckets, owned, stage_chunks
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.vllm import GPU_SHARE, choose
+from megatron_rft.config.vllm import choose
 from megatron_rft.errors import ConfigError
 
 GIB = 1 << 30
@@ -138,7 +138,7 @@ def by_vllm(recipe: Recipe, s: Sizes) -> bool:
 
 def share_of(recipe: Recipe) -> float:
     """Of a device, what each vLLM takes."""
-    return recipe.vllm.arguments().get("gpu_memory_utilization") or GPU_SHARE / (2 if recipe.refines else 1)
+    return recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(recipe)
 
 
 def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:

@@ -34,8 +34,9 @@ STEPPING = Lock()  # one engine of this process at a time
 class VLLMEngine(Engine):
     """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
 
-    `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `engines`:
-    how many share the device. `keep_caches`: what is under way when new weights come keeps its keys and values.
+    `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `gpu_share`:
+    of its memory; None: what vLLM takes of a GPU that is its own. `keep_caches`: what is under way when new weights
+    come keeps its keys and values.
 
     With `tensor_parallel_size` n among the options, n consecutive ranks of the trainer's world are one engine. They
     call everything together; the first of them gives the requests and gets the answers, the others get none.
@@ -49,7 +50,7 @@ class VLLMEngine(Engine):
         max_model_len: int | None = None,
         max_batch_sequences: int = 256,
         options: dict[str, Any] | None = None,
-        engines: int = 1,
+        gpu_share: float | None = GPU_SHARE,
         keep_caches: bool = False,
     ):
         given = isinstance(source, PreTrainedConfig)
@@ -70,7 +71,7 @@ class VLLMEngine(Engine):
         if vllm_cpu.faulty():
             vllm_cpu.repair()
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
-            self.llm = _start(self._arguments(folder, max_batch_sequences, options, GPU_SHARE / engines))
+            self.llm = _start(self._arguments(folder, max_batch_sequences, options, gpu_share))
         self.source = vllm_weights.Stream(
             [vllm_weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
         )
@@ -80,7 +81,7 @@ class VLLMEngine(Engine):
         if not given:
             self.load_weights(tensors_of(Path(source), set(shapes)), version=0)
 
-    def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float) -> dict[str, Any]:
+    def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float | None) -> dict:
         """vLLM's engine arguments: ours, under the recipe's."""
         save_config(self.config, Path(folder))
         own = common(folder, self.dtype, "handover", self.max_model_len, sequences) | {
@@ -92,7 +93,7 @@ class VLLMEngine(Engine):
         if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
             own["distributed_executor_backend"] = "external_launcher"  # the rank's own device, not always the first
         if self.device.type == "cuda":
-            own |= {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_share}
+            own |= {"enable_sleep_mode": True} | ({"gpu_memory_utilization": gpu_share} if gpu_share else {})
         else:
             room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
             own |= {"enforce_eager": True, "kv_cache_memory_bytes": room}

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from megatron_rft.config import Recipe, Source
 from megatron_rft.config.datasets import DATASETS
-from megatron_rft.config.vllm import choose, choose_for
+from megatron_rft.config.engines import gpu_share
+from megatron_rft.config.vllm import GPU_SHARE, choose, choose_for
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
 from megatron_rft.data.rows import Row, load_rows
@@ -159,7 +160,8 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     choose_for(recipe.rollout, head_dim(hf_config))  # a model from the hub is known only now
     if recipe.rollout.placement == "server":  # which has its own vLLM, wherever it is
         return fleets.build(recipe, hf_config, None, dtype, gather)
-    build_on = engine_builder(recipe, hf_config, engines=2 if recipe.refines else 1)
+    alone = recipe.rollout.placement == "process" and fleets.spare_gpus()
+    build_on = engine_builder(recipe, hf_config, gpu_share=None if alone else gpu_share(recipe))
     if recipe.rollout.placement == "process":
         return fleets.build(recipe, hf_config, build_on, dtype, gather)
     return build_on(parallel.device())
@@ -172,7 +174,7 @@ def build_refining_engine(recipe: Recipe, hf_config: Any) -> Engine:
     given = arguments.get("speculative_config") or {}
     if recipe.constraint.drafts(inside(recipe, hf_config)) and given.get("method") != PREDICTED["method"]:
         arguments |= {"speculative_config": PREDICTED}
-    return engine_builder(recipe, hf_config, arguments, engines=2)(parallel.device())
+    return engine_builder(recipe, hf_config, arguments, gpu_share(recipe))(parallel.device())
 
 
 def longest_refinement(recipe: Recipe, hf_config: Any) -> int:
@@ -182,11 +184,11 @@ def longest_refinement(recipe: Recipe, hf_config: Any) -> int:
 
 
 def engine_builder(
-    recipe: Recipe, source: Any, arguments: dict[str, Any] | None = None, engines: int = 1
+    recipe: Recipe, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
 ) -> Callable[[torch.device | str], Engine]:
     """What makes the engine that rollout.engine comes to on a device, here or in a process of its own: a partial, so
     that it can travel there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, where they are
-    not the recipe's. `engines`: how many share the device."""
+    not the recipe's. `gpu_share`: of its memory, as VLLMEngine takes it."""
     options = recipe.rollout
     dtype = DTYPES[options.dtype or recipe.model.precision]
     config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
@@ -198,10 +200,10 @@ def engine_builder(
         VLLMEngine,
         source,
         dtype,
-        max_model_len=min(recipe.longest_generation, config.max_position_embeddings),
+        max_model_len=fleets.longest(recipe, config),
         max_batch_sequences=options.max_batch_sequences,
         options=recipe.vllm.arguments() if arguments is None else arguments,
-        engines=engines,
+        gpu_share=gpu_share,
         keep_caches=arguments is None and options.cache_after_sync == "keep",
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rft import weight_sync
 from megatron_rft.config import Recipe
-from megatron_rft.config.engines import engine_processes
+from megatron_rft.config.engines import engine_processes, gpu_share
 from megatron_rft.config.recipe import CORRECT, ROUNDED
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.errors import ConfigError
@@ -32,16 +32,21 @@ def build(
     gather: Callable[[list], list],
 ) -> Fleet:
     """This rank's engines outside of it. `build_engine` runs in processes of the run's own, if any."""
-    spare = spare_gpus()
-    count = engine_processes(recipe, dist.get_world_size(), len(spare) * nodes())
-    mine, place, places = shares(count, dist.get_rank(), dist.get_world_size())
+    spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
+    count = engine_processes(recipe, world, len(spare) * nodes())
+    mine, place, places = shares(count, rank, world)
+    neighbours = engines_of_node(count, rank, world)
     members = []
     try:
         for index in mine:
+            if recipe.rollout.servers:
+                members.append(_given_server(recipe, hf_config, dtype, index))
+                continue
+            environment = _environment(recipe, neighbours.index(index), spare)
             if recipe.rollout.placement == "process":
-                members.append(_process(recipe, build_engine, index, spare))
+                members.append(_process(recipe, build_engine, index, environment))
             else:
-                members.append(_server(recipe, hf_config, dtype, index, spare))
+                members.append(_own_server(recipe, hf_config, dtype, index, environment, alone=bool(spare)))
     except BaseException:
         for member in members:
             member.close()
@@ -52,10 +57,7 @@ def build(
     return fleet
 
 
-def _process(recipe: Recipe, build_engine: Callable, index: int, spare: list[str]) -> EngineProcess:
-    environment = _environment(index, spare)
-    if spare:  # this rank's GPU as well, after its own: weights come through the memory of that
-        environment["CUDA_VISIBLE_DEVICES"] += f",{own_device()}"
+def _process(recipe: Recipe, build_engine: Callable, index: int, environment: dict[str, str]) -> EngineProcess:
     return EngineProcess(
         partial(build_engine, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
         f"engine process {index}",
@@ -66,25 +68,46 @@ def _process(recipe: Recipe, build_engine: Callable, index: int, spare: list[str
     )
 
 
-def _server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, spare: list[str]) -> ServerEngine:
-    shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
-    limits = recipe.faults.engine_start_s, recipe.faults.engine_silence_s
-    keeps = recipe.rollout.cache_after_sync == "keep"
-    longest = min(recipe.longest_generation, hf_config.max_position_embeddings)
-    if recipe.rollout.servers:
-        server = ServerEngine(recipe.rollout.servers[index], hf_config, shapes, dtype, *limits, longest, keeps)
-        if server.rounds and not recipe.corrects:
-            raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
-        return server
-    log = _folder(recipe) / f"server_{index}.log"
-    arguments = server_arguments(recipe, longest)
-    environment = _environment(index, spare, recipe.vllm.tensor_parallel_size)
-    return OwnServer(hf_config, shapes, dtype, log, environment, arguments, *limits, keeps)
+def _given_server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int) -> ServerEngine:
+    options = _of_servers(recipe, hf_config, dtype) | {"longest": longest(recipe, hf_config)}
+    server = ServerEngine(recipe.rollout.servers[index], **options)
+    if server.rounds and not recipe.corrects:
+        raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
+    return server
 
 
-def server_arguments(recipe: Recipe, longest: int) -> dict[str, Any]:
+def _own_server(
+    recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, environment: dict[str, str], alone: bool
+) -> OwnServer:
+    """`alone`: on GPUs that no rank uses."""
+    share = {} if alone or not torch.cuda.is_available() else {"gpu_memory_utilization": gpu_share(recipe)}
+    return OwnServer(
+        log=_folder(recipe) / f"server_{index}.log",
+        environment=environment,
+        arguments=share | server_arguments(recipe, hf_config),
+        **_of_servers(recipe, hf_config, dtype),
+    )
+
+
+def _of_servers(recipe: Recipe, hf_config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "config": hf_config,
+        "shapes": {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()},
+        "dtype": dtype,
+        "start_timeout_s": recipe.faults.engine_start_s,
+        "silence_timeout_s": recipe.faults.engine_silence_s,
+        "keep_caches": recipe.rollout.cache_after_sync == "keep",
+    }
+
+
+def longest(recipe: Recipe, hf_config: Any) -> int:
+    """Tokens of prompt and response that an engine is asked for."""
+    return min(recipe.longest_generation, hf_config.max_position_embeddings)
+
+
+def server_arguments(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
     """vLLM's, of a server that the run starts: ours, under the recipe's."""
-    own = {"max_model_len": longest, "max_num_seqs": recipe.rollout.max_batch_sequences}
+    own = {"max_model_len": longest(recipe, hf_config), "max_num_seqs": recipe.rollout.max_batch_sequences}
     own |= {"enable_prefix_caching": False} if recipe.rollout.cache_after_sync == "keep" else {}
     arguments = own | recipe.vllm.arguments()
     if "speculative_config" in arguments:
@@ -96,12 +119,21 @@ def _folder(recipe: Recipe) -> Path:
     return Path(recipe.run.output_dir) / "engines"
 
 
-def _environment(index: int, spare: list[str], workers: int = 1) -> dict[str, str]:
-    """Of an engine's process: it is nobody's rank, and sees its own GPUs."""
+def _environment(recipe: Recipe, number: int, spare: list[str]) -> dict[str, str]:
+    """Of engine `number` of this node: it is nobody's rank, and sees its own GPUs."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if torch.cuda.is_available():
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices(index, workers, spare, own_device()))
+        seen = devices(number, recipe.vllm.tensor_parallel_size, spare, own_device())
+        if spare and recipe.rollout.placement == "process":  # its rank's, too: weights come through the memory of that
+            seen = [*seen, own_device()]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
     return environment
+
+
+def engines_of_node(count: int, rank: int, world: int) -> list[int]:
+    """Those of all `count` that the ranks of this node drive."""
+    first, ranks = rank - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [engine for other in range(first, first + ranks) for engine in shares(count, other, world)[0]]
 
 
 def check_gpus(recipe: Recipe) -> None:
@@ -111,8 +143,8 @@ def check_gpus(recipe: Recipe) -> None:
         devices(0, recipe.vllm.tensor_parallel_size, spare_gpus(), own_device())
 
 
-def devices(index: int, workers: int, spare: list[str], own: str) -> list[str]:
-    """The GPUs of engine `index`: of those that no rank uses; where there are none, its rank's `own`."""
+def devices(number: int, workers: int, spare: list[str], own: str) -> list[str]:
+    """The GPUs of engine `number` of this node: of those that no rank uses; where there are none, its rank's `own`."""
     if not spare and workers == 1:
         return [own]
     places = len(spare) // workers
@@ -121,7 +153,7 @@ def devices(index: int, workers: int, spare: list[str], own: str) -> list[str]:
             f"vllm.tensor_parallel_size: a server takes {workers} GPUs, and {len(spare)} of this node's are without a "
             "rank. Start fewer ranks, or set rollout.placement=colocated: the ranks' own GPUs are then engines together"
         )
-    first = index % places * workers
+    first = number % places * workers
     return spare[first : first + workers]
 
 

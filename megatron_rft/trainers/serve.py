@@ -62,7 +62,7 @@ def run(recipe: Recipe, out: Path) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = assembly.load_hf_config(recipe)
     choose_for(recipe.rollout, assembly.head_dim(hf_config))
-    arguments = fleets.server_arguments(recipe, min(recipe.longest_generation, hf_config.max_position_embeddings))
+    arguments = fleets.server_arguments(recipe, hf_config)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory()))

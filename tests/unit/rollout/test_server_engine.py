@@ -154,8 +154,9 @@ def test_the_address_that_a_server_reaches_this_machine_by():
 def test_arguments_of_a_server():
     """A prompt is computed whole, however long; a draft model has weights of its own."""
     drafts = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
-    recipe = SimpleNamespace(rollout=Rollout(max_batch_sequences=16), vllm=Vllm(speculative_config=drafts))
-    arguments = server_arguments(recipe, 20000)
+    options = {"rollout": Rollout(max_batch_sequences=16), "vllm": Vllm(speculative_config=drafts)}
+    recipe = SimpleNamespace(**options, longest_generation=30000)
+    arguments = server_arguments(recipe, SimpleNamespace(max_position_embeddings=20000))
     assert arguments == {
         "max_model_len": 20000,
         "max_num_seqs": 16,
@@ -166,5 +167,6 @@ def test_arguments_of_a_server():
 
 
 def test_a_server_that_keeps_caches_shares_no_prefixes():
-    recipe = SimpleNamespace(rollout=Rollout(staleness=2, cache_after_sync="keep"), vllm=Vllm())
-    assert server_arguments(recipe, 20)["enable_prefix_caching"] is False
+    keep = Rollout(staleness=2, cache_after_sync="keep")
+    recipe = SimpleNamespace(rollout=keep, vllm=Vllm(), longest_generation=20)
+    assert server_arguments(recipe, SimpleNamespace(max_position_embeddings=64))["enable_prefix_caching"] is False

@@ -12,7 +12,7 @@ from megatron_rft.config.vllm import Vllm
 from megatron_rft.errors import ConfigError
 from megatron_rft.rollout.engine import Request, Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
-from megatron_rft.trainers.fleets import Sync, check_gpus, devices
+from megatron_rft.trainers.fleets import Sync, check_gpus, devices, engines_of_node
 
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
 
@@ -71,6 +71,21 @@ def test_each_engine_has_its_gpus():
         devices(0, 4, ["1", "2", "3"], "0")
     with pytest.raises(ConfigError, match="a server takes 2 GPUs, and 0 of"):
         devices(0, 2, [], "0")
+
+
+@pytest.mark.parametrize(
+    "ranks, count, mine",
+    [
+        (1, 4, [[0, 2], [1, 3]]),  # two nodes of one rank and two GPUs without one
+        (2, 8, [[0, 4, 1, 5], [0, 4, 1, 5], [2, 6, 3, 7], [2, 6, 3, 7]]),
+        (2, 2, [[0], [0], [1], [1]]),
+    ],
+)
+def test_engines_of_a_node(monkeypatch, ranks, count, mine):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    for rank, expected in enumerate(mine):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % ranks))
+        assert engines_of_node(count, rank, len(mine)) == expected
 
 
 def test_too_few_gpus_are_told_before_anything_is_loaded(monkeypatch):
