@@ -7,6 +7,7 @@
 `preamble` in any of them is Python that the task shows before the function, so that an answer need not repeat it.
 """
 
+import ast
 import base64
 import io
 import json
@@ -58,15 +59,35 @@ for given in {inputs!r}:
     assert abs(scope["poly"](*copy.deepcopy(given), {name}(*copy.deepcopy(given)))) <= {atol!r}
 """
 
+# On the hub EvalPlus's tests compare floats with numpy. Programs and tests have the standard library alone; this is
+# what those tests ask for, of plain values. Its assert counts as the test's own.
+NUMPY = """
+class np:
+    ndarray = ()
+
+    def allclose(got, expected, rtol=1e-5, atol=1e-8):
+        if isinstance(expected, (list, tuple)):
+            whole = isinstance(got, (list, tuple)) and len(got) == len(expected)
+            return whole and all(np.allclose(*pair, rtol, atol) for pair in zip(got, expected))
+        both_nan = got != got and expected != expected
+        return got == expected or both_nan or abs(got - expected) <= atol + rtol * abs(expected)
+
+    class testing:
+        def assert_allclose(got, expected, rtol=1e-7, atol=0):
+            assert np.allclose(got, expected, rtol, atol)
+"""
+# HumanEval+'s test of find_zero unpacks a number there: no program could pass.
+ZERO = "assert _poly(*candidate(*inp), inp)", "assert abs(_poly(*inp, candidate(*inp)))"
+
 
 def humaneval(fields: Fields) -> Row:
-    """`test` defines check(candidate); HumanEval+ as published has inputs and a canonical solution instead."""
+    """`test` defines check(candidate); HumanEval+ as released has inputs and a canonical solution instead."""
     name, prompt = fields.text("entry_point"), fields.text("prompt")
     solution = prompt + fields.text("canonical_solution")
     if fields.has("plus_input"):
         tests = _against_reference(fields, name, solution)
     else:
-        tests = {"kind": "assert", "code": f"{fields.text('test')}\ncheck({name})", "names": [name]}
+        tests = {"kind": "assert", "code": f"{_without_numpy(fields.text('test'))}\ncheck({name})", "names": [name]}
     # Imports and helpers that stand before the function which is asked for.
     before = re.split(rf"^(?=def {re.escape(name)}\b)", prompt, maxsplit=1, flags=re.MULTILINE)[0]
     question = f"{AS_FUNCTION.format(starter=prompt.rstrip())}\n\n{FORM}"
@@ -81,17 +102,32 @@ def _against_reference(fields: Fields, name: str, solution: str) -> dict[str, An
     return {"kind": "assert", "code": code, "setup": setup, "names": [name]}
 
 
+def _tested(solution: str, asserts: list[str]) -> list[str]:
+    """What the solution defines and the asserts use: one task's function is called `sum`, and is not Python's."""
+    try:
+        defined = {node.name for node in ast.parse(solution).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        used = {node.id for node in ast.walk(ast.parse("\n".join(asserts))) if isinstance(node, ast.Name)}
+    except SyntaxError:
+        return []
+    return sorted(defined & used)
+
+
+def _without_numpy(tests: str) -> str:
+    return re.sub(r"^import numpy as np$", lambda _: NUMPY, tests, flags=re.MULTILINE).replace(*ZERO)
+
+
 def mbpp(fields: Fields) -> Row:
     """The task shows its asserts. `sanitized` and MBPP+ have `prompt` and `test_imports`; MBPP+ has a longer `test`."""
     asserts = [str(each) for each in fields.items("test_list")]
     imports = fields.items("test_imports") if fields.has("test_imports") else []
     setup = "\n".join([*imports, fields.maybe("test_setup_code") or ""]).strip()
-    code = fields.text("test") if fields.has("test") else "\n".join(asserts)
+    code = _without_numpy(fields.text("test")) if fields.has("test") else "\n".join(asserts)
     if not code.strip():
         return NO_TESTS
     shown = "```python\n" + "\n".join(asserts) + "\n```"
     question = f"{fields.text('text', 'prompt').strip()}\n\nYour code must pass these tests:\n\n{shown}\n\n{FORM}"
-    tests = {"kind": "assert", "code": code} | ({"setup": setup} if setup else {})
+    optional = {"setup": setup, "names": _tested(fields.maybe("code") or "", asserts)}
+    tests = {"kind": "assert", "code": code} | {name: value for name, value in optional.items() if value}
     return as_row(question, "", id=fields.get("task_id"), solution=fields.maybe("code"), tests=tests)
 
 

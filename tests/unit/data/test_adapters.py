@@ -174,7 +174,7 @@ class TestCode:
             test_setup_code="import os",
             challenge_test_list=[],
         )
-        assert full["tests"] == {"kind": "assert", "code": "\n".join(tests), "setup": "import os"}
+        assert full["tests"] == {"kind": "assert", "code": "\n".join(tests), "setup": "import os", "names": ["two"]}
         assert (
             "assert two() < 3" in full["question"] and full["solution"] == "def two(): return 2" and full["id"] == "1"
         )

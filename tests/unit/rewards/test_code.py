@@ -1,8 +1,11 @@
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from megatron_rft.data.adapters.code import ADAPTERS
+from megatron_rft.data.fields import Fields
 from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import CodeReward, extract_code, same_output
@@ -80,6 +83,57 @@ def test_asserts(reward):
     assert right.reward == 1.0 and len(right.details["tests"]) == 5  # `assert True` is no test
     assert three.reward == pytest.approx(-0.3 + 1.3 * 3 / 5) and "f(2) == 4\ngot -4, expected 4" in three.reason
     assert none.reward == text.reward == -0.3  # the wrong type is a wrong answer
+
+
+EVALPLUS = """import numpy as np
+
+def is_floats(x) -> bool:
+    if isinstance(x, (list, tuple)):
+        return all(isinstance(i, float) for i in x)
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.float64 or x.dtype == np.float32
+    return isinstance(x, float)
+
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        {compared}
+    else:
+        assert out == exp, f"out: {{out}}, exp: {{exp}}"
+
+inputs = [[[1, 2]], [[3]]]
+results = [[0.5, 1.0], [1.5]]
+for i, (inp, exp) in enumerate(zip(inputs, results)):
+    assertion(sum(*inp), exp, 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "compared",
+    ["assert np.allclose(out, exp, rtol=1e-07, atol=atol)", "np.testing.assert_allclose(out, exp, atol=atol)"],
+)
+def test_mbpp_plus_as_on_the_hub(reward, compared):
+    """Its tests compare by numpy, and one task's function has the name of Python's sum."""
+    code = "def sum(xs): return [x / 2 for x in xs]"
+    row = dict(task_id=1, prompt="Halve.", code=code, test_list=["assert sum([1]) == [0.5]"], test_imports=[])
+    fields = Fields(row | {"test": EVALPLUS.format(compared=compared)}, "row 1", Path("test.parquet"))
+    right, close, half, wrong = grade(
+        reward,
+        ADAPTERS["mbpp_plus"](fields)["tests"],
+        code,
+        "def sum(xs): return [x / 2 + 1e-9 for x in xs]",
+        "def sum(xs): return [0.5, 1.0]",
+        "def sum(xs): return None",
+    )
+    assert right.reward == close.reward == 1.0
+    assert half.reward == pytest.approx(-0.3 + 1.3 / 2) and wrong.reward == -0.3
+
+
+def test_long_integers_in_tests(reward):
+    digits = "9" * 5000
+    (score,) = grade(reward, {"kind": "assert", "code": f"assert f() == {digits}"}, "def f(): return 10**5000 - 1")
+    assert score.reward == 1.0
 
 
 def test_expected_exceptions_objects_and_helpers(reward):

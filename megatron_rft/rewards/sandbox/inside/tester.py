@@ -140,6 +140,7 @@ class _Counted(ast.NodeTransformer):
 
 def run_asserts(code: str, setup: str, names: list[str], client: Client, report: Report) -> None:
     """The data set's asserts. `names` are the program's; a name that nothing else defines is the program's as well."""
+    sys.set_int_max_str_digits(300_000)  # some write out such integers; longer ones take seconds to read
     try:
         trees = [ast.parse(setup), ast.parse(code)]
     except SyntaxError as error:
