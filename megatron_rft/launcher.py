@@ -23,7 +23,7 @@ from megatron_rft import slurm
 from megatron_rft.errors import ConfigError
 from megatron_rft.files import write_whole
 from megatron_rft.job import Job
-from megatron_rft.processes import die_with, free_port
+from megatron_rft.processes import die_with, reserved_port
 from megatron_rft.slurm import Place
 
 FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
@@ -86,11 +86,11 @@ def launch(command: list[str], nproc: int, output_dir: str, place: Place | None 
     """
     place = place or Place()
     ranks: list[Rank] = []
-    with _signals_passed_to(ranks):
+    with _signals_passed_to(ranks), reserved_port() as free:
         try:
             if job is not None:
                 job.begin()
-            port = place.port or free_port()
+            port = place.port or free.getsockname()[1]
             for local in range(nproc):
                 number = place.node * nproc + local
                 (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)

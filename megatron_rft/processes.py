@@ -44,15 +44,9 @@ def nanny(parent: int, command: list[str]) -> int:
                     os.waitpid(pid, 0)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """One of `host`, an address of this machine ("": all of them). Free now: whoever is quicker may take it."""
-    with reserved_port(host) as held:
-        return held.getsockname()[1]
-
-
 def reserved_port(host: str = "127.0.0.1") -> socket.socket:
-    """A free port that nobody else is given while this socket is open. It does not listen: on Linux a server that sets
-    SO_REUSEADDR, as they all do, can be told to."""
+    """A free port of `host`, an address of this machine ("": all of them), that nobody else is given while this socket
+    is open. It does not listen: on Linux a server that sets SO_REUSEADDR, as they all do, can be told to."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))

@@ -20,7 +20,6 @@ from megatron_rft.errors import ConfigError
 from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.mismatch import mismatch
-from megatron_rft.processes import free_port
 from megatron_rft.records import Batch
 from megatron_rft.rollout import wire
 from megatron_rft.rollout.engine import Engine, Request, Sampling, checksum
@@ -76,19 +75,19 @@ def need_no_gpu() -> None:
 
 def receiver(port: int, syncs: int, results) -> None:
     device = torch.device("cuda:1") if torch.cuda.device_count() > 1 else None
-    link = wire.connect("127.0.0.1", port, 1, 2, 120, device)
+    link = wire.connect(wire.meeting("127.0.0.1", 2, 120, port), 1, 2, 120, device)
     for _ in range(syncs):
         results.put({name: checksum(tensor) for name, tensor in wire.receive(link)})
 
 
 def over_the_wire() -> Iterator[Row]:
-    context, port, syncs = multiprocessing.get_context("spawn"), free_port(), 3
+    context, place, syncs = multiprocessing.get_context("spawn"), wire.meeting("127.0.0.1", 2, 120), 3
     results = context.Queue()
-    other = context.Process(target=receiver, args=(port, syncs, results))
+    other = context.Process(target=receiver, args=(place.port, syncs, results))
     other.start()
     try:
         device = torch.device("cuda:0") if torch.cuda.device_count() > 1 else None
-        link = wire.connect("127.0.0.1", port, 0, 2, 120, device)
+        link = wire.connect(place, 0, 2, 120, device)
         for seed in range(syncs):
             weights = random_weights(seed)
             wire.send(link, weights.items())

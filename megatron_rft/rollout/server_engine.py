@@ -26,7 +26,6 @@ from transformers import PreTrainedConfig
 
 from megatron_rft.config.vllm import EXACT_CACHES, FP8
 from megatron_rft.errors import ConfigError, RunFailed
-from megatron_rft.processes import free_port
 from megatron_rft.records import Response
 from megatron_rft.rollout import wire
 from megatron_rft.rollout.acceptance import Acceptance
@@ -136,20 +135,20 @@ class ServerEngine(Engine):
 
     def _connect(self) -> None:
         """The group that weights go through: this process, and the server's workers."""
-        port = free_port("")
         host, size, limit_s = own_address(self.url), 1 + self.workers, self.silence_timeout_s
+        store = wire.meeting(host, size, limit_s)
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
-        address = {"host": host, "port": port, "size": size, "shapes": shapes, "timeout_s": limit_s}
+        address = {"host": host, "port": store.port, "size": size, "shapes": shapes, "timeout_s": limit_s}
         address["transport"] = self.transport
         device = torch.device("cuda", torch.cuda.current_device()) if self.transport == wire.GPU else None
         with ThreadPoolExecutor(1) as aside:
             asked = aside.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
             try:
-                self.link = wire.connect(host, port, 0, size, limit_s, device)
+                self.link = wire.connect(store, 0, size, limit_s, device)
             except RuntimeError as error:
                 asked.result()  # its own reason comes first
                 raise EngineLost(
-                    f"{self.name}: its workers do not reach {host}:{port} ({self.transport}: {error})"
+                    f"{self.name}: its workers do not reach {host}:{store.port} ({self.transport}: {error})"
                 ) from None
             asked.result()
 

@@ -45,7 +45,10 @@ class WireReceiver(Receiver):
         self.intake = Intake(shapes, self.model_config.hf_config.model_type)
         self.shutdown()  # of a trainer before
         device = self.device if init_info.transport == wire.GPU else None
-        self.link = wire.connect(init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s, device)
+        size, limit_s = init_info.size, init_info.timeout_s
+        self.link = wire.connect(
+            wire.meeting(init_info.host, size, limit_s, init_info.port), rank, size, limit_s, device
+        )
 
     def shutdown(self) -> None:
         if self.link is not None:

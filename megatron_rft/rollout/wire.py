@@ -39,13 +39,19 @@ def transport(ends: list[str | None]) -> str:
     return GPU if None not in ends and len(set(ends)) == len(ends) else HOST
 
 
-def connect(host: str, port: int, rank: int, size: int, timeout_s: float, device: torch.device | None = None) -> Link:
+def meeting(host: str, size: int, timeout_s: float, port: int | None = None) -> dist.TCPStore:
+    """Where `size` processes meet. Rank 0 opens it without a `port`: `.port` is the free one that it got, which the
+    others are told. `host`: of rank 0, as the others reach it."""
+    limit = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port or 0, size, port is None, limit, wait_for_workers=False)
+
+
+def connect(store: dist.TCPStore, rank: int, size: int, timeout_s: float, device: torch.device | None = None) -> Link:
     """Returns when all `size` processes are there; RuntimeError when they are not in time.
 
     `device`: this end's GPU, for the transport GPU; None for HOST. All ends agree on that.
     """
     limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, port, size, rank == 0, limit, wait_for_workers=False)
     control = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, size, limit)
     if device is None:
         return Link(control, control, torch.device("cpu"))

@@ -24,7 +24,7 @@ from megatron_rft.config import Recipe
 from megatron_rft.config.vllm import choose_for
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.files import write_whole
-from megatron_rft.processes import free_port
+from megatron_rft.processes import reserved_port
 from megatron_rft.rollout.own_server import spawn
 from megatron_rft.rollout.process_engine import last_lines
 from megatron_rft.rollout.vllm_arguments import save_config
@@ -72,7 +72,8 @@ def run(recipe: Recipe, out: Path) -> int:
         servers = []
         for number, environment in enumerate(places(recipe.vllm.tensor_parallel_size)):
             log = out / f"{host}_{number}.log"
-            servers.append(Server(free_port(""), log, partial(start, environment=environment)))
+            port = stack.enter_context(reserved_port("")).getsockname()[1]
+            servers.append(Server(port, log, partial(start, environment=environment)))
             stack.callback(servers[-1].stop)
             servers[-1].run()
         wait_until_ready(servers, recipe.faults.engine_start_s)

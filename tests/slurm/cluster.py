@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -199,3 +200,19 @@ def tiny_keys(folder: Path, **more: object) -> list[str]:
         "pipo.window": 2,
     }
     return [f"{name}={value}" for name, value in (keys | {k.replace("__", "."): v for k, v in more.items()}).items()]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for first in range(16817, 19000, 10):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, each in enumerate(sockets):
+                each.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+        finally:
+            for each in sockets:
+                each.close()
+    raise AssertionError("no free ports")

@@ -2,13 +2,12 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import TOOLS, Cluster
+from tests.slurm.cluster import TOOLS, Cluster, free_ports
 
 
 @pytest.fixture(scope="session")
@@ -31,19 +30,3 @@ def cluster(tmp_path_factory):
         yield Cluster(folder)
     finally:
         subprocess.run([TOOLS / "down.sh", folder], timeout=120, check=True)
-
-
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    for first in range(16817, 19000, 10):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, each in enumerate(sockets):
-                each.bind(("127.0.0.1", first + offset))
-            return first
-        except OSError:
-            continue
-        finally:
-            for each in sockets:
-                each.close()
-    raise AssertionError("no free ports")

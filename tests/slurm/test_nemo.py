@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.processes import free_port
 from tests.integration.tiny import metrics
-from tests.slurm.cluster import ROOT, SlurmJob, tiny_keys
+from tests.slurm.cluster import ROOT, SlurmJob, free_ports, tiny_keys
 
 RECIPE = "examples/pipo/qwen3_4b_base/grpo_pipo.yaml"
 LAYOUT = {"megatron__tensor_model_parallel_size": 1, "megatron__sequence_parallel": "false"}
@@ -122,7 +121,7 @@ def ssh(cluster, tmp_path_factory):
     missing = [name for name in ("sshd", "ssh", "ssh-keygen", "rsync") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: tools/one_machine_slurm/install.sh installs them (Debian, Ubuntu)")
-    folder, port = tmp_path_factory.mktemp("ssh"), free_port()
+    folder, port = tmp_path_factory.mktemp("ssh"), free_ports(1)
     for name in ("host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and Debian makes it when a system starts

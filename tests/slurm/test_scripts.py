@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.config.vllm import unusable
-from megatron_rft.processes import free_port
 from tests.integration.tiny import metrics, write_data, write_model
-from tests.slurm.cluster import ROOT, tiny_keys
+from tests.slurm.cluster import ROOT, free_ports, tiny_keys
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh") if "#SBATCH --job-name" in path.read_text())
 TWO_NODES = ["--nodes=2", "--gpus-per-node=2", "--time=60"]
@@ -78,7 +77,7 @@ def test_two_nodes_of_two_ranks(cluster, tmp_path):
 
 def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
     """A heterogeneous job, in containers: the rewards come from a server that ends with the training."""
-    server, port = tmp_path / "server.py", free_port()
+    server, port = tmp_path / "server.py", free_ports(1)
     server.write_text(SERVER)
     (tmp_path / "image.sqsh").touch()
     variables = {

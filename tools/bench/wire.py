@@ -8,7 +8,6 @@ clock of the sender, beside the time that a plain copy of the same tensors takes
 
 import argparse
 import multiprocessing
-import socket
 import statistics
 import time
 
@@ -27,7 +26,7 @@ def tensors(groups: list[tuple[int, int]]) -> list[tuple[str, torch.Tensor]]:
 
 
 def receiver(port: int, transfers: int) -> None:
-    link = wire.connect("127.0.0.1", port, 1, 2, 60)
+    link = wire.connect(wire.meeting("127.0.0.1", 2, 60, port), 1, 2, 60)
     for _ in range(transfers):
         for _ in wire.receive(link):
             pass
@@ -35,12 +34,10 @@ def receiver(port: int, transfers: int) -> None:
 
 def measure(name: str, rounds: int) -> None:
     stream = tensors(MODELS[name])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    other = multiprocessing.get_context("spawn").Process(target=receiver, args=(port, rounds + 2))
+    place = wire.meeting("127.0.0.1", 2, 60)
+    other = multiprocessing.get_context("spawn").Process(target=receiver, args=(place.port, rounds + 2))
     other.start()
-    link = wire.connect("127.0.0.1", port, 0, 2, 60)
+    link = wire.connect(place, 0, 2, 60)
     target = [torch.empty_like(tensor) for _, tensor in stream]
     taken, copied = [], []
     for _ in range(rounds + 2):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_rft.errors import RunFailed
-from megatron_rft.processes import free_port
 from megatron_rft.rollout import wire
 from megatron_rft.rollout.buckets import Buckets
 
@@ -17,9 +16,10 @@ TENSORS += [("large", torch.randn(333, 7)), ("scalar", torch.tensor(2.5))]
 @pytest.fixture(scope="module")
 def ends():
     """The sender and two receivers, with buckets that are smaller than a tensor."""
-    port = free_port("127.0.0.1")
+    place = wire.meeting("127.0.0.1", 3, 20)
+    stores = [place, *(wire.meeting("127.0.0.1", 3, 20, place.port) for _ in range(2))]
     with ThreadPoolExecutor(3) as pool:
-        jobs = [pool.submit(wire.connect, "127.0.0.1", port, rank, 3, 20) for rank in range(3)]
+        jobs = [pool.submit(wire.connect, store, rank, 3, 20) for rank, store in enumerate(stores)]
         links = [job.result() for job in jobs]
     for link in links:
         link.buckets = Buckets(torch.empty(2, 4096, dtype=torch.uint8))
