@@ -80,6 +80,12 @@ def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
             f"{option}: the architecture of {folder} is not supported: {', '.join(names)}. "
             f"Supported are {', '.join(ARCHITECTURES)}"
         )
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds and len(kinds) != layers:
+        raise DataError(
+            f"{option}: {folder / 'config.json'} names {len(kinds)} layer_types for num_hidden_layers {layers}: make "
+            "them equally many, or leave layer_types out"
+        )
     try:
         return shape_of(config)
     except KeyError as error:

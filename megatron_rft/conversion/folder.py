@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_rft.conversion.families import family_of
 from megatron_rft.conversion.mapping import hf_shapes
@@ -34,6 +36,15 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Of a model's folder."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, StrictDataclassError) as error:  # the last is transformers' of a value that cannot be
+        reason = str(error).splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else error
+        raise DataError(f"no model configuration can be loaded from {folder}: {reason}") from None
 
 
 class HFFolder:

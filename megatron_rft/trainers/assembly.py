@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from megatron_rft.config import Recipe, Source
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.config.engines import gpu_share
 from megatron_rft.config.model_shape import shape_of
 from megatron_rft.config.vllm import GPU_SHARE, choose, choose_for
+from megatron_rft.conversion import load_config
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import PromptFormat, PromptSet, eos_token_id, prompt_set
 from megatron_rft.data.rows import Row, load_rows
@@ -54,11 +55,10 @@ def load_tokenizer(recipe: Recipe) -> Any:
 
 
 def load_hf_config(recipe: Recipe) -> Any:
-    folder = model_folder(recipe.model.path)
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.path: no model configuration can be loaded from {folder}: {error}") from None
+        return load_config(model_folder(recipe.model.path))
+    except DataError as error:
+        raise DataError(f"model.path: {error}") from None
 
 
 def source_of(recipe: Recipe, part: str) -> Source:
@@ -192,7 +192,7 @@ def engine_builder(
     not the recipe's. `gpu_share`: of its memory, as VLLMEngine takes it."""
     options = recipe.rollout
     dtype = DTYPES[options.dtype or recipe.model.precision]
-    config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
+    config = source if isinstance(source, PreTrainedConfig) else load_config(source)
     if inside(recipe, config) == "hf":
         return partial(HFEngine, source, dtype, max_batch_sequences=options.max_batch_sequences)
     from megatron_rft.rollout.vllm_engine import VLLMEngine

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_rft.config import load
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import convert as conversion
+from megatron_rft.conversion import load_config
 from megatron_rft.conversion.convert import Format, Source
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA
 from megatron_rft.data.hub import model_folder
@@ -33,9 +34,9 @@ def find_source(path: str, like: str | None = None, option: str = "the checkpoin
     if folder is None:
         folder = model_folder(path, option)
         companions = model_folder(like, "--like") if like else folder
-        return Source(folder, "hf", _config(companions), companions)
+        return Source(folder, "hf", load_config(companions), companions)
     model, companions = _model_of(folder, like)
-    return Source(folder, "megatron", _config(model), companions)
+    return Source(folder, "megatron", load_config(model), companions)
 
 
 def _checkpoint_in(path: Path) -> Path | None:
@@ -68,13 +69,6 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
         return model_folder(recipe.model.path), assembly.tokenizer_folder(recipe)
     except DataError as error:
         raise DataError(f"{error} (so says {stored}); if it is elsewhere now, give --like") from None
-
-
-def _config(folder: Path):
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no model configuration can be loaded from {folder}: {error}") from None
 
 
 def run(

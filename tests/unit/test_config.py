@@ -251,6 +251,12 @@ class TestPlan:
         assert "not supported: MambaForCausalLM. Supported are Qwen2ForCausalLM" in refusal(recipe, world_size=1)
         assert set(ARCHITECTURES) == {family.architecture for family in FAMILIES.values()}
 
+    def test_as_many_kinds_of_layers_as_layers(self, recipe):
+        shape = SHAPE | {"layer_types": ["full_attention"] * (SHAPE["num_hidden_layers"] + 1)}
+        (recipe.parent / "model" / "config.json").write_text(json.dumps(shape))
+        told = refusal(recipe, world_size=1)
+        assert told.startswith("model.path: ") and "layer_types for num_hidden_layers" in told
+
     def test_weights_are_needed_unless_random(self, recipe):
         (recipe.parent / "model" / "model.safetensors").unlink()
         assert "model.initialise=random" in refusal(recipe, world_size=1)

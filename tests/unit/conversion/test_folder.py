@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes
+from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes, load_config
 from megatron_rft.errors import DataError
 
 CONFIG = Qwen3Config(
@@ -88,3 +88,20 @@ def test_no_folder_no_weights_and_pickles(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(DataError, match="names files that are not there: gone.safetensors"):
         HFFolder(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "wrong, why",
+    [
+        ({"num_hidden_layers": 3}, r"`num_hidden_layers` \(3\) must be equal to the number of `layer_types` \(2\)"),
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+        ({"model_type": "none such"}, "none such"),
+    ],
+)
+def test_a_configuration_that_cannot_be(tmp_path, wrong, why):
+    CONFIG.save_pretrained(tmp_path)
+    assert load_config(tmp_path).num_hidden_layers == 2
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    with pytest.raises(DataError, match=f"no model configuration can be loaded from {tmp_path}: .*{why}"):
+        load_config(tmp_path)
