@@ -5,6 +5,7 @@ import math
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 from megatron_rft.errors import DataError
@@ -85,7 +86,7 @@ class ServerReward:
             try:
                 rewards = self._post({"prompts": prompts, "responses": responses})
                 return [as_score(float(reward)) for reward in rewards]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
                 problem = f"{self.url}: {type(error).__name__}: {error}"
             if attempt + 1 < ATTEMPTS:
                 time.sleep(0.1 * 2**attempt)

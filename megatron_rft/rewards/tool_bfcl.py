@@ -33,7 +33,7 @@ def bfcl(prompt: Prompt, text: str) -> Score:
         return _verdict(f"no function fits, {made[0].name} is called" if made else None)
     if len(made) != len(wanted):
         return _verdict(f"{len(made)} calls, expected {len(wanted)}")
-    functions = {each["name"]: each for each in _functions(prompt)}
+    functions = _described(prompt)
     left = list(made)
     for possible in wanted:
         problems = [_mismatch(possible, call, functions) for call in left]
@@ -60,9 +60,16 @@ def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
     return pairs
 
 
-def _functions(prompt: Prompt) -> list[dict]:
+def _described(prompt: Prompt) -> dict[str, dict]:
+    """By a function's name, its parameters as JSON Schema has them."""
     functions = prompt.fields.get("tools") or prompt.fields.get("function") or []
-    return json.loads(functions) if isinstance(functions, str) else functions
+    try:
+        functions = json.loads(functions) if isinstance(functions, str) else functions
+        found = {each["name"]: each.get("parameters") or {} for each in functions}
+        assert all(isinstance(each.get("properties", {}), dict) for each in found.values())
+    except (ValueError, KeyError, AttributeError, TypeError, AssertionError):
+        raise BrokenReference(f"its tools are no list of described functions: {str(functions)[:80]}") from None
+    return found
 
 
 def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict[str, dict]) -> str | None:
@@ -70,7 +77,7 @@ def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict
     name, accepted = possible
     if call.name != name and call.name != name.replace(".", "_"):
         return f"{call.name} is called, expected {name}"
-    described = functions.get(name, {}).get("parameters", {})
+    described = functions.get(name, {})
     properties = described.get("properties", {})
     for key in described.get("required", []):
         if key not in call.arguments:
@@ -79,6 +86,7 @@ def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict
         if key not in accepted:
             return f"{name}: unknown argument {key}"
         kind = properties.get(key, {}).get("type", "any")
+        value = list(value) if kind == "tuple" and isinstance(value, tuple) else value  # the reference has lists
         if not _has_type(value, kind) and not _is_variable(value, accepted[key]):
             return f"{name}: {key} is {value!r}, expected {kind}"
         same = _accepts if _has_type(value, kind) else equal

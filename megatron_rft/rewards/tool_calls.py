@@ -117,8 +117,17 @@ def _python_calls(text: str) -> list[Call] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal's value; a bare name, such as an enumeration's, is its own text."""
+    """The value of a literal that JSON has too; anything else, an enumeration's name or a set, is its own text."""
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
     except ValueError:
         return ast.unparse(node)
+    return value if _is_json(value) else ast.unparse(node)
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -59,7 +59,7 @@ class Generator:
 
     def _trajectory(self, answered: tuple[Prompt, int, Response], text: str, score: Score) -> Trajectory:
         prompt, sample, response = answered
-        right = 1 if score.reward >= self.reward.maximum else -1
+        right = score.reward >= self.reward.maximum if score.correct is None else score.correct
         return Trajectory(
             problem=prompt.index,
             sample=sample,
@@ -68,7 +68,7 @@ class Generator:
             prompt_ids=prompt.token_ids,
             response_ids=response.token_ids,
             text=text,
-            reward=None if score.error is not None else right,
+            reward=None if score.error is not None else 1 if right else -1,
             error=score.error,
             logprobs=response.logprobs,
             finish_reason=response.finish_reason,

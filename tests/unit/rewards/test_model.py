@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         rewards = [float("nan") if text == "nan" else len(text) for text in body["responses"]]
         answer = json.dumps({"rewards": rewards[: 1 if problem == "short" else None]}).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
+        self.send_header("Content-Length", str(len(answer) + (problem == "torn")))
         self.end_headers()
         self.wfile.write(answer)
 
@@ -110,5 +110,6 @@ def test_a_server_is_asked_again_and_then_it_is_an_error(url):
     failed = reward(prompts("always", "always"), ["a", "b"])
     assert all("503" in score.error for score in failed) and len(failed) == 2
     assert "1 rewards for 2 responses" in reward(prompts("short", "short"), ["a", "b"])[0].error
+    assert "IncompleteRead" in reward(prompts("torn"), ["a"])[0].error
     (refused,) = ServerReward("http://127.0.0.1:9", timeout_s=1)(prompts("x"), ["a"])
     assert "refused" in refused.error

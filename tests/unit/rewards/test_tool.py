@@ -57,6 +57,12 @@ def test_nothing_is_evaluated():
     assert tool_calls("f(a=__import__('os').getcwd())") == [Call("f", {"a": "__import__('os').getcwd()"})]
 
 
+@pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "1j", "{1: 2, 'a': 3}", "[{(1, 2): 3}]"])
+def test_what_json_does_not_have_is_its_own_text(value):
+    assert tool_calls(f"f(a={value})") == [Call("f", {"a": value})]
+    assert ToolReward().answer(f"f(a={value})") == json.dumps([["f", {"a": value}]])
+
+
 def rlla(reference: str, text: str):
     return ToolReward("rlla")([Prompt(0, (1,), "", reference)], [text])[0]
 
@@ -120,6 +126,7 @@ FUNCTION = {
         "properties": {
             "base": {"type": "integer"}, "height": {"type": "float"}, "unit": {"type": "string"},
             "points": {"type": "array"}, "style": {"type": "dict"}, "exact": {"type": "boolean"},
+            "at": {"type": "tuple"},
         },
         "required": ["base"],
     },
@@ -133,6 +140,7 @@ ACCEPTED = [
             "points": [[1, 2], ""],
             "style": [{"colour": ["red", "Blue"], "width": [1, ""]}, ""],
             "exact": [True, "Flag_a", ""],
+            "at": [[1, 2], ""],
         }
     }
 ]
@@ -156,6 +164,9 @@ def bfcl(reference: list | str, text: str) -> float:
         ("[area.of(base=10, height=5, colour='m')]", False),
         ("[area.of(base=10, height=5, points=[1, 2])]", True),
         ("[area.of(base=10, height=5, points=[2, 1])]", False),
+        ("[area.of(base=10, height=5, points=(1, 2))]", False),
+        ("[area.of(base=10, height=5, at=(1, 2))]", True),
+        ("[area.of(base=10, height=5, at=[1, 2])]", True),
         ("[area.of(base=10, height=5, style={'colour': 'blue'})]", True),
         ("[area.of(base=10, height=5, style={'width': 1})]", False),
         ("[area.of(base=10, height=5, exact=True)]", True),
@@ -185,3 +196,9 @@ def test_parallel_irrelevance_and_relevance():
 def test_a_broken_reference_is_an_error():
     for rules, answer in (("rlla", "<tool_call>{</tool_call>"), ("bfcl", "no JSON")):
         assert ToolReward(rules)([Prompt(3, (1,), "", answer)], ["x"])[0].error.startswith("the reference of problem 3")
+
+
+@pytest.mark.parametrize("tools", ["{", [{"nme": "f"}], ["f"], [{"name": "f", "parameters": {"properties": []}}]])
+def test_broken_tools_are_an_error(tools):
+    (score,) = ToolReward("bfcl")([Prompt(3, (1,), "", '[{"f": {}}]', {"tools": tools})], ["f()"])
+    assert score.error.startswith("the reference of problem 3: its tools are no list of described functions")
