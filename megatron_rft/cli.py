@@ -6,6 +6,7 @@ same command goes on), 130 Ctrl-C before there was anything to save.
 """
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -144,7 +145,7 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
     """This process's part of the run, and its last words for whoever launched it."""
     launcher.die_with_launcher()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the trainer has something to save
-        signal.signal(number, lambda *_: sys.exit(STOPPED))
+        signal.signal(number, _stop_at_once)
     try:
         status, message = run(recipe), ""
     except UserError as error:
@@ -159,6 +160,14 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
     if message and launcher.PARENT not in os.environ:  # a launcher says it once for all ranks
         print(f"error: {message}", file=sys.stderr)
     return status
+
+
+def _stop_at_once(*_: object) -> None:
+    """Nothing is to be saved. No unwinding, which would begin wherever the signal came, and not the interpreter's end,
+    which waits for libraries' threads. What this process has started ends with it, as when it is killed."""
+    with contextlib.suppress(RuntimeError, OSError):  # the signal came in the middle of a print
+        sys.stdout.flush()
+    os._exit(STOPPED)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
