@@ -27,12 +27,10 @@ def nanny(parent: int, command: list[str]) -> int:
     ends, not on SIGTERM, not when `parent` is gone. Returns its status."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans among them become this process's children
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    child = None
+    signal.signal(signal.SIGTERM, _leave)
     try:
         die_with(parent, signal.SIGTERM)
-        child = subprocess.Popen(command)
-        return child.wait()
+        return subprocess.Popen(command).wait()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while found := children(os.getpid()):
@@ -42,6 +40,11 @@ def nanny(parent: int, command: list[str]) -> int:
             for pid in found:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
+
+
+def _leave(number: int, _frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not end what the first has begun
+    sys.exit(128 + number)
 
 
 def reserved_port(host: str = "127.0.0.1") -> socket.socket:
@@ -54,8 +57,19 @@ def reserved_port(host: str = "127.0.0.1") -> socket.socket:
 
 
 def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.glob("*/children") for child in task.read_text().split()]
+    """Pids, also of those that have ended and that nobody has waited for. Read from all processes: the kernel's own
+    list is of each thread, and threads come and go."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it is gone
+            if folder.name.isdigit() and parent_of(folder) == pid:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def parent_of(folder: Path) -> int:
+    """`folder`: a process's under /proc."""
+    return int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 if __name__ == "__main__":

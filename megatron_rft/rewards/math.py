@@ -105,7 +105,7 @@ class VerifyProcess:
     def _cause_of_death(self) -> str:
         code = self.process.wait()
         self.close()
-        if code == -signal.SIGALRM:
+        if code in (-signal.SIGPROF, -signal.SIGALRM):
             return f"grading took longer than reward.timeout_s={self.timeout_s:g}"
         return f"the grading process ended with status {code}"
 

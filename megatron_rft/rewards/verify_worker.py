@@ -1,7 +1,8 @@
 """The grading process: math-verify behind a pipe, one JSON line in, one out. Run as a file, so it never imports torch.
 
-The time limit is the kernel's: an alarm whose default action ends the process, whatever sympy is doing, and also when
-the trainer that asked is gone. Whoever reads the pipe sees it close and starts another.
+The time limit is the kernel's: alarms whose default action ends the process, whatever sympy is doing, and also when the
+trainer that asked is gone. Whoever reads the pipe sees it close and starts another. It is a limit of processor time, so
+that a busy machine gives the same scores; by the clock it is PATIENCE times as long.
 """
 
 import json
@@ -10,6 +11,7 @@ import resource
 import signal
 import sys
 
+PATIENCE = 4
 MEMORY = 4 << 30  # bytes of address space: 9^(9^9) is a MemoryError, not a machine without memory
 
 
@@ -27,18 +29,25 @@ def judge(reference: str, answer: str) -> bool:
     return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
 
 
+def limit(seconds: float) -> None:
+    """0: none."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+
+
 def main(timeout_s: float) -> None:
     logging.disable(logging.CRITICAL)
     judge("\\boxed{\\frac{1}{2}}", "\\boxed{0.5}")  # loading takes a second: not out of the first question's time
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        limit(timeout_s)
         try:
             result = {"correct": judge(*json.loads(line))}
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        limit(0)
         print(json.dumps(result), flush=True)
 
 

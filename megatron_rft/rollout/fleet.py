@@ -152,12 +152,12 @@ class Fleet(Engine):
 
     def recover(self) -> bool:
         """Collective. Replace engines that were lost on any rank; whether there were any."""
-        news = self.gather(list(self.lost.values()))
-        if not news:
+        if not any(self.gather([bool(self.lost)])):
             return False
-        self.restarts += len(news)
-        self.news += [f"{what}; it was started again with the actor's weights" for what in news]
         with self._asking:  # what a lost engine has not been asked yet is found to be left over, and waits as well
+            news = self.gather(list(self.lost.values()))  # by now others may be lost too
+            self.restarts += len(news)
+            self.news += [f"{what}; it was started again with the actor's weights" for what in news]
             for member in self.lost:
                 self.members[member].start()
             self.lost = {}

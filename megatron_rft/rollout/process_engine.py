@@ -9,6 +9,7 @@ import itertools
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -80,8 +81,9 @@ class EngineProcess(Engine):
         self._groups, self._replies = queue.Queue(), queue.Queue()
         self._heard = self._advanced = time.monotonic()
         self._done = 0
-        reader = threading.Thread(target=self._read, args=(self._connection, self._groups, self._replies), daemon=True)
-        reader.start()
+        heard = self._connection, self._groups, self._replies
+        self._reader = threading.Thread(target=self._read, args=heard, daemon=True)
+        self._reader.start()
         try:
             self._send("build", self.build)
             self.dtype, gpus = self._reply(self.start_timeout_s)
@@ -243,8 +245,16 @@ class EngineProcess(Engine):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
-            self._connection.close()
+            self._disconnect()
             self._memory.close()
+
+    def _disconnect(self) -> None:
+        """The descriptor is free for the next process's connection when nobody reads or writes there any more."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as line, contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        with self._sending:
+            self._connection.close()
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:

@@ -14,6 +14,7 @@ import queue
 import re
 import shlex
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,7 @@ class ServerEngine(Engine):
         self.name = f"the server {self.url}"
         self.link = None
         self._asked: set[http.client.HTTPConnection] = set()  # whose answers are waited for
+        self._asking, self._epoch = threading.Lock(), 0  # hanging up begins another epoch
         self.start()
 
     def start(self) -> None:
@@ -156,11 +158,11 @@ class ServerEngine(Engine):
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
-        ended: queue.Queue = queue.Queue()
+        ended, epoch = queue.Queue(), self._epoch
         single = [(request, sample) for request in requests for sample in range(request.n)]
         with ThreadPoolExecutor(min(CONNECTIONS, max(len(single), 1)), thread_name_prefix="server") as pool:
             for request, sample in single:
-                pool.submit(self._ask, request, sample, sampling, ended)
+                pool.submit(self._ask, request, sample, sampling, ended, epoch)
             try:
                 for _ in single:
                     request, sample, answer = self._next(ended)
@@ -184,7 +186,7 @@ class ServerEngine(Engine):
                 raise answer
             return request, sample, answer
 
-    def _ask(self, request: Request, sample: int, sampling: Sampling, ended: queue.Queue) -> None:
+    def _ask(self, request: Request, sample: int, sampling: Sampling, ended: queue.Queue, epoch: int) -> None:
         parameters = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -198,7 +200,7 @@ class ServerEngine(Engine):
         }
         body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
         try:
-            (choice,) = self._call("POST", GENERATE, body, timeout_s=None)["choices"]
+            (choice,) = self._call("POST", GENERATE, body, epoch=epoch)["choices"]
             answer: Any = as_response(choice)
         except Exception as error:
             answer = error
@@ -263,23 +265,28 @@ class ServerEngine(Engine):
     def _rpc(self, method: str) -> list[dict]:
         return self._call("POST", "/collective_rpc", {"method": method})["results"]
 
-    def _call(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = 0.0) -> Any:
+    def _call(self, method: str, path: str, body: dict | None = None, epoch: int | None = None) -> Any:
         """The answer's JSON, if it has any."""
-        text = self._text(method, path, body, timeout_s)
+        text = self._text(method, path, body, epoch=epoch)
         try:
             return json.loads(text) if text else None
         except ValueError:
             raise RunFailed(f"{self.name} is no vLLM: {path} is answered with {text[:80]!r}") from None
 
-    def _text(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = 0.0) -> str:
-        """The answer. EngineLost where there is none, RunFailed where the server refuses."""
+    def _text(
+        self, method: str, path: str, body: dict | None = None, timeout_s: float = 0.0, epoch: int | None = None
+    ) -> str:
+        """The answer. EngineLost where there is none, RunFailed where the server refuses. `epoch`: that of an answer
+        that may take as long as it likes, until it is hung up."""
         parts = urlsplit(self.url)
-        timeout_s = self.silence_timeout_s if timeout_s == 0 else timeout_s
-        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
-        waiting = path == GENERATE
-        if waiting:
-            self._asked.add(connection)
+        connection = http.client.HTTPConnection(
+            parts.hostname, parts.port or 80, timeout=timeout_s or self.silence_timeout_s
+        )
         try:
+            connection.connect()
+            if epoch is not None:
+                connection.sock.settimeout(None)
+                self._wait_for(connection, epoch)
             content = None if body is None else json.dumps(body)
             connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -303,11 +310,18 @@ class ServerEngine(Engine):
             self._text("GET", "/health")
             time.sleep(1)
 
+    def _wait_for(self, connection: http.client.HTTPConnection, epoch: int) -> None:
+        with self._asking:
+            if epoch != self._epoch:
+                raise ConnectionAbortedError("nobody waits for the answer any more")
+            self._asked.add(connection)
+
     def _hang_up(self) -> None:
-        """Nobody waits for an answer any more."""
-        for connection in list(self._asked):
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):
+        """Nobody waits for an answer any more, nor will for those that are about to be asked for."""
+        with self._asking:
+            self._epoch += 1
+            for connection in list(self._asked):
+                with contextlib.suppress(OSError, AttributeError):  # it has just ended
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 

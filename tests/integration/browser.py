@@ -63,7 +63,7 @@ class Browser:
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, content, {"Content-Type": "application/json"}, method=method)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=60) as answer:
+        with opener.open(request, timeout=300) as answer:
             return json.load(answer)["value"]
 
     def open(self, page: Path) -> None:
@@ -102,5 +102,5 @@ class Browser:
             self._call("DELETE", "")
         finally:
             self._driver.terminate()
-            self._driver.wait(timeout=30)
+            self._driver.wait(timeout=120)
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -4,6 +4,7 @@ environment's KILL_IN_SYNCS ("2 5"): the engine itself, where a server stands be
 import os
 import signal
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -16,8 +17,14 @@ syncs, stream = count(), Actor.stream
 
 def engine() -> int:
     """Of those that this process started, or of a server that it started."""
-    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(os.getpid())}
-    return innermost(next(pid for pid, name in names.items() if b"rollout.host" in name or b"rft.processes" in name))
+    pids = children(os.getpid())
+    return innermost(next(pid for pid in pids if b"rollout.host" in name(pid) or b"rft.processes" in name(pid)))
+
+
+def name(pid: int) -> bytes:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def innermost(pid: int) -> int:

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import time
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_kill_and_resume import wait_for_step
-from tests.integration.tiny import metrics, start, train, write_recipe
+from tests.integration.test_kill_and_resume import disturbed, terminate, wait_for_step
+from tests.integration.tiny import metrics, start, train, wait_until, write_recipe
 
 KILLED_IN_SYNC = str(Path(__file__).with_name("killed_in_sync.py"))
 PROCESS = "rollout.placement=process"
@@ -28,55 +28,51 @@ def undisturbed(recipe, tmp_path_factory) -> bytes:
     return (out / "export/model.safetensors").read_bytes()
 
 
-def engines() -> dict[int, int]:
-    """pid -> parent's pid of every engine process on this machine."""
-    found = {}
+def engines_of(trainer: int) -> list[int]:
+    """The engine processes that it started, also when it is gone: their last argument is its pid."""
+    found = []
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and b"megatron_rft.rollout.host" in (folder / "cmdline").read_bytes():
-                found[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
         except OSError:
             continue
+        if b"megatron_rft.rollout.host" in words and words[-2] == str(trainer).encode():
+            found.append(int(folder.name))
     return found
 
 
-def of(parent: int) -> list[int]:
-    return [pid for pid, its_parent in engines().items() if its_parent == parent]
-
-
-def gone(pids: list[int], within_s: float = 10) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline and set(pids) & engines().keys():
-        time.sleep(0.1)
-    return not set(pids) & engines().keys()
+def gone(trainer: int) -> bool:
+    return wait_until(lambda: not engines_of(trainer), seconds=120)
 
 
 def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, undisturbed, tmp_path):
     """At staleness 0 the actor's weights are those that the lost engine had, and seeds are the requests' own."""
-    out = tmp_path / "process"
-    process = start(recipe, f"run.output_dir={out}", PROCESS, "rollout.processes=2")
-    wait_for_step(out, process, 2)
-    pids = of(process.pid)
-    assert len(pids) == 2, engines()
-    os.kill(pids[0], signal.SIGKILL)
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output[-3000:]
+    out, trainers = tmp_path / "process", []
+
+    def kill_an_engine(process: subprocess.Popen) -> None:
+        pids = engines_of(process.pid)
+        assert len(pids) == 2
+        os.kill(pids[0], signal.SIGKILL)
+        trainers.append(process.pid)
+
+    status, output = disturbed(kill_an_engine, recipe, out, PROCESS, "rollout.processes=2", step=2, left=2)
+    assert status == 0, output[-3000:]
     assert "was killed by SIGKILL; it was started again with the actor's weights" in output
     assert metrics(out)[-1]["faults/engine_restarts"] == 1
     assert (out / "engines/engine_1.log").exists()
-    assert gone(pids) and not of(process.pid)
+    assert gone(*trainers)
     assert (out / "export/model.safetensors").read_bytes() == undisturbed
 
 
 def test_killed_in_syncs(recipe, undisturbed, tmp_path):
     """In the first one, of which every weight is compared, and in another; no engine is left over."""
-    out, before = tmp_path / "run", engines().keys()
-    arguments = recipe, f"run.output_dir={out}", PROCESS
-    status, output = train(*arguments, program=(KILLED_IN_SYNC,), KILL_IN_SYNCS="0 5")
-    assert status == 0, output[-3000:]
+    out = tmp_path / "run"
+    process = start(recipe, f"run.output_dir={out}", PROCESS, program=(KILLED_IN_SYNC,), KILL_IN_SYNCS="0 5")
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output[-3000:]
     assert output.count("was killed by SIGKILL; it was started again with the actor's weights") == 2
     assert metrics(out)[-1]["faults/engine_restarts"] == 2
-    assert not engines().keys() - before
+    assert gone(process.pid)
     assert (out / "export/model.safetensors").read_bytes() == undisturbed
 
 
@@ -84,11 +80,10 @@ def test_no_engine_outlives_a_killed_trainer(recipe, tmp_path):
     out = tmp_path / "run"
     process = start(recipe, f"run.output_dir={out}", PROCESS, "run.steps=1000")
     wait_for_step(out, process, 1)
-    pids = of(process.pid)
-    assert len(pids) == 1
+    assert len(engines_of(process.pid)) == 1
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    assert gone(pids)
+    assert gone(process.pid)
 
 
 def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, tmp_path):
@@ -100,11 +95,8 @@ def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, t
 def test_new_weights_in_the_middle_of_generation(recipe, tmp_path):
     """Three batches under way: no response is older than that, and the run can be stopped and gone on with."""
     out, ahead = tmp_path / "run", ["rollout.staleness=3", "algorithm.importance=truncated"]
-    process = start(recipe, f"run.output_dir={out}", PROCESS, *ahead)
-    wait_for_step(out, process, 4)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 75, output[-3000:]
+    status, output = disturbed(terminate, recipe, out, PROCESS, *ahead, step=4, left=2)
+    assert status == 75, output[-3000:]
     status, output = train(recipe, f"run.output_dir={out}", PROCESS, *ahead)
     assert status == 0 and "resumed after step" in output, output[-3000:]
     lines = metrics(out)

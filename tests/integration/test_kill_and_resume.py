@@ -3,20 +3,22 @@
 MEGATRON_RFT_KILLS says how many times the run is killed (default 3).
 """
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rft.megatron.checkpoint import latest
 from megatron_rft.tracking.samples import SAMPLES_FILE, read_samples
-from tests.integration.tiny import metrics, start, train, write_recipe
+from tests.integration.tiny import freeze, kill, metrics, start, train, wait_until, write_recipe
 
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
 TIMED = ("seconds/", "memory/", "per_second", "rollout/", "sync/seconds", "time")
@@ -59,12 +61,13 @@ def test_kill_9_at_random_moments(undisturbed, tmp_path):
     """Each time in another step: a little after its line is logged, so also while a checkpoint is being written."""
     folder, expected = undisturbed
     out, rng = tmp_path / "run", random.Random(7)
+    first, *_, last = (line["time"] for line in metrics(expected))
     resumed = 0
-    for kill in range(KILLS):
+    for number in range(KILLS):
         process = start(folder / "recipe.yaml", f"run.output_dir={out}")
-        wait_for_step(out, process, step=1 + 4 * kill // max(KILLS - 1, 1))
-        time.sleep(rng.uniform(0, 1.5))
-        os.killpg(process.pid, signal.SIGKILL)
+        wait_for_step(out, process, step=1 + 4 * number // max(KILLS - 1, 1))
+        time.sleep(rng.uniform(0, (last - first) / 3))  # two steps
+        kill(process)
         resumed += "resumed after step" in process.communicate()[0]
     status, output = train(folder / "recipe.yaml", f"run.output_dir={out}")
     assert status == 0, output[-3000:]
@@ -72,34 +75,57 @@ def test_kill_9_at_random_moments(undisturbed, tmp_path):
     assert_same_run(out, expected)
 
 
-def wait_for_step(run: Path, process, step: int) -> None:
+def wait_for_step(run: Path, process: subprocess.Popen, step: int) -> None:
     """Until this start of the run has logged `step` (or a later one it began with), or has ended."""
-    log = run / "metrics.jsonl"
-    begun = time.time()
-    while process.poll() is None:
-        if log.exists() and log.stat().st_mtime > begun:
-            lines = log.read_text().splitlines()
-            if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= step:
-                return
-        time.sleep(0.01)
+    log, begun = run / "metrics.jsonl", time.time()
+
+    def logged() -> bool:
+        if not log.exists() or log.stat().st_mtime <= begun:
+            return False
+        lines = log.read_text().splitlines()
+        return bool(lines) and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= step
+
+    wait_until(logged, process)
+
+
+def disturbed(
+    disturb: Callable[[subprocess.Popen], None],
+    recipe: Path,
+    out: Path,
+    *arguments: str,
+    step: int,
+    left: int = 0,
+    checkpoint: bool = False,
+    delay: float = 0.0,
+) -> tuple[int, str]:
+    """Status and output of a run to which something was done `delay` seconds after it had logged `step`, and had a
+    `checkpoint` to go on from. It stands still meanwhile, so that there surely are steps `left`. A run that is too far
+    by then is started anew, and disturbed without delay."""
+    for attempt in range(5):
+        process = start(recipe, f"run.output_dir={out}", *arguments)
+        wait_for_step(out, process, step)
+        if checkpoint:
+            wait_until(lambda: bool(list(out.glob("checkpoints/step_??????/run.json"))), process)
+        time.sleep(0 if attempt else delay)
+        assert not process.poll(), process.communicate()[0][-3000:]
+        steps = yaml.safe_load((out / "recipe.yaml").read_text())["run"]["steps"]
+        if freeze(process) and metrics(out)[-1]["step"] + left <= steps and not (out / "export").exists():
+            disturb(process)
+            process.send_signal(signal.SIGCONT)
+            output, _ = process.communicate(timeout=900)
+            return process.returncode, output
+        kill(process)
+        process.communicate()
+        shutil.rmtree(out)
+    pytest.fail("the run was over before it could be disturbed, five times")
 
 
 def killed(recipe: Path, out: Path, step: int, delay: float = 0.0) -> None:
-    """A run that was killed -9 after it logged `step`, `delay` seconds after a checkpoint was there to go on from. The
-    signal may come when it has ended: then it is started anew, and killed without delay."""
-    for attempt in range(5):
-        process = start(recipe, f"run.output_dir={out}")
-        wait_for_step(out, process, step)
-        while process.poll() is None and not list(out.glob("checkpoints/step_??????/run.json")):
-            time.sleep(0.01)
-        time.sleep(0 if attempt else delay)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if not (out / "export").exists():
-            return
-        shutil.rmtree(out)
-    pytest.fail("the run ended before it was killed, five times")
+    disturbed(kill, recipe, out, step=step, checkpoint=True, delay=delay)
+
+
+def terminate(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGTERM)
 
 
 def test_one_step_off_is_as_exact(tmp_path):
@@ -116,11 +142,7 @@ def test_one_step_off_is_as_exact(tmp_path):
     assert [line["rollout/staleness"] for line in expected[1:]] == [0, 1, 1, 1, 1, 1]
     assert any("verification/grad_norm" in line for line in expected)
     out = tmp_path / "killed"
-    process = start(recipe, f"run.output_dir={out}")
-    while process.poll() is None and not (out / "checkpoints/step_000002").exists():
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    killed(recipe, out, step=2)
     status, output = train(recipe, f"run.output_dir={out}")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, tmp_path / "run")
@@ -129,14 +151,8 @@ def test_one_step_off_is_as_exact(tmp_path):
 def test_sigterm_saves_and_says_so(undisturbed, tmp_path):
     folder, expected = undisturbed
     out = tmp_path / "run"
-    process = start(folder / "recipe.yaml", f"run.output_dir={out}", "checkpoint.every=0")
-    for line in process.stdout:
-        if "step 2/6" in line:
-            process.send_signal(signal.SIGTERM)
-            break
-    output = process.stdout.read()
-    assert process.wait(timeout=60) == 75, output
-    assert "stopped by SIGTERM" in output
+    status, output = disturbed(terminate, folder / "recipe.yaml", out, "checkpoint.every=0", step=2, left=2)
+    assert status == 75 and "stopped by SIGTERM" in output, output
     assert list((out / "checkpoints").glob("step_*"))
     status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", "checkpoint.every=0")
     assert status == 0 and "resumed after step" in output, output[-3000:]
@@ -149,13 +165,10 @@ def test_killed_rank_is_named_and_two_ranks_resume_as_one(undisturbed, tmp_path)
     out = tmp_path / "run"
     layout = ["--nproc", "2", "megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"]
     process = start(folder / "recipe.yaml", f"run.output_dir={out}", "run.steps=1000", *layout)
-    while process.poll() is None and not (out / "checkpoints/step_000002").exists():
-        time.sleep(0.01)
+    assert wait_until((out / "checkpoints/step_000002").exists, process)
     os.kill(rank_pid(process.pid, 1), signal.SIGKILL)
-    killed = time.monotonic()
-    output = process.stdout.read()
-    assert process.wait(timeout=60) == 3, output
-    assert time.monotonic() - killed < 60
+    output, _ = process.communicate(timeout=300)  # and not after half an hour, when gloo gives up
+    assert process.returncode == 3, output
     assert "rank 1 was killed by SIGKILL; the other ranks were stopped" in output
     last = int(latest(out / "checkpoints").name.removeprefix("step_"))
     status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", f"run.steps={last + 2}")

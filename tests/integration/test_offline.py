@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.data.trajectories import sha256
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
-from tests.integration.tiny import ROOT, metrics, start, train, write_data, write_model
+from tests.integration.tiny import ROOT, kill, metrics, start, train, write_data, write_model
 
 GENERATE = {
     "trainer": "generate",
@@ -108,7 +107,7 @@ def test_killed_and_resumed_it_is_the_same_run(undisturbed, folder, tmp_path):
         process = start(folder / "offline.yaml", f"run.output_dir={out}")
         wait_for_step(out, process, step)
         time.sleep(rng.uniform(0, 0.5))
-        os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
         resumed += "resumed after step" in process.communicate()[0]
     status, output = train(folder / "offline.yaml", f"run.output_dir={out}")
     assert status == 0, output[-3000:]

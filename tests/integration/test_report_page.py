@@ -6,6 +6,7 @@ from megatron_rft.tracking.report import page
 from megatron_rft.tracking.report.groups import grouped
 from megatron_rft.tracking.report.runs import read_all
 from tests.integration.browser import Browser, install
+from tests.integration.tiny import wait_until
 from tests.unit.tracking.report.made import EVIL, write_run
 
 CHARTS = [
@@ -124,9 +125,10 @@ def test_light_and_dark(browser):
 @pytest.mark.parametrize("width", [500, 800, 1600])
 def test_it_fits_a_phone_and_a_desk(browser, width):
     browser.size(width, 900)
+    chart = "document.querySelector('#chart_reward svg').getBoundingClientRect().width"
+    # The page hears of its new size when the browser comes to it.
+    assert wait_until(lambda: browser.ask(f"innerWidth == {width} && 250 < {chart} && {chart} < {width}"), seconds=60)
     assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
-    chart = browser.ask("document.querySelector('#chart_reward svg').getBoundingClientRect().width")
-    assert 250 < chart < width
 
 
 def test_it_loads_nothing(browser, report):

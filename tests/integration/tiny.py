@@ -4,10 +4,14 @@ The task is to repeat a digit. With a vocabulary of eight and answers of two tok
 now and then, so that there are rewards to learn from at once.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -84,11 +88,44 @@ def start(recipe: Path, *arguments: str, program: tuple[str, ...] = PROGRAM, **e
     )
 
 
-def train(recipe: Path, *arguments: str, timeout: float = 240, **named) -> tuple[int, str]:
+def train(recipe: Path, *arguments: str, timeout: float = 900, **named) -> tuple[int, str]:
     """Exit status and what was printed."""
     process = start(recipe, *arguments, **named)
-    output, _ = process.communicate(timeout=timeout)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise AssertionError(f"not done after {timeout} s\n{process.communicate()[0][-3000:]}") from None
     return process.returncode, output
+
+
+def kill(process: subprocess.Popen) -> None:
+    """-9, with all that it started in its group; it may have ended."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = 600) -> bool:
+    """Whether `condition` came, before `process` ended."""
+    deadline = time.monotonic() + seconds
+    while True:
+        ended = process is not None and process.poll() is not None  # before the condition: it may be its last act
+        if condition():
+            return True
+        if ended:
+            return False
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+
+
+def freeze(process: subprocess.Popen) -> bool:
+    """Stop it where it is, until SIGCONT; False where it has ended."""
+    if process.poll() is not None:
+        return False
+    os.kill(process.pid, signal.SIGSTOP)
+    happened = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    return happened.si_code == os.CLD_STOPPED
 
 
 def metrics(run: Path) -> list[dict]:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = os.environ.get("MEGATRON_RFT_PARITY") == "all"  # also what takes minutes and is covered by less
 
 
-def torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 240) -> str:
+def torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 1200) -> str:
     """What the ranks printed. Fails with the end of it when a rank fails, or when `timeout` seconds have passed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

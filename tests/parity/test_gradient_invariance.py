@@ -34,7 +34,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, dict]]:
     """layout -> loss -> how far it is from the reference."""
     reference, found = tmp_path_factory.mktemp("gradients") / "reference", defaultdict(dict)
     for ranks, cases in CASES.items():
-        output = torchrun(SCRIPT, ranks, reference, *cases, timeout=600)
+        output = torchrun(SCRIPT, ranks, reference, *cases)
         lines = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
         for line in lines:
             found[line["case"]][line["loss"]] = line

@@ -24,7 +24,7 @@ if EVERYTHING:
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 @pytest.mark.parametrize("engines", [INSIDE, OUTSIDE], ids=["inside", "outside"])
 def test_equal_to_transformers_after_every_sync(engines, tmp_path):
-    limit = 100 + 100 * len(engines)
+    limit = 600 + 200 * len(engines)
     output = torchrun(Path(__file__).with_name("vllm_cases.py"), 2, tmp_path, *engines, timeout=limit)
     cases = [line.split("\t")[1:] for line in output.splitlines() if line.startswith("CASE\t")]
     assert len(cases) == len(engines) * 3 * 5, output[-3000:]

@@ -2,6 +2,7 @@
 it is replaced when it is killed, and nothing of it is left behind."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_rft.config.vllm import unusable
 from megatron_rft.errors import ConfigError, RunFailed
-from megatron_rft.processes import children
+from megatron_rft.processes import children, reserved_port
 from megatron_rft.rollout.engine import Request, Sampling
 from megatron_rft.rollout.fleet import Fleet
 from megatron_rft.rollout.hf_engine import HFEngine
@@ -57,6 +58,12 @@ def assert_equal(server, seed: int, version: int) -> None:
             assert one.weight_version == version
 
 
+def running(server: ServerEngine) -> float:
+    """How many responses it is at."""
+    (count,) = re.findall(r"^vllm:num_requests_running\S* (\S+)$", server._text("GET", "/metrics"), re.MULTILINE)
+    return float(count)
+
+
 def killing(stream, pid: int):
     """The stream, in the middle of which a process is killed."""
     for number, pair in enumerate(stream):
@@ -89,7 +96,8 @@ def test_a_server(tmp_path):
         asked = Request(0, (5, 6, 7), 4, 1)
         writing = threading.Thread(target=lambda: answers.extend(fleet.generate([asked], Sampling(2000))))
         writing.start()
-        while not server._asked:
+        while not running(server):
+            assert writing.is_alive(), "it was over before new weights came"
             time.sleep(0.01)
         push(weights(3).items(), server, 3)
         assert writing.is_alive(), "it was not in the middle of it"
@@ -125,10 +133,13 @@ def test_a_server(tmp_path):
 
 
 def test_nobody_there():
-    with pytest.raises(
-        ConfigError, match=r"no vLLM server answers at http://127.0.0.1:9 \(.*refused.*\n.*api_server --model"
+    with (
+        reserved_port() as nobody,
+        pytest.raises(
+            ConfigError, match=r"no vLLM server answers at http://127.0.0.1:\d+ \(.*refused.*\n.*api_server --model"
+        ),
     ):
-        ServerEngine("http://127.0.0.1:9", CONFIG, {}, torch.float32)
+        ServerEngine(f"http://127.0.0.1:{nobody.getsockname()[1]}", CONFIG, {}, torch.float32)
 
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))

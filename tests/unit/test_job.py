@@ -65,14 +65,15 @@ def test_mistakes_and_the_end_are_final(start):
     assert start(1).conclude(USER_ERROR) == (USER_ERROR, "")
 
 
-def test_a_mistake_on_another_node_is_the_jobs(start, tmp_path):
+def test_a_mistake_on_another_node_is_the_jobs(start, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 300)
     job = start(0, nodes=2)
     other = Job(job.folder, job.output_dir, 1, 2)
     assert job.failed_elsewhere() is None
     thread = threading.Thread(target=other.conclude, args=(USER_ERROR,))
     thread.start()
     assert job.conclude(FAILED) == (USER_ERROR, "")
-    thread.join(timeout=30)
+    thread.join()
     assert job.failed_elsewhere() == "node 1 of this job failed"
 
 

@@ -53,8 +53,10 @@ def test_the_result_does_not_depend_on_ranks_or_batches():
     def on_rank(rank):
         def gather(mine):
             shared[rank] = mine
-            barrier.wait(timeout=30)
-            return [each for lists in shared.values() for each in lists]
+            barrier.wait(timeout=300)
+            found = [each for other in range(3) for each in shared[other]]
+            barrier.wait(timeout=300)  # nobody puts his next there before all have read
+            return found
 
         return run(rank=rank, world=3, gather=gather, batch=2)
 

@@ -3,11 +3,14 @@
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,27 +27,38 @@ TOKEN = "TOKEN-8271828459045-of-the-test"
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the attacks use numbers of x86_64's calls")
 
 
+FOLDERS = tuple(folder for folder in ("/tmp", "/dev/shm", "/var/tmp", "/usr") if os.path.isdir(folder))
+
+
+def left_in(folder: str | Path) -> set[str]:
+    """Names of files that a program makes, and of cores."""
+    return {name for name in os.listdir(folder) if re.match(rf"{MARKER}|core(\.\d+)?$", name)}
+
+
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory) -> Iterator[dict]:
     """What the programs must not reach, all of it real: a file, a process, two listening sockets, a variable."""
     canary = tmp_path_factory.mktemp("outside") / "canary"
     canary.write_text(TOKEN)
     for folder in [canary, *canary.parents][:-1]:
-        if folder.owner() == canary.owner() and folder != Path("/tmp"):
+        if folder.stat().st_uid == os.geteuid() and folder != Path("/tmp"):
             folder.chmod(0o755 if folder.is_dir() else 0o666)  # it is the sandbox that hides it, not its mode
+    before = {folder: left_in(folder) for folder in FOLDERS}
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     os.environ["MEGATRON_RFT_TEST_SECRET"] = TOKEN
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
-        abstract.bind(f"\0{MARKER}")
+        name = f"{MARKER}_{os.getpid()}"  # the machine's: another's tests may be at it
+        abstract.bind(f"\0{name}")
         abstract.listen()
         yield {
             "canary": canary,
             "pid": victim.pid,
             "port": server.getsockname()[1],
-            "name": MARKER,
+            "name": name,
             "marker": MARKER,
             "token": TOKEN,
             "victim": victim,
+            "before": before,
         }
     del os.environ["MEGATRON_RFT_TEST_SECRET"]
     victim.kill()
@@ -55,6 +69,16 @@ def filled(source: str, outside: dict) -> str:
     for name, value in outside.items():
         source = source.replace(f"{{{name}}}", str(value))
     return source
+
+
+def sandboxed() -> list[psutil.Process]:
+    """Servers, what they are started by, and cells, which are forked from them."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if any("server.py" in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 MODES = [mode for mode in launch.MODES if mode != "bubblewrap" or shutil.which("bwrap")]
@@ -77,14 +101,14 @@ def scores(request, outside) -> Iterator[dict[str, Score]]:
         programs[name] = (source, stolen if name in attacks.STEAL else script)
     prompts = [Prompt(i, (1,), "", json.dumps(tests)) for i, (_, tests) in enumerate(programs.values())]
     graded = reward(prompts, [f"```python\n{filled(source, outside)}\n```" for source, _ in programs.values()])
-    started = psutil.Process().children(recursive=True)
-    cells = [
-        p for p in started if p.is_running() and p.pid != outside["victim"].pid and "server.py" in " ".join(p.cmdline())
-    ]
     servers = 4 * (2 if request.param == "namespaces" else 3)  # bwrap, its process 1, ours; our parent, ours
-    assert len(cells) <= servers, "cells outlive their programs"
+    deadline = time.monotonic() + 60
+    while len(cells := sandboxed()) > servers:
+        assert time.monotonic() < deadline, "cells outlive their programs"
+        time.sleep(0.1)
+    assert cells
     reward.close()
-    assert not psutil.wait_procs(cells, timeout=5)[1], "processes outlive the sandbox"
+    assert not psutil.wait_procs(cells, timeout=60)[1], "processes outlive the sandbox"
     yield dict(zip(programs, graded, strict=True))
 
 
@@ -98,8 +122,9 @@ def test_no_attack_is_rewarded(name, scores):
 def test_nothing_is_left_outside(scores, outside):
     assert outside["victim"].poll() is None, "a process outside was killed"
     assert outside["canary"].read_text() == TOKEN
-    for folder in ("/tmp", "/dev/shm", "/var/tmp", "/usr", str(outside["canary"].parent)):
-        assert not [name for name in os.listdir(folder) if name.startswith(MARKER) or name.startswith("core")]
+    for folder in FOLDERS:
+        assert not left_in(folder) - outside["before"][folder]
+    assert not left_in(outside["canary"].parent)
 
 
 @pytest.mark.parametrize("name", attacks.PROVEN)

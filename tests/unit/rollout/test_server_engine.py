@@ -1,7 +1,9 @@
 """What a trainer says to a server, and what it says of one that will not do. The real one is in tests/parity."""
 
 import json
+import queue
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -140,10 +142,32 @@ def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     monkeypatch.setattr(server_engine, "PING_S", 0.1)
     with answering(FACTS, hangs=("/inference/v1/generate", "/is_paused")) as (url, asked):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32, silence_timeout_s=1.0)
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine.silence_timeout_s = 1.0
         with pytest.raises(EngineLost, match="does not answer: timed out"):
             list(engine.generate([Request(0, (3, 4), 2, seed=1)], Sampling(4)))
-        assert asked.count("/inference/v1/generate") == 2 and "/is_paused" in asked
+        assert "/is_paused" in asked
+
+
+def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
+    """A thread that was about to ask when the others were hung up would wait for ever."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    with answering(FACTS, hangs=("/inference/v1/generate",)) as (url, asked):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        ended, epoch = queue.Queue(), engine._epoch
+        arguments = Request(0, (3, 4), 1, seed=1), 0, Sampling(4), ended
+        waiting = threading.Thread(target=engine._ask, args=(*arguments, epoch))
+        waiting.start()
+        while "/inference/v1/generate" not in asked:
+            time.sleep(0.01)
+        engine.close()
+        waiting.join(60)
+        late = threading.Thread(target=engine._ask, args=(*arguments, epoch), daemon=True)
+        late.start()
+        late.join(60)
+        assert not waiting.is_alive() and not late.is_alive() and not engine._asked
+        answers = [ended.get()[2] for _ in range(2)]
+        assert all(isinstance(each, EngineLost) for each in answers) and asked.count("/inference/v1/generate") == 1
 
 
 def test_the_address_that_a_server_reaches_this_machine_by():
