@@ -70,7 +70,7 @@ class Checkpointer:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(torn)
+                shutil.rmtree(torn, ignore_errors=True)  # a writer that is at it still makes files there
         dist.barrier()
 
     def save(self, step: int, run: dict[str, Any], state: dict[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,9 +119,17 @@ def claim_folder(recipe: Recipe) -> Path:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run has left more than one that was refused at its start."""
-    ours = (path.relative_to(folder).parts[0] for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-    return any(name not in (RECIPE_FILE, "launch", "engines") for name in ours)
+    """Whether a run has left more than one that was refused at its start. Others may be at work there: a generating
+    worker, the writer of a start that was killed. What vanishes meanwhile does not count."""
+    for place, folders, files in os.walk(folder):
+        if Path(place) == folder:
+            folders[:] = set(folders) - {"launch", "engines"}
+            files = set(files) - {RECIPE_FILE}
+        for name in files:
+            with suppress(FileNotFoundError):
+                if Path(place, name).stat().st_size:
+                    return True
+    return False
 
 
 class Averages:
