@@ -1,11 +1,26 @@
-"""Whatever job, launcher or network the tests are started in: they are nobody's rank, and speak with this machine."""
+"""Whatever the tests are started in, and in whatever order, they find the same: nobody's rank, this machine without a
+proxy, and generators of random numbers that are as they were for every other test."""
 
 import os
+import random
+import sys
+
+import pytest
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGATRON_RFT_LAUNCHER")
 
 for name in list(os.environ):
     if name in RANKS or name.startswith(("SLURM", "TORCHELASTIC_", "PMI")):
         del os.environ[name]
-for name in ("no_proxy", "NO_PROXY"):  # servers of the tests are here, whatever proxy leads out
+for name in ("no_proxy", "NO_PROXY"):
     os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Before the fixtures of a module as well, which no fixture comes before."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)

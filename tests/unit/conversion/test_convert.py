@@ -194,4 +194,4 @@ def test_a_disk_that_is_full(source, tmp_path, monkeypatch, to):
             convert(source, small / "out", to)
         assert files(small) == []
     finally:
-        subprocess.run(["umount", small], check=True)
+        subprocess.run(["umount", "-l", small], check=True)

@@ -75,7 +75,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
             weights.save_folder(weights.stream(chunks, DENSE), tmp_path / "export", DENSE)
         assert list(tmp_path.iterdir()) == []
     finally:
-        subprocess.run(["umount", tmp_path], check=True)
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_a_critic_is_saved_as_a_classifier_with_one_label(tmp_path):
