@@ -86,7 +86,7 @@ def launch(command: list[str], nproc: int, output_dir: str, place: Place | None 
     """
     place = place or Place()
     ranks: list[Rank] = []
-    with _signals_passed_to(ranks), reserved_port() as free:
+    with _signals_passed_to(ranks) as passed_on, reserved_port() as free:
         try:
             if job is not None:
                 job.begin()
@@ -95,6 +95,8 @@ def launch(command: list[str], nproc: int, output_dir: str, place: Place | None 
                 number = place.node * nproc + local
                 (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
                 ranks.append(Rank(number, _start(command, number, local, nproc, place, port)))
+                if passed_on:  # to those that were there
+                    _send(ranks[-1:], passed_on[-1])
             elsewhere = _watch(ranks, job)
             stopped = _end(ranks)
         finally:
@@ -145,8 +147,9 @@ def _start(command: list[str], rank: int, local: int, nproc: int, place: Place, 
 
 @contextlib.contextmanager
 def _signals_passed_to(ranks: list[Rank]):
-    """SIGTERM and SIGUSR1 as they are; the first Ctrl-C as SIGTERM (save and end), the second kills."""
-    interrupts = 0
+    """SIGTERM and SIGUSR1 as they are; the first Ctrl-C as SIGTERM (save and end), the second kills. Gives the list of
+    those that came."""
+    interrupts, passed_on = 0, []
 
     def pass_on(number: int, _frame) -> None:
         nonlocal interrupts
@@ -154,11 +157,12 @@ def _signals_passed_to(ranks: list[Rank]):
             interrupts += 1
             number = signal.SIGTERM if interrupts == 1 else signal.SIGKILL
             print("stopping after this step; Ctrl-C again to kill" * (interrupts == 1), file=sys.stderr)
+        passed_on.append(number)
         _send(ranks, number)
 
     before = {number: signal.signal(number, pass_on) for number in CAUGHT}
     try:
-        yield
+        yield passed_on
     finally:
         for number, handler in before.items():
             if signal.getsignal(number) is not signal.SIG_IGN:

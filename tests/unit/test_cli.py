@@ -289,6 +289,19 @@ class TestRanks:
         process.send_signal(number)
         assert process.wait(timeout=300) == launcher.STOPPED
 
+    def test_a_signal_between_two_starts_reaches_those_that_start_later(self, tmp_path, monkeypatch):
+        """They would else wait for those that have stopped."""
+        start = launcher._start
+
+        def start_and_signal(*arguments):
+            process = start(*arguments)
+            if arguments[1] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return process
+
+        monkeypatch.setattr(launcher, "_start", start_and_signal)
+        assert launcher.launch(rank_command("time.sleep(600)", tmp_path), 3, str(tmp_path)) == launcher.STOPPED
+
     def test_no_rank_outlives_the_launcher(self, tmp_path):
         process = start_launcher("time.sleep(600)", tmp_path)
         process.kill()
