@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("logprobs", pa.list_(pa.float32())),  # of the sampling distribution
         ("finish_reason", pa.string()),
+        ("fields", pa.string()),  # JSON of the problem's other fields (tests, tools, level), with its first response
     ]
 )
 INDEX = "index.json"
@@ -58,6 +59,7 @@ class Trajectory:
     error: str | None
     logprobs: tuple[float, ...]
     finish_reason: str
+    fields: str | None = None
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,9 @@ def read(folder: str | Path) -> Stored:
             each = _trajectory(row, folder / "shards" / name)
             if each.problem in train and each.reward is not None:
                 trajectories.append(each)
-            elif each.problem in held_out:
-                prompts[each.problem] = Prompt(each.problem, each.prompt_ids, each.prompt, each.answer)
+            elif each.problem in held_out and each.fields is not None:
+                about = json.loads(each.fields)
+                prompts[each.problem] = Prompt(each.problem, each.prompt_ids, each.prompt, each.answer, about)
     if not trajectories:
         raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
     return Stored(trajectories, [prompts[problem] for problem in index["held_out"]], index, digest)

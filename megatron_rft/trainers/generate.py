@@ -5,6 +5,7 @@ writes the index. A shard is sampled in one go, with a random stream per (seed, 
 workers and what was killed in between leave no trace in it.
 """
 
+import json
 import math
 import os
 import time
@@ -72,6 +73,7 @@ class Generator:
             error=score.error,
             logprobs=response.logprobs,
             finish_reason=response.finish_reason,
+            fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
         )
 
 

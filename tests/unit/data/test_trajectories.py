@@ -27,6 +27,7 @@ def answers(problem, rewards=None):
             error="grader died" if reward is None else None,
             logprobs=(-0.5,) * (1 + problem + sample),
             finish_reason="stop",
+            fields=json.dumps({"tests": {"kind": "call"}, "level": problem}) if sample == 0 else None,
         )
         for sample, reward in enumerate(rewards)
     ]
@@ -72,6 +73,7 @@ def test_reads_what_was_written(tmp_path):
         f"problem {apart.index}",
         (1, apart.index),
     )
+    assert apart.fields == {"tests": {"kind": "call"}, "level": apart.index}, "what its verifier needs"
     batch = store.to_batch(found.train)
     assert batch.groups.tolist() == [each.problem for each in expected]
     assert batch.sequences["rewards"].tolist() == [each.reward for each in expected]
