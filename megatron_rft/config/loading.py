@@ -19,6 +19,7 @@ from megatron_rft.config.recipe import UNUSED, Recipe
 from megatron_rft.errors import ConfigError
 
 COMMAND_LINE = "the command line"
+DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # sections of them; a name alone is short for {path: NAME}
 Layers = list[tuple[str, dict]]  # (where it stands, what it says), the strongest last
 
 
@@ -103,7 +104,7 @@ def parse_override(text: str) -> dict:
     return nested
 
 
-def _merge(below: dict, above: dict) -> dict:
+def _merge(below: dict, above: dict, section: Place = ()) -> dict:
     """Mappings merge, anything else replaces, null removes."""
     merged = dict(below)
     for key, value in above.items():
@@ -111,7 +112,9 @@ def _merge(below: dict, above: dict) -> dict:
             merged.pop(key, None)
         elif isinstance(value, dict):
             lower = merged.get(key)
-            merged[key] = _merge(lower if isinstance(lower, dict) else {}, value)
+            if isinstance(lower, str) and section in DATA_SETS and not {"path", "adapter"} & value.keys():
+                lower = {"path": lower}  # `test: math500`, and then data.test.limit=40
+            merged[key] = _merge(lower if isinstance(lower, dict) else {}, value, (*section, key))
         else:
             merged[key] = value
     return merged

@@ -61,6 +61,15 @@ class TestLoading:
         assert loaded.algorithm.name == "grpo" and loaded.optimizer.lr == 1e-5
         assert loaded.pipo.window == 4 and loaded.rollout.stop == [7, ";"]
 
+    def test_the_short_form_of_a_data_set_takes_options(self, recipe):
+        options = ["data.train.limit=40", "evaluation.benchmarks.amc=amc23", "evaluation.benchmarks.amc.samples=32"]
+        found = load(recipe, options)
+        assert (found.data.train.path, found.data.train.limit) == ("arithmetic", 40)
+        amc = found.evaluation.benchmarks["amc"]
+        assert (amc.adapter, amc.samples) == ("amc23", 32)
+        other = load(recipe, ["data.train=math500", "data.train={path: arithmetic}"]).data.train
+        assert (other.path, other.adapter) == ("arithmetic", None)
+
     def test_base_merges_and_null_removes(self, recipe):
         child = recipe.parent / "sub" / "child.yaml"
         child.parent.mkdir()
