@@ -47,6 +47,6 @@ setup(
         "launch": ["nemo-run==0.11.1", "leptonai<0.47"],
         "bench": ["trl>=0.24"],
     },
-    entry_points={"console_scripts": ["megatron-rft = megatron_rft.cli:main"]},
+    entry_points={"console_scripts": ["megatron-rft = megatron_rft.__main__:main"]},
     classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
 )

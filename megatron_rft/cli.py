@@ -31,6 +31,7 @@ NOISE = (
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.distributed.* is deprecated",
 )
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -39,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
+    if not sys.stderr.isatty():  # a log wants no bars of other packages, which read this when they are imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         return COMMANDS[args.command](args)
     except UserError as error:
@@ -58,9 +61,16 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        print(f"error: {disk_full(error)}", file=sys.stderr)
+        return FAILED
+
+
+def disk_full(error: OSError) -> str:
+    where = f" where {error.filename} is" if error.filename else ""
+    return f"the disk is full{where}. Free some space and run the same command again: it goes on from what is complete"
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
@@ -153,9 +163,11 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
     except RunFailed as error:
         status, message = FAILED, str(error)
     except Exception as error:
-        if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
-            traceback.print_exc()
         status, message = FAILED, f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            message = disk_full(error)
+        else:
+            traceback.print_exc()
     launcher.write_exit(recipe.run.output_dir, status, message)
     if message and launcher.PARENT not in os.environ:  # a launcher says it once for all ranks
         print(f"error: {message}", file=sys.stderr)
@@ -183,6 +195,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     check(recipe)
     out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
     check_writable(out, "--out")
+    make_folder(out, "--out")
     return standalone.run(recipe, source, out)
 
 

@@ -8,7 +8,7 @@ The same as `megatron-rft convert`; docs/checkpoints.md says more.
 
 import sys
 
-from megatron_rft.cli import main
+from megatron_rft.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", *sys.argv[1:]]))

@@ -116,12 +116,12 @@ def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
         raise ConfigError(f"{option}: {folder} cannot be made: {place} {why}. Choose another {option}")
 
 
-def make_folder(path: str) -> None:
-    """run.output_dir, before anything else is done: some file systems say only now that they are not for writing."""
+def make_folder(path: str | Path, option: str = "run.output_dir") -> None:
+    """Before anything else is done: some file systems say only now that they are not for writing."""
     try:
         Path(path).expanduser().mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.output_dir: {path} cannot be made: {error.strerror}. Choose another") from None
+        raise ConfigError(f"{option}: {path} cannot be made: {error.strerror}. Choose another") from None
 
 
 def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:

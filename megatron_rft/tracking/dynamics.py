@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from megatron_rft.errors import DataError
 from megatron_rft.tracking.metrics import read_metrics
 from megatron_rft.tracking.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Curves, smooth
 
@@ -79,8 +80,16 @@ def _tested(folder: Path) -> tuple[float, float] | None:
 
 
 def draw(folders: list[Path], path: Path) -> Path:
-    """One figure of all runs, into `path`."""
+    """One figure of all runs, into `path`.
+
+    Raises:
+        DataError: none of them is an offline run.
+    """
     runs = [OfflineRun.of(Path(folder)) for folder in folders]
+    if not any(name.startswith("dynamics/") for run in runs for record in run.curves.records for name in record):
+        raise DataError(
+            f"no offline run is among {', '.join(map(str, folders))}: `megatron-rft report` draws all others"
+        )
     figure = Figure(figsize=(15, 8), layout="constrained", dpi=130)
     places = figure.subplots(2, 4).flatten()
     panels = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_rft.config import make_folder
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.errors import DataError, UserError
 from megatron_rft.trainers.convert import find_source
@@ -32,7 +33,7 @@ def run(model: str, like: str | None, tasks: list[str], include: str | None, lim
             f"--tasks: lm-evaluation-harness has no {', '.join(unknown)}; `lm_eval ls tasks` lists what it has, and "
             "--include names a folder with more"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out")
     with tempfile.TemporaryDirectory(dir=out, prefix=".model-") as folder:
         path, tokenizer = source.path, {"tokenizer": str(source.companions)} if like else {}
         if source.format == "megatron":

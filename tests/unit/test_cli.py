@@ -136,10 +136,30 @@ class TestWords:
     @pytest.mark.parametrize("command", ["dynamics", "constraints"])
     @pytest.mark.parametrize("out, words", [("x.gif", "is no .png, .pdf, .svg"), ("no/x.png", "cannot be written")])
     def test_a_picture_that_cannot_be_written(self, tmp_path, capsys, command, out, words):
-        (tmp_path / "metrics.jsonl").write_text("")
-        (tmp_path / "recipe.yaml").write_text("algorithm: {name: sft}\n")
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "dynamics/margin": 0.5}\n')
+        (tmp_path / "recipe.yaml").write_text("algorithm: {name: dpo}\n")
         assert cli.main([command, str(tmp_path), "--out", str(tmp_path / out)]) == 2
         assert words in capsys.readouterr().err
+
+    def test_dynamics_wants_an_offline_run(self, tmp_path, capsys):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        (tmp_path / "recipe.yaml").write_text("algorithm: {name: grpo}\n")
+        assert cli.main(["dynamics", str(tmp_path), "--out", str(tmp_path / "x.png")]) == 2
+        assert f"no offline run is among {tmp_path}" in capsys.readouterr().err
+        assert not (tmp_path / "x.png").exists()
+
+    def test_a_full_disk(self, capsys, monkeypatch):
+        """Whichever command met it. /dev/full is one."""
+        monkeypatch.setitem(cli.COMMANDS, "doctor", lambda _args: Path("/dev/full").write_text("x" * 10))
+        assert cli.main(["doctor"]) == 3
+        assert capsys.readouterr().err.startswith("error: the disk is full. Free some space")
+
+    def test_ctrl_c_while_the_command_line_is_imported(self, tmp_path):
+        (tmp_path / "pydantic.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+        path = f"{tmp_path}:{Path(cli.__file__).parents[1]}"
+        command, environment = [sys.executable, "-m", "megatron_rft", "doctor"], os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
     def test_report_wants_a_run(self, tmp_path, capsys):
         assert cli.main(["report", str(tmp_path)]) == 2
@@ -211,6 +231,9 @@ def test_evaluate_measures_a_folder(tmp_path, capsys):
     assert "| test | 3 | 2 |" in capsys.readouterr().out
     lines = (tmp_path / "run" / "evaluation" / "model" / "test.jsonl").read_text().splitlines()
     assert len(lines) == 6 and len(json.loads(lines[0])["text"]) > 0
+    refused = ["--out", "/proc/out"]  # which access(2) calls writable
+    assert cli.main(["evaluate", str(path), "--model", str(model), *refused]) == 2
+    assert "error: --out: /proc/out cannot be made" in capsys.readouterr().err
 
 
 class TestOneProcess:

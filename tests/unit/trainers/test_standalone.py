@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_rft import cli
+from megatron_rft.__main__ import main
 from megatron_rft.config import load
 from megatron_rft.trainers import assembly, standalone
 from megatron_rft.trainers.assembly import Evaluator
@@ -81,7 +82,7 @@ def test_a_killed_evaluation_asks_only_what_is_left(recipe, model, capsys, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "measure", killed)
-        assert cli.main(["evaluate", str(recipe), "--model", str(model)]) == 130
+        assert main(["evaluate", str(recipe), "--model", str(model)]) == 130
     assert (folder / "first.part.jsonl").is_file() and "answered already" not in capsys.readouterr().out
     if retrained:
         (model / "model.safetensors").touch()
