@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from os.path import commonprefix
 from pathlib import PurePosixPath
 
 from megatron_rft.config.datasets import SUFFIXES
@@ -79,8 +80,10 @@ def _one_kind(names: list[str], source: str) -> list[str]:
     if len(kinds) > 1 and ".json" in kinds:
         return _one_kind([name for name in names if not name.endswith(".json")], source)
     if len(kinds) > 1:
+        chosen = commonprefix([name for name in names if name.endswith(kinds[-1])]).removesuffix(kinds[-1])
         raise DataError(
-            f'{source}: it holds {" and ".join(kinds)} files; say which to read, for example files: "*{kinds[-1]}"'
+            f"{source}: it holds {' and '.join(kinds)} files; say which to read, for example files: "
+            f'"{chosen}*{kinds[-1]}"'
         )
     return names
 

@@ -25,9 +25,9 @@ class ToolReward:
     def answer(self, text: str) -> str | None:
         try:
             calls = tool_calls(text)
-        except Malformed:
+            return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True) if calls else None
+        except (Malformed, RecursionError):
             return None
-        return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True) if calls else None
 
     def close(self) -> None:
         pass

@@ -35,7 +35,17 @@ def test_names_say_which_files(names, choice, expected):
         (SHARDS, Choice("validation"), "there is no validation among its splits, test, train: choose one"),
         (SHARDS, Choice("train", split="dev"), "no file of the split 'dev'; there are data/test-00000"),
         (SUBJECTS, Choice("test", subset="logic"), "no file of the subset 'logic'"),
-        (["a.jsonl", "a.parquet"], Choice("train"), r"\.jsonl and \.parquet files; .*files: \"\*\.parquet\""),
+        (
+            [
+                "ALL/test-0.parquet",
+                "ALL/train-0.parquet",
+                "ALL/train-1.parquet",
+                "train/data-0.arrow",
+                "test/data-0.arrow",
+            ],
+            Choice("train"),
+            r"\.arrow and \.parquet files; .*files: \"ALL/train-\*\.parquet\"",  # not the test's
+        ),
         (
             ["README.md"],
             Choice("train"),
