@@ -71,13 +71,13 @@ def filled(source: str, outside: dict) -> str:
     return source
 
 
-def sandboxed() -> list[psutil.Process]:
+def sandboxed() -> set[psutil.Process]:
     """Servers, what they are started by, and cells, which are forked from them."""
-    found = []
+    found = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
             if any("server.py" in word for word in process.cmdline()):
-                found.append(process)
+                found.add(process)
     return found
 
 
@@ -87,6 +87,7 @@ MODES = [mode for mode in launch.MODES if mode != "bubblewrap" or shutil.which("
 @pytest.fixture(scope="module", params=MODES)
 def scores(request, outside) -> Iterator[dict[str, Score]]:
     """All programs at once, four at a time; then the sandbox is closed and its processes are gone."""
+    others = sandboxed()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "MODES", (request.param,))
         try:
@@ -103,7 +104,7 @@ def scores(request, outside) -> Iterator[dict[str, Score]]:
     graded = reward(prompts, [f"```python\n{filled(source, outside)}\n```" for source, _ in programs.values()])
     servers = 4 * (2 if request.param == "namespaces" else 3)  # bwrap, its process 1, ours; our parent, ours
     deadline = time.monotonic() + 60
-    while len(cells := sandboxed()) > servers:
+    while len(cells := sandboxed() - others) > servers:
         assert time.monotonic() < deadline, "cells outlive their programs"
         time.sleep(0.1)
     assert cells
