@@ -32,6 +32,7 @@ from megatron_rft.rollout.vllm_arguments import save_config
 from megatron_rft.trainers import assembly, fleets
 
 FINISHED = 0
+HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy leads out of this machine
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Server:
         self.process = self.start(port=self.port, log=self.log)
 
     def answers(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+        with contextlib.suppress(OSError), HERE.open(f"http://127.0.0.1:{self.port}/health", timeout=5):
             return True
         return False
 
