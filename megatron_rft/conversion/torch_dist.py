@@ -15,6 +15,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, EnumType
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,19 @@ class Unpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return member
         known = (module, name) in self.OTHERS or (module in self.MODULES and "." not in name)
         if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise DataError(f"it holds {module}.{name}, which no checkpoint needs")
+
+
+def member(kind: Any, name: str) -> Enum:
+    """Of an enumeration: Python up to 3.11.3 writes one as getattr(kind, name)."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise DataError(f"it asks for {name} of {kind}, which no checkpoint needs")
+    return kind[name]
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -136,6 +136,7 @@ def reportable(error: Exception, what: str) -> Exception:
 
 def main(socket: int, buckets: int, parent: int) -> None:
     die_with(parent)
+    sys.stdout.reconfigure(line_buffering=True)  # into the log at once: whoever reads it does so when this has failed
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone
         Host(Connection(socket), Buckets(HostMemory(buckets).slots)).run()
     sys.stdout.flush()

@@ -91,6 +91,9 @@ class EngineProcess(Engine):
         except EngineLost as error:
             self._kill()
             raise RunFailed(f"{error}. It was starting; its log ends:\n{last_lines(self.log)}") from None
+        except BaseException:  # the process lives, without an engine
+            self._kill()
+            raise
 
     def _lay_buckets(self, gpus: list[str]) -> None:
         """In the memory of this rank's GPU where the process sees that one (`gpus`), too, else in the host's."""

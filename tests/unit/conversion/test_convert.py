@@ -1,5 +1,6 @@
 """From one format into the other and back: the same bits, the tokenizer along, and nothing half on any failure."""
 
+import io
 import json
 import os
 import pickle
@@ -9,13 +10,14 @@ from contextlib import closing
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config.vllm import unusable
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import Source, convert
-from megatron_rft.conversion.torch_dist import MegatronFolder
+from megatron_rft.conversion.torch_dist import MegatronFolder, Unpickler
 from megatron_rft.errors import ConfigError, DataError, RunFailed
 
 SMALL = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
@@ -152,6 +154,26 @@ def test_a_file_that_would_run_code(megatron):
     (megatron.path / ".metadata").write_bytes(pickle.dumps(Evil()))
     assert "posix.system, which no checkpoint needs" in opened(megatron.path, megatron.hf_config)
     assert not (megatron.path / "ran").exists()
+
+
+class Attribute:
+    """Is written as Python up to 3.11.3 writes a member of an enumeration."""
+
+    def __init__(self, *of_what):
+        self.of_what = of_what
+
+    def __reduce__(self):
+        return getattr, self.of_what
+
+
+def test_members_of_enumerations_as_older_pythons_write_them():
+    def read(*of_what):
+        return Unpickler(io.BytesIO(pickle.dumps(Attribute(*of_what)))).load()
+
+    assert read(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT") is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    for of_what in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (torch.Size, "numel")):
+        with pytest.raises(DataError, match="which no checkpoint needs"):
+            read(*of_what)
 
 
 def test_a_safetensors_file_that_is_cut_off(source, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rft.errors import RunFailed
+from megatron_rft.processes import children
 from megatron_rft.rollout.acceptance import metrics
 from megatron_rft.rollout.engine import Engine, EngineLost, Request, Sampling
 from megatron_rft.rollout.fleet import Fleet, shares
@@ -113,11 +114,13 @@ def test_killed_in_generation_and_in_a_sync(fleet, model, engine, gate):
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path):
+    before = set(children(os.getpid()))
     with pytest.raises(RunFailed, match="OSError: no engine today"):
         EngineProcess(fails, "engine process 0", tmp_path / "log", 120)
     assert "no such device: imaginary" in (tmp_path / "log").read_text()
     with pytest.raises(RunFailed, match="silent for 0.2 s. It was starting; its log ends:\n"):
         EngineProcess(partial(time.sleep, 600), "engine process 0", tmp_path / "log", 0.2)
+    assert set(children(os.getpid())) <= before
 
 
 class Doomed(Engine):
