@@ -59,7 +59,7 @@ class Trajectory:
     error: str | None
     logprobs: tuple[float, ...]
     finish_reason: str
-    fields: str | None = None
+    fields: str | None = None  # stores of before it was there do without
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ def read(folder: str | Path) -> Stored:
             each = _trajectory(row, folder / "shards" / name)
             if each.problem in train and each.reward is not None:
                 trajectories.append(each)
-            elif each.problem in held_out and each.fields is not None:
-                about = json.loads(each.fields)
+            elif each.problem in held_out and each.problem not in prompts:
+                about = json.loads(each.fields or "{}")
                 prompts[each.problem] = Prompt(each.problem, each.prompt_ids, each.prompt, each.answer, about)
     if not trajectories:
         raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
@@ -250,7 +250,7 @@ def _trajectory(row: dict[str, Any], path: Path) -> Trajectory:
         raise DataError(f"{place} has the reward {row['reward']}: trajectories are right (+1) or wrong (-1)")
     if not row["response_ids"]:
         raise DataError(f"{place} is empty: a response has one token at least, its end")
-    return Trajectory(**{name: _AS.get(name, lambda x: x)(row[name]) for name in _NAMES})
+    return Trajectory(**{name: _AS.get(name, lambda x: x)(row[name]) for name in _NAMES if name in row})
 
 
 def sha256(data: bytes) -> str:
