@@ -7,11 +7,11 @@ same command goes on), 130 Ctrl-C before there was anything to save.
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_rft import doctor, launcher, slurm
 from megatron_rft.arguments import parse
 from megatron_rft.config import Recipe, check, check_writable, load, make_folder
-from megatron_rft.errors import RunFailed, UserError
+from megatron_rft.errors import RunFailed, UserError, disk_is_full
 from megatron_rft.job import Job
 from megatron_rft.launcher import FAILED, FINISHED, STOPPED, USER_ERROR
 
@@ -31,7 +31,7 @@ NOISE = (
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.distributed.* is deprecated",
 )
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+PATIENCE = 5.0  # seconds that a process has to end by itself after a signal, before it has anything to save
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if not disk_is_full(error):
             raise
         print(f"error: {disk_full(error)}", file=sys.stderr)
         return FAILED
@@ -164,7 +164,7 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
         status, message = FAILED, str(error)
     except Exception as error:
         status, message = FAILED, f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and disk_is_full(error):
             message = disk_full(error)
         else:
             traceback.print_exc()
@@ -180,6 +180,15 @@ def _stop_at_once(*_: object) -> None:
     with contextlib.suppress(RuntimeError, OSError):  # the signal came in the middle of a print
         sys.stdout.flush()
     os._exit(STOPPED)
+
+
+def _end_now(number: int, _frame: object) -> None:
+    """Also where what is being imported swallows the exception, as parts of torch do."""
+    interrupted = number == signal.SIGINT
+    guard = threading.Timer(PATIENCE, os._exit, [128 + number if interrupted else STOPPED])
+    guard.daemon = True
+    guard.start()
+    raise KeyboardInterrupt if interrupted else SystemExit(STOPPED)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

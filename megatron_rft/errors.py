@@ -5,6 +5,7 @@ traceback. Our own mistakes stay `assert`s and ordinary exceptions.
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -26,7 +27,8 @@ class RunFailed(RuntimeError):
 
 def disk_is_full(error: BaseException) -> bool:
     """Whether a write failed for want of space. torch says of a write that fell short only where the file should be."""
-    return "No space left" in str(error) or "unexpected pos" in str(error)
+    no_room = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return no_room or "No space left" in str(error) or "unexpected pos" in str(error)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

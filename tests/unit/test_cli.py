@@ -236,7 +236,23 @@ def test_evaluate_measures_a_folder(tmp_path, capsys):
     assert "error: --out: /proc/out cannot be made" in capsys.readouterr().err
 
 
+SWALLOWED = """
+import os, signal, sys, time
+from megatron_rft import cli
+cli.PATIENCE, number = 0.1, int(sys.argv[1])
+signal.signal(number, cli._end_now)
+try:
+    os.kill(os.getpid(), number)
+except BaseException:
+    time.sleep(60)
+"""
+
+
 class TestOneProcess:
+    @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+    def test_a_signal_counts_where_an_import_swallows_it(self, number, status):
+        assert subprocess.run([sys.executable, "-c", SWALLOWED, str(int(number))], timeout=50).returncode == status
+
     @pytest.mark.parametrize(
         "error, status", [(None, 0), (DataError("no field"), 2), (RunFailed("NaN"), 3), (ZeroDivisionError("x"), 3)]
     )

@@ -119,7 +119,7 @@ def side(example: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _no_run(folder: Path) -> str:
     if not folder.is_dir():
-        beside = [str(path) for path in folder.parent.glob("*")] if folder.parent.is_dir() else []
+        beside = [str(path) for path in folder.parent.glob("*") if path.is_dir()] if folder.parent.is_dir() else []
         return f"there is no folder {folder}.{did_you_mean(str(folder), beside)}"
     if (folder / "index.json").is_file():
         return f"{folder} is a store of trajectories, not the folder of a run: it has no {METRICS}"
