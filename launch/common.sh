@@ -147,12 +147,28 @@ submit() {
     fi
     for stage in "${stages[@]}"; do check_stage $stage "${keys[@]}" "${server_keys[@]}"; done
     mkdir -p runs/slurm 2>/dev/null && [ -w runs/slurm ] || die "$PWD/runs/slurm cannot be written: the job keeps its notes there"
+    [ -z "${LAUNCH_IMAGE:-}" ] || warn_of_what_is_not_mounted "${keys[@]}"
     sooner_signal
     if [ -n "${LAUNCH_SERVER:-}" ]; then # a heterogeneous job, each part with its options
         shared=($(grep -oE ' (--(account|partition|time|qos|reservation)[= ]|-[Aptq] ?)[^ ]+' <<<" ${options[*]}"))
         options+=(: "${shared[@]}" ${LAUNCH_SERVER_OPTIONS:---nodes=1})
     fi
     exec sbatch ${sooner:+"$sooner"} "${options[@]}" "launch/$(basename "$0")" "${keys[@]}"
+}
+
+# A container goes away with the job, and with it what was written into its own file system.
+warn_of_what_is_not_mounted() { # KEY...
+    local key mount found
+    for key in "$@"; do
+        [[ "$key" = *run.output_dir=/* ]] || continue
+        found=
+        for mount in "$here" ${LAUNCH_MOUNTS//,/ }; do
+            mount="${mount#*:}" && mount="${mount%%:*}"
+            [[ "${key#*=}/" != "${mount%/}"/* ]] || found=yes
+        done
+        [ -n "$found" ] || echo "warning: ${key#*=} is in none of LAUNCH_MOUNTS: unless this cluster mounts it into every" \
+            "container, the run is lost with the container" >&2
+    done
 }
 
 # The scripts ask for their signal ten minutes ahead: a limit that is hardly longer would bring it at once.

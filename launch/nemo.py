@@ -132,6 +132,12 @@ def check(args: argparse.Namespace, jobs: list[Point]) -> None:
             raise UserError(f"{job.name}: " + done.stderr.strip().removeprefix("error: "))
 
 
+def lost_with_the_container(args: argparse.Namespace, folder: Path) -> bool:
+    """Whether a run writes into the container's own file system, which goes away with the job."""
+    mounted = [args.workspace, *(Path(f"{mount}:{mount}".split(":")[1]) for mount in args.mounts.split(",") if mount)]
+    return bool(args.image) and folder.is_absolute() and not any(map(folder.is_relative_to, mounted))
+
+
 def run_here(args: argparse.Namespace, command: str) -> subprocess.CompletedProcess:
     """A command of the run's environment."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -220,6 +226,9 @@ def executor(args: argparse.Namespace):
 def launch(args: argparse.Namespace) -> int:
     jobs = points(args)
     check(args, jobs)
+    if lost_with_the_container(args, folder := Path(output_dir(args))):
+        lost = "unless this cluster mounts it into every container, the run is lost with the container"
+        print(f"warning: {folder} is in neither --workspace nor --mounts: {lost}", file=sys.stderr)
     if args.local or args.host:
         os.environ.setdefault("NEMORUN_HOME", str(ROOT / "runs" / "nemo"))
     else:

@@ -47,6 +47,24 @@ def test_a_short_limit_brings_its_signal_later(tmp_path, limit, signal):
     assert last.startswith(f"sbatch --signal=B:USR1@{signal} " if signal else "sbatch --gpus-per-node=8 ")
 
 
+@pytest.mark.parametrize(
+    "folder, mounts, warned",
+    [
+        ("/lustre/me/run", "", True),
+        ("/lustre/me/run", "/home/me,/lustre/me:/lustre/me:rw", False),
+        ("/lustre/me/run", "/lustre/me:/data", True),
+        ("/lustre/menu/run", "/lustre/me:/lustre/me", True),
+        ("runs/mine", "", False),
+        (f"{ROOT}/runs/mine", "", False),
+    ],
+)
+def test_a_run_that_would_be_lost_with_its_container(tmp_path, folder, mounts, warned):
+    options = ["--gpus-per-node=8", f"run.output_dir={folder}"]
+    lines = submit(tmp_path, options, LAUNCH_IMAGE="image.sqsh", LAUNCH_MOUNTS=mounts)
+    assert lines[0].startswith(f"warning: {folder} is in none of LAUNCH_MOUNTS") is warned
+    assert lines[-1].startswith("sbatch ")
+
+
 def submit(tmp_path: Path, options: list[str], **variables: str) -> list[str]:
     for name in ("sbatch", "python"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
@@ -59,6 +77,8 @@ def submit(tmp_path: Path, options: list[str], **variables: str) -> list[str]:
         **variables,
     }
     command = ["bash", "launch/pipo_8b.sh", *options, "run.seed=1"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
     return done.stdout.splitlines()

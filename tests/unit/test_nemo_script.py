@@ -47,6 +47,21 @@ def test_keys_are_quoted_for_the_shell(nemo):
     assert told == ["train", RECIPE, "--nproc", "1", "data.prompt_template=Q: {question} 'A'"]
 
 
+@pytest.mark.parametrize(
+    "folder, given, lost",
+    [
+        ("/data/x", ["--image", "i"], True),
+        ("/data/x", ["--image", "i", "--mounts", "/a,/lustre/data:/data:rw"], False),
+        ("/data/x", ["--image", "i", "--mounts", "/data:/b"], True),
+        ("/lustre/me/x", ["--image", "i"], False),
+        ("runs/x", ["--image", "i"], False),
+        ("/data/x", [], False),
+    ],
+)
+def test_a_run_that_would_be_lost_with_its_container(nemo, folder, given, lost):
+    assert nemo.lost_with_the_container(nemo.parse([RECIPE, *SLURM, *given]), Path(folder)) is lost
+
+
 def test_the_batch_lines_are_bash(nemo):
     lines = nemo.batch_lines(nemo.parse([RECIPE, *SLURM]))
     subprocess.run(["bash", "-n"], input=lines, text=True, check=True)
