@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_rft import doctor, launcher, slurm
 from megatron_rft.arguments import parse
-from megatron_rft.config import Recipe, check, check_writable, load, make_folder
+from megatron_rft.config import Recipe, check, check_store_is_there, check_writable, load, make_folder
 from megatron_rft.errors import RunFailed, UserError, disk_is_full
 from megatron_rft.job import Job
 from megatron_rft.launcher import FAILED, FINISHED, STOPPED, USER_ERROR
@@ -85,8 +85,10 @@ def _train(args: argparse.Namespace) -> int:
     ranks = world_size, launcher.ranks_per_node(world_size, place)
     plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None))
     is_rank = "RANK" in os.environ
-    if not args.dry_run and not is_rank and _fetch_models(recipe):
-        plan = check(recipe, *ranks)  # there is more to check now
+    if not args.dry_run and not is_rank:
+        check_store_is_there(recipe)  # before a model of gigabytes comes
+        if _fetch_models(recipe):
+            plan = check(recipe, *ranks)  # there is more to check now
     if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else place.node == 0:
         print(plan, flush=True)
     _check_own_code(recipe)

@@ -19,6 +19,8 @@ from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.vllm import check_quantization, check_vllm, choose, choose_for
 from megatron_rft.errors import ConfigError, DataError, did_you_mean
 
+NO_STORE = "where there are no trajectories yet: `megatron-rft generate` makes them"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -183,7 +185,13 @@ def _check_store(path: str) -> str:
             f"data.train: {path} is no whole trajectory store: it has no index.json. `megatron-rft generate` goes on "
             "with a half-written one"
         )
-    return f"data.train: {path}, where there are no trajectories yet: `megatron-rft generate` makes them"
+    return f"data.train: {path}, {NO_STORE}"
+
+
+def check_store_is_there(recipe: Recipe) -> None:
+    """Of trainer offline, for a run that begins now: a plan may be of trajectories that are still to be made."""
+    if recipe.trainer == "offline" and not (Path(recipe.data.train.path).expanduser() / "index.json").is_file():
+        raise DataError(f"data.train: {recipe.data.train.path}, {NO_STORE}")
 
 
 def _check_path(option: str, path: str) -> None:

@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from megatron_rft.config import check, dump, load
-from megatron_rft.errors import UserError
+from megatron_rft.config import check, check_store_is_there, dump, load
+from megatron_rft.errors import DataError, UserError
 from megatron_rft.objectives.offline import OFFLINE
 from tests.unit.test_config import EXAMPLES, SHAPE
 
@@ -83,6 +83,8 @@ def test_refused(recipe):
 def test_a_store_is_whole_or_not_there_yet(recipe, tmp_path):
     offline = recipe("offline")
     assert "no trajectories yet" in str(check(load(offline, [f"data.train={tmp_path}/nowhere"])))
+    with pytest.raises(DataError, match="no trajectories yet"):  # a run that begins now
+        check_store_is_there(load(offline, [f"data.train={tmp_path}/nowhere"]))
     (tmp_path / "store" / "index.json").unlink()
     assert "no whole trajectory store" in refusal(offline)
 
