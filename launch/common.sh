@@ -30,7 +30,7 @@ die() {
 # ---- in the job
 
 run_job() {
-    cd "$here" && [ -d megatron_rft ] || die "submit from the repository's folder, not from $SLURM_SUBMIT_DIR"
+    cd "$here" || exit 2
     . launch/requeue.sh
     export LAUNCH_ROOT="$PWD" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
     local nproc="${LAUNCH_NPROC:-${SLURM_GPUS_ON_NODE:-}}" number
@@ -131,6 +131,10 @@ step=(--ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}"
 submit() {
     local keys=() options=() shared=() argument stage sooner=
     cd "$here" || exit 2
+    if [[ " $* " =~ \ (-h|--help)\  ]]; then
+        sed -n '/^#/!q; s/^# \{0,1\}//p' launch/common.sh
+        exit 0
+    fi
     for argument in "$@"; do
         if [[ "$argument" =~ ^((train|generate|serve):)?[a-z_]+(\.[a-z0-9_]+)+= ]]; then
             keys+=("$argument")
@@ -158,11 +162,11 @@ submit() {
 
 # A container goes away with the job, and with it what was written into its own file system.
 warn_of_what_is_not_mounted() { # KEY...
-    local key mount found
+    local key mount found mounts="${LAUNCH_MOUNTS:-}"
     for key in "$@"; do
         [[ "$key" = *run.output_dir=/* ]] || continue
         found=
-        for mount in "$here" ${LAUNCH_MOUNTS//,/ }; do
+        for mount in "$here" ${mounts//,/ }; do
             mount="${mount#*:}" && mount="${mount%%:*}"
             [[ "${key#*=}/" != "${mount%/}"/* ]] || found=yes
         done

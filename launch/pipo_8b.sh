@@ -5,4 +5,4 @@
 stages=("train examples/pipo/qwen3_8b_base/grpo_pipo.yaml")
 in_job="" folder="$(dirname "$0")"
 [ -e "$folder/common.sh" ] || in_job=yes folder="${SLURM_SUBMIT_DIR:?}/launch"
-. "$folder/common.sh"
+. "$folder/common.sh" || { echo "error: submit from the repository's folder, not from $PWD" >&2 && exit 2; }

@@ -47,6 +47,11 @@ def test_a_short_limit_brings_its_signal_later(tmp_path, limit, signal):
     assert last.startswith(f"sbatch --signal=B:USR1@{signal} " if signal else "sbatch --gpus-per-node=8 ")
 
 
+def test_help_says_what_can_be_given(tmp_path):
+    lines = submit(tmp_path, ["--help"])
+    assert any("LAUNCH_SETUP    shell code" in line for line in lines) and not lines[-1].startswith(("#", "sbatch"))
+
+
 @pytest.mark.parametrize(
     "folder, mounts, warned",
     [
@@ -60,7 +65,7 @@ def test_a_short_limit_brings_its_signal_later(tmp_path, limit, signal):
 )
 def test_a_run_that_would_be_lost_with_its_container(tmp_path, folder, mounts, warned):
     options = ["--gpus-per-node=8", f"run.output_dir={folder}"]
-    lines = submit(tmp_path, options, LAUNCH_IMAGE="image.sqsh", LAUNCH_MOUNTS=mounts)
+    lines = submit(tmp_path, options, LAUNCH_IMAGE="image.sqsh", **({"LAUNCH_MOUNTS": mounts} if mounts else {}))
     assert lines[0].startswith(f"warning: {folder} is in none of LAUNCH_MOUNTS") is warned
     assert lines[-1].startswith("sbatch ")
 
