@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatron_rft.config.vllm import EXACT_CACHES, FP8
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.records import Response
-from megatron_rft.rollout import wire
+from megatron_rft.rollout import server_facts, wire
 from megatron_rft.rollout.acceptance import Acceptance
 from megatron_rft.rollout.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
 from megatron_rft.rollout.shared_memory import own_gpu
@@ -92,43 +91,23 @@ class ServerEngine(Engine):
         where = f"rollout.servers: {self.url}"
         try:
             each = self._rpc("rft_facts")
-            facts = each[0]
         except (RunFailed, ValueError) as error:
             raise ConfigError(f"{where} cannot take weights from a trainer ({error}). {self._how()}") from None
-        for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
-            if facts[name] != getattr(self.config, name):
-                raise ConfigError(
-                    f"{where} serves another model: its {name} is {facts[name]}, that of model.path "
-                    f"{getattr(self.config, name)}"
-                )
-        if facts["dtype"] != str(self.dtype):
-            raise ConfigError(
-                f"{where} computes in {facts['dtype']}, and rollout.dtype says {self.dtype}. {self._how()}"
-            )
-        if facts["max_model_len"] < self.longest:
-            raise ConfigError(
-                f"{where} has room for {facts['max_model_len']} tokens of prompt and response, and this recipe has "
-                f"up to {self.longest}: start it with --max-model-len {self.longest}, or lower data.max_prompt_tokens "
-                "or rollout.max_response_tokens"
-            )
-        if self.keep_caches and facts["prefix_caching"]:
-            raise ConfigError(
-                f"{where} would give new responses the keys and values of old weights, which rollout.cache_after_sync "
-                "keeps: start it with --no-enable-prefix-caching, or recompute"
-            )
-        if facts["replicas"] > 1:
-            raise ConfigError(
-                f"{where} is {facts['replicas']} data-parallel replicas behind one URL, of which one alone would be "
-                "asked whether its weights arrived: start a server for each, and name them all"
-            )
-        if facts["quantization"] not in (None, *FP8):
-            raise ConfigError(
-                f"{where} was started with --quantization {facts['quantization']}, and what is not proven to arrive is "
-                f"refused: there is {', '.join(FP8)}"
-            )
-        self.rounds = facts["quantization"] is not None or facts["kv_cache_dtype"] not in EXACT_CACHES
+        facts, how = each[0], self._how()
+        problems = server_facts.problems(facts, self.config, self.dtype, self.longest, self.keep_caches, how)
+        if problem := next(problems, None) or self._without_token_ids():
+            raise ConfigError(f"{where} {problem}")
+        self.rounds = server_facts.rounds(facts)
         self.workers = int(facts["workers"])
         self.transport = wire.transport([own_gpu(), *(worker["gpu"] for worker in each)])
+
+    def _without_token_ids(self) -> str | None:
+        """Where their end point is, a GET is the wrong method; else it is not found."""
+        try:
+            self._text("GET", GENERATE, timeout_s=ANSWER_S)
+        except RunFailed as error:
+            return f"takes no token ids ({error}). {self._how()}" if ": 404 " in str(error) else None
+        return None
 
     def _how(self) -> str:
         room = {"max_model_len": self.longest} if self.longest else {}
@@ -263,7 +242,10 @@ class ServerEngine(Engine):
     # ---- HTTP
 
     def _rpc(self, method: str) -> list[dict]:
-        return self._call("POST", "/collective_rpc", {"method": method})["results"]
+        answer = self._call("POST", "/collective_rpc", {"method": method})
+        if not isinstance(answer, dict) or not answer.get("results"):
+            raise RunFailed(f"{self.name} is no vLLM: /collective_rpc is answered with {str(answer)[:80]!r}")
+        return answer["results"]
 
     def _call(self, method: str, path: str, body: dict | None = None, epoch: int | None = None) -> Any:
         """The answer's JSON, if it has any."""

@@ -10,8 +10,10 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from megatron_rft.config.vllm import installed
 from megatron_rft.rollout import vllm_cpu, vllm_drafts, wire
 from megatron_rft.rollout.intake import Intake
+from megatron_rft.rollout.server_facts import MODEL
 from megatron_rft.rollout.shared_memory import own_gpu
 from megatron_rft.rollout.vllm_readback import checksums
 from megatron_rft.rollout.vllm_weights import Receiver
@@ -91,8 +93,10 @@ class Extension:
         if vllm_cpu.faulty():
             vllm_cpu.repair()
         config, here = self.model_config.hf_config, self.parallel_config
-        names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-        facts = {name: getattr(config, name) for name in names}
+        transfer = self.vllm_config.weight_transfer_config
+        facts = {name: getattr(config, name) for name in MODEL} | {"vllm": installed()[1]}
+        facts |= {"transfer": transfer and transfer.backend, "logprobs_mode": self.model_config.logprobs_mode}
+        facts |= {"chunked_prefill": self.scheduler_config.enable_chunked_prefill}
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
         facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": own_gpu()}
         facts |= {"quantization": self.model_config.quantization, "kv_cache_dtype": self.cache_config.cache_dtype}

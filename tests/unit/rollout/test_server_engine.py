@@ -24,18 +24,23 @@ from megatron_rft.trainers.fleets import server_arguments
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
 FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1}
+FACTS |= {"vllm": "0.32.0", "transfer": "wire", "logprobs_mode": "processed_logprobs", "chunked_prefill": False}
 FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_dtype": "auto"}
 
 
 @contextmanager
-def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "", dies: str = ""):
-    """A server that knows nothing but what it is, never answers `hangs`, and whose engine dies when it is asked for
-    `dies`: it fails there, and says a while later that it is broken; (its URL, what it was asked)."""
+def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "", dies: str = "", lacks: str = ""):
+    """A server that knows nothing but what it is, never answers `hangs`, does not have `lacks`, and whose engine dies
+    when it is asked for `dies`: it fails there, and says a while later that it is broken; (its URL, what it was asked).
+    """
     asked: list[str] = []
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
+            if self.command == "GET" and self.path == "/inference/v1/generate":
+                self.send_error(404 if self.path == lacks else 405)
+                return
             asked.append(self.path)
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             answer = "healthy"
@@ -78,14 +83,26 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "",
             FACTS | {"quantization": "awq"},
             "was started with --quantization awq, .* refused: there is fp8, fp8_per_tensor",
         ),
+        (FACTS | {"vllm": "0.33.1"}, "runs vLLM 0.33.1, and supported is 0.32.x"),
+        ({"model_type": "qwen3"}, "runs vLLM None, and supported is 0.32.x"),
+        (FACTS | {"transfer": None}, "another transfer, None, and wire is needed. .*\n.*--weight-transfer-config"),
+        (FACTS | {"logprobs_mode": "raw_logprobs"}, "another logprobs mode, raw_logprobs, and processed_logprobs is n"),
+        (FACTS | {"chunked_prefill": True}, "another chunked prefill, True, and False is needed"),
         (FACTS | {"replicas": 2}, "is 2 data-parallel replicas behind one URL"),
         (FACTS | {"vocab_size": 65}, "serves another model: its vocab_size is 65"),
+        ('{"results": []}', "cannot take weights from a trainer .*is no vLLM"),
         ("<html>", "cannot take weights from a trainer .*is no vLLM: /collective_rpc is answered with '<html>'"),
     ],
 )
 def test_refused_before_training(facts, words):
     with answering(facts) as (url, _), pytest.raises(ConfigError, match=words):
         ServerEngine(url, CONFIG, {}, torch.float32, longest=200)
+
+
+def test_a_server_without_the_end_point_of_token_ids():
+    words = r"(?s)takes no token ids .*refuses /inference/v1/generate: 404.*\n.*--enable-scale-out"
+    with answering(FACTS, lacks="/inference/v1/generate") as (url, _), pytest.raises(ConfigError, match=words):
+        ServerEngine(url, CONFIG, {}, torch.float32)
 
 
 def test_kept_caches_are_not_for_later_responses():
