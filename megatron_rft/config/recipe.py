@@ -174,7 +174,10 @@ class Recipe(s.Section):
 
     @property
     def corrects(self) -> bool:
-        """Whether it counts in the loss that another policy sampled than the one that learns."""
+        """Whether it counts in the loss that another policy sampled than the one that learns. That of sdpo has no
+        ratio, and is right for any responses; but the step that verifies it has one."""
+        if self.algorithm.name == "sdpo":
+            return self.pipo is None or self.algorithm.old_logprobs == "rollout"
         return getattr(self.algorithm, "importance", "") != "none" or self.algorithm.old_logprobs != "recompute"
 
     def _check_constraint(self):

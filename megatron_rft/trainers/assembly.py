@@ -188,8 +188,8 @@ def engine_builder(
     recipe: Recipe, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
 ) -> Callable[[torch.device | str], Engine]:
     """What makes the engine that rollout.engine comes to on a device, here or in a process of its own: a partial, so
-    that it can travel there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, where they are
-    not the recipe's. `gpu_share`: of its memory, as VLLMEngine takes it."""
+    that it can travel there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the refiner.
+    `gpu_share`: of its memory, as VLLMEngine takes it."""
     options = recipe.rollout
     dtype = DTYPES[options.dtype or recipe.model.precision]
     config = source if isinstance(source, PreTrainedConfig) else load_config(source)
@@ -203,10 +203,18 @@ def engine_builder(
         dtype,
         max_model_len=fleets.longest(recipe, config),
         max_batch_sequences=options.max_batch_sequences,
-        options=recipe.vllm.arguments() if arguments is None else arguments,
+        options=without_guesses(recipe) if arguments is None else arguments,
         gpu_share=gpu_share,
         keep_caches=arguments is None and options.cache_after_sync == "keep",
     )
+
+
+def without_guesses(recipe: Recipe) -> dict[str, Any]:
+    """vLLM's arguments, for requests that carry no guess of their response."""
+    arguments = recipe.vllm.arguments()
+    if (arguments.get("speculative_config") or {}).get("method") == PREDICTED["method"]:
+        del arguments["speculative_config"]
+    return arguments
 
 
 def inside(recipe: Recipe, config: PreTrainedConfig) -> str:

@@ -17,6 +17,13 @@ def test_one_step_off_needs_an_engine_of_its_own_and_a_correction(recipe):  # no
         assert check(load(recipe, ["rollout.staleness=2", PROCESS, correction])).layout
 
 
+def test_a_loss_without_a_ratio_needs_no_correction_but_its_verification_does(recipe):  # noqa: F811
+    sdpo = [PROCESS, "rollout.staleness=1", "algorithm={name: sdpo}"]
+    assert check(load(recipe, sdpo)).layout
+    assert "algorithm.old_logprobs to rollout" in refusal(recipe, *sdpo, "pipo.window=4")
+    assert check(load(recipe, [*sdpo, "pipo.window=4", "algorithm.old_logprobs=rollout"])).layout
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
