@@ -205,11 +205,18 @@ class Recipe(s.Section):
 
     def _check_agreement(self):
         """Where nothing is sampled from the weights in training, or from older ones, there is nothing to compare."""
-        for key in ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch", "compare_weights_every"):
-            if self.faults.differs(key) and self.trainer != "rl":
-                raise at(f"faults.{key}", f"does nothing with trainer {self.trainer}")
-            if self.faults.differs(key) and self.rollout.staleness and key != "compare_weights_every":
-                raise at(f"faults.{key}", "does nothing with rollout.staleness: responses come from older weights")
+        why = None
+        if self.trainer != "rl":
+            why = f"trainer {self.trainer}"
+        elif self.rollout.staleness:
+            why = "rollout.staleness: responses come from older weights"
+        elif self.algorithm.old_logprobs == "rollout":
+            why = "algorithm.old_logprobs rollout: the trainer has no log-probs of its own to compare"
+        for key in ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch"):
+            if why and self.faults.differs(key):
+                raise at(f"faults.{key}", f"does nothing with {why}")
+        if self.faults.differs("compare_weights_every") and self.trainer != "rl":
+            raise at("faults.compare_weights_every", f"does nothing with {why}")
 
     def _check_offline(self):
         if self.evaluation.patience and not self.evaluation.every:

@@ -1,12 +1,22 @@
 """Whether the engine that samples and the trainer that learns still speak of one distribution, or an alarm is due."""
 
 from megatron_rft.config.sections import Faults
-from megatron_rft.errors import RunFailed
+from megatron_rft.errors import ConfigError, RunFailed
 
 CAUSES = (
     "Causes: weights that did not arrive (faults.compare_weights_every=1 tells), an engine of lower precision "
     "(rollout.dtype), a sampler that the trainer does not replay. Truncated importance weights bear what remains"
 )
+
+
+def check_bounds(options: Faults, needs: frozenset[str]) -> None:
+    """`needs`: what the objective finds in a batch before it trains."""
+    if options.mismatch_max is not None and "old_logprobs" not in needs:
+        raise ConfigError(
+            "faults.mismatch_max: does nothing where a sampled batch gets one on-policy step: its training pass sums "
+            "over tokens, and there is no pass before it. Leave it out, for mismatch_kl and mismatch_share, or set "
+            "algorithm.mini_batch_prompts or algorithm.epochs"
+        )
 
 
 def check(metrics: dict[str, float], options: Faults, step: int) -> str | None:

@@ -27,7 +27,7 @@ from megatron_rft.rollout.feedback import Feedback, cutter
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.tracking.phases import Phases
-from megatron_rft.trainers import assembly, constraint, fleets, own, samples
+from megatron_rft.trainers import agreement, assembly, constraint, fleets, own, samples
 from megatron_rft.trainers.lifecycle import FINISHED, STOPPED, Run
 from megatron_rft.trainers.models import Models
 
@@ -41,6 +41,7 @@ def train(recipe: Recipe) -> int:
     check_solutions(recipe, train_prompts)
     stream = Stream(train_prompts.prompts, recipe.run.seed, recipe.data.shuffle)
     objective, options = build_objective(recipe), recipe.rollout
+    agreement.check_bounds(recipe.faults, objective.needs)
     models = Models(recipe, hf_config, objective, *optimizer_steps(recipe))
     actor = models.actor
 

@@ -32,6 +32,8 @@ def test_a_loss_without_a_ratio_needs_no_correction_but_its_verification_does(re
         (["faults.engine_silence_s=5"], "faults.engine_silence_s: does nothing with rollout.placement colocated"),
         ([PROCESS, "rollout.servers=[http://a:1]"], "does nothing with placement process"),
         (["rollout.placement=server", "rollout.engine=hf"], "hf has no server"),
+        (["algorithm.old_logprobs=rollout", "faults.mismatch_kl=1"], "the trainer has no log-probs of its own to comp"),
+        ([PROCESS, CORRECTED, "rollout.staleness=1", "faults.on_mismatch=stop"], "responses come from older weights"),
         ([PROCESS, CORRECTED, "rollout.staleness=1", "rollout.cache_after_sync=keep"], "no sync meets a response"),
         ([*IN_FLIGHT, "rollout.engine=hf", "rollout.cache_after_sync=recompute"], "hf, which keeps them"),
         (["rollout.placement=server", "rollout.servers=[a:1]"], "'a:1' is no URL of a server, such as http://node7"),

@@ -1,8 +1,9 @@
 import pytest
 
 from megatron_rft.config import Faults
-from megatron_rft.errors import RunFailed
-from megatron_rft.trainers.agreement import check
+from megatron_rft.errors import ConfigError, RunFailed
+from megatron_rft.objectives.grpo import GRPO
+from megatron_rft.trainers.agreement import check, check_bounds
 
 GOOD = {"mismatch/kl": 1e-4, "mismatch/share": 0.02, "mismatch/max": 3.0}
 
@@ -23,3 +24,11 @@ def test_an_alarm_is_told_or_ends_the_run(name, value, bound):
 
 def test_the_largest_difference_has_no_bound_by_itself():
     assert "mismatch/max 3 is above faults.mismatch_max, 1" in check(GOOD, Faults(mismatch_max=1.0), 3)
+
+
+def test_a_bound_on_what_is_not_computed_is_refused():
+    one, several = GRPO(), GRPO(epochs=2)
+    check_bounds(Faults(mismatch_max=1.0), several.needs)
+    check_bounds(Faults(), one.needs)
+    with pytest.raises(ConfigError, match="faults.mismatch_max: does nothing where a sampled batch gets one on-policy"):
+        check_bounds(Faults(mismatch_max=1.0), one.needs)
