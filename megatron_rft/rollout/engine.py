@@ -91,8 +91,8 @@ class Engine(Protocol):
         return {}
 
     def sleep(self) -> None:
-        """Give device memory back until `wake`. Weights and caches may be lost: `load_weights` follows a wake."""
-        ...
+        """Give device memory back until `wake`. Weights and caches may be lost: `load_weights` follows a wake. Engines
+        outside of the ranks stay awake."""
 
     def wake(self) -> None: ...
 

@@ -172,16 +172,6 @@ class Fleet(Engine):
     def _no_source(self) -> None:
         raise RunFailed("an engine was lost, and there are no weights for another")
 
-    # ---- the rest
-
-    def sleep(self) -> None:
-        for member in self.members:
-            member.sleep()
-
-    def wake(self) -> None:
-        for member in self.members:
-            member.wake()
-
     def close(self) -> None:
         for member in self.members:
             member.close()

@@ -153,14 +153,6 @@ class EngineProcess(Engine):
         self._send("checksums")
         return self._reply()
 
-    def sleep(self) -> None:
-        self._send("sleep")
-        self._reply()
-
-    def wake(self) -> None:
-        self._send("wake")
-        self._reply()
-
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(EngineLost, subprocess.TimeoutExpired):

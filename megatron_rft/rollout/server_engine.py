@@ -224,12 +224,6 @@ class ServerEngine(Engine):
         lines = re.finditer(r"^(vllm:spec_\w+)_total(?:{.*})? (\S+)$", text, re.MULTILINE)
         return self.acceptance.since((line[1], float(line[2])) for line in lines)
 
-    def sleep(self) -> None:
-        self._call("POST", "/sleep?level=2")
-
-    def wake(self) -> None:
-        self._call("POST", "/wake_up")
-
     def close(self) -> None:
         self._hang_up()
         self._disconnect()

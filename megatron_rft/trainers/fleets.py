@@ -196,17 +196,15 @@ class Sync:
 
     def rest(self) -> None:
         """Until the next push nobody asks an engine inside of this rank: its device memory is the trainer's."""
-        if not isinstance(self.engine, Fleet):
-            self.engine.sleep()
+        self.engine.sleep()
 
     def push(self, verify: bool = False) -> dict[str, float]:
         """Collective. What the actor has now; metrics of the sync."""
-        if isinstance(self.engine, Fleet):
-            metrics = self._push(verify)
-            self.engine.recover()
-            return metrics
         self.engine.wake()
-        return self._push(verify)
+        metrics = self._push(verify)
+        if isinstance(self.engine, Fleet):
+            self.engine.recover()
+        return metrics
 
     def _push(self, verify: bool) -> dict[str, float]:
         return weight_sync.push(self.actor.stream(), self.engine, self.version, verify)
