@@ -3,8 +3,8 @@
     python -m megatron_rft.rollout.host SOCKET BUCKETS PARENT     (descriptors, and the pid it must not outlive)
 
 Messages are tuples, a name first. In: build, open (buckets on a GPU), generate, load, full (a bucket of weights),
-loaded (the last of them), checksums, close. Out: beat, group, end, read, done, failed. `beat` comes every second, from a
-thread of its own, with a count of what the engine has got done: a count that stands still means that it hangs.
+loaded (the last of them), checksums, close. Out: beat, group, end, read, done, failed. `beat` comes every second, from
+a thread of its own, with a count of what the engine has got done: a count that stands still means that it hangs.
 """
 
 import contextlib
