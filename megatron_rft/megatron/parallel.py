@@ -27,7 +27,15 @@ def initialize(megatron: Any, *, seed: int = 0, timeout: timedelta = timedelta(m
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         # a process that no launcher started is a world of one
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timeout, **alone)
+        try:
+            dist.init_process_group(backend, timeout=timeout, **alone)
+        except dist.DistNetworkError as error:  # a port that is taken, or nobody there
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {place} ({reason}). Name an address that all "
+                "nodes reach, and a port of it that is free"
+            ) from None
     _check_world(megatron)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
