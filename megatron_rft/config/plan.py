@@ -16,7 +16,7 @@ from megatron_rft.config.messages import many
 from megatron_rft.config.model_shape import ModelShape
 from megatron_rft.config.parameters import Sizes
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.vllm import check_quantization, check_vllm, choose, choose_for
+from megatron_rft.config.vllm import check_vllm, choose, choose_for
 from megatron_rft.errors import ConfigError, DataError, did_you_mean
 
 NO_STORE = "where there are no trajectories yet: `megatron-rft generate` makes them"
@@ -42,10 +42,8 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
     engine = choose_for(recipe.rollout, shape)
-    check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape)
+    check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     check_speed(recipe, choose(recipe.rollout.engine, shape).name if recipe.refines else None)
-    if recipe.vllm.quantization:
-        check_quantization(recipe.vllm, recipe.rollout.dtype or recipe.model.precision, shape)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])

@@ -239,8 +239,11 @@ def check_quantization(options: Vllm, dtype: str, shape: ModelShape | None) -> N
         raise ConfigError(f"{where}: the rounded weights of experts are not read back out of vLLM yet")
 
 
-def check_vllm(engine: str, options: Vllm, rollout: Rollout, needed: int, shape: ModelShape | None) -> None:
-    """What the section says against what the recipe needs: `needed` tokens of prompt and response."""
+def check_vllm(
+    engine: str, options: Vllm, rollout: Rollout, needed: int, shape: ModelShape | None, precision: str
+) -> None:
+    """What the section says against what the recipe needs: `needed` tokens of prompt and response. `precision`: the
+    model's."""
     if engine != "vllm":
         if rollout.cache_after_sync == "recompute":
             raise ConfigError("rollout.cache_after_sync: recompute is not for rollout.engine hf, which keeps them")
@@ -264,6 +267,8 @@ def check_vllm(engine: str, options: Vllm, rollout: Rollout, needed: int, shape:
         )
     check_drafts(options.speculative_config or {}, shape)
     check_layout(options, shape)
+    if options.quantization:
+        check_quantization(options, rollout.dtype or precision, shape)
 
 
 def check_layout(options: Vllm, shape: ModelShape | None) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from megatron_rft.config import Recipe
 from megatron_rft.config.model_shape import shape_of
-from megatron_rft.config.vllm import choose_for
+from megatron_rft.config.vllm import check_vllm, choose_for
 from megatron_rft.errors import ConfigError, RunFailed
 from megatron_rft.files import write_whole
 from megatron_rft.processes import reserved_port
@@ -63,7 +63,9 @@ def run(recipe: Recipe, out: Path) -> int:
     """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = assembly.load_hf_config(recipe)
-    choose_for(recipe.rollout, shape_of(hf_config.to_dict()))
+    shape = shape_of(hf_config.to_dict())
+    engine = choose_for(recipe.rollout, shape)
+    check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     arguments = fleets.server_arguments(recipe, hf_config)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with ExitStack() as stack:
