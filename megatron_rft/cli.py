@@ -206,7 +206,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     check(recipe)
     out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
     check_writable(out, "--out")
-    make_folder(out, "--out")
     return standalone.run(recipe, source, out)
 
 

@@ -5,6 +5,7 @@ changed they are of no use, and are asked for again. A problem counts when all i
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ Row = dict[str, Any]  # a graded completion, with its `problem`
 
 @dataclass
 class Kept:
-    """`depends_on` is JSON of what must be the same for the completions of an earlier start to be taken over."""
+    """`depends_on` is JSON of what must be the same for the completions of an earlier start to be taken over. `note`
+    hears how many problems are answered, whenever some more are."""
 
     path: Path
     depends_on: dict[str, Any]
     samples: int
+    note: Callable[[int], None] = lambda _: None
     completions: dict[int, list[Row]] = field(default_factory=dict)  # by problem
 
     def __post_init__(self):
@@ -36,6 +39,7 @@ class Kept:
             self.completions.setdefault(each["problem"], []).append(each)
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, completions)))
+        self.note(len(self.completions))
 
     def _read(self) -> dict[int, list[Row]]:
         found: dict[int, list[Row]] = {}

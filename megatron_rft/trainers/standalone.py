@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_rft import rewards, weight_sync
-from megatron_rft.config import Recipe, Reward
+from megatron_rft.config import Recipe, Reward, make_folder
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.conversion.convert import Source
 from megatron_rft.errors import ConfigError
@@ -38,6 +38,7 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
     tokenizer = assembly.load_tokenizer(recipe)
     # All of them before the first: what is wrong with the last shows now.
     problems = {part: assembly.load_prompts(recipe, part, tokenizer) for part in parts}
+    make_folder(folder, "--out")
     results = []
     with closing(build_engine(recipe, source)) as engine:
         for part, found in problems.items():
@@ -91,9 +92,13 @@ def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on:
         "seed": recipe.run.seed,
         "dtype": recipe.rollout.dtype or recipe.model.precision,
     }
-    kept = Kept(_part_file(evaluator.folder, part), depends_on, samples)
+
+    def note(answered: int, already: str = "") -> None:
+        print(f"{part}: {answered} of {len(prompts)} problems are answered{already}", flush=True)
+
+    kept = Kept(_part_file(evaluator.folder, part), depends_on, samples, note)
     if kept.completions:
-        print(f"{part}: {len(kept.completions)} of {len(prompts)} problems are answered already")
+        note(len(kept.completions), " already")
     return evaluator.measure(part, prompts, kept)
 
 
