@@ -161,7 +161,7 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     choose_for(recipe.rollout, shape_of(hf_config.to_dict()))  # a model from the hub is known only now
     if recipe.rollout.placement == "server":  # which has its own vLLM, wherever it is
         return fleets.build(recipe, hf_config, None, dtype, gather)
-    alone = recipe.rollout.placement == "process" and fleets.spare_gpus()
+    alone = recipe.rollout.placement == "process" and fleets.alone(recipe)
     build_on = engine_builder(recipe, hf_config, gpu_share=None if alone else gpu_share(recipe))
     if recipe.rollout.placement == "process":
         return fleets.build(recipe, hf_config, build_on, dtype, gather)

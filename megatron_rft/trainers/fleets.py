@@ -33,7 +33,7 @@ def build(
 ) -> Fleet:
     """This rank's engines outside of it. `build_engine` runs in processes of the run's own, if any."""
     spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
-    count = engine_processes(recipe, world, len(spare) * nodes())
+    count = how_many(recipe, spare)
     mine, place, places = shares(count, rank, world)
     neighbours = engines_of_node(count, rank, world)
     members = []
@@ -46,7 +46,7 @@ def build(
             if recipe.rollout.placement == "process":
                 members.append(_process(recipe, build_engine, index, environment))
             else:
-                members.append(_own_server(recipe, hf_config, dtype, index, environment, alone=bool(spare)))
+                members.append(_own_server(recipe, hf_config, dtype, index, environment))
     except BaseException:
         for member in members:
             member.close()
@@ -76,11 +76,9 @@ def _given_server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int
     return server
 
 
-def _own_server(
-    recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, environment: dict[str, str], alone: bool
-) -> OwnServer:
-    """`alone`: on GPUs that no rank uses."""
-    share = {} if alone or not torch.cuda.is_available() else {"gpu_memory_utilization": gpu_share(recipe)}
+def _own_server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, environment: dict) -> OwnServer:
+    shared = torch.cuda.is_available() and not alone(recipe)
+    share = {"gpu_memory_utilization": gpu_share(recipe)} if shared else {}
     return OwnServer(
         log=_folder(recipe) / f"server_{index}.log",
         environment=environment,
@@ -128,6 +126,18 @@ def _environment(recipe: Recipe, number: int, spare: list[str]) -> dict[str, str
             seen = [*seen, own_device()]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
     return environment
+
+
+def how_many(recipe: Recipe, spare: list[str]) -> int:
+    """Engines of the whole run, where each node has `spare` GPUs without a rank."""
+    return engine_processes(recipe, dist.get_world_size(), len(spare) * nodes())
+
+
+def alone(recipe: Recipe) -> bool:
+    """Whether the engines of this node have GPUs to themselves, without a rank and without another engine."""
+    spare = spare_gpus()
+    here = engines_of_node(how_many(recipe, spare), dist.get_rank(), dist.get_world_size())
+    return len(here) <= len(spare) // recipe.vllm.tensor_parallel_size
 
 
 def engines_of_node(count: int, rank: int, world: int) -> list[int]:

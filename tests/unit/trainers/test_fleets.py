@@ -12,6 +12,7 @@ from megatron_rft.config.vllm import Vllm
 from megatron_rft.errors import ConfigError
 from megatron_rft.rollout.engine import Request, Sampling
 from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.trainers import fleets
 from megatron_rft.trainers.fleets import Sync, check_gpus, devices, engines_of_node
 
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
@@ -86,6 +87,24 @@ def test_engines_of_a_node(monkeypatch, ranks, count, mine):
     for rank, expected in enumerate(mine):
         monkeypatch.setenv("LOCAL_RANK", str(rank % ranks))
         assert engines_of_node(count, rank, len(mine)) == expected
+
+
+@pytest.mark.parametrize(
+    "options, gpus, expected",
+    [
+        ({"placement": "process"}, "0,1,2,3", True),  # one on each of two
+        ({"placement": "process", "processes": 4}, "0,1,2,3", False),
+        ({"placement": "process"}, "0,1", False),  # beside the ranks
+        ({"placement": "server", "processes": 1}, "0,1,2", True),
+    ],
+)
+def test_who_has_a_gpu_to_itself(monkeypatch, options, gpus, expected):
+    recipe = SimpleNamespace(rollout=Rollout(**options), vllm=Vllm())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fleets, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
+    for name, value in {"CUDA_VISIBLE_DEVICES": gpus, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert fleets.alone(recipe) is expected
 
 
 def test_too_few_gpus_are_told_before_anything_is_loaded(monkeypatch):
