@@ -11,6 +11,7 @@ INTEGER = re.compile(r"-?(\d{1,15}|[1-9]\d{0,2}(,\d{3}){1,4})")  # 17, -3, 1,234
 QUANTITY = re.compile(  # $1,234.50 dollars: a number between a currency sign and plain words
     r"(?P<sign>-?)[$€£]?\s*(?P<number>-?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?)(?P<percent>\s*%)?(\s+[A-Za-z][A-Za-z ]*)?"
 )
+SCIENTIFIC = re.compile(r"(-?(?:\d+\.?\d*|\.\d+))[eE]\+?(-?\d{1,3})")  # 4.5e33; e alone is Euler's number
 WORDS = re.compile(r"[A-Za-z][A-Za-z']+( [A-Za-z']+)*")
 
 
@@ -49,7 +50,11 @@ def normalise(answer: str) -> str:
 
 def as_latex(answer: str) -> str:
     r"""What the algebra reads. Words are text: otherwise "Paris" is a product of letters, and "Pairs" is the same."""
-    return f"\\boxed{{\\text{{{answer}}}}}" if WORDS.fullmatch(answer) else f"\\boxed{{{answer}}}"
+    if WORDS.fullmatch(answer):
+        answer = f"\\text{{{answer}}}"
+    elif scientific := SCIENTIFIC.fullmatch(answer):
+        answer = f"{scientific[1]} \\times 10^{{{int(scientific[2])}}}"
+    return f"\\boxed{{{answer}}}"
 
 
 def compare_exactly(reference: str, answer: str) -> bool | None:

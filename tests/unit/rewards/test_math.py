@@ -39,6 +39,12 @@ CASES = [
     (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
     ("Paris", r"\boxed{Pairs}", 0),
     ("3x+1", r"\boxed{1+3x}", 1),
+    ("4.5e33", r"\boxed{4.5 \times 10^{33}}", 1),  # as Minerva has it
+    ("1000", r"\boxed{1e3}", 1),
+    ("2e", r"\boxed{2 \times 10}", 0),
+    ("1.6e-19", r"\boxed{1.6 \cdot 10^{-19}}", 1),
+    ("1.6e-19", r"\boxed{1.6 \cdot 10^{-18}}", 0),  # as good as 0 to six decimals
+    ("0.00033333", r"\boxed{\frac{1}{3000}}", 1),
     ("7", "", 0),
 ]
 
