@@ -115,6 +115,9 @@ def watch(servers: list[Server], limit_s: float) -> None:
         time.sleep(1)
         lost = [server for server in servers if server.process.poll() is not None]
         for server in lost:
-            print(f"a vLLM server ended with status {server.process.poll()} and is started again: {server.log}")
+            print(
+                f"a vLLM server ended with status {server.process.poll()} and is started again: {server.log}",
+                flush=True,
+            )
             server.run()
         wait_until_ready(lost, limit_s)
