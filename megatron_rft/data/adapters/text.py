@@ -56,7 +56,10 @@ def _prepared(fields: Fields) -> Row:
 def prompt_collection(fields: Fields) -> Row:
     """Dialogues that end with the user's turn; a reward model grades what comes next."""
     if fields.has("context_messages"):
-        history, question = conversation(fields.items("context_messages"), fields)
+        messages = fields.items("context_messages")
+        if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+            return unusable("its last turn is the assistant's")
+        history, question = conversation(messages, fields)
     else:
         history, question = [], fields.text("context")
     return as_row(question, "", history=history, subject=fields.maybe("dataset"), id=fields.maybe("id"))

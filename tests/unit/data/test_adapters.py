@@ -357,8 +357,9 @@ class TestText:
         row = adapt("prompt_collection", dataset="Capybara", context="...", context_messages=turns, id="1")
         assert row == {"question": "Sing.", "answer": "", "history": turns[:2], "subject": "Capybara", "id": "1"}
         assert adapt("prompt_collection", context="Sing.")["question"] == "Sing."
+        assert "the assistant's" in adapt("prompt_collection", context_messages=turns[:2])["unusable"]
         with pytest.raises(DataError, match="do not end with the user's turn"):
-            adapt("prompt_collection", context_messages=turns[:2])
+            adapt("prompt_collection", context_messages=[{"role": "system", "content": "Sing."}])
 
 
 class TestBadRows:
