@@ -38,8 +38,8 @@ setup(
         "numpy>=1.26",
     ],
     extras_require={
-        "test": ["pytest>=8", "hypothesis>=6", "ruff>=0.12", "tensorboard>=2.17", "wandb>=0.19"],
-        "wandb": ["wandb>=0.19"],
+        "test": ["pytest>=8", "hypothesis>=6", "ruff>=0.12", "tensorboard>=2.17", "wandb>=0.31"],
+        "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
         # nemo-run cannot be imported with a newer leptonai; what that one wants is older than requirements.lock has

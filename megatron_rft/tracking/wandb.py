@@ -16,6 +16,7 @@ from megatron_rft.errors import UserError
 
 PROBE_TIMEOUT = 5.0  # seconds
 INIT_TIMEOUT = 30.0  # seconds; wandb's own would let a cluster wait for 90
+FINISH_TIMEOUT = 60.0  # seconds; wandb's own is none, and a job that is told to stop has minutes. The rest is on disk
 
 
 class WandbLogger:
@@ -32,7 +33,8 @@ class WandbLogger:
         id_file = Path(output_dir) / "wandb_id"
         known_id = id_file.read_text().strip() if id_file.exists() else None
         arguments = {"dir": str(output_dir), "id": known_id, "config": dict(recipe or {})} | dict(settings)
-        start = partial(wandb.init, resume="allow", settings=wandb.Settings(init_timeout=INIT_TIMEOUT))
+        limits = wandb.Settings(init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT)
+        start = partial(wandb.init, resume="allow", settings=limits)
         problem = None if settings.get("mode") == "offline" else unreachable(wandb.setup().settings.base_url)
         try:
             self._run = start(**arguments | ({"mode": "offline"} if problem else {}))
