@@ -34,10 +34,15 @@ def slurm(tmp_path):
     return [*found, "--setup", f"export PATH={Path(sys.executable).parent}:$PATH"]
 
 
-def test_a_dry_run_prints_the_scripts_and_submits_nothing(cluster, nemo, slurm):
+def test_a_dry_run_prints_the_scripts_and_submits_nothing(cluster, nemo, slurm, tmp_path):
+    """With a container, from this login node."""
     before = cluster.jobs
-    status, output = cluster.run(*nemo, *slurm, "--gpus-per-node", 8, "--sweep", "run.seed=1,2", "--dry-run")
+    container = ["--image", "/images/rft.sqsh", "--mounts", "/data:/data"]
+    command = [*nemo, *slurm, *container, "--gpus-per-node", 8, "--sweep", "run.seed=1,2", "--dry-run"]
+    status, output = cluster.run(*command)
     assert status == 0, output
+    flags = f"--container-image/images/rft.sqsh--container-mounts{tmp_path}/shared:{tmp_path}/shared,/data:/data,"
+    assert "".join(output.split()).count(flags) == 2, output  # NeMo-Run breaks its long lines
     for line in ("#SBATCH --account=tests", "#SBATCH --gpus-per-node=8", "#SBATCH --signal=B:USR1@600"):
         assert output.count(line) == 2
     for seed in (1, 2):
