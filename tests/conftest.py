@@ -3,6 +3,7 @@ proxy, and generators of random numbers that are as they were for every other te
 
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -24,3 +25,13 @@ def pytest_runtest_setup():
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A run takes these signals for itself, and a job's launcher ends deaf to them: what a later test starts would be
+    deaf as well."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)

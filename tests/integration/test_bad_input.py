@@ -5,23 +5,12 @@ test_config.py. These runs go through the command line, in this process.
 """
 
 import json
-import signal
 
-import pytest
 from safetensors.torch import load_file
 
 from megatron_rft.cli import main
 from megatron_rft.records import Batch
 from tests.integration.tiny import write_recipe
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """A run takes these signals for itself; give them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 def refused(capsys, recipe, *arguments: str) -> str:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from megatron_rft.cli import main
 from megatron_rft.megatron.checkpoint import latest
-from tests.integration.test_bad_input import signal_handlers  # noqa: F401
 from tests.integration.tiny import ROOT, metrics, train, write_recipe
 
 
@@ -75,7 +74,7 @@ def test_a_run_whose_model_is_gone(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_disk_that_fills_up_leaves_the_checkpoint_before(run, tmp_path, capsys, asynchronous, signal_handlers):  # noqa: F811
+def test_a_disk_that_fills_up_leaves_the_checkpoint_before(run, tmp_path, capsys, asynchronous):
     """There is room for one checkpoint (0.44 MB) and not for two."""
     small = tmp_path / "small"
     small.mkdir()
