@@ -147,8 +147,10 @@ class SlurmJob:
         return (self.folder / f"start_{start}" / "stop").exists()
 
     def processes(self, **variables: str) -> list[int]:
-        """Ids of the job's processes with these environment variables; all nodes are this machine."""
-        wanted = {f"{k}={v}".encode() for k, v in ({"SLURM_JOB_ID": self.number} | variables).items()}
+        """Ids of the job's processes with these environment variables; all nodes are this machine, which may have
+        another cluster with a job of this number."""
+        own = {"SLURM_JOB_ID": self.number, "SLURM_CONF": self.cluster.folder / "slurm.conf"}
+        wanted = {f"{k}={v}".encode() for k, v in (own | variables).items()}
         found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
