@@ -92,7 +92,8 @@ def command(mode: str, fd: int) -> list[str]:
 
 
 def _bubblewrap(folders: list[str]) -> list[str]:
-    args = ["bwrap", "--die-with-parent", "--new-session", "--unshare-net", "--unshare-ipc", "--unshare-pid"]
+    program = shutil.which("bwrap") or "bwrap"  # by its whole path: the server's environment has a PATH of its own
+    args = [program, "--die-with-parent", "--new-session", "--unshare-net", "--unshare-ipc", "--unshare-pid"]
     args += ["--unshare-uts", "--unshare-cgroup-try"]
     # Root needs no user namespace to build the container, and leaves its rights once inside.
     args += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]

@@ -183,5 +183,13 @@ def test_the_next_best_is_taken(monkeypatch):
     assert mode == "namespaces" and problems == ["bubblewrap: bwrap is not installed"]
 
 
+def test_bubblewrap_is_called_where_it_was_found(monkeypatch, tmp_path):
+    """A module's or a conda environment's is on the user's PATH, which the server does not get."""
+    own = tmp_path / "bwrap"
+    own.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.command("bubblewrap", 3)[0] == str(own)
+
+
 def test_the_doctor_says_what_holds():
     assert "no network" in doctor.sandbox() or "refused" in doctor.sandbox()
