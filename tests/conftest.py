@@ -1,5 +1,5 @@
 """Whatever the tests are started in, and in whatever order, they find the same: nobody's rank, this machine without a
-proxy, and generators of random numbers that are as they were for every other test."""
+proxy, signals that are heard, and generators of random numbers that are as they were for every other test."""
 
 import os
 import random
@@ -15,6 +15,9 @@ for name in list(os.environ):
         del os.environ[name]
 for name in ("no_proxy", "NO_PROXY"):
     os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
+
+# What a script starts with `&` is deaf to Ctrl-C, and so is whatever that starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
