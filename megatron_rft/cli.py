@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -31,7 +30,6 @@ NOISE = (
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.distributed.* is deprecated",
 )
-PATIENCE = 5.0  # seconds that a process has to end by itself after a signal, before it has anything to save
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -156,7 +154,7 @@ def _run(recipe: Recipe) -> int:
 def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
     """This process's part of the run, and its last words for whoever launched it."""
     launcher.die_with_launcher()
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the trainer has something to save
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # until the trainer has something to save
         signal.signal(number, _stop_at_once)
     try:
         status, message = run(recipe), ""
@@ -176,21 +174,16 @@ def _work(recipe: Recipe, run: Callable[[Recipe], int]) -> int:
     return status
 
 
-def _stop_at_once(*_: object) -> None:
-    """Nothing is to be saved. No unwinding, which would begin wherever the signal came, and not the interpreter's end,
-    which waits for libraries' threads. What this process has started ends with it, as when it is killed."""
+def _stop_at_once(number: int, _frame: object) -> None:
+    """Nothing is to be saved. No unwinding, which would begin wherever the signal came (parts of torch's import swallow
+    it), and not the interpreter's end, which waits for libraries' threads. What this process has started ends with it,
+    as when it is killed."""
+    interrupted = number == signal.SIGINT
     with contextlib.suppress(RuntimeError, OSError):  # the signal came in the middle of a print
         sys.stdout.flush()
-    os._exit(STOPPED)
-
-
-def _end_now(number: int, _frame: object) -> None:
-    """Also where what is being imported swallows the exception, as parts of torch do."""
-    interrupted = number == signal.SIGINT
-    guard = threading.Timer(PATIENCE, os._exit, [128 + number if interrupted else STOPPED])
-    guard.daemon = True
-    guard.start()
-    raise KeyboardInterrupt if interrupted else SystemExit(STOPPED)
+        if interrupted:
+            print("interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number if interrupted else STOPPED)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -87,9 +87,10 @@ def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict
             return f"{name}: unknown argument {key}"
         kind = properties.get(key, {}).get("type", "any")
         value = list(value) if kind == "tuple" and isinstance(value, tuple) else value  # the reference has lists
-        if not _has_type(value, kind) and not _is_variable(value, accepted[key]):
+        documented = _has_type(value, kind)
+        if not documented and not _is_variable(value, accepted[key]):
             return f"{name}: {key} is {value!r}, expected {kind}"
-        same = _accepts if _has_type(value, kind) else equal
+        same = _accepts if documented else equal
         if not any(same(each, value) for each in accepted[key]):
             return f"{name}: {key} is {value!r}, expected one of {accepted[key]!r}"
     for key, values in accepted.items():
