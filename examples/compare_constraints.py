@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 
-from megatron_rft.tracking.constraints import draw
+from megatron_rft.report.constraints import draw
 from megatron_rft.tracking.metrics import read_metrics
 
 RECIPES = Path(__file__).parent / "dynamic" / "tiny"

@@ -199,7 +199,7 @@ check_stage() { # COMMAND RECIPE KEY...
     nodes="$(number_of nodes N)"
     nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
     [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
-    (eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.cli' 2>/dev/null) || return 0
+    (eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main' 2>/dev/null) || return 0
     (eval "$LAUNCH_SETUP" && exec python -m megatron_rft plan "$recipe" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
 }
 

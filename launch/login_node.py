@@ -25,7 +25,7 @@ cd "$folder" && tar -xz && ln -s {workspace}/runs runs || exit 1
 PLANS = """
 {setup}
 export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}"
-python -c 'import megatron_rft.cli' 2>/dev/null || exit 0
+python -c 'import megatron_rft.commands.main' 2>/dev/null || exit 0
 """
 PLAN = """told="$(python -m megatron_rft {arguments} 2>&1 >/dev/null)" || refuse {name}": ${{told#error: }}"\n"""
 

@@ -123,7 +123,7 @@ def check(args: argparse.Namespace, jobs: list[Point]) -> None:
         plans = {job.name: ["plan", recipe_there(args), "--nproc", ranks, *job.keys] for job in jobs}
         args.login_node.check(args.workspace, SENT, None if args.image else args.setup, plans)
         return
-    if run_here(args, "python -c 'import megatron_rft.cli'").returncode:
+    if run_here(args, "python -c 'import megatron_rft.commands.main'").returncode:
         return
     for job in jobs:
         plan = shlex.join(["plan", args.recipe, "--nproc", ranks, *job.keys])

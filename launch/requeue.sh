@@ -1,4 +1,4 @@
-# For a batch script, with $job: the job's folder of notes (megatron_rft/job.py). Shared by launch/*.sh and nemo.py.
+# For a batch script, with $job: the job's folder of notes (megatron_rft/launching/job.py). Shared by launch/*.sh and nemo.py.
 
 # Writes the file that asks the job to save and end, where this start's nodes look for it.
 ask_to_stop() {

@@ -7,7 +7,7 @@ import sys
 def main(arguments: list[str] | None = None) -> int:
     """Ctrl-C while the command line is still being imported is no traceback either."""
     try:
-        from megatron_rft import cli
+        from megatron_rft.commands import main as cli
 
         return cli.main(arguments)
     except KeyboardInterrupt:

@@ -13,18 +13,18 @@ import torch
 from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds
 from setups import actor_like, hf_model, qwen3
 
-from megatron_rft import weight_sync
-from megatron_rft.config.vllm import unusable
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.errors import ConfigError
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Engine, Request, Sampling, checksum
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.process import EngineProcess
+from megatron_rft.inference.transport import network
 from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.mismatch import mismatch
+from megatron_rft.plan.vllm import unusable
 from megatron_rft.records import Batch
-from megatron_rft.rollout import wire
-from megatron_rft.rollout.engine import Engine, Request, Sampling, checksum
-from megatron_rft.rollout.hf_engine import HFEngine
-from megatron_rft.rollout.process_engine import EngineProcess
+from megatron_rft.utils.errors import ConfigError
 
 SIZE, SPREAD = ("600m", 0.02) if GPU else ("1m", 0.1)  # a model without training, and its weights' deviation
 LENGTHS = (16, 4, 64) if GPU else (8, 2, 24)  # prompts, responses to each, tokens of each
@@ -75,29 +75,29 @@ def need_no_gpu() -> None:
 
 def receiver(port: int, syncs: int, results) -> None:
     device = torch.device("cuda:1") if torch.cuda.device_count() > 1 else None
-    link = wire.connect(wire.meeting("127.0.0.1", 2, 120, port), 1, 2, 120, device)
+    link = network.connect(network.meeting("127.0.0.1", 2, 120, port), 1, 2, 120, device)
     for _ in range(syncs):
-        results.put({name: checksum(tensor) for name, tensor in wire.receive(link)})
+        results.put({name: checksum(tensor) for name, tensor in network.receive(link)})
 
 
 def over_the_wire() -> Iterator[Row]:
-    context, place, syncs = multiprocessing.get_context("spawn"), wire.meeting("127.0.0.1", 2, 120), 3
+    context, place, syncs = multiprocessing.get_context("spawn"), network.meeting("127.0.0.1", 2, 120), 3
     results = context.Queue()
     other = context.Process(target=receiver, args=(place.port, syncs, results))
     other.start()
     try:
         device = torch.device("cuda:0") if torch.cuda.device_count() > 1 else None
-        link = wire.connect(place, 0, 2, 120, device)
+        link = network.connect(place, 0, 2, 120, device)
         for seed in range(syncs):
             weights = random_weights(seed)
-            wire.send(link, weights.items())
+            network.send(link, weights.items())
             sent = {name: checksum(tensor) for name, tensor in weights.items()}
             if results.get(timeout=120) != sent:
                 raise AssertionError(f"other tensors came than were sent, at sync {seed}")
     finally:
         other.join(30)
         other.kill()
-    yield "bits that differ after 3 syncs", "0", wire.GPU if device else wire.HOST
+    yield "bits that differ after 3 syncs", "0", network.GPU if device else network.HOST
 
 
 def by_nccl() -> Iterator[Row]:
@@ -113,7 +113,7 @@ def by_nccl() -> Iterator[Row]:
 def vllm_engine(options: dict) -> Engine:
     if problem := unusable():
         raise NotRun(problem)
-    from megatron_rft.rollout.vllm_engine import VLLMEngine
+    from megatron_rft.inference.vllm.engine import VLLMEngine
 
     config = qwen3(SIZE, initializer_range=SPREAD)
     return VLLMEngine(config, torch.bfloat16, DEVICE, max_model_len=256, max_batch_sequences=64, options=options)

@@ -1,7 +1,6 @@
 """The whole configuration, validated before torch is imported. Section models are for anybody to import from here."""
 
 from megatron_rft.config.loading import dump, load
-from megatron_rft.config.plan import Plan, check, check_store_is_there, check_writable, make_folder
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.resume import difference
 from megatron_rft.config.rewards import Reward

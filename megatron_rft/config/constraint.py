@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
-from megatron_rft.errors import did_you_mean
+from megatron_rft.utils.errors import did_you_mean
 
 TEMPLATES = Path(__file__).parents[1] / "rollout" / "templates"
 TEMPLATE_OF = {"math": "mathematics", "code": "code", "model": "dialogue", "server": "dialogue"}  # by reward.kind

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_rft.config.messages import Place, explain
 from megatron_rft.config.recipe import UNUSED, Recipe
-from megatron_rft.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError
 
 COMMAND_LINE = "the command line"
 DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # sections of them; a name alone is short for {path: NAME}

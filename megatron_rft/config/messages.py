@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pydantic_core import PydanticCustomError
 
-from megatron_rft.errors import did_you_mean
+from megatron_rft.utils.errors import did_you_mean
 
 Place = tuple[str, ...]
 

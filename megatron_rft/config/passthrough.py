@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.config.messages import at, shown
-from megatron_rft.errors import ConfigError, did_you_mean
+from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 SECTIONS = {
     "megatron": {

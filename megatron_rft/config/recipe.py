@@ -142,7 +142,7 @@ class Recipe(s.Section):
 
     def _check_online(self):
         algorithm = self.algorithm
-        own = algorithm.name == "own"  # trainers/own.py asks the class what it needs
+        own = algorithm.name == "own"  # training/user_algorithm.py asks the class what it needs
         if self.constraint:
             self._check_constraint()
         measured = self.constraint and (self.constraint.refines or self.constraint.kl_every)

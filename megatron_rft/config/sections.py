@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megatron_rft.config import datasets, passthrough
 from megatron_rft.config.messages import at
-from megatron_rft.errors import did_you_mean
+from megatron_rft.utils.errors import did_you_mean
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]

@@ -4,8 +4,7 @@ import importlib.util
 from typing import Any
 
 from megatron_rft.config.messages import at, shown
-from megatron_rft.config.model_shape import ModelShape, find_model, read_config
-from megatron_rft.errors import ConfigError, did_you_mean
+from megatron_rft.utils.errors import did_you_mean
 
 WITH_A_MODEL = {
     "draft_model": "drafts with a model of its own",
@@ -13,7 +12,6 @@ WITH_A_MODEL = {
     "eagle3": "drafts with a head that was trained for the model",
 }
 METHODS = ("ngram", "suffix", *WITH_A_MODEL, "predicted_output")
-OPTION = "vllm.speculative_config.model"
 
 
 def check_words(given: dict[str, Any]) -> None:
@@ -32,16 +30,3 @@ def check_words(given: dict[str, Any]) -> None:
         raise at("speculative_config.use_heterogeneous_vocab", "needs tokenizers, and engines here have none")
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise at("speculative_config.method", "suffix needs a package that is not here: pip install arctic-inference")
-
-
-def check_drafts(given: dict[str, Any], shape: ModelShape | None) -> None:
-    """The model that drafts is there, and has the model's vocabulary."""
-    folder = find_model(given["model"], OPTION) if given.get("model") else None
-    if folder is None or shape is None:
-        return
-    vocabulary = read_config(folder, OPTION).get("vocab_size", shape.vocabulary)
-    if vocabulary != shape.vocabulary:
-        raise ConfigError(
-            f"{OPTION}: {folder} has a vocabulary of {vocabulary}, and model.path one of {shape.vocabulary}: "
-            "what drafts must have the model's"
-        )

@@ -8,7 +8,7 @@ renamed by `mapping`.
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 ATTENTION = {
     "input_layernorm.weight": "input_layernorm.weight",

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_rft.conversion.families import family_of
 from megatron_rft.conversion.mapping import hf_shapes
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 IGNORED = ("rotary_emb.inv_freq", "score.weight")  # computed; a critic's head, asked for only by a critic
 COMPANIONS = (

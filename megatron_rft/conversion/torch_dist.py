@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_rft.conversion.folder import complain
 from megatron_rft.conversion.mapping import EXPERT, LAYER, Mapping, canonical_names, hf_shapes
 from megatron_rft.conversion.shards import VOCABULARY
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 METADATA, CONFIG = ".metadata", "metadata.json"
 MODEL = ("embedding.", "decoder.", "output_layer.")

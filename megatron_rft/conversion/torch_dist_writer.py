@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_rft.conversion.mapping import LAYER, Mapping, canonical_names
 from megatron_rft.conversion.shards import GATE_AND_UP, VOCABULARY, padded_vocab, partition_dim
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, Place, places
-from megatron_rft.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError
 
 # Megatron's linear layers keep a state for Transformer Engine beside their weight, and ask for it when they are loaded.
 WITH_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")

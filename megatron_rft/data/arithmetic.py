@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 SPLITS = {name: range(2, 10) for name in ("train", "demonstrations", "hinted", "refining")}
 SPLITS |= {"validation": range(1, 2), "test": range(0, 1)}

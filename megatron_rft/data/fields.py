@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.errors import DataError, did_you_mean
+from megatron_rft.utils.errors import DataError, did_you_mean
 
 Row = dict[str, Any]
 

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 INDEX, OUTPUT = "index.json", "output.safetensors"
 RAW = {torch.float32: np.float32, torch.bfloat16: np.uint16}  # numpy has no bfloat16: its bits are mapped

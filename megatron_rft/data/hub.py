@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 
 from megatron_rft.config.datasets import HUB_NAME
-from megatron_rft.config.model_shape import find_model, is_whole
 from megatron_rft.data.selection import Choice, select
-from megatron_rft.errors import DataError
+from megatron_rft.plan.model_shape import find_model, is_whole
+from megatron_rft.utils.errors import DataError
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 BESIDE = "possible_answer/*"  # read by an adapter next to the file that it belongs to

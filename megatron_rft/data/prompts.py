@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.fields import Row
-from megatron_rft.errors import DataError, did_you_mean
 from megatron_rft.records import Batch, Prompt
+from megatron_rft.utils.errors import DataError, did_you_mean
 
 
 @dataclass(frozen=True)

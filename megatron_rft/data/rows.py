@@ -13,7 +13,7 @@ from megatron_rft.data import arithmetic, hub
 from megatron_rft.data.adapters import adapt
 from megatron_rft.data.fields import Row
 from megatron_rft.data.selection import Choice, select
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 Placed = tuple[str, Row]  # where a row stands, for errors
 

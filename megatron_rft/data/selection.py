@@ -12,7 +12,7 @@ from os.path import commonprefix
 from pathlib import PurePosixPath
 
 from megatron_rft.config.datasets import SUFFIXES
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 SPLITS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 NO_ROWS = {"possible_answer", "multi_turn_func_doc"}  # BFCL's folders of what an adapter joins, and of documents

@@ -4,7 +4,7 @@ import hashlib
 import random
 from typing import Generic, TypeVar
 
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 Item = TypeVar("Item")
 

@@ -21,8 +21,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rft.errors import DataError
 from megatron_rft.records import Batch, Prompt
+from megatron_rft.utils.errors import DataError
 
 SCHEMA = pa.schema(
     [

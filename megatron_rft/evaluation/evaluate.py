@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rft.errors import DataError
 from megatron_rft.evaluation.kept import Kept
 from megatron_rft.evaluation.passk import (
     breakdown,
@@ -23,9 +22,10 @@ from megatron_rft.evaluation.passk import (
     mean_pass_at_k,
     pass_at_1,
 )
+from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
-from megatron_rft.rollout.engine import Engine, Request, Sampling
+from megatron_rft.utils.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.files import write_whole
+from megatron_rft.utils.files import write_whole
 
 Row = dict[str, Any]  # a graded completion, with its `problem`
 

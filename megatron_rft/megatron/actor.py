@@ -38,7 +38,7 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.logprobs import logprobs_and_entropy
 from megatron_rft.megatron.optimizer import Optimizer
 from megatron_rft.megatron.packing import Layout, MicroBatch, filler, pack, plan, plan_within
-from megatron_rft.megatron.second import HiddenStates, Recorded, Second
+from megatron_rft.megatron.second_distribution import HiddenStates, Recorded, Second
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
 from megatron_rft.megatron.two_distributions import compare
 from megatron_rft.records import Batch, take_segments

@@ -30,10 +30,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rft.errors import DataError, RunFailed, disk_is_full
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.average import MovingAverage
-from megatron_rft.processes import die_with
+from megatron_rft.megatron.ema import MovingAverage
+from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
+from megatron_rft.utils.processes import die_with
 
 PARTIAL = ".partial"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one format that can change TP and PP

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_rft.errors import UserError
+from megatron_rft.utils.errors import UserError
 
 # Modules that name the device; imported here so that none of them is first imported after `install`.
 USED = (

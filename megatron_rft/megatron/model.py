@@ -19,9 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rft.conversion import family_of, padded_vocab
 from megatron_rft.conversion.mapping import head_dim, is_mixture
-from megatron_rft.errors import ConfigError, DataError
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
+from megatron_rft.utils.errors import ConfigError, DataError
 
 LAYOUT = (
     "tensor_model_parallel_size",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_rft.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError
 
 
 def initialize(megatron: Any, *, seed: int = 0, timeout: timedelta = timedelta(minutes=30)) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megatron_rft.conversion import FolderWriter, HFFolder, Mapping, hf_shapes, partition_dim, shard, unshard
 from megatron_rft.conversion.mapping import EXPERT, LAYER
-from megatron_rft.errors import RunFailed, disk_is_full
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.model import ValueHead
+from megatron_rft.utils.errors import RunFailed, disk_is_full
 
 Lookup = Callable[[str], Tensor]
 

@@ -3,7 +3,7 @@
 import re
 
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.tool_rlla import has_sections
+from megatron_rft.rewards.tools.rlla import has_sections
 
 LETTER = r"\(?\s*([A-Z])\s*\)?"
 TAGGED = re.compile(rf"<answer>\s*{LETTER}[.:]?\s*</answer>")

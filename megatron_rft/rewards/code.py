@@ -19,10 +19,11 @@ import json
 import re
 from typing import Any
 
-from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
-from megatron_rft.rewards.sandbox.runner import Limits, Run, Sandbox, run_script, run_tests
+from megatron_rft.rewards.sandbox.pool import Sandbox
+from megatron_rft.rewards.sandbox.runner import Limits, Run, run_script, run_tests
+from megatron_rft.utils.errors import ConfigError
 
 DOES_NOT_COMPILE, RUNTIME_ERROR, NONE_PASSED = -1.0, -0.6, -0.3
 FIELDS = {"stdin": ("inputs", "outputs"), "call": ("name", "inputs", "outputs"), "assert": ("code",)}

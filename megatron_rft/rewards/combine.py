@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rft.errors import DataError
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.base import Reward
+from megatron_rft.utils.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
-from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.answers import as_latex, compare_exactly, final_answer, normalise
 from megatron_rft.rewards.verify_worker import judge
+from megatron_rft.utils.errors import ConfigError
 
 TAIL = 2000  # characters of an unmarked response that are searched for an answer
 LONGEST = 1000  # characters of an answer that may be right, or four times its reference: 10^6 digits are not compared

@@ -8,8 +8,8 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any
 
-from megatron_rft.errors import DataError
 from megatron_rft.records import Prompt, Score
+from megatron_rft.utils.errors import DataError
 
 ATTEMPTS = 3
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rft.errors import RunFailed
+from megatron_rft.inference.engine import Engine, Group, Request, Sampling, request_seed
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rollout import refiner as refinement
-from megatron_rft.rollout.engine import Engine, Group, Request, Sampling, request_seed
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
+from megatron_rft.utils.errors import RunFailed
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rft.errors import UserError
+from megatron_rft.utils.errors import UserError
 
 
 class TensorBoardLogger:

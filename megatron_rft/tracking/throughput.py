@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rft.config.parameters import Sizes
+from megatron_rft.plan.parameters import Sizes
 
 # Dense bf16 by the name that CUDA gives the device, from NVIDIA's and AMD's data sheets; the first that fits counts.
 PEAK_TFLOPS = {

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.errors import UserError
+from megatron_rft.utils.errors import UserError
 
 PROBE_TIMEOUT = 5.0  # seconds
 INIT_TIMEOUT = 30.0  # seconds; wandb's own would let a cluster wait for 90

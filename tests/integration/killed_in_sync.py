@@ -8,9 +8,9 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from megatron_rft import cli
+from megatron_rft.commands import main
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.processes import children
+from megatron_rft.utils.processes import children
 
 syncs, stream = count(), Actor.stream
 
@@ -41,4 +41,4 @@ def killing(actor):
 
 
 Actor.stream = killing
-sys.exit(cli.main())
+sys.exit(main.main())

@@ -1,14 +1,14 @@
 """What a user can get wrong with data, tokenizer, folder and numbers: one clear error, early, and nothing lost.
 
-Mistakes that the recipe alone shows (model folder, architecture, world size) are in tests/unit/test_cli.py and
-test_config.py. These runs go through the command line, in this process.
+Mistakes that the recipe alone shows (model folder, architecture, world size) are in tests/unit/commands/test_main.py
+and test_config.py. These runs go through the command line, in this process.
 """
 
 import json
 
 from safetensors.torch import load_file
 
-from megatron_rft.cli import main
+from megatron_rft.commands.main import main
 from megatron_rft.records import Batch
 from tests.integration.tiny import write_recipe
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rft.cli import main
+from megatron_rft.commands.main import main
 from megatron_rft.megatron.checkpoint import latest
 from tests.integration.tiny import ROOT, metrics, train, write_recipe
 

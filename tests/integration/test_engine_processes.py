@@ -36,7 +36,7 @@ def engines_of(trainer: int) -> list[int]:
             words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
         except OSError:
             continue
-        if b"megatron_rft.rollout.host" in words and words[-2] == str(trainer).encode():
+        if b"megatron_rft.inference.process_worker" in words and words[-2] == str(trainer).encode():
             found.append(int(folder.name))
     return found
 

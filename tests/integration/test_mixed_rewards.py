@@ -5,7 +5,7 @@ import json
 import psutil
 import pytest
 
-from megatron_rft import doctor
+from megatron_rft.commands import doctor
 from tests.integration import tiny
 
 REWARD = {

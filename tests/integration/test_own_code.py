@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from megatron_rft import cli
+from megatron_rft.commands import main
 from tests.integration.tiny import ROOT, metrics, train, write_recipe
 from tests.unit.test_docs import files_of
 
@@ -60,7 +60,7 @@ def samples(folder) -> list[dict]:
 
 
 def test_its_report(recipe, folder, capsys):
-    assert cli.main(["report", str(folder / "run")]) == 0
+    assert main.main(["report", str(folder / "run")]) == 0
     page = (folder / "run/report/report.html").read_text()
     assert "<h2>run</h2>" in page and "gentle.py:Gentle" in page and "off by" in page
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from megatron_rft.tracking.report import page
-from megatron_rft.tracking.report.groups import grouped
-from megatron_rft.tracking.report.runs import read_all
+from megatron_rft.report import page
+from megatron_rft.report.groups import grouped
+from megatron_rft.report.runs import read_all
 from tests.integration.browser import Browser, install
 from tests.integration.tiny import wait_until
-from tests.unit.tracking.report.made import EVIL, write_run
+from tests.unit.report.made import EVIL, write_run
 
 CHARTS = [
     "Reward",

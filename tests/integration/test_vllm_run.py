@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_rft.config.vllm import unusable
+from megatron_rft.plan.vllm import unusable
 from tests.integration.tiny import metrics, train, write_recipe
 
 

@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from megatron_rft.config import Batching, Megatron
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.second import Second
+from megatron_rft.megatron.second_distribution import Second
 from megatron_rft.objectives import (
     CISPO,
     DAPO,

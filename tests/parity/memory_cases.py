@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Recipe
-from megatron_rft.config.layout import Layout
-from megatron_rft.config.memory import state_of
-from megatron_rft.config.parameters import Sizes
 from megatron_rft.conversion import family_of, hf_shapes
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.memory import state_of
+from megatron_rft.plan.parameters import Sizes
 from tests.parity.hf_cases import FAMILIES, section
 
 LAYOUTS = {

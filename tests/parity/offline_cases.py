@@ -15,12 +15,12 @@ from megatron_rft.config import Megatron
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.second import Recorded, Second
+from megatron_rft.megatron.second_distribution import Recorded, Second
 from megatron_rft.objectives.offline import OFFLINE
 from megatron_rft.objectives.offline.fpa import FPA
 from megatron_rft.objectives.offline.off_rl import OffRL
 from megatron_rft.records import Batch
-from megatron_rft.trainers.trajectories import draw
+from megatron_rft.training.offline import draw
 from tests.parity.gradient_cases import KEYS, mini_batch, model_config
 
 OBJECTIVES = {name: kind() for name, kind in OFFLINE.items()} | {

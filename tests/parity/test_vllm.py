@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.config.vllm import unusable
+from megatron_rft.plan.vllm import unusable
 from tests.parity.launch import EVERYTHING, torchrun
 
 MODELS = [f"{family}/{tie}" for family, tie in product(("qwen3", "qwen2", "llama"), ("tied", "untied"))]

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megatron_rft.config.vllm import unusable
-from megatron_rft.errors import ConfigError, RunFailed
-from megatron_rft.processes import children, reserved_port
-from megatron_rft.rollout.engine import Request, Sampling
-from megatron_rft.rollout.fleet import Fleet
-from megatron_rft.rollout.hf_engine import HFEngine
-from megatron_rft.rollout.own_server import OwnServer
-from megatron_rft.rollout.process_engine import EngineProcess
-from megatron_rft.rollout.server_engine import ServerEngine
-from megatron_rft.rollout.vllm_engine import VLLMEngine
-from megatron_rft.weight_sync import push
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.pool import Fleet
+from megatron_rft.inference.process import EngineProcess
+from megatron_rft.inference.vllm.engine import VLLMEngine
+from megatron_rft.inference.vllm.server_client import ServerEngine
+from megatron_rft.inference.vllm.server_process import OwnServer
+from megatron_rft.plan.vllm import unusable
+from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.processes import children, reserved_port
 from tests.parity.launch import EVERYTHING
 
 SHAPE = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -77,10 +77,10 @@ def test_a_server(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(0).items()}
     server = OwnServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
     fleet = Fleet([server], torch.float32)
-    fleet.reload = lambda: push(weights(2).items(), fleet, 2, verify=True)
+    fleet.reload = lambda: weight_sync(weights(2).items(), fleet, 2, verify=True)
     try:
         for version in (1, 2):
-            push(weights(version).items(), fleet, version, verify=True)
+            weight_sync(weights(version).items(), fleet, version, verify=True)
             assert_equal(fleet, version, version)
 
         with pytest.raises(ConfigError, match="serves another model: its vocab_size is 64, that of model.path 65"):
@@ -99,7 +99,7 @@ def test_a_server(tmp_path):
         while not running(server):
             assert writing.is_alive(), "it was over before new weights came"
             time.sleep(0.01)
-        push(weights(3).items(), server, 3)
+        weight_sync(weights(3).items(), server, 3)
         assert writing.is_alive(), "it was not in the middle of it"
         writing.join()
         assert [len(r.token_ids) for r in answers[0].responses] == [2000] * 4
@@ -110,12 +110,12 @@ def test_a_server(tmp_path):
         bad = weights(4)
         bad["model.layers.1.self_attn.q_norm.weight"] *= torch.nan
         with pytest.raises(RunFailed, match="version 4: model.layers.1.self_attn.q_norm.weight has 32 non-finite"):
-            push(bad.items(), fleet, 4)
-        push(weights(2).items(), fleet, 2)
+            weight_sync(bad.items(), fleet, 4)
+        weight_sync(weights(2).items(), fleet, 2)
 
         processes = family(server.process.pid)
         assert len(processes) >= 2  # the server, and its engine
-        push(killing(weights(2).items(), processes[-1]), fleet, 2, verify=True)
+        weight_sync(killing(weights(2).items(), processes[-1]), fleet, 2, verify=True)
         assert fleet.lost and fleet.recover() and fleet.restarts == 1
         assert_equal(fleet, 2, 2)
 
@@ -149,11 +149,11 @@ def test_vllm_in_a_process_of_its_own(tmp_path):
     build = partial(VLLMEngine, CONFIG, torch.float32, "cpu", **options)
     engine = EngineProcess(build, "engine process 0", tmp_path / "log", 300, 120, {"OMP_NUM_THREADS": "1"})
     try:
-        push(weights(1).items(), engine, 1, verify=True)
+        weight_sync(weights(1).items(), engine, 1, verify=True)
         assert_equal(engine, 1, 1)
         found = engine.generate([Request(0, (5, 6, 7), 4, 1), Request(1, (5, 6), 1, 1, max_tokens=2)], Sampling(1500))
         assert next(found).id == 1  # from now on it is in the middle of the other
-        push(weights(2).items(), engine, 2)
+        weight_sync(weights(2).items(), engine, 2)
         assert [(len(r.token_ids), r.weight_version) for r in next(found).responses] == [(1500, 1)] * 4
         assert list(found) == []
         assert_equal(engine, 2, 2)

@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from transformers.utils import logging
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft import weight_sync
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Request, Sampling, checksum
+from megatron_rft.inference.hf.engine import hf_views
+from megatron_rft.inference.pool import Fleet
+from megatron_rft.inference.process import EngineProcess
+from megatron_rft.inference.vllm.engine import VLLMEngine
+from megatron_rft.inference.vllm.server_process import OwnServer
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.rollout.engine import Request, Sampling, checksum
-from megatron_rft.rollout.fleet import Fleet
-from megatron_rft.rollout.hf_engine import hf_views
-from megatron_rft.rollout.own_server import OwnServer
-from megatron_rft.rollout.process_engine import EngineProcess
-from megatron_rft.rollout.vllm_engine import VLLMEngine
 from tests.parity.hf_cases import section
 
 SHAPE = dict(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_rft.config.vllm import unusable
+from megatron_rft.plan.vllm import unusable
 from tests.integration.tiny import metrics, write_data, write_model
 from tests.slurm.cluster import ROOT, free_ports, tiny_keys
 

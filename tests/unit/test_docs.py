@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic_core import PydanticCustomError
 
-from megatron_rft import cli
+from megatron_rft.commands import main
 from megatron_rft.config import algorithms, load, offline, passthrough
 from megatron_rft.config.loading import _beside, _Loader
 from megatron_rft.config.recipe import Recipe
@@ -65,7 +65,7 @@ def test_commands_parse(page):
     for command in commands(page):
         words = [word for word in shlex.split(command)[1:] if word not in ("...", "|", "[--out]")]
         try:
-            args = cli.parse(words)
+            args = main.parse(words)
         except SystemExit:
             pytest.fail(f"{page.name}: {command}")
         overrides = getattr(args, "overrides", [])

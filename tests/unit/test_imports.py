@@ -3,39 +3,47 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_rft"
-FREE = {"records", "errors", "config", "processes", "files", "own"}  # anybody may import these
-SIBLINGS = {
-    "objectives": set(),
-    "conversion": set(),
-    "megatron": {"conversion"},
-    "rollout": {"rewards"},
-    "rewards": set(),
-    "data": set(),
-    "tracking": set(),
-    "evaluation": {"rollout", "rewards", "data"},
-    "weight_sync": {"rollout", "megatron", "conversion"},
+# Each part, and the parts that it may import beside itself. `commands` and `training` tie the others together.
+BELOW = {"records", "utils", "config", "plan"}
+ALLOWED = {
+    "utils": set(),
+    "records": set(),
+    "config": {"utils"},
+    "plan": {"utils", "config"},
+    "objectives": {"records", "utils", "config"},
+    "conversion": BELOW,
+    "megatron": BELOW | {"conversion"},
+    "rewards": BELOW,
+    "data": BELOW,
+    "inference": BELOW | {"megatron", "conversion"},
+    "rollout": BELOW | {"inference", "rewards"},
+    "evaluation": BELOW | {"inference", "rewards", "data"},
+    "tracking": BELOW,
+    "report": BELOW | {"tracking"},
+    "launching": BELOW,
+    "training": BELOW
+    | {"objectives", "conversion", "megatron", "rewards", "data", "inference", "rollout", "evaluation", "tracking"}
+    | {"report", "launching"},
 }
-TOP = {"trainers", "cli", "arguments", "launcher", "doctor", "__main__"}
+TOP = {"commands", "__main__", "__init__"}
 WITHOUT_TORCH = {
-    "cli",
-    "arguments",
-    "launcher",
-    "slurm",
-    "job",
-    "processes",
-    "files",
-    "doctor",
-    "errors",
+    "commands/main",
+    "commands/parser",
+    "commands/doctor",
+    "commands/__init__",
+    "launching",
+    "utils",
     "config",
-    "own",
+    "plan",
     "__main__",
     "__init__",
 }
+# Functions that take the whole recipe. Each number may only go down.
+TAKE_THE_RECIPE = {"outside": 80, "config and plan": 36}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -44,10 +52,19 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, only_at_import: bool = False) -> set[str]:
     """Dotted names that a file imports; `only_at_import` leaves out those inside functions."""
     found: set[str] = set()
-    nodes = list(ast.parse(path.read_text()).body)
+    nodes = list(parsed(path).body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -64,16 +81,32 @@ def own_parts(names: set[str]) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("megatron_rft.")} - {"__version__"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_downwards(path: Path):
-    part = part_of(path)
-    used = own_parts(imports(path)) - {part}
-    if part in TOP:
-        return
-    allowed = FREE | SIBLINGS[part] if part in SIBLINGS else {"errors", "files"}
-    if part == "objectives":
-        allowed = {"records", "errors"}
-    assert used <= allowed, f"{part} must not import {sorted(used - allowed)}"
+def imported_modules(path: Path) -> set[str]:
+    """The package's modules that a file imports, itself or a name of theirs."""
+    modules = {module_of(other) for other in MODULES}
+    names = {name for name in imports(path) if name.startswith("megatron_rft.")}
+    return {name if name in modules else name.rpartition(".")[0] for name in names} - {module_of(path)}
+
+
+def test_every_part_has_its_place():
+    assert {part_of(path) for path in MODULES} == set(ALLOWED) | TOP
+
+
+def test_imports_go_downwards():
+    wrong = []
+    for path in MODULES:
+        part = part_of(path)
+        if part not in TOP:
+            above = own_parts(imports(path)) - {part} - ALLOWED[part]
+            wrong += [f"{path.relative_to(PACKAGE)} must not import {name}" for name in sorted(above)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_files_import_each_other():
+    """A package's __init__, which its files are below of, does not count as a file that they import."""
+    used = {module_of(path): imported_modules(path) for path in MODULES if path.name != "__init__.py"}
+    pairs = {tuple(sorted((a, b))) for a, others in used.items() for b in others if a in used.get(b, ())}
+    assert not pairs, "\n".join(f"{a} <-> {b}" for a, b in sorted(pairs))
 
 
 def test_objectives_are_pure_torch():
@@ -82,14 +115,44 @@ def test_objectives_are_pure_torch():
         assert not foreign, f"{path.name} imports {foreign}"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in WITHOUT_TORCH], ids=lambda path: path.name)
-def test_no_torch_before_a_recipe_is_checked(path: Path):
-    roots = {name.split(".")[0] for name in imports(path, only_at_import=True)}
-    assert not roots & {"torch", "megatron", "transformers", "datasets", "numpy"}
-    assert own_parts(imports(path, only_at_import=True)) <= WITHOUT_TORCH
+def without_torch(name: str) -> bool:
+    """Whether `name`, a file's path below the package without its suffix, is used before torch is imported."""
+    return name in WITHOUT_TORCH or name.split("/")[0] in WITHOUT_TORCH
+
+
+def test_no_torch_before_a_recipe_is_checked():
+    wrong = []
+    for path in MODULES:
+        if not without_torch(str(path.relative_to(PACKAGE).with_suffix(""))):
+            continue
+        roots = {name.split(".")[0] for name in imports(path, only_at_import=True)}
+        own = {name.removeprefix("megatron_rft.") for name in imports(path, only_at_import=True) if ".__" not in name}
+        own = {name.replace(".", "/") for name in own if name.split(".")[0] in set(ALLOWED) | {"commands"}}
+        above = {name for name in own if not (without_torch(name) or without_torch(name.rpartition("/")[0]))}
+        wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in above]
+        wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in roots & {"torch", "transformers", "datasets"}]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_command_line_loads_no_torch_for_a_plan():
-    code = "import sys; from megatron_rft import cli; cli.parse(['doctor']); "
+    code = "import sys; from megatron_rft.commands import main; main.parse(['doctor']); "
     code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
+
+
+def takes_the_recipe(function: ast.FunctionDef) -> bool:
+    arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return any(a.arg == "recipe" or "Recipe" in ast.unparse(a.annotation or ast.Constant("")) for a in arguments)
+
+
+def test_the_functions_that_take_the_whole_recipe_become_fewer():
+    found: dict[str, list[str]] = {"outside": [], "config and plan": []}
+    for path in MODULES:
+        where = "config and plan" if part_of(path) in ("config", "plan") else "outside"
+        functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
+        found[where] += [f"{path.relative_to(PACKAGE)}:{f.name}" for f in functions if takes_the_recipe(f)]
+    for where, names in found.items():
+        most = TAKE_THE_RECIPE[where]
+        listed = "\n".join(sorted(names))
+        assert len(names) <= most, f"{len(names)} functions {where} take the whole recipe, {most} may:\n{listed}"
+        assert len(names) == most, f"only {len(names)} take it {where} now: lower the number here"

@@ -19,7 +19,7 @@ from setups import SIZES, actor_like, hf_model, qwen3, set_threads
 from megatron_rft.data.hidden_states import HiddenCache, Writer
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.second import Recorded, Second
+from megatron_rft.megatron.second_distribution import Recorded, Second
 from megatron_rft.objectives.offline.fpa import FPA
 from megatron_rft.objectives.offline.off_rl import OffRL
 from megatron_rft.records import Batch

@@ -25,16 +25,16 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from megatron_rft import weight_sync  # noqa: E402
 from megatron_rft.data import arithmetic  # noqa: E402
+from megatron_rft.inference import weight_sync  # noqa: E402
+from megatron_rft.inference.engine import Sampling  # noqa: E402
+from megatron_rft.inference.hf.engine import HFEngine  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.objectives import GRPO  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.records import Prompt, Score  # noqa: E402
-from megatron_rft.rollout.engine import Sampling  # noqa: E402
-from megatron_rft.rollout.hf_engine import HFEngine  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
-from megatron_rft.trainers.rl import mismatch_metrics, model_outputs  # noqa: E402
+from megatron_rft.training.online import mismatch_metrics, model_outputs  # noqa: E402
 
 KL, CLIP, RATE = 0.001, 0.2, 1e-5
 WARM_UP = 2
@@ -51,7 +51,7 @@ class OurReward:
 
 
 class Ours:
-    """The body of trainers/rl.py's loop, timed by phase."""
+    """The body of training/online.py's loop, timed by phase."""
 
     def __init__(self, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace):
         model = AutoModelForCausalLM.from_pretrained(folder)

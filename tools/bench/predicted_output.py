@@ -17,8 +17,8 @@ import torch
 from rollout_vllm import random_weights
 
 from megatron_rft.data import arithmetic
-from megatron_rft.rollout.engine import Request, Sampling
-from megatron_rft.rollout.vllm_engine import VLLMEngine
+from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.inference.vllm.engine import VLLMEngine
 
 
 def run(engine: VLLMEngine, requests: list[Request], sampling: Sampling) -> tuple[dict[int, tuple[int, ...]], float]:

@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import PromptFormat, ask_again, prompt_set
+from megatron_rft.inference.engine import Engine, Sampling, request_seed
+from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.objectives import GRPO, DynamicConstraint
 from megatron_rft.rewards.math import MathReward
-from megatron_rft.rollout.engine import Engine, Sampling, request_seed
-from megatron_rft.rollout.hf_engine import HFEngine
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler
-from megatron_rft.trainers.assembly import PREDICTED
+from megatron_rft.training.build import PREDICTED
 
 TEMPLATE = "{question}{response}\nRefine:\n"  # of examples/dynamic/tiny
 BLOCK = 32  # tokens; the smallest of vLLM's CPU build
@@ -70,7 +70,7 @@ class Bench:
     def engine(self, folder: Path, measures: set[str]) -> Engine:
         if self.args.engine == "hf":
             return HFEngine(folder)
-        from megatron_rft.rollout.vllm_engine import VLLMEngine
+        from megatron_rft.inference.vllm.engine import VLLMEngine
 
         options = {"block_size": BLOCK, "enable_prefix_caching": "prefix" in measures}
         options |= {"speculative_config": PREDICTED} if "draft" in measures else {}

@@ -15,8 +15,8 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megatron_rft.rollout.engine import Request, Sampling
-from megatron_rft.rollout.hf_engine import HFEngine
+from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.inference.hf.engine import HFEngine
 
 STOP, PAD = 2, 0
 

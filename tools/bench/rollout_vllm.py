@@ -17,12 +17,12 @@ import time
 import torch
 from transformers import Qwen3Config
 
-from megatron_rft import weight_sync
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.data import arithmetic
-from megatron_rft.rollout.engine import Request, Sampling
-from megatron_rft.rollout.hf_engine import HFEngine
-from megatron_rft.rollout.vllm_engine import VLLMEngine
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.vllm.engine import VLLMEngine
 
 SIZES = {  # vocabulary, hidden, layers, feed-forward
     "3m": (1024, 192, 6, 512),

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.code import CodeReward
-from megatron_rft.rewards.sandbox import launch
+from megatron_rft.rewards.sandbox import launch, pool
 
 FUNCTION = "def f(n):\n    total = 0\n    for i in range(n + 1):\n        total += i * i\n    return total\n"
 SCRIPT = f"{FUNCTION}print(f(int(input())))\n"
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
-    mode, problems = launch.strongest(allow_none=True)
+    mode, problems = pool.strongest(allow_none=True)
     print(f"{launch.describe(mode)}{' ' + str(problems) if problems else ''}\n")
     print(f"{'programs per second':<46}" + "".join(f"{w:>4} workers" for w in args.workers))
     for kind in KINDS:

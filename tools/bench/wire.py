@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from megatron_rft.rollout import wire
+from megatron_rft.inference.transport import network
 
 # name -> tensors, elements of each
 MODELS = {"300 small tensors, 1.5 MB": [(300, 2560)], "14 M parameters": [(300, 2560), (14, 1 << 20)]}
@@ -26,23 +26,23 @@ def tensors(groups: list[tuple[int, int]]) -> list[tuple[str, torch.Tensor]]:
 
 
 def receiver(port: int, transfers: int) -> None:
-    link = wire.connect(wire.meeting("127.0.0.1", 2, 60, port), 1, 2, 60)
+    link = network.connect(network.meeting("127.0.0.1", 2, 60, port), 1, 2, 60)
     for _ in range(transfers):
-        for _ in wire.receive(link):
+        for _ in network.receive(link):
             pass
 
 
 def measure(name: str, rounds: int) -> None:
     stream = tensors(MODELS[name])
-    place = wire.meeting("127.0.0.1", 2, 60)
+    place = network.meeting("127.0.0.1", 2, 60)
     other = multiprocessing.get_context("spawn").Process(target=receiver, args=(place.port, rounds + 2))
     other.start()
-    link = wire.connect(place, 0, 2, 60)
+    link = network.connect(place, 0, 2, 60)
     target = [torch.empty_like(tensor) for _, tensor in stream]
     taken, copied = [], []
     for _ in range(rounds + 2):
         start = time.perf_counter()
-        wire.send(link, stream)
+        network.send(link, stream)
         taken.append(time.perf_counter() - start)
         for into, (_, tensor) in zip(target, stream, strict=True):
             into.copy_(tensor)

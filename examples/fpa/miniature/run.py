@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from megatron_rft.data import arithmetic
-from megatron_rft.tracking import dynamics
+from megatron_rft.report import dynamics
 
 HERE = Path(__file__).resolve().parent
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}

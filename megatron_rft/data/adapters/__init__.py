@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_rft.data.adapters import code, mathematics, text, tools
 from megatron_rft.data.fields import Fields, Row
-from megatron_rft.errors import DataError, did_you_mean
+from megatron_rft.utils.errors import DataError, did_you_mean
 
 ADAPTERS: dict[str, Callable[[Fields], Row]] = {
     **mathematics.ADAPTERS,

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_rft.data.adapters.common import as_row, unusable
 from megatron_rft.data.fields import Fields, Row
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 NO_TESTS = unusable("no tests that can be run")
 AS_PROGRAM = "Write a Python program that reads from standard input and writes to standard output."

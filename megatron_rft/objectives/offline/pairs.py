@@ -10,10 +10,10 @@ from itertools import cycle, islice, product
 import torch
 from torch import Tensor
 
-from megatron_rft.errors import DataError
 from megatron_rft.objectives.base import Outputs, Sum, sequence_means, trained_tokens
 from megatron_rft.objectives.offline.base import Offline, log_ratios
 from megatron_rft.records import Batch
+from megatron_rft.utils.errors import DataError
 
 PAIRINGS = ("cover", "one", "all")
 

@@ -9,7 +9,6 @@ In every case root becomes the user nobody, and each program is a cell of its ow
 """
 
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -109,37 +108,6 @@ def _bubblewrap(folders: list[str]) -> list[str]:
     args += ["--dev", "/dev", "--proc", "/proc", "--perms", "0755", "--dir", "/tmp", "--remount-ro", "/dev"]
     args += ["--remount-ro", "/"]
     return args
-
-
-def strongest(allow_none: bool) -> tuple[str, list[str]]:
-    """The mode to use, and what is wrong with the stronger ones. Raises SandboxError where only "none" would do."""
-    problems = []
-    for mode in MODES:
-        if mode == "bubblewrap" and shutil.which("bwrap") is None:
-            problems.append("bubblewrap: bwrap is not installed")
-            continue
-        try:
-            _try(mode)
-            return mode, problems
-        except (SandboxError, OSError) as error:
-            problems.append(str(error))
-    if not allow_none:
-        raise SandboxError("; ".join(problems))
-    _try("none")
-    return "none", problems
-
-
-def _try(mode: str) -> None:
-    """Start a server and let it build one cell."""
-    if not sys.platform.startswith("linux") or (mode != "none" and platform.machine() not in ("x86_64", "aarch64")):
-        raise SandboxError(f"{mode}: needs Linux on x86_64 or aarch64")
-    from megatron_rft.rewards.sandbox.runner import Limits, run_script
-
-    server = Server(mode)
-    try:
-        run_script(server, "print(1)", "", Limits())
-    finally:
-        server.close()
 
 
 def describe(mode: str) -> str:

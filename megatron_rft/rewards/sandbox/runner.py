@@ -9,13 +9,10 @@ import math
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
-from megatron_rft.rewards.sandbox import launch
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server
 
 COMPILES_NOT = 90  # inside/program.py
@@ -146,43 +143,3 @@ def _outcomes(judged: Run) -> list[tuple[str, str, str]]:
     if judged.timeout:
         return [*(tuple(line) for line in lines), ("gone", "", "")]
     raise SandboxError(f"the tests ended with status {judged.status}: {judged.errors[-200:]}")
-
-
-class Sandbox:
-    """`workers` servers, each with one program at a time. A server that fails is replaced, and its job done again."""
-
-    def __init__(self, limits: Limits, workers: int = 2, allow_none: bool = False):
-        self.mode, self.problems = launch.strongest(allow_none)
-        self.limits = limits
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
-        self._idle: SimpleQueue[Server | None] = SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(None)
-
-    def map(self, work, jobs: list) -> list:
-        """`work(server, job)` for each job, in their order; a SandboxError of the second try stands for its result."""
-        return list(self._threads.map(lambda job: self._twice(work, job), jobs))
-
-    def _twice(self, work, job) -> Any:
-        server = self._idle.get()
-        try:
-            for attempt in (1, 2):
-                try:
-                    server = server or Server(self.mode)
-                    return work(server, job)
-                except Exception as error:  # whatever it is: no fault of the program's
-                    if server is not None:
-                        server.close()
-                    server = None
-                    if attempt == 2:
-                        return error if isinstance(error, SandboxError) else SandboxError(repr(error))
-        finally:
-            self._idle.put(server)
-
-    def close(self) -> None:
-        """No process is left. May be called twice."""
-        self._threads.shutdown()
-        while not self._idle.empty():
-            server = self._idle.get()
-            if server is not None:
-                server.close()

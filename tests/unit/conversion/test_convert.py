@@ -13,12 +13,12 @@ import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_rft.config.vllm import unusable
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import Source, convert
 from megatron_rft.conversion.torch_dist import MegatronFolder, Unpickler
-from megatron_rft.errors import ConfigError, DataError, RunFailed
+from megatron_rft.plan.vllm import unusable
+from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
 
 SMALL = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -94,8 +94,8 @@ def test_vllm_loads_it_and_gives_the_same_log_probs(tmp_path):
     source = write(tmp_path / "hf", known_to_vllm, torch.float32)
     convert(source, tmp_path / "megatron", "megatron")
     convert(Source(tmp_path / "megatron", "megatron", source.hf_config, source.path), tmp_path / "back", "hf")
-    from megatron_rft.rollout.engine import Request, Sampling
-    from megatron_rft.rollout.vllm_engine import VLLMEngine
+    from megatron_rft.inference.engine import Request, Sampling
+    from megatron_rft.inference.vllm.engine import VLLMEngine
 
     folder = HFFolder(tmp_path / "back", known_to_vllm)
     with closing(VLLMEngine(known_to_vllm)) as engine:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes, load_config
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 CONFIG = Qwen3Config(
     vocab_size=10,

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.conversion import Mapping, family_of, hf_shapes
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 SMALL = dict(
     vocab_size=10,

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from megatron_rft.data import arithmetic
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 
 def check_steps(row) -> int:

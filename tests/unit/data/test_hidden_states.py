@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rft.data.hidden_states import HiddenCache, Writer
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 FACTS = {"data": "d", "model": "m", "tokenizer": "t", "dtype": "bfloat16"}
 

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.rows import load_rows
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 SHA = "5" * 40
 

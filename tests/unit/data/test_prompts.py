@@ -11,7 +11,7 @@ from megatron_rft.data.prompts import (
     prompt_set,
     reference_answer,
 )
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 ROWS = [
     {"question": "3+4", "answer": "3+4=7\n#### 7", "level": 1},

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from megatron_rft.data.rows import load_rows
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?", "answer": "#### 4"}]
 

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_rft.data.selection import Choice, select
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 SHARDS = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"]
 SUBJECTS = ["algebra/train-0.parquet", "algebra/test-0.parquet", "geometry/train-0.parquet", "geometry/test-0.parquet"]

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rft.data.stream import Stream
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 
 def test_epochs_are_permutations_and_differ():

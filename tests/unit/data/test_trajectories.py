@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.trajectories import Trajectory
-from megatron_rft.errors import DataError
+from megatron_rft.utils.errors import DataError
 
 REWARDS = {0: (1, -1), 1: (1, 1), 2: (-1, -1), 3: (-1, 1), 4: (None, None), 5: (1, None), 6: (1, -1), 7: (-1, 1)}
 SHARDS = ((0, 1, 2), (3, 4, 5), (6, 7))

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_rft.data import arithmetic
-from megatron_rft.errors import DataError
 from megatron_rft.evaluation import evaluate, request_seed
 from megatron_rft.evaluation.evaluate import table, write
 from megatron_rft.evaluation.kept import Kept
+from megatron_rft.inference.engine import Group, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.math import MathReward
-from megatron_rft.rollout.engine import Group, Sampling
+from megatron_rft.utils.errors import DataError
 
 TOKENIZER = arithmetic.tokenizer()
 PROMPTS = [

@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config.sections import Megatron
-from megatron_rft.errors import ConfigError, DataError
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
+from megatron_rft.utils.errors import ConfigError, DataError
 
 SMALL = dict(
     vocab_size=11,

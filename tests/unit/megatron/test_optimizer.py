@@ -7,8 +7,8 @@ from transformers import Qwen3Config
 from megatron_rft.config import Batching, Megatron
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.average import MovingAverage
 from megatron_rft.megatron.checkpoint import Checkpointer, latest
+from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch

@@ -8,7 +8,7 @@ import sys
 MEET = """
 import megatron_rft.megatron  # prepares megatron-core for this host
 from megatron_rft.config import Megatron
-from megatron_rft.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError
 from megatron_rft.megatron import parallel
 
 try:

@@ -8,9 +8,9 @@ from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3M
 
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.errors import RunFailed
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
+from megatron_rft.utils.errors import RunFailed
 
 SMALL = dict(
     vocab_size=11,

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import NONE_PASSED, CodeReward
 from megatron_rft.rewards.sandbox import launch
+from megatron_rft.utils.errors import ConfigError
 from tests.unit.rewards import attacks
 
 MARKER = "megatron_rft_attack"

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_rft.data.adapters.code import ADAPTERS
 from megatron_rft.data.fields import Fields
-from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import CodeReward, extract_code, same_output
+from megatron_rft.utils.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt
 from megatron_rft.rewards import build
 from megatron_rft.rewards.answers import as_latex, compare_exactly
 from megatron_rft.rewards.math import MathReward
 from megatron_rft.rewards.verify_worker import judge
+from megatron_rft.utils.errors import ConfigError
 
 
 def prompts(*answers: str) -> list[Prompt]:

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
-from megatron_rft.errors import DataError
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.model import ModelReward, ServerReward
+from megatron_rft.utils.errors import DataError
 
 WORDS = ["<pad>", "<eos>", "<unk>", "a", "b", "c", "d"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.code import CodeReward
+from megatron_rft.utils.errors import ConfigError
 
 FOLDER = Path(os.environ.get("MEGATRON_RFT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 pytestmark = [

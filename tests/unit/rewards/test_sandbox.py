@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megatron_rft import doctor
-from megatron_rft.errors import ConfigError
+from megatron_rft.commands import doctor
 from megatron_rft.rewards import build
-from megatron_rft.rewards.sandbox import launch
+from megatron_rft.rewards.sandbox import launch, pool
 from megatron_rft.rewards.sandbox.launch import SandboxError
-from megatron_rft.rewards.sandbox.runner import Limits, Sandbox, run_script, run_tests
+from megatron_rft.rewards.sandbox.pool import Sandbox
+from megatron_rft.rewards.sandbox.runner import Limits, run_script, run_tests
+from megatron_rft.utils.errors import ConfigError
 
 LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_mb=256, disk_mb=4, output_mb=1)
 
@@ -177,7 +178,7 @@ def broken_containers(command):
 def test_the_next_best_is_taken(monkeypatch):
     monkeypatch.setattr(launch.shutil, "which", lambda name: None)
     try:
-        mode, problems = launch.strongest(allow_none=False)
+        mode, problems = pool.strongest(allow_none=False)
     except SandboxError as error:
         pytest.skip(str(error))
     assert mode == "namespaces" and problems == ["bubblewrap: bwrap is not installed"]

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from megatron_rft.data import arithmetic
+from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
-from megatron_rft.rollout.engine import Group, Sampling, request_seed
 from megatron_rft.rollout.refiner import (
     AT_MAXIMUM,
     GRADER_FAILED,
@@ -19,7 +19,7 @@ from megatron_rft.rollout.refiner import (
     edit_distance,
 )
 from megatron_rft.rollout.sampler import Rollout, Sampler
-from tests.unit.rollout.tiny import build_engine, build_model
+from tests.unit.inference.tiny import build_engine, build_model
 
 EOS = 1
 TOKENIZER = arithmetic.tokenizer()

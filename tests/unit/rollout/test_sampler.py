@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from megatron_rft.errors import RunFailed
+from megatron_rft.inference.engine import Sampling, request_seed
 from megatron_rft.records import Batch, Prompt, Score
-from megatron_rft.rollout.engine import Sampling, request_seed
 from megatron_rft.rollout.sampler import Sampler
+from megatron_rft.utils.errors import RunFailed
 
 SAMPLING = Sampling(8, stop_token_ids=(2,))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rft.config.parameters import Sizes
+from megatron_rft.plan.parameters import Sizes
 from megatron_rft.tracking.throughput import Throughput, peak_tflops
 
 TINY = dict(hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocabulary=10, tied=True, qkv_bias=False, qk_norm=True)

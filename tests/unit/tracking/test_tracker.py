@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_rft.config.sections import Tracking, Wandb
-from megatron_rft.errors import UserError
 from megatron_rft.tracking.tracker import Tracker
+from megatron_rft.utils.errors import UserError
 
 PLAIN = Tracking(progress="plain")
 

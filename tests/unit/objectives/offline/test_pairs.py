@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megatron_rft.errors import DataError
 from megatron_rft.objectives.offline.dpo import DPO
 from megatron_rft.objectives.offline.pairs import pair_up, split_pairs
 from megatron_rft.objectives.offline.rft import RFT
 from megatron_rft.records import Batch
+from megatron_rft.utils.errors import DataError
 
 
 def data(rewards, groups):

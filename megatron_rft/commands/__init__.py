@@ -1,0 +1,1 @@
+"""One file a command of `megatron-rft`; `parser` says what each takes, `main` runs it."""

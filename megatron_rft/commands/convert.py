@@ -1,0 +1,130 @@
+"""`megatron-rft convert`: what the user points at, what it is, and the comparison of logits."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_rft.config import load
+from megatron_rft.config.sections import Megatron
+from megatron_rft.conversion import convert as conversion
+from megatron_rft.conversion import load_config
+from megatron_rft.conversion.convert import Format, Source
+from megatron_rft.conversion.torch_dist import CONFIG, METADATA
+from megatron_rft.data.hub import model_folder
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.checkpoint import latest
+from megatron_rft.training import build
+from megatron_rft.training.run import RECIPE_FILE
+from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
+
+OTHER: dict[Format, Format] = {"hf": "megatron", "megatron": "hf"}
+
+
+def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> Source:
+    """A Hugging Face folder or hub name; a torch_dist checkpoint; or a training run, whose newest checkpoint is meant.
+
+    `option` is what the user gave the path for. `like`: a folder or hub name that has config.json and the tokenizer,
+    where the checkpoint's own are not known.
+    """
+    folder = _checkpoint_in(Path(path).expanduser())
+    if folder is None:
+        folder = model_folder(path, option)
+        companions = model_folder(like, "--like") if like else folder
+        return Source(folder, "hf", load_config(companions), companions)
+    model, companions = _model_of(folder, like)
+    return Source(folder, "megatron", load_config(model), companions)
+
+
+def _checkpoint_in(path: Path) -> Path | None:
+    """The torch_dist checkpoint that `path` is or has; None where it is something else."""
+    if any((path / name).is_file() for name in (METADATA, CONFIG)) or list(path.glob("*.distcp")):
+        return path
+    folder = path / "checkpoints" if (path / RECIPE_FILE).is_file() else path
+    if folder.name != "checkpoints" or not folder.is_dir():
+        return None
+    found = latest(folder)
+    if found is None:
+        raise DataError(f"{folder} has no complete checkpoint (step_*) yet")
+    return found
+
+
+def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
+    """Folders of config.json and of the tokenizer."""
+    if like:
+        return (model_folder(like, "--like"),) * 2
+    if (folder / "config.json").is_file():
+        return folder, folder
+    stored = folder.parent.parent / RECIPE_FILE
+    if not stored.is_file():
+        raise DataError(
+            f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Give "
+            "--like, a folder or hub name of a model of the same architecture"
+        )
+    recipe = load(stored)
+    try:
+        return model_folder(recipe.model.path), build.tokenizer_folder(recipe)
+    except DataError as error:
+        raise DataError(f"{error} (so says {stored}); if it is elsewhere now, give --like") from None
+
+
+def run(
+    path: str,
+    out: Path,
+    to: Format | None,
+    like: str | None,
+    tensor_parallel: int | None,
+    file_bytes: int,
+    logits: bool,
+) -> int:
+    source = find_source(path, like)
+    models.check_architecture(source.hf_config)
+    to = to or OTHER[source.format]
+    if tensor_parallel and to == "hf":
+        raise ConfigError("--tensor-parallel does nothing for a Hugging Face folder: leave it out")
+    print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
+    report = conversion.convert(
+        source,
+        out,
+        to,
+        tensor_parallel=tensor_parallel or 1,
+        file_bytes=file_bytes,
+        check=partial(compare_logits, source, to) if logits else lambda _: None,
+    )
+    print(
+        f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits read back as they were read"
+    )
+    print(f"digest of the model: {report.digest}")
+    return 0
+
+
+def compare_logits(source: Source, to: Format, written: Path) -> None:
+    """Of 32 tokens, before and after, in fp32. Holds both models, one after the other, in memory."""
+    ids = torch.arange(32)[None] * 7919 % source.hf_config.vocab_size
+    before = logits_of(source.path, source.format, source, ids)
+    after = logits_of(written, to, source, ids)
+    largest, difference = before.abs().max().item(), (before - after).abs().max().item()
+    print(f"logits differ by at most {difference:.1e}; the largest is {largest:.1f}", flush=True)
+    if not difference <= 1e-4 * max(largest, 1.0):
+        raise RunFailed("the converted model gives other logits than the source. Nothing was kept")
+
+
+@torch.no_grad()
+def logits_of(folder: Path, format: Format, source: Source, ids: Tensor) -> Tensor:
+    """[b, s, V] by transformers or by megatron-core, whichever the format is for."""
+    if format == "hf":
+        model = AutoModelForCausalLM.from_pretrained(folder, config=source.hf_config, dtype=torch.float32).eval()
+        return model(ids).logits
+    parallel.initialize(Megatron())
+    try:
+        chunks = models.build(source.hf_config, Megatron(), "fp32")
+        weights.load(chunks, conversion.open_checkpoint(folder, format, source.hf_config), source.hf_config)
+        device = parallel.device()
+        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+        hidden = chunks[0].eval()(ids.to(device), positions, None)
+        return (hidden @ models.output_weight(chunks[0]).T)[..., : source.hf_config.vocab_size].cpu()
+    finally:
+        parallel.shutdown()

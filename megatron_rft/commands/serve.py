@@ -1,0 +1,123 @@
+"""`megatron-rft serve RECIPE`: this node's vLLM servers for a run of that recipe on other nodes, in the foreground.
+
+One on each GPU, or on every `vllm.tensor_parallel_size` of them, at ports that are free. They do not outlive this
+process. One that is lost is started again at its port, where the run waits for it; one that never was ready ends all.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from subprocess import Popen
+
+import torch
+
+from megatron_rft.config import Recipe
+from megatron_rft.inference.process import last_lines
+from megatron_rft.inference.vllm.arguments import save_config
+from megatron_rft.inference.vllm.server_process import spawn
+from megatron_rft.plan.model_shape import shape_of
+from megatron_rft.plan.vllm import check_vllm, choose_for
+from megatron_rft.training import build, engines
+from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.processes import reserved_port
+
+FINISHED = 0
+HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy leads out of this machine
+
+
+@dataclass
+class Server:
+    """`start`: from a port and a log to a process. `environment` says which GPUs it sees."""
+
+    port: int
+    log: Path
+    start: partial
+    process: Popen | None = None
+
+    def run(self) -> None:
+        self.stop()
+        self.process = self.start(port=self.port, log=self.log)
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError), HERE.open(f"http://127.0.0.1:{self.port}/health", timeout=5):
+            return True
+        return False
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+
+
+def run(recipe: Recipe, out: Path) -> int:
+    """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
+    hf_config = build.load_hf_config(recipe)
+    shape = shape_of(hf_config.to_dict())
+    engine = choose_for(recipe.rollout, shape)
+    check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
+    arguments = engines.server_arguments(recipe, hf_config)
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    with ExitStack() as stack:
+        model = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        save_config(hf_config, model)
+        dtype = build.DTYPES[recipe.rollout.dtype or recipe.model.precision]
+        start = partial(spawn, model, dtype, host="0.0.0.0", arguments=arguments)
+        servers = []
+        for number, environment in enumerate(places(recipe.vllm.tensor_parallel_size)):
+            log = out / f"{host}_{number}.log"
+            port = stack.enter_context(reserved_port("")).getsockname()[1]
+            servers.append(Server(port, log, partial(start, environment=environment)))
+            stack.callback(servers[-1].stop)
+            servers[-1].run()
+        wait_until_ready(servers, recipe.faults.engine_start_s)
+        urls = [f"http://{host}:{server.port}" for server in servers]
+        print(f"rollout.servers=[{','.join(urls)}]", flush=True)
+        write_whole(out / f"{host}.urls", "".join(f"{url}\n" for url in urls))
+        watch(servers, recipe.faults.engine_start_s)
+
+
+def places(workers: int) -> list[dict[str, str]]:
+    """The GPUs of this node that each server sees."""
+    if not torch.cuda.is_available():
+        return [{}]
+    gpus = engines.visible_gpus()
+    if len(gpus) % workers:
+        raise ConfigError(f"vllm.tensor_parallel_size: this node's {len(gpus)} GPUs are no multiple of {workers}")
+    shares = [gpus[i : i + workers] for i in range(0, len(gpus), workers)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+
+
+def wait_until_ready(servers: list[Server], limit_s: float) -> None:
+    """Raises RunFailed with what a server said last, where it has ended or takes longer."""
+    deadline = time.monotonic() + limit_s
+    for server in servers:
+        while not server.answers():
+            status, late = server.process.poll(), time.monotonic() > deadline
+            if status is not None or late:
+                how = f"was not ready in {limit_s:g} s" if late else f"ended with status {status} before it was ready"
+                raise RunFailed(f"the vLLM server of {server.log} {how}; its log ends:\n{last_lines(server.log)}")
+            time.sleep(0.5)
+
+
+def watch(servers: list[Server], limit_s: float) -> None:
+    while True:
+        time.sleep(1)
+        lost = [server for server in servers if server.process.poll() is not None]
+        for server in lost:
+            print(
+                f"a vLLM server ended with status {server.process.poll()} and is started again: {server.log}",
+                flush=True,
+            )
+            server.run()
+        wait_until_ready(lost, limit_s)

@@ -1,0 +1,1 @@
+"""The engine on transformers' models, in the process of the rank."""

@@ -1,0 +1,341 @@
+"""The decode loop of the in-process engine: rows enter together with their prompt's prefill, leave when they end.
+
+All rows take one token a step, or, where requests have drafts, as many as a guess is right about. When an eighth of
+them has ended, those are handed out, the remaining ones close up, and waiting requests take the free places: the cost
+follows the rows that live. Knows a decoder's forward pass and nothing of its weights.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rft.inference.engine import Group, Request, Sampling, limit
+from megatron_rft.inference.hf.drafts import SUFFIX, Guess
+from megatron_rft.inference.hf.kv_cache import SharedPrefixCache
+from megatron_rft.records import Response
+
+PREFILL_TOKENS = 16384  # of one forward pass over prompts, padding included
+MOST_SCORES = 1 << 26  # attention scores of a layer, or logits, that checking guesses makes at a time
+GPU_STEPS_PER_LOOK = 8  # looking at what has ended makes the host wait for the device
+
+
+def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
+    """The random stream of one response: `count` numbers in [0, 1), a function of (seed, sample) alone."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count, dtype=np.float32)
+
+
+def choose(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """[L, V] logits, [L] uniform numbers -> [L] tokens and their log-probs under the distribution they came from.
+
+    That is softmax(logits / temperature), cut to top_k and then to top_p (the most probable tokens whose mass before
+    them is below top_p) and renormalised. Temperature 0 takes the largest logit, with its log-prob at temperature 1.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        logprobs = logits.log_softmax(-1)
+        token = logits.argmax(-1, keepdim=True)
+    else:
+        logprobs = _truncate((logits / sampling.temperature).log_softmax(-1), sampling).log_softmax(-1)
+        mass = logprobs.exp().cumsum(-1)  # [L, V]
+        below_total = mass[:, -1:].nextafter(torch.zeros_like(mass[:, -1:]))  # u * total may round up to the total
+        token = torch.searchsorted(mass, torch.minimum(u[:, None] * mass[:, -1:], below_total), right=True)
+    return token[:, 0], logprobs.gather(-1, token)[:, 0]
+
+
+def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    if 0 < sampling.top_k < logprobs.shape[-1]:
+        least = logprobs.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logprobs = logprobs.masked_fill(logprobs < least, float("-inf")).log_softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = logprobs.sort(dim=-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        cut = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
+        logprobs = logprobs.masked_fill(cut, float("-inf"))
+    return logprobs
+
+
+@dataclass(frozen=True)
+class Part:
+    """As many responses of one request as are decoded side by side: all of them, unless the batch is smaller."""
+
+    request: Request
+    samples: range
+
+
+class Decoder:
+    """Decodes one list of requests. `forward(ids, positions, cache)` gives hidden states, `head` makes them logits."""
+
+    def __init__(
+        self,
+        config,
+        forward: Callable[[Tensor, Tensor, SharedPrefixCache], Tensor],
+        head: Callable[[Tensor], Tensor],
+        like: Tensor,
+        requests: list[Request],
+        sampling: Sampling,
+        most_rows: int,
+        weight_version: Callable[[], int],
+        on_step: Callable[[], None] | None = None,
+    ):
+        self.forward, self.head, self.sampling, self.weight_version = forward, head, sampling, weight_version
+        self.on_step = on_step
+        self.device = like.device
+        self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
+        longest_first = sorted(requests, key=lambda r: (-len(r.prompt_ids), r.id))
+        self.waiting = deque(
+            Part(r, range(first, min(first + most_rows, r.n)))
+            for r in longest_first
+            for first in range(0, r.n, most_rows)
+        )
+        self.answers: dict[int, list[Response | None]] = {r.id: [None] * r.n for r in requests}
+        rows = min(most_rows, sum(r.n for r in requests))
+        self.width = max(len(part.samples) for part in self.waiting)
+        groups = min(len(self.waiting), rows)
+        tokens = max(limit(r, sampling) for r in requests)
+        self.cache = SharedPrefixCache(
+            config, groups, self.width, rows, (len(longest_first[0].prompt_ids), tokens), like
+        )
+        self.parts: list[Part] = []  # of the live groups
+        self.owners: list[tuple[Request, int, int]] = []  # of the live rows: request, sample and version of the weights
+        self.guesses: list[Guess | None] = []  # likewise
+        self.heads = config.num_attention_heads
+        self.most_rows = rows
+
+        def column(*shape: int, dtype=torch.long) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=self.device)
+
+        # one entry a row; tokens written so far are `count`, and a row that is done stays as it is
+        self.slot, self.prompt_len, self.count, self.limit, self.last = (column() for _ in range(5))
+        self.done = column(dtype=torch.bool)
+        self.u = column(tokens + 1, dtype=torch.float32)  # one more: a row that is done still computes, into the last
+        self.tokens, self.logprobs = column(tokens + 1), column(tokens + 1, dtype=torch.float32)
+
+    def run(self) -> Iterator[Group]:
+        look_every = GPU_STEPS_PER_LOOK if self.device.type == "cuda" else 1
+        while self.waiting or self.owners:
+            self._admit()
+            ended = int(self.done[: len(self.owners)].sum())
+            while ended == 0 or ended < len(self.owners) // 8:
+                if not self._check_guesses():
+                    for _ in range(look_every):
+                        self._step()
+                ended = int(self.done[: len(self.owners)].sum())
+            yield from self._hand_out()
+            self._close_up()
+
+    # --- entering ---
+
+    def _admit(self) -> None:
+        first, entering = len(self.owners), []
+        free = self.most_rows - first
+        while self.waiting and len(self.waiting[0].samples) <= free:
+            entering.append(self.waiting.popleft())
+            free -= len(entering[-1].samples)
+        if not entering:
+            return
+        group = len(self.parts)
+        logits = torch.cat([self._prefill(group + start, parts) for start, parts in _chunks(entering)])  # [n, V]
+        sizes = torch.tensor([len(part.samples) for part in entering], device=self.device)
+        self._register(entering)
+        self._write(slice(first, len(self.owners)), logits.repeat_interleave(sizes, dim=0))
+        self._follow(first, [1] * (len(self.owners) - first))
+        self._measure()
+
+    def _prefill(self, group: int, parts: list[Part]) -> Tensor:
+        """[n, V] logits of the first response token; the prompts' keys and values stay in the cache."""
+        prompts = [torch.tensor(part.request.prompt_ids) for part in parts]
+        ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)  # [n, S]
+        self.cache.begin_prefill(group, len(parts))
+        hidden = self.forward(ids, torch.arange(ids.shape[1], device=self.device)[None], self.cache)  # [n, S, H]
+        return self.head(hidden[torch.arange(len(parts)), torch.tensor([len(prompt) - 1 for prompt in prompts])])
+
+    def _register(self, entering: list[Part]) -> None:
+        """Rows for all samples of the parts, behind those that live."""
+        new, owners, slots, version = len(self.owners), [], [], self.weight_version()
+        for group, part in enumerate(entering, len(self.parts)):
+            owners += [(part.request, sample, version) for sample in part.samples]
+            slots += range(group * self.width, group * self.width + len(part.samples))
+        limits = [limit(request, self.sampling) for request, *_ in owners]
+        drawn = np.zeros((len(owners), self.u.shape[1]), dtype=np.float32)
+        for row, (request, sample, _), most in zip(drawn, owners, limits, strict=True):
+            row[:most] = uniforms(request.seed, sample, most)
+        self.parts += entering
+        self.owners += owners
+        self.guesses += [Guess(owner[0].draft) if owner[0].draft else None for owner in owners]
+        self.slot[new : len(self.owners)] = torch.tensor(slots)
+        self.prompt_len[new : len(self.owners)] = torch.tensor([len(request.prompt_ids) for request, *_ in owners])
+        self.limit[new : len(self.owners)] = torch.tensor(limits)
+        self.u[new : len(self.owners)] = torch.from_numpy(drawn)
+        self.count[new : len(self.owners)], self.done[new : len(self.owners)] = 0, False
+
+    # --- decoding ---
+
+    def _step(self) -> None:
+        if self.on_step:
+            self.on_step()
+        live = slice(0, len(self.owners))
+        prompt_len, count = self.prompt_len[live], self.count[live]
+        self.cache.begin_decode(self.slot[live], prompt_len, count, self.spans)
+        hidden = self.forward(self.last[live, None], (prompt_len + count - 1)[:, None], self.cache)  # [L, 1, H]
+        self._write(live, self.head(hidden[:, 0]))
+        self.spans = (*self.spans[:2], min(self.spans[2] + 1, self.u.shape[1] - 1))
+
+    def _write(self, rows: slice, logits: Tensor) -> None:
+        """One more token to each of `rows`; rows that are done write behind their end."""
+        count, done = self.count[rows], self.done[rows]
+        at = count[:, None]
+        token, logprob = choose(logits, self.u[rows].gather(1, at)[:, 0], self.sampling)
+        self.tokens[rows].scatter_(1, at, token[:, None])
+        self.logprobs[rows].scatter_(1, at, logprob[:, None])
+        self.last[rows] = torch.where(done, self.last[rows], token)
+        count += ~done
+        done |= torch.isin(token, self.stop) | (count >= self.limit[rows])
+
+    # --- guesses
+
+    def _check_guesses(self) -> bool:
+        """One pass over the last token of each row and those that are guessed to come next. False: nobody guesses."""
+        if not any(self.guesses):
+            return False
+        live = slice(0, len(self.owners))
+        room = (self.limit[live] - self.count[live] - 1).tolist()
+        wanted = [
+            min(len(guess.tokens()), most) if guess else 0 for guess, most in zip(self.guesses, room, strict=True)
+        ]
+        affordable = MOST_SCORES // (len(room) * self.heads * (sum(self.spans[1:]) + max(wanted)))
+        # the pass is rectangular: as wide as the rows want on the average, for others' sake none goes much further
+        ahead = min(-(-sum(wanted) // len(wanted)), max(affordable - 1, 0))
+        if ahead == 0:
+            return False
+        guessed = [
+            guess.next(min(ahead, most)) if guess else () for guess, most in zip(self.guesses, room, strict=True)
+        ]
+        lens = torch.tensor([len(each) for each in guessed], device=self.device)
+        drafted = torch.tensor([(*each, *[0] * (ahead - len(each))) for each in guessed], device=self.device)
+        if self.on_step is not None:
+            self.on_step()
+        self._follow(0, self._take(live, drafted, lens).tolist())
+        self._measure()
+        return True
+
+    def _take(self, rows: slice, drafted: Tensor, lens: Tensor) -> Tensor:
+        """[L] how many tokens each row gets from a guess [L, Q - 1] of `lens` [L] tokens: those that hold, and one."""
+        count, done = self.count[rows], self.done[rows]
+        places = torch.arange(drafted.shape[1] + 1, device=self.device)  # [Q]
+        self.cache.begin_decode(self.slot[rows], self.prompt_len[rows], count, self.spans, len(places))
+        ids = torch.cat([self.last[rows, None], drafted], dim=1)
+        first = self.prompt_len[rows] + count - 1
+        hidden = self.forward(ids, first[:, None] + torch.minimum(places, lens[:, None]), self.cache)  # [L, Q, H]
+        at = (count[:, None] + places).clamp(max=self.u.shape[1] - 1)
+        token, logprob = self._choose(hidden, self.u[rows].gather(1, at))
+        held = ((token[:, :-1] == drafted) & (places[:-1] < lens[:, None])).long().cumprod(1).sum(1)
+        stops = torch.isin(token, self.stop)
+        ended_before = stops.cumsum(1) - stops.long() > 0
+        taken = (places <= held[:, None]) & ~ended_before & ~done[:, None]
+        row, place = taken.nonzero(as_tuple=True)
+        self.tokens[rows][row, count[row] + place] = token[row, place]
+        self.logprobs[rows][row, count[row] + place] = logprob[row, place]
+        new = taken.sum(1)
+        self.last[rows] = torch.where(done, self.last[rows], token.gather(1, (new - 1).clamp(min=0)[:, None])[:, 0])
+        count += new
+        done |= (taken & stops).any(1) | (count >= self.limit[rows])
+        return new
+
+    def _choose(self, hidden: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """[L, Q, H] hidden states, [L, Q] uniform numbers -> tokens and their log-probs [L, Q]."""
+        size = max(1, MOST_SCORES // self.head.out_features)
+        parts = zip(hidden.flatten(0, 1).split(size), u.flatten().split(size), strict=True)
+        found = [choose(self.head(some), numbers, self.sampling) for some, numbers in parts]
+        token, logprob = (torch.cat(column).view(u.shape) for column in zip(*found, strict=True))
+        return token, logprob
+
+    def _follow(self, first: int, new: list[int]) -> None:
+        """The guesses of rows from `first` on hear what their rows got."""
+        if not any(self.guesses[first:]):
+            return
+        counts = self.count[first : len(self.owners)].tolist()
+        table = self.tokens[first : len(self.owners)].cpu().numpy()
+        for guess, written, count, got in zip(self.guesses[first:], table, counts, new, strict=True):
+            if guess and got:
+                guess.took(written[max(0, count - got - SUFFIX) : count].tolist(), got)
+
+    # ---
+
+    def _measure(self) -> None:
+        """What part of the caches the live rows use: groups, columns of prompts, columns of responses."""
+        live = slice(0, len(self.owners))
+        self.spans = (
+            len(self.parts),
+            max((len(part.request.prompt_ids) for part in self.parts), default=0),
+            int(self.count[live].max()) if self.owners else 0,
+        )
+
+    # --- leaving ---
+
+    def _hand_out(self) -> Iterator[Group]:
+        """Rows that have ended become responses; a request whose last one this was becomes a group."""
+        ended = self.done[: len(self.owners)].nonzero()[:, 0]
+        counts, lasts = self.count[ended].tolist(), self.last[ended].tolist()
+        tokens, logprobs = self.tokens[ended].tolist(), self.logprobs[ended].tolist()
+        for row, count, last, ids, lps in zip(ended.tolist(), counts, lasts, tokens, logprobs, strict=True):
+            request, sample, version = self.owners[row]
+            reason = "stop" if last in self.sampling.stop_token_ids else "length"
+            answer = Response(tuple(ids[:count]), tuple(lps[:count]), reason, version)
+            self.answers[request.id][sample] = answer
+            if None not in self.answers[request.id]:
+                yield Group(request.id, tuple(self.answers.pop(request.id)))
+
+    def _close_up(self) -> None:
+        """The last live rows and groups take the places of those that have ended."""
+        keep = (~self.done[: len(self.owners)]).tolist()
+        to, source = fill_holes(keep)
+        if to:
+            self.cache.move_rows(to, source, self.spans[2])
+            for column in (self.slot, self.prompt_len, self.count, self.limit, self.last, self.done):
+                column[to] = column[source]
+            for table in (self.u, self.tokens, self.logprobs):
+                table[to] = table[source]
+        _close_list(self.owners, to, source, sum(keep))
+        _close_list(self.guesses, to, source, sum(keep))
+        self._close_groups()
+        self._measure()
+
+    def _close_groups(self) -> None:
+        slots = self.slot[: len(self.owners)]
+        used = set((slots // self.width).tolist())
+        keep = [group in used for group in range(len(self.parts))]
+        to, source = fill_holes(keep)
+        if to:
+            self.cache.move_groups(to, source, self.spans[1])
+            place = torch.arange(len(keep), device=self.device)
+            place[source] = torch.tensor(to, device=self.device)
+            slots.copy_(place[slots // self.width] * self.width + slots % self.width)
+        _close_list(self.parts, to, source, sum(keep))
+
+
+def fill_holes(keep: list[bool]) -> tuple[list[int], list[int]]:
+    """Moves that make the kept entries the first ones: (to, source). [1, 0, 0, 1, 1] -> ([1, 2], [3, 4])."""
+    count = sum(keep)
+    holes = [i for i in range(count) if not keep[i]]
+    return holes, [i for i in range(count, len(keep)) if keep[i]]
+
+
+def _close_list(entries: list, to: list[int], source: list[int], count: int) -> None:
+    for hole, entry in zip(to, source, strict=True):
+        entries[hole] = entries[entry]
+    del entries[count:]
+
+
+def _chunks(parts: list[Part]) -> Iterator[tuple[int, list[Part]]]:
+    """(first, parts) of prefills of about PREFILL_TOKENS; the first part of each has its longest prompt."""
+    first = 0
+    while first < len(parts):
+        count = max(1, PREFILL_TOKENS // len(parts[first].request.prompt_ids))
+        yield first, parts[first : first + count]
+        first += count

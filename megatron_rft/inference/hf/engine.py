@@ -1,0 +1,141 @@
+"""Generation by a transformers model in this process, on the CPU or on one GPU: the engine where vLLM is not installed.
+
+Weights come from the stream (or first from a folder), in place. Llama, Qwen2, Qwen3 and Qwen3-MoE shapes without
+sliding windows; the model's own forward computes everything except attention over the caches.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, checksum
+from megatron_rft.inference.hf.decoder import Decoder
+from megatron_rft.inference.hf.kv_cache import ATTENTION
+from megatron_rft.inference.weight_checks import Intake
+from megatron_rft.utils.errors import DataError, RunFailed
+
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)  # logits: lm_head of the last hidden state, nothing more
+
+
+class HFEngine(Engine):
+    """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights."""
+
+    def __init__(
+        self,
+        source: PreTrainedConfig | str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        max_batch_sequences: int = 256,
+    ):
+        given = isinstance(source, PreTrainedConfig)
+        config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)  # the model writes into its own
+        check_family(config)
+        if given:
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            model.tie_weights()  # which a model without initialisation has not done yet
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
+        self.dtype, self.device, self.max_batch_sequences = dtype, torch.device(device), max_batch_sequences
+        self.model = model.eval().requires_grad_(False).to(self.device)
+        self.weight_version = -1 if given else 0
+        self.targets = hf_views(self.model)
+        self.intake = Intake({name: target.shape for name, target in self.targets.items()}, config.model_type)
+        if not given:
+            self.intake.before = {name: (None, not target.any()) for name, target in self.targets.items()}
+
+    @torch.inference_mode()
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        if self.weight_version < 0:
+            raise RunFailed("generation was asked for before any weights were loaded")
+        config = self.model.config
+        positions = config.max_position_embeddings
+        room = f"the model has {positions} positions (max_position_embeddings)"
+        check_requests(requests, sampling, positions, room, config.vocab_size)
+        if requests:
+            like = self.model.get_input_embeddings().weight
+            yield from Decoder(
+                config,
+                self._hidden,
+                self.model.get_output_embeddings(),
+                like,
+                requests,
+                sampling,
+                self.max_batch_sequences,
+                lambda: self.weight_version,
+                self.on_step,
+            ).run()
+
+    def _hidden(self, ids: Tensor, positions: Tensor, cache) -> Tensor:
+        """[L, S] ids -> [L, S, H]."""
+        return self.model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, cache=cache
+        ).last_hidden_state
+
+    @torch.no_grad()
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """In place, each tensor straight from the stream. The stream is exhausted even when a tensor is refused,
+        for its collectives involve every rank; the first problem is raised then, and no `generate` is possible."""
+        self.intake.begin()
+        self.weight_version = -1
+        problem = None
+        for name, tensor in stream:
+            wrong = self.intake.problem(name, tensor)
+            if wrong is None:
+                self.targets[name].copy_(tensor)
+            problem = problem or wrong
+        if problem := problem or self.intake.missing():
+            raise RunFailed(f"weights of version {version}: {problem}")
+        self.intake.accept()
+        self.weight_version = version
+
+    def checksums(self) -> dict[str, int]:
+        return {name: checksum(tensor) for name, tensor in self.targets.items()}
+
+    def sleep(self) -> None:
+        self._to(torch.device("cpu"))
+
+    def wake(self) -> None:
+        self._to(self.device)
+
+    def _to(self, device: torch.device) -> None:
+        if self.device.type != "cpu":
+            self.model.to(device)
+            self.targets = hf_views(self.model)
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.model, self.targets, self.weight_version = None, {}, -1
+
+
+def check_family(config: PreTrainedConfig) -> None:
+    if config.model_type not in FAMILIES:
+        raise DataError(f"the hf engine generates with {', '.join(FAMILIES)}, not with {config.model_type!r}")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise DataError(f"this {config.model_type} model has sliding windows in its attention; the hf engine has none")
+
+
+def hf_views(model: torch.nn.Module) -> dict[str, Tensor]:
+    """HF checkpoint name -> the memory it is written to. transformers holds a layer's experts in two tensors,
+    gate_up_proj [E, 2I, H] and down_proj [E, H, I], where checkpoints name each expert's three."""
+    views = {}
+    for name, parameter in model.named_parameters():  # a tied lm_head is not listed again
+        experts = name.removesuffix("gate_up_proj").removesuffix("down_proj")
+        if name.endswith("experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(expert.chunk(2) for expert in parameter.data):
+                views |= {f"{experts}{e}.gate_proj.weight": gate, f"{experts}{e}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            views |= {f"{experts}{e}.down_proj.weight": down for e, down in enumerate(parameter.data)}
+        else:
+            views[name] = parameter.data
+    return views

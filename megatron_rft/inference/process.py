@@ -1,0 +1,257 @@
+"""An engine in a process of its own: any engine, behind the same protocol, started and watched from here.
+
+A process that dies, or of which nothing more is heard, raises `EngineLost`; `start` then begins another, without
+weights. No process outlives the one that started it.
+"""
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rft.inference.acceptance import joined
+from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
+from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets, Full
+from megatron_rft.inference.transport.shared_memory import HostMemory, own_gpu, shared
+from megatron_rft.utils.errors import RunFailed
+
+LAST_LINES = 15  # of the log, in an error
+LEAVE_S = 5.0
+
+
+class EngineProcess(Engine):
+    """`build` makes the engine, over there: it is pickled, so a function of a module or a partial of one."""
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        name: str,
+        log: Path,
+        start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
+        environment: dict[str, str] | None = None,
+    ):
+        """`log`: file of what the process prints. `silence_timeout_s`: how long it may get nothing done while it is
+        asked for something, before it counts as hung."""
+        self.build, self.name, self.log = build, name, log
+        self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
+        self.environment = environment or {}
+        self.process: subprocess.Popen | None = None
+        self.transport = ""  # of weights, once there is a process
+        self._on_gpu: Tensor | None = None  # the buckets, if they lie there
+        self._statistics: list[dict[str, float]] = []  # of what was generated since they were asked for
+        self._jobs = itertools.count()
+        self._sending, self._ending = threading.Lock(), threading.RLock()
+        self.start()
+
+    def start(self) -> None:
+        """A fresh process, in the place of one that is gone. It has no weights.
+
+        Raises:
+            RunFailed: it ended, or was not ready in time; with the last lines of its log.
+        """
+        self._kill()
+        self.weight_version = -1
+        self._memory = HostMemory()
+        self._connection, theirs = Pipe()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log, theirs:
+            inherited = (theirs.fileno(), self._memory.fd)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rft.inference.process_worker", *map(str, inherited), str(os.getpid())],
+                env=os.environ | self.environment,
+                pass_fds=inherited,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in a terminal is the trainer's to hear
+            )
+        self._groups, self._replies = queue.Queue(), queue.Queue()
+        self._heard = self._advanced = time.monotonic()
+        self._done = 0
+        heard = self._connection, self._groups, self._replies
+        self._reader = threading.Thread(target=self._read, args=heard, daemon=True)
+        self._reader.start()
+        try:
+            self._send("build", self.build)
+            self.dtype, gpus = self._reply(self.start_timeout_s)
+            self._lay_buckets(gpus)
+        except EngineLost as error:
+            self._kill()
+            raise RunFailed(f"{error}. It was starting; its log ends:\n{last_lines(self.log)}") from None
+        except BaseException:  # the process lives, without an engine
+            self._kill()
+            raise
+
+    def _lay_buckets(self, gpus: list[str]) -> None:
+        """In the memory of this rank's GPU where the process sees that one (`gpus`), too, else in the host's."""
+        self._buckets, self.transport = Buckets(self._memory.slots), "shared host memory"
+        if own_gpu() not in gpus:
+            return
+        try:
+            if self._on_gpu is None:  # kept for the next process: what a lost one had opened is never given back
+                self._on_gpu = torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+            self._send("open", shared(self._on_gpu))
+            self._reply()
+        except EngineLost:
+            raise
+        except RuntimeError as error:  # not everywhere may processes share a GPU's memory
+            self.transport += f" (no CUDA IPC: {error})"
+        else:
+            self._buckets, self.transport = Buckets(self._on_gpu), "CUDA IPC"
+
+    # ---- the protocol
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        if not requests:
+            return
+        job = next(self._jobs)
+        self._send("generate", job, requests, sampling)
+        while True:
+            name, number, *rest = self._next(self._groups, self.silence_timeout_s)
+            if number != job:  # of an iterator that nobody read to its end
+                continue
+            if name == "group":
+                yield rest[0]
+                continue
+            error, statistics = rest
+            self._statistics.append(statistics)
+            if error is not None:
+                raise error
+            return
+
+    def statistics(self) -> dict[str, float]:
+        self._statistics, since = [], self._statistics
+        return joined(since)
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weight_version = -1
+        self._send("load", version)
+        self._buckets.send(stream, self._tell, self._wait)
+        self._send("loaded")
+        self.weight_version = self._reply()
+
+    def _tell(self, full: Full) -> None:
+        self._send("full", full)
+
+    def _wait(self) -> None:
+        self._reply()
+
+    def checksums(self) -> dict[str, int]:
+        self._send("checksums")
+        return self._reply()
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(EngineLost, subprocess.TimeoutExpired):
+                self._send("close")
+                self.process.wait(LEAVE_S)
+        self._kill()
+
+    # ---- messages
+
+    def _send(self, *message) -> None:
+        self._advanced = max(self._advanced, time.monotonic())  # an idle process need not have got anything done
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:
+            raise self._lost() from None
+
+    def _reply(self, timeout_s: float | None = None):
+        name, value = self._next(self._replies, timeout_s or self.silence_timeout_s)
+        if name == "failed":
+            raise value
+        return value
+
+    def _next(self, messages: queue.Queue, timeout_s: float) -> tuple:
+        """The next message, or EngineLost where the process has ended or hangs."""
+        begun = time.monotonic()
+        while True:
+            try:
+                message = messages.get(timeout=min(1.0, timeout_s / 4))
+            except queue.Empty:
+                last = max(begun, self._advanced)
+                if time.monotonic() - last > timeout_s:
+                    raise self._hung(timeout_s) from None
+                continue
+            if message is None:
+                messages.put(None)
+                raise self._lost()
+            return message
+
+    def _read(self, connection: Connection, groups: queue.Queue, replies: queue.Queue) -> None:
+        """Sorts what comes into two queues until the process is gone; that is then the last entry of both."""
+        try:
+            while True:
+                name, *rest = connection.recv()
+                self._heard = time.monotonic()
+                if name == "beat":
+                    if rest[0] != self._done:
+                        self._done, self._advanced = rest[0], self._heard
+                elif name in ("group", "end"):
+                    self._advanced = self._heard
+                    groups.put((name, *rest))
+                else:
+                    self._advanced = self._heard
+                    replies.put((name, rest[0] if rest else None))
+        except (EOFError, OSError):
+            groups.put(None)
+            replies.put(None)
+
+    # ---- losing it
+
+    def _lost(self) -> EngineLost:
+        with self._ending:
+            if self.process is None:
+                return EngineLost(f"{self.name} was stopped")
+            try:
+                status = self.process.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                return EngineLost(f"{self.name} closed its connection")
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return EngineLost(f"{self.name} {how}")
+
+    def _hung(self, timeout_s: float) -> EngineLost:
+        silent = time.monotonic() - self._heard
+        what = "is silent" if silent > timeout_s / 2 else "gets nothing done"
+        self._kill()
+        return EngineLost(f"{self.name} {what} for {timeout_s:g} s")
+
+    def _kill(self) -> None:
+        """Its whole process group: an engine may have workers of its own."""
+        with self._ending:
+            if self.process is None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+            self._disconnect()
+            self._memory.close()
+
+    def _disconnect(self) -> None:
+        """The descriptor is free for the next process's connection when nobody reads or writes there any more."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as line, contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        with self._sending:
+            self._connection.close()
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(lines[-count:]) or "(empty)"

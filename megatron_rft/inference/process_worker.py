@@ -1,0 +1,141 @@
+"""The inside of an engine process: one engine, and messages from the trainer's process that started it.
+
+    python -m megatron_rft.inference.process_worker SOCKET BUCKETS PARENT
+
+The arguments are two file descriptors and the pid that this process must not outlive.
+
+Messages are tuples, a name first. In: build, open (buckets on a GPU), generate, load, full (a bucket of weights),
+loaded (the last of them), checksums, close. Out: beat, group, end, read, done, failed. `beat` comes every second, from
+a thread of its own, with a count of what the engine has got done: a count that stands still means that it hangs.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+from megatron_rft.inference.engine import Engine, Request, Sampling
+from megatron_rft.inference.transport.buckets import Buckets, Full
+from megatron_rft.inference.transport.shared_memory import Handle, HostMemory, gpus, opened
+from megatron_rft.utils.errors import RunFailed, UserError
+from megatron_rft.utils.processes import die_with
+
+BEAT_S = 1.0
+
+
+class Host:
+    def __init__(self, connection: Connection, buckets: Buckets):
+        self.connection, self.buckets = connection, buckets
+        self.device: torch.device | None = None  # of weights, when their buckets are on a GPU
+        self.engine: Engine | None = None
+        self.done = 0  # steps, groups and buckets
+        self._waiting: deque[tuple] = deque()  # messages that came while another was being served
+        self._sending = threading.Lock()
+
+    def run(self) -> None:
+        threading.Thread(target=self._beat, daemon=True).start()
+        while True:
+            name, *rest = self._waiting.popleft() if self._waiting else self.connection.recv()
+            if name == "close":
+                break
+            try:
+                getattr(self, f"_{name}")(*rest)
+            except Exception as error:
+                self._send("failed", reportable(error, "the engine process failed"))
+        if self.engine is not None:
+            self.engine.close()
+
+    def _send(self, *message) -> None:
+        with self._sending:
+            self.connection.send(message)
+
+    def _beat(self) -> None:
+        while True:
+            self._send("beat", self.done)
+            time.sleep(BEAT_S)
+
+    # ---- what the trainer may ask
+
+    def _build(self, build) -> None:
+        self.engine = build()
+        self.engine.on_step = self._on_step
+        self._send("done", (self.engine.dtype, gpus()))
+
+    def _open(self, handle: Handle) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.buckets = Buckets(opened(handle))
+        self._send("done", None)
+
+    def _generate(self, job: int, requests: list[Request], sampling: Sampling) -> None:
+        error = None
+        try:
+            for group in self.engine.generate(requests, sampling):
+                self.done += 1
+                self._send("group", job, group)
+        except Exception as problem:
+            error = reportable(problem, "the engine process failed")
+        self._send("end", job, error, self.engine.statistics())
+
+    def _on_step(self) -> None:
+        """Between two steps of generation new weights are taken, if some have come; the rest waits."""
+        self.done += 1
+        while self.connection.poll():
+            name, *rest = self.connection.recv()
+            if name == "load":
+                self._load(*rest)
+            else:
+                self._waiting.append((name, *rest))
+
+    def _load(self, version: int) -> None:
+        full, read = self._full_buckets(), partial(self._send, "read")
+        stream, answer = self.buckets.receive(full, read, self.device), ("done", version)
+        try:
+            self.engine.load_weights(stream, version)
+        except Exception as error:
+            answer = ("failed", reportable(error, f"weights of version {version}"))
+        for _ in stream:  # the trainer sends all of it, whatever happened here
+            pass
+        for _ in full:
+            read()
+        self._send(*answer)
+
+    def _full_buckets(self) -> Iterator[Full]:
+        while (message := self.connection.recv())[0] != "loaded":
+            if message[0] == "full":
+                self.done += 1
+                yield message[1]
+            else:
+                self._waiting.append(message)
+
+    def _checksums(self) -> None:
+        self._send("done", self.engine.checksums())
+
+
+def reportable(error: Exception, what: str) -> Exception:
+    """As the trainer's process will raise it. Of an error that is none of ours the log has the traceback."""
+    if isinstance(error, RunFailed | UserError):
+        return error
+    traceback.print_exc()
+    return RunFailed(f"{what}: {type(error).__name__}: {error}")
+
+
+def main(socket: int, buckets: int, parent: int) -> None:
+    die_with(parent)
+    sys.stdout.reconfigure(line_buffering=True)  # into the log at once: whoever reads it does so when this has failed
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone
+        Host(Connection(socket), Buckets(HostMemory(buckets).slots)).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the thread that beats, and whatever threads an engine has, are nobody's to wait for
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))

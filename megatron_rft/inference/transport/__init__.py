@@ -1,0 +1,1 @@
+"""How tensors reach an engine in another process: buckets over shared memory or a network."""

@@ -1,0 +1,71 @@
+"""What a trainer and an engine's process lay their buckets of weights in: memory of the host, or of the rank's GPU."""
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from megatron_rft.inference.transport.buckets import BUCKET_BYTES
+from megatron_rft.utils.errors import RunFailed
+
+DEVICE = 6  # place of the device's index among the arguments that torch opens shared memory with
+
+
+class HostMemory:
+    """Two buckets in an anonymous file that a child inherits by its descriptor `fd`. It has no name and belongs to the
+    two processes alone: it is gone when they are."""
+
+    def __init__(self, fd: int | None = None, size: int = BUCKET_BYTES):
+        if fd is None:
+            fd = os.memfd_create("weights")
+            os.ftruncate(fd, 2 * size)
+        self.fd, size = fd, os.fstat(fd).st_size // 2
+        memory = mmap.mmap(fd, 2 * size)
+        self.slots = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(2, size)
+
+    def close(self) -> None:
+        """The memory goes when the last tensor that looks at it does."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Of memory on a GPU, for another process of this machine (CUDA IPC)."""
+
+    gpu: str
+    arguments: tuple  # of torch's `rebuild_cuda_tensor`
+
+
+def shared(slots: Tensor) -> Handle:
+    """For one process, which opens it once; `slots` must live as long as that does."""
+    return Handle(gpu_name(slots.device.index), reduce_tensor(slots)[1])
+
+
+def opened(handle: Handle) -> Tensor:
+    """The other process's memory, on the device that it is on: the same GPU may have another number here."""
+    names = gpus()
+    if handle.gpu not in names:
+        raise RunFailed(f"GPU {handle.gpu} is not visible here")
+    arguments = list(handle.arguments)
+    arguments[DEVICE] = names.index(handle.gpu)
+    return rebuild_cuda_tensor(*arguments)
+
+
+def gpus() -> list[str]:
+    """Names, the same in every process, of the GPUs that this one sees."""
+    return [gpu_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def gpu_name(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def own_gpu() -> str | None:
+    """Of this rank."""
+    return gpu_name(torch.cuda.current_device()) if torch.cuda.is_available() else None

@@ -1,0 +1,1 @@
+"""The vLLM engine: in a rank, in a process of its own, or behind a server."""

@@ -1,0 +1,278 @@
+"""Generation by vLLM inside this process, on the CPU or on this rank's GPU.
+
+The engine is built without weights and takes them from the trainer's stream. Each response is a request of its own to
+vLLM, with a seed that is a function of (request seed, sample); vLLM's prefix cache computes a shared prompt once.
+"""
+
+import copy
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from megatron_rft.inference.acceptance import COUNTERS, Acceptance
+from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, limit, request_seed
+from megatron_rft.inference.hf.engine import hf_views
+from megatron_rft.inference.vllm import cpu_patches
+from megatron_rft.inference.vllm.arguments import cache_bytes, common, save_config, speculation
+from megatron_rft.inference.vllm.proposer import PredictedOutput
+from megatron_rft.inference.weight_checks import Intake
+from megatron_rft.plan.vllm import GPU_SHARE
+from megatron_rft.records import Response
+from megatron_rft.utils.errors import ConfigError, RunFailed
+
+STEPPING = Lock()  # one engine of this process at a time
+
+
+class VLLMEngine(Engine):
+    """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
+
+    `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `gpu_share`:
+    of its memory; None: what vLLM takes of a GPU that is its own. `keep_caches`: what is under way when new weights
+    come keeps its keys and values.
+
+    With `tensor_parallel_size` n among the options, n consecutive ranks of the trainer's world are one engine. They
+    call everything together; the first of them gives the requests and gets the answers, the others get none.
+    """
+
+    def __init__(
+        self,
+        source: PreTrainedConfig | str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        max_model_len: int | None = None,
+        max_batch_sequences: int = 256,
+        options: dict[str, Any] | None = None,
+        gpu_share: float | None = GPU_SHARE,
+        keep_caches: bool = False,
+    ):
+        given = isinstance(source, PreTrainedConfig)
+        self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
+        options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
+        self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
+        self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
+        self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
+        self.versions: set[str] = set()  # of the weights that the responses under way may have been written with
+        self.asleep, self.acceptance, self.counting = False, Acceptance(), "speculative_config" in options
+        shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
+        self.intake = Intake(shapes, self.config.model_type)
+        cpu_patches.prepare()
+        from megatron_rft.inference.vllm import draft_models, weights
+
+        weights.register()
+        draft_models.load_from_their_folder()
+        if cpu_patches.faulty():
+            cpu_patches.repair()
+        with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
+            self.llm = _start(self._arguments(folder, max_batch_sequences, options, gpu_share))
+        self.source = weights.Stream([weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()])
+        self.sender = weights.connect(self.llm, self.source)
+        if isinstance(drafter := getattr(self._runner(), "drafter", None), PredictedOutput):
+            drafter.runner = self._runner()
+        if not given:
+            self.load_weights(tensors_of(Path(source), set(shapes)), version=0)
+
+    def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float | None) -> dict:
+        """vLLM's engine arguments: ours, under the recipe's."""
+        save_config(self.config, Path(folder))
+        own = common(folder, self.dtype, "handover", self.max_model_len, sequences) | {
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": sequences,
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
+            own["distributed_executor_backend"] = "external_launcher"  # the rank's own device, not always the first
+        if self.device.type == "cuda":
+            own |= {"enable_sleep_mode": True} | ({"gpu_memory_utilization": gpu_share} if gpu_share else {})
+        else:
+            room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
+            own |= {"enforce_eager": True, "kv_cache_memory_bytes": room}
+        if self.counting:  # the statistics have the accepted lengths
+            own["disable_log_stats"] = False
+            options = options | {"speculative_config": speculation(options["speculative_config"])}
+        return own | options
+
+    # --- generation
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        if self.weight_version < 0 or self.asleep:
+            raise RunFailed("generation was asked for before any weights were loaded")
+        requests, sampling = self._agreed(requests, sampling)
+        room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
+        check_requests(requests, sampling, self.max_model_len, room, self.config.vocab_size)
+        answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
+        self.llm.reset_prefix_cache()  # what an earlier call left would change the last bits of this one's numbers
+        self.versions = {str(self.weight_version)}
+        try:
+            for request in requests:
+                for sample in range(request.n):
+                    self._add(request, sample, sampling)
+            while self.llm.has_unfinished_requests():
+                if self.on_step:
+                    self.on_step()
+                for output in self._step():
+                    id, sample = map(int, output.request_id.split("/"))
+                    answers[id][sample] = self._response(output.outputs[0])
+                    if None not in answers[id]:
+                        group = Group(id, tuple(answers.pop(id)))
+                        if self._leads():
+                            yield group
+        finally:  # an abandoned iterator leaves nothing behind
+            left = [f"{id}/{i}" for id, some in answers.items() for i, each in enumerate(some) if each is None]
+            if left and self.llm is not None:
+                self.llm.abort_request(left)
+
+    def _agreed(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], Sampling]:
+        """What the engine's first rank asks for."""
+        if self.ranks == 1:
+            return requests, sampling
+        assert self._leads() or not requests, "a rank that is not its engine's first has requests"
+        group = self._group()
+        asked = [requests, sampling]
+        dist.broadcast_object_list(asked, group.ranks[0], group.cpu_group)
+        return asked[0], asked[1]
+
+    def _leads(self) -> bool:
+        return self.ranks == 1 or self._group().is_first_rank
+
+    def _group(self) -> Any:
+        from vllm.distributed import get_tp_group
+
+        return get_tp_group()
+
+    def _step(self) -> list[Any]:
+        """vLLM's forward pass has global state, and it draws (and throws away) from the trainer's random generator."""
+        with STEPPING, torch.random.fork_rng(devices=[]):
+            return self.llm.step()
+
+    def _add(self, request: Request, sample: int, sampling: Sampling) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=limit(request, sampling),
+            seed=request_seed(request.seed, sample),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the model's own end is one of the stop tokens, if at all
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            # Above temperature 0 a draft would leave the distribution as it is, but not the tokens of a seed.
+            extra_args={"draft": list(request.draft)} if request.draft and not sampling.temperature else None,
+        )
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters)
+
+    def _response(self, output: Any) -> Response:
+        tokens, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+        assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
+        versions = [span.version for span in output.weight_versions or ()]
+        if not versions or not set(versions) <= self.versions:
+            raise RunFailed(
+                f"vLLM wrote a response with weights of version {', '.join(versions) or 'unknown'}, and those "
+                f"of version {self.weight_version} were loaded"
+            )
+        return Response(tokens, logprobs, output.finish_reason, int(versions[0]))
+
+    def statistics(self) -> dict[str, float]:
+        counted = self.llm.get_metrics() if self.counting else ()
+        return self.acceptance.since((metric.name, metric.value) for metric in counted if metric.name in COUNTERS)
+
+    # --- weights
+
+    @torch.no_grad()
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The stream is exhausted even when a tensor is refused, for its collectives involve every rank; the first
+        problem is raised then, and no `generate` is possible."""
+        from megatron_rft.inference.vllm import weights
+
+        self.intake.begin()
+        self.weight_version = -1
+        problems: list[str | None] = []
+        stream = iter(stream)
+        self.source.tensors = self._good(stream, problems)
+        self.sender.send_weights()
+        for _ in stream:
+            pass
+        problems += [self.intake.missing(), weights.problem(self.llm)]
+        if problem := next(filter(None, problems), None):
+            raise RunFailed(f"weights of version {version}: {problem}")
+        self.intake.accept()
+        self.llm.set_weight_version(str(version))
+        if not self.keep_caches:  # of the former weights; those of responses that are under way are computed again
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.weight_version = version
+        self.versions.add(str(version))
+
+    def _good(self, stream: Iterator[tuple[str, Tensor]], problems: list[str | None]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            problem = self.intake.problem(name, tensor)
+            if problem is None:
+                yield name, tensor.detach()
+            else:
+                problems.append(problem)
+
+    def checksums(self) -> dict[str, int]:
+        from megatron_rft.inference.vllm import readback
+
+        return readback.checksums(self._model())
+
+    def _runner(self) -> Any:
+        return self.llm.model_executor.driver_worker.model_runner
+
+    def _model(self) -> torch.nn.Module:
+        return self._runner().model
+
+    # --- memory
+
+    def sleep(self) -> None:
+        if self.device.type == "cuda" and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep, self.weight_version = True, -1
+
+    def wake(self) -> None:
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+
+    def close(self) -> None:
+        if getattr(self, "llm", None) is None:
+            return
+        cpu_patches.shut_down(self.llm)
+        self.llm = self.sender = self.source = None
+        self.weight_version = -1
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    """vLLM's engine; what it says of arguments that it cannot use is for the user."""
+    try:
+        return cpu_patches.start(arguments)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
+
+
+def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
+    """The model without memory: the names and shapes of its checkpoint."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def tensors_of(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model folder, of which a tied output matrix (if it is there) is no parameter."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  a safe_open object is no dict
+                if name in names or name != "lm_head.weight":
+                    yield name, tensors.get_tensor(name)

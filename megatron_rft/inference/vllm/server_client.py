@@ -1,0 +1,323 @@
+"""A vLLM server as an engine: token ids in and out over HTTP, weights over TCP, each sync proven by its answer.
+
+The server is given by its URL, or started from here (`own_server.py`). While it generates it can take new weights: it
+pauses, takes them, computes the caches of what it was writing again, and goes on.
+
+A server that does not answer any more raises `EngineLost`. `start` then waits for a given one to come back, as somebody
+else may start it again; one of the run's own is started anew.
+"""
+
+import contextlib
+import http.client
+import json
+import queue
+import re
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from megatron_rft.inference.acceptance import Acceptance
+from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
+from megatron_rft.inference.transport import network
+from megatron_rft.inference.transport.shared_memory import own_gpu
+from megatron_rft.inference.vllm import server_checks
+from megatron_rft.inference.vllm.arguments import command
+from megatron_rft.records import Response
+from megatron_rft.utils.errors import ConfigError, RunFailed
+
+CONNECTIONS = 128  # requests at one time; more of them wait here
+GENERATE, PING = "/inference/v1/generate", "/is_paused"  # the engine itself answers both; /health says nothing of it
+ANSWER_S = 30.0  # of a server that is there, to the question whether it is
+DYING_S = 10  # from an engine's failure to its server's knowledge that it is dead, at most
+PING_S = 2.0  # between two looks at a server that is busy
+
+
+class ServerEngine(Engine):
+    """`shapes`: of every parameter by its HF name. `longest`: tokens that it must have room for. `keep_caches`: what is
+    under way when new weights come keeps its keys and values."""
+
+    def __init__(
+        self,
+        url: str,
+        config: PreTrainedConfig,
+        shapes: dict[str, torch.Size],
+        dtype: torch.dtype,
+        start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
+        longest: int = 0,
+        keep_caches: bool = False,
+    ):
+        self.keep_caches = keep_caches
+        self.url, self.config, self.shapes, self.dtype, self.longest = url.rstrip("/"), config, shapes, dtype, longest
+        self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
+        self.workers = 0  # of the server, once it has said so
+        self.name = f"the server {self.url}"
+        self.link = None
+        self._asked: set[http.client.HTTPConnection] = set()  # whose answers are waited for
+        self._asking, self._epoch = threading.Lock(), 0  # hanging up begins another epoch
+        self.start()
+
+    def start(self) -> None:
+        self.weight_version, self.acceptance = -1, Acceptance()
+        self._disconnect()
+        self._wait_until_ready()
+        self._check_facts()
+        self._connect()
+
+    def _wait_until_ready(self) -> None:
+        """A server that was there once may come back; one that was never there is a mistake."""
+        deadline = time.monotonic() + (self.start_timeout_s if self.workers else 0)
+        while True:
+            try:
+                self._text("GET", "/health", timeout_s=ANSWER_S)
+                return
+            except (EngineLost, RunFailed) as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"rollout.servers: no vLLM server answers at {self.url} ({error}). {self._how()}"
+                    ) from None
+                time.sleep(1)
+
+    def _check_facts(self) -> None:
+        """It serves this model, and can take its weights."""
+        where = f"rollout.servers: {self.url}"
+        try:
+            each = self._rpc("rft_facts")
+        except (RunFailed, ValueError) as error:
+            raise ConfigError(f"{where} cannot take weights from a trainer ({error}). {self._how()}") from None
+        facts, how = each[0], self._how()
+        problems = server_checks.problems(facts, self.config, self.dtype, self.longest, self.keep_caches, how)
+        if problem := next(problems, None) or self._without_token_ids():
+            raise ConfigError(f"{where} {problem}")
+        self.rounds = server_checks.rounds(facts)
+        self.workers = int(facts["workers"])
+        self.transport = network.transport([own_gpu(), *(worker["gpu"] for worker in each)])
+
+    def _without_token_ids(self) -> str | None:
+        """Where their end point is, a GET is the wrong method; else it is not found."""
+        try:
+            self._text("GET", GENERATE, timeout_s=ANSWER_S)
+        except RunFailed as error:
+            return f"takes no token ids ({error}). {self._how()}" if ": 404 " in str(error) else None
+        return None
+
+    def _how(self) -> str:
+        room = {"max_model_len": self.longest} if self.longest else {}
+        _, *line = command("MODEL", self.dtype, arguments=room)
+        return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 python {shlex.join(line)}"
+
+    def _connect(self) -> None:
+        """The group that weights go through: this process, and the server's workers."""
+        host, size, limit_s = own_address(self.url), 1 + self.workers, self.silence_timeout_s
+        store = network.meeting(host, size, limit_s)
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        address = {"host": host, "port": store.port, "size": size, "shapes": shapes, "timeout_s": limit_s}
+        address["transport"] = self.transport
+        device = torch.device("cuda", torch.cuda.current_device()) if self.transport == network.GPU else None
+        with ThreadPoolExecutor(1) as aside:
+            asked = aside.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
+            try:
+                self.link = network.connect(store, 0, size, limit_s, device)
+            except RuntimeError as error:
+                asked.result()  # its own reason comes first
+                raise EngineLost(
+                    f"{self.name}: its workers do not reach {host}:{store.port} ({self.transport}: {error})"
+                ) from None
+            asked.result()
+
+    # ---- generation
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+        answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
+        ended, epoch = queue.Queue(), self._epoch
+        single = [(request, sample) for request in requests for sample in range(request.n)]
+        with ThreadPoolExecutor(min(CONNECTIONS, max(len(single), 1)), thread_name_prefix="server") as pool:
+            for request, sample in single:
+                pool.submit(self._ask, request, sample, sampling, ended, epoch)
+            try:
+                for _ in single:
+                    request, sample, answer = self._next(ended)
+                    answers[request.id][sample] = answer
+                    if None not in answers[request.id]:
+                        yield Group(request.id, tuple(answers.pop(request.id)))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                if answers:
+                    self._hang_up()
+
+    def _next(self, ended: queue.Queue) -> tuple:
+        """What ends next. Meanwhile the engine behind the server must be alive."""
+        while True:
+            try:
+                request, sample, answer = ended.get(timeout=PING_S)
+            except queue.Empty:
+                self._call("GET", PING)
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return request, sample, answer
+
+    def _ask(self, request: Request, sample: int, sampling: Sampling, ended: queue.Queue, epoch: int) -> None:
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": limit(request, sampling),
+            "seed": request_seed(request.seed, sample),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the model's own end is one of the stop tokens, if at all
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
+        try:
+            (choice,) = self._call("POST", GENERATE, body, epoch=epoch)["choices"]
+            answer: Any = as_response(choice)
+        except Exception as error:
+            answer = error
+        ended.put((request, sample, answer))
+
+    # ---- weights
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weight_version = -1
+        # Even when nothing is under way: another thread may be about to ask.
+        self._call("POST", "/pause?mode=keep" + ("&clear_cache=false" if self.keep_caches else ""))
+        self._call("POST", "/start_weight_update")
+        with ThreadPoolExecutor(1) as aside:
+            update = aside.submit(self._call, "POST", "/update_weights", {"update_info": {}})
+            try:
+                network.send(self.link, stream)
+            except RuntimeError as error:
+                if isinstance(error, RunFailed):
+                    raise
+                update.result()  # its own reason comes first
+                raise EngineLost(f"{self.name} was lost while it got weights ({error})") from None
+            update.result()
+        self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+        for problem in (each["problem"] for each in self._rpc("rft_problem")):
+            if problem:
+                raise RunFailed(f"weights of version {version}: {problem}")
+        if not self.keep_caches:  # of the former weights
+            self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
+        self._call("POST", "/resume")
+        self.weight_version = version
+
+    def checksums(self) -> dict[str, int]:
+        return {name: value and int(value) for name, value in self._rpc("rft_checksums")[0].items()}
+
+    def statistics(self) -> dict[str, float]:
+        try:
+            text = self._text("GET", "/metrics")
+        except EngineLost:
+            raise
+        except RunFailed:  # it keeps them to itself
+            return {}
+        lines = re.finditer(r"^(vllm:spec_\w+)_total(?:{.*})? (\S+)$", text, re.MULTILINE)
+        return self.acceptance.since((line[1], float(line[2])) for line in lines)
+
+    def close(self) -> None:
+        self._hang_up()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+
+    # ---- HTTP
+
+    def _rpc(self, method: str) -> list[dict]:
+        answer = self._call("POST", "/collective_rpc", {"method": method})
+        if not isinstance(answer, dict) or not answer.get("results"):
+            raise RunFailed(f"{self.name} is no vLLM: /collective_rpc is answered with {str(answer)[:80]!r}")
+        return answer["results"]
+
+    def _call(self, method: str, path: str, body: dict | None = None, epoch: int | None = None) -> Any:
+        """The answer's JSON, if it has any."""
+        text = self._text(method, path, body, epoch=epoch)
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise RunFailed(f"{self.name} is no vLLM: {path} is answered with {text[:80]!r}") from None
+
+    def _text(
+        self, method: str, path: str, body: dict | None = None, timeout_s: float = 0.0, epoch: int | None = None
+    ) -> str:
+        """The answer. EngineLost where there is none, RunFailed where the server refuses. `epoch`: that of an answer
+        that may take as long as it likes, until it is hung up."""
+        parts = urlsplit(self.url)
+        connection = http.client.HTTPConnection(
+            parts.hostname, parts.port or 80, timeout=timeout_s or self.silence_timeout_s
+        )
+        try:
+            connection.connect()
+            if epoch is not None:
+                connection.sock.settimeout(None)
+                self._wait_for(connection, epoch)
+            content = None if body is None else json.dumps(body)
+            connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineLost(f"{self.name} does not answer: {error or type(error).__name__}") from None
+        finally:
+            self._asked.discard(connection)
+            connection.close()
+        if answer.status >= 500 and path in ("/health", PING, GENERATE):
+            raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}".rstrip())
+        if answer.status >= 500:
+            self._watch_it_die()
+        if answer.status >= 400:
+            raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")
+        return text
+
+    def _watch_it_die(self) -> None:
+        """EngineLost if the engine behind the server is gone, which it says a moment after it has failed."""
+        for _ in range(DYING_S):
+            self._text("GET", "/health")
+            time.sleep(1)
+
+    def _wait_for(self, connection: http.client.HTTPConnection, epoch: int) -> None:
+        with self._asking:
+            if epoch != self._epoch:
+                raise ConnectionAbortedError("nobody waits for the answer any more")
+            self._asked.add(connection)
+
+    def _hang_up(self) -> None:
+        """Nobody waits for an answer any more, nor will for those that are about to be asked for."""
+        with self._asking:
+            self._epoch += 1
+            for connection in list(self._asked):
+                with contextlib.suppress(OSError, AttributeError):  # it has just ended
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def own_address(url: str) -> str:
+    """This machine's, on the way to the server at `url`."""
+    parts = urlsplit(url)
+    places = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, *_, place = min(places)  # IPv4 first
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def as_response(choice: dict[str, Any]) -> Response:
+    """Of vLLM's answer. The version is that of the weights that wrote the first token."""
+    tokens = tuple(choice["token_ids"])
+    logprobs = tuple(each["logprob"] for each in choice["logprobs"]["content"])
+    assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
+    versions = choice.get("weight_versions")
+    if not versions or not versions[0]["version"].isdecimal():
+        raise RunFailed(f"a server wrote a response with weights that nobody sent it: {versions}")
+    return Response(tokens, logprobs, choice["finish_reason"], int(versions[0]["version"]))

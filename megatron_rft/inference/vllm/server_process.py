@@ -1,0 +1,111 @@
+"""A vLLM server that is started from here, and started anew when it is lost."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from megatron_rft.inference.engine import EngineLost
+from megatron_rft.inference.process import last_lines
+from megatron_rft.inference.vllm.arguments import cache_bytes, command, save_config
+from megatron_rft.inference.vllm.server_client import ServerEngine
+from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.processes import NANNY, reserved_port
+
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def spawn(
+    model: Path,
+    dtype: torch.dtype,
+    port: int,
+    host: str,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    log: Path,
+) -> subprocess.Popen:
+    """A server that does not outlive this process. `arguments`: vLLM's max_model_len, max_num_seqs and more."""
+    if not torch.cuda.is_available():
+        needs = arguments["max_model_len"], arguments["max_num_seqs"], arguments.get("tensor_parallel_size", 1)
+        room = cache_bytes(AutoConfig.from_pretrained(model), dtype, *needs)
+        arguments = {"kv_cache_memory_bytes": room} | arguments
+        environment = CPU_ENVIRONMENT | environment
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*NANNY, str(os.getpid()), *command(str(model), dtype, port, host, arguments)],
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+class OwnServer(ServerEngine):
+    """A server that is started from here, on a free port of this machine, and does not outlive this process."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        shapes: dict[str, torch.Size],
+        dtype: torch.dtype,
+        log: Path,
+        environment: dict[str, str],
+        arguments: dict[str, Any],
+        start_timeout_s: float = 600.0,
+        silence_timeout_s: float = 300.0,
+        keep_caches: bool = False,
+    ):
+        """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: as
+        of `spawn`."""
+        self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
+        save_config(config, self.model)
+        self.arguments = arguments
+        self.process: subprocess.Popen | None = None
+        limits = start_timeout_s, silence_timeout_s
+        super().__init__("http://127.0.0.1", config, shapes, dtype, *limits, keep_caches=keep_caches)
+
+    def start(self) -> None:
+        self._kill()
+        self.port = reserved_port()
+        port = self.port.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.name = self.log.stem
+        self.process = spawn(self.model, self.dtype, port, "127.0.0.1", self.arguments, self.environment, self.log)
+        super().start()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            try:
+                self._text("GET", "/health", timeout_s=5.0)
+                return
+            except EngineLost:
+                status, late = self.process.poll(), time.monotonic() > deadline
+                if status is None and not late:
+                    time.sleep(0.5)
+                    continue
+            how = f"was not ready in {self.start_timeout_s:g} s" if late else f"ended with status {status}"
+            self._kill()
+            raise RunFailed(f"{self.name} {how}; its log ends:\n{last_lines(self.log)}")
+
+    def close(self) -> None:
+        super().close()
+        self._kill()
+
+    def _kill(self) -> None:
+        """The nanny takes all that it started with it."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+            self.port.close()
+            self.process = None

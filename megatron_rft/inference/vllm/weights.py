@@ -1,0 +1,174 @@
+"""Weights into the model of a vLLM engine in this process, by vLLM's weight-transfer API.
+
+The two sides of the transfer are registered in vLLM's factories under the name HANDOVER: the worker pulls tensor by
+tensor from the trainer's stream itself, so that no copy of the model stands beside the trainer's and the engine's.
+Layers are processed (packed, quantised) by vLLM's own reloading as soon as their last tensor is there.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megatron_rft.inference.vllm import cpu_patches
+from megatron_rft.inference.vllm.fp8 import Comparison
+from megatron_rft.inference.vllm.readback import held_by, made_of, tied
+
+HANDOVER = "handover"
+
+
+class Stream(WeightSource):
+    """A stream of HF-named tensors as vLLM's WeightSource. Each sync sets the next stream."""
+
+    def __init__(self, metadata: list[ParamMeta]):
+        self._metadata, self.tensors = metadata, iter(())
+
+    def metadata(self) -> list[ParamMeta]:
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors)
+
+
+@dataclass
+class Nothing(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    tensors: Iterable[tuple[str, Tensor]]
+
+
+class Receiver(WeightTransferEngine[Nothing, Update]):
+    """The worker's side."""
+
+    init_info_cls, update_info_cls = Nothing, Update
+    supports_draft_weight_update = False
+    problems: list[str | None] = []  # with the last update
+
+    def init_transfer_engine(self, init_info: Nothing) -> None:
+        pass
+
+    @property
+    def problem(self) -> str | None:
+        return next(filter(None, self.problems), None)
+
+    def start_weight_update(self) -> None:
+        self.problems = []
+        if cpu_patches.faulty():
+            cpu_patches.before_reload(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Update) -> None:
+        self.load(update_info.tensors)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.comparison = Comparison(self.model, partial(made_of, self.model), partial(held_by, self.model))
+        self.model.load_weights(self.comparison.watch(tensors))
+
+    def finish_weight_update(self) -> None:
+        if names := list(unwritten(self.model)):
+            self.problems.append(f"the engine's {names[0]} was not wholly written ({len(names)} of its layers)")
+        self.problems.append(self.comparison.end())
+        self.model.read_back = self.comparison.read_back
+        finalize_layerwise_reload(self.model, self.model_config)
+        if cpu_patches.faulty():
+            cpu_patches.after_reload(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@dataclass
+class SenderInit(TrainerInitInfo):
+    backend: ClassVar[str] = HANDOVER
+
+
+class Sender(TrainerWeightTransferEngine[SenderInit]):
+    """The trainer's side."""
+
+    init_info_cls = SenderInit
+
+    @classmethod
+    def trainer_init(cls, init_info: SenderInit, *, client: Any, source: WeightSource | None = None) -> "Sender":
+        client.init_weight_transfer_engine({})
+        return cls(client=client, source=source)
+
+    def send_weights(self) -> None:
+        self.client.start_weight_update()
+        self.client.update_weights({"tensors": self.source})
+        self.client.finish_weight_update()
+
+
+class InProcess:
+    """vLLM's VLLMWeightSyncClient over an LLMEngine in this process."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.engine.collective_rpc("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.collective_rpc("finish_weight_update")
+        if weight_version is not None:
+            self.engine.set_weight_version(weight_version)
+
+
+def register() -> None:
+    """In vLLM's factories, once a process."""
+    if HANDOVER not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(HANDOVER, Receiver)
+        WeightTransferTrainerFactory.register_engine(HANDOVER, Sender)
+
+
+def connect(engine: Any, source: WeightSource) -> TrainerWeightTransferEngine:
+    return WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=InProcess(engine), source=source)
+
+
+def problem(engine: Any) -> str | None:
+    """With what the last update made of a sound stream."""
+    return engine.collective_rpc(lambda worker: worker.weight_transfer_engine.problem)[0]
+
+
+def unwritten(model: nn.Module) -> Iterator[str]:
+    """Parameters of the model under reload that were not written element by element. Every layer that is complete has
+    been processed by now; what vLLM pads a vocabulary with, and a tied output matrix, are never written."""
+    alias = tied(model)
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        parameters = [key for key, value in layer._parameters.items() if value is not None]
+        if not info.can_load() or not parameters or layer in alias:
+            continue
+        if info.load_numel != info.load_numel_total - _padding(layer):
+            yield f"{name}.{parameters[0]}"
+
+
+def _padding(layer: nn.Module) -> int:
+    """Elements of a vocabulary's matrix beyond the vocabulary."""
+    if not isinstance(layer, VocabParallelEmbedding):
+        return 0
+    rows = layer.shard_indices
+    return (rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements) * layer.embedding_dim

@@ -1,0 +1,112 @@
+"""Inside a vLLM server: how it takes weights from a trainer, and what it says of those that it has.
+
+A server is started with this file's `Extension` (`vllm_arguments.command` has the whole line). Importing it registers
+the receiving side in vLLM's weight-transfer factory, under the name WIRE.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_rft.config.vllm import installed
+from megatron_rft.inference.transport import network
+from megatron_rft.inference.transport.shared_memory import own_gpu
+from megatron_rft.inference.vllm import cpu_patches, draft_models
+from megatron_rft.inference.vllm.readback import checksums
+from megatron_rft.inference.vllm.server_checks import MODEL
+from megatron_rft.inference.vllm.weights import Receiver
+from megatron_rft.inference.weight_checks import Intake
+
+WIRE = "wire"
+
+
+@dataclass
+class Address(WeightTransferInitInfo):
+    host: str
+    port: int
+    size: int
+    shapes: dict[str, list[int]]  # of every parameter by its HF name
+    timeout_s: float
+    transport: str
+
+
+@dataclass
+class Listen(WeightTransferUpdateInfo):
+    pass
+
+
+class WireReceiver(Receiver):
+    init_info_cls, update_info_cls = Address, Listen
+    link: network.Link | None = None
+
+    def init_transfer_engine(self, init_info: Address) -> None:
+        here = self.parallel_config
+        rank = 1 + here.data_parallel_index * here.world_size + here.rank
+        shapes = {name: torch.Size(shape) for name, shape in init_info.shapes.items()}
+        self.intake = Intake(shapes, self.model_config.hf_config.model_type)
+        self.shutdown()  # of a trainer before
+        device = self.device if init_info.transport == network.GPU else None
+        size, limit_s = init_info.size, init_info.timeout_s
+        self.link = network.connect(
+            network.meeting(init_info.host, size, limit_s, init_info.port), rank, size, limit_s, device
+        )
+
+    def shutdown(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+
+    def receive_weights(self, update_info: Listen) -> None:
+        self.intake.begin()
+
+        def good():
+            for name, tensor in network.receive(self.link):
+                self.problems.append(self.intake.problem(name, tensor))
+                if self.problems[-1] is None:
+                    yield name, tensor
+
+        stream = good()
+        try:
+            self.load(stream)
+        except Exception as error:
+            self.problems.append(f"{type(error).__name__}: {error}")
+        for _ in stream:  # the trainer sends all of it
+            pass
+        self.problems.append(self.intake.missing())
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        if self.problem is None:
+            self.intake.accept()
+
+
+if WIRE not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(WIRE, WireReceiver)
+draft_models.load_from_their_folder()
+
+
+class Extension:
+    """What a trainer may ask of each worker, by `/collective_rpc`."""
+
+    def rft_facts(self) -> dict:
+        if cpu_patches.faulty():
+            cpu_patches.repair()
+        config, here = self.model_config.hf_config, self.parallel_config
+        transfer = self.vllm_config.weight_transfer_config
+        facts = {name: getattr(config, name) for name in MODEL} | {"vllm": installed()[1]}
+        facts |= {"transfer": transfer and transfer.backend, "logprobs_mode": self.model_config.logprobs_mode}
+        facts |= {"chunked_prefill": self.scheduler_config.enable_chunked_prefill}
+        facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
+        facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": own_gpu()}
+        facts |= {"quantization": self.model_config.quantization, "kv_cache_dtype": self.cache_config.cache_dtype}
+        return facts | {"workers": here.world_size, "replicas": here.data_parallel_size}
+
+    def rft_problem(self) -> dict:
+        return {"problem": self.weight_transfer_engine.problem}
+
+    def rft_checksums(self) -> dict:
+        """HF name -> checksum, as text: JSON's numbers end at 53 bits. The same of every worker."""
+        found = checksums(self.model_runner.model)
+        return {name: None if value is None else str(value) for name, value in found.items()}

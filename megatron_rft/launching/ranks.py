@@ -1,0 +1,250 @@
+"""The ranks of a node from one command: start them, pass signals on, and say which one failed. No torch.
+
+It does what torchrun does, and four things that torchrun does not: SIGUSR1 and SIGTERM reach the ranks and nobody kills
+them while they save; the exit status is the ranks' own; the rank that was killed is named; and no rank outlives this
+process. On several nodes Slurm starts it once on each (`launch/`), or the ranks themselves. A process that finds RANK
+set, by torchrun for example, is a rank.
+
+Every rank leaves RUN/launch/rank_N.json, `{"status": 75, "message": "..."}`, for launchers that see no exit status.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rft.launching import slurm
+from megatron_rft.launching.job import Job
+from megatron_rft.launching.slurm import Place
+from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.processes import die_with, reserved_port
+
+FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
+PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+CAUGHT = (*STOPPING, signal.SIGINT)
+PARENT = "MEGATRON_RFT_LAUNCHER"  # pid, in the environment of ranks that this module started
+
+
+@dataclass
+class Rank:
+    number: int
+    process: subprocess.Popen
+    told: int | None = None  # the last signal that was passed on to it
+
+    @property
+    def status(self) -> int | None:
+        """None while it runs; negative: the signal that killed it. Told to stop before it listens, it has stopped."""
+        code = self.process.poll()
+        return STOPPED if code is not None and self.told in STOPPING and code == -self.told else code
+
+
+def ranks_folder(output_dir: str) -> Path:
+    return Path(output_dir) / "launch"
+
+
+def write_exit(output_dir: str, status: int, message: str = "") -> None:
+    """A rank's last words. On a disk that is full there are none."""
+    words = json.dumps({"status": status, "message": message, "time": time.time()}) + "\n"
+    with contextlib.suppress(OSError):
+        write_whole(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
+
+
+def read_exit(output_dir: str, rank: int) -> dict:
+    try:
+        return json.loads((ranks_folder(output_dir) / f"rank_{rank}.json").read_text())
+    except (OSError, ValueError):
+        return {"message": "", "time": time.time()}
+
+
+def die_with_launcher() -> None:
+    """For a rank that `launch` started."""
+    if PARENT in os.environ:
+        die_with(int(os.environ[PARENT]))
+
+
+def see_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
+    """For a worker without a process group, before torch is imported: of the node's GPUs it sees the one that its
+    number says. vLLM alone in a process takes the first that it sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given is not None else [str(n) for n in range(len(list(folder.glob("*"))))]
+    if names and "LOCAL_RANK" in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[int(os.environ["LOCAL_RANK"]) % len(names)]
+
+
+def launch(command: list[str], nproc: int, output_dir: str, place: Place | None = None, job: Job | None = None) -> int:
+    """Run `command` as `nproc` ranks on this node and return the exit status, with a line about any failure.
+
+    Of a job of a queue it is the job's, which all nodes return alike.
+    """
+    place = place or Place()
+    ranks: list[Rank] = []
+    with _signals_passed_to(ranks) as passed_on, reserved_port() as free:
+        try:
+            if job is not None:
+                job.begin()
+            port = place.port or free.getsockname()[1]
+            for local in range(nproc):
+                number = place.node * nproc + local
+                (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
+                ranks.append(Rank(number, _start(command, number, local, nproc, place, port)))
+                if passed_on:  # to those that were there
+                    _send(ranks[-1:], passed_on[-1])
+            elsewhere = _watch(ranks, job)
+            stopped = _end(ranks)
+        finally:
+            _kill(ranks)
+        status = _conclude(ranks, stopped, output_dir, elsewhere)
+        return status if job is None else _conclude_job(job, status)
+
+
+def _watch(ranks: list[Rank], job: Job | None) -> str | None:
+    """Until a rank fails or all have ended, or another node has failed; then which."""
+    told_to_stop = False
+    for tick in itertools.count():
+        if not any(_alive(ranks)) or any(rank.status not in (None, FINISHED, STOPPED) for rank in ranks):
+            return None
+        time.sleep(0.1)
+        if job is None or tick % 10:
+            continue
+        if job.wants_stop() and not told_to_stop:
+            told_to_stop = True
+            _send(ranks, signal.SIGUSR1)
+        if elsewhere := job.failed_elsewhere():
+            return elsewhere
+
+
+def _conclude_job(job: Job, status: int) -> int:
+    status, message = job.conclude(status)
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    for number in CAUGHT:  # Slurm ends the whole step after the first node that is not 0, and this status counts too
+        signal.signal(number, signal.SIG_IGN)
+    return status
+
+
+def _start(command: list[str], rank: int, local: int, nproc: int, place: Place, port: int) -> subprocess.Popen:
+    """In a session of its own: a Ctrl-C of the terminal reaches the ranks through us, once."""
+    environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # several ranks with many threads each choke each other
+    environment |= os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(nproc * place.nodes),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
+    }
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+@contextlib.contextmanager
+def _signals_passed_to(ranks: list[Rank]):
+    """SIGTERM and SIGUSR1 as they are; the first Ctrl-C as SIGTERM (save and end), the second kills. Gives the list of
+    those that came."""
+    interrupts, passed_on = 0, []
+
+    def pass_on(number: int, _frame) -> None:
+        nonlocal interrupts
+        if number == signal.SIGINT:
+            interrupts += 1
+            number = signal.SIGTERM if interrupts == 1 else signal.SIGKILL
+            print("stopping after this step; Ctrl-C again to kill" * (interrupts == 1), file=sys.stderr)
+        passed_on.append(number)
+        _send(ranks, number)
+
+    before = {number: signal.signal(number, pass_on) for number in CAUGHT}
+    try:
+        yield passed_on
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
+
+
+def _send(ranks: list[Rank], number: int) -> None:
+    for rank in _alive(ranks):
+        rank.told = number
+        with contextlib.suppress(ProcessLookupError):
+            rank.process.send_signal(number)
+
+
+def _alive(ranks: list[Rank]) -> list[Rank]:
+    return [rank for rank in ranks if rank.status is None]
+
+
+def _end(ranks: list[Rank]) -> list[int]:
+    """Wait for the ranks that are left after a failure; those that do not end in time are killed, and named."""
+    deadline = time.monotonic() + PATIENCE
+    while _alive(ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    stopped = [rank.number for rank in _alive(ranks)]
+    _kill(ranks)
+    return stopped
+
+
+def _kill(ranks: list[Rank]) -> None:
+    for rank in _alive(ranks):
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+
+
+def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere: str | None) -> int:
+    if elsewhere:
+        print(f"error: {elsewhere}; the ranks of this one were stopped", file=sys.stderr)
+        return FAILED
+    statuses = {rank.number: rank.status for rank in ranks}
+    if all(status == FINISHED for status in statuses.values()):
+        return FINISHED
+    if all(status in (FINISHED, STOPPED) for status in statuses.values()):
+        return STOPPED
+    killed = [number for number, status in statuses.items() if status < 0 and number not in stopped]
+    # A peer's abort is the consequence of a dead rank, not its cause.
+    killed = [number for number in killed if statuses[number] != -signal.SIGABRT] or killed
+    if killed:
+        names = ", ".join(f"rank {number} was killed by {signal.Signals(-statuses[number]).name}" for number in killed)
+        fix = f"The same command goes on from the last checkpoint in {output_dir}"
+        print(f"error: {names}; the other ranks were stopped. {fix}", file=sys.stderr)
+        return FAILED
+    failed = [
+        number for number, status in statuses.items() if status not in (FINISHED, STOPPED) and number not in stopped
+    ]
+    wrong = [number for number in failed if statuses[number] == USER_ERROR]
+    first = min(wrong or failed, key=lambda number: read_exit(output_dir, number)["time"])
+    message = read_exit(output_dir, first)["message"] or f"ended with status {statuses[first]}"
+    print(f"error: {message}" if wrong else f"error: rank {first} failed: {message}", file=sys.stderr)
+    return USER_ERROR if wrong else FAILED
+
+
+def check_environment(nproc: int | None) -> tuple[int, Place]:
+    """The number of ranks of the run, and the place of this node among those whose launchers start `nproc` each.
+
+    The ranks may be there already: by another launcher, or as the tasks of a Slurm step (where nproc is not given).
+    """
+    if nproc is not None:
+        slurm.forget_tasks_as_ranks()
+    if "RANK" not in os.environ and nproc is None:
+        os.environ.update(slurm.rank_environment())
+    if "RANK" not in os.environ:
+        place, nproc = slurm.place(), nproc or 1
+        slurm.check_ranks_per_node(nproc)
+        return nproc * place.nodes, place
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if nproc not in (None, world) and PARENT not in os.environ:
+        raise ConfigError(f"--nproc {nproc}: a launcher has started {world} ranks already: leave it out")
+    return world, Place()
+
+
+def ranks_per_node(world_size: int, place: Place) -> int:
+    """Of this node, where ranks are there already. A launcher that does not say has one node."""
+    if "RANK" in os.environ:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return world_size // place.nodes

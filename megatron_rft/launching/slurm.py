@@ -1,0 +1,104 @@
+"""What Slurm tells a process of a job step: which node it is on, and where the ranks meet.
+
+From the step's environment alone: a container has no scontrol. A batch script or an `salloc` shell is no step, and a
+process there is on its own.
+"""
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from megatron_rft.utils.errors import ConfigError
+
+HOOK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the run's nodes this is, and where rank 0 waits for the others; port None: any free one."""
+
+    node: int = 0
+    nodes: int = 1
+    address: str = "127.0.0.1"
+    port: int | None = None
+
+
+def in_step(environment: Mapping[str, str] = os.environ) -> bool:
+    return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """MASTER_ADDR and MASTER_PORT win, for networks on which host names do not do."""
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1")) if in_step(environment) else 1
+    if nodes == 1:
+        return Place()
+    address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
+    return Place(
+        int(environment["SLURM_NODEID"]), nodes, address, int(environment.get("MASTER_PORT") or port(environment))
+    )
+
+
+def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What torch.distributed reads, in a step whose tasks are the ranks; nothing elsewhere, or in a step of one."""
+    if not in_step(environment) or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return {}
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(tasks_of(int(environment["SLURM_NODEID"]), environment["SLURM_STEP_TASKS_PER_NODE"])),
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port(environment)),
+    }
+
+
+def forget_tasks_as_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
+    """For a task that starts ranks itself. In a container of a PyTorch image a hook of enroot (50-slurm-pytorch.sh,
+    which many clusters enable) has set torch.distributed's variables as if each task were a rank."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    place = (environment.get("SLURM_PROCID"), environment.get("SLURM_LOCALID"), tasks)
+    if in_step(environment) and tuple(map(environment.get, HOOK_VARIABLES)) == place:
+        for name in HOOK_VARIABLES:
+            del environment[name]
+
+
+def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Before this process starts `nproc` ranks on its node.
+
+    Raises:
+        ConfigError: others do so on the same node, or it has fewer GPUs than that.
+    """
+    if not in_step(environment):
+        return
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if not re.fullmatch(r"1(\(x\d+\))?", tasks):
+        raise ConfigError(
+            f"--nproc {nproc}: this step has {tasks} tasks per node, each of which would start {nproc} ranks. "
+            "Use srun --ntasks-per-node=1, or leave --nproc out: then each task is a rank"
+        )
+    gpus = int(environment.get("SLURM_GPUS_ON_NODE", nproc))
+    if gpus < nproc:
+        raise ConfigError(
+            f"--nproc {nproc}: node {environment.get('SLURMD_NODENAME')} has {gpus} GPUs in this job. Ask for equally "
+            "many on every node: sbatch --gpus-per-node"
+        )
+
+
+def tasks_of(node: int, counts: str) -> int:
+    """Of Slurm's short form of tasks per node: 4(x2),1 is 4, 4, 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))][node]
+
+
+def first_host(nodes: str) -> str:
+    """Of Slurm's short form: n[08-11,13],m2 -> n08."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def port(environment: Mapping[str, str] = os.environ) -> int:
+    """One for each step of each job and each start of it; below the ports that the system gives away."""
+    parts = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    job, step, start = (int(part) for part in parts)
+    return 20000 + (job * 31 + step * 7 + start) % 10000

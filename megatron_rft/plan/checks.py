@@ -1,0 +1,347 @@
+"""What a recipe comes to on a number of ranks: the cross-field checks, and their arithmetic for a person to read.
+
+Runs before torch is imported, so that a wrong recipe costs a second and not a queue.
+"""
+
+import os
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_rft.config import passthrough
+from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
+from megatron_rft.config.messages import many
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.plan import memory, model_shape
+from megatron_rft.plan.engines import check_engines, check_speed
+from megatron_rft.plan.layout import Layout, check_layout
+from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.vllm import check_vllm, choose, choose_for
+from megatron_rft.utils.errors import ConfigError, DataError, did_you_mean
+
+NO_STORE = "where there are no trajectories yet: `megatron-rft generate` makes them"
+
+
+@dataclass(frozen=True)
+class Plan:
+    layout: Layout
+    steps_per_batch: int  # optimizer steps of the schedule per sampled batch (RL), or 1
+    optimizer_steps: int | None  # of the whole run; None where `run.epochs` decides, once the data is read
+    lines: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None, gpu_gib: float | None = None) -> Plan:
+    """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan.
+    `ranks_per_node`: None where there is one node. `gpu_gib` is the memory of a device, for the plan to fit into."""
+    check_installed(recipe)
+    shape, model_line = check_model(recipe)
+    layout = check_layout(recipe.megatron, world_size, shape)
+    data_lines = check_files(recipe)
+    longest = check_lengths(recipe, shape)
+    engine = choose_for(recipe.rollout, shape)
+    check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
+    check_speed(recipe, choose(recipe.rollout.engine, shape).name if recipe.refines else None)
+    if recipe.trainer == "generate":
+        memory_line = "memory: not computed, each worker has its engine on a device of its own"
+        return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])
+    batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
+    optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
+    check_schedule(recipe, optimizer_steps)
+    budget = recipe.batching.micro_batch_tokens
+    lines = [
+        model_line,
+        *data_lines,
+        f"layout: {layout} = {many(world_size, 'rank')}",
+        f"engine: {engine}",
+        *batch_lines,
+        *check_engines(recipe, world_size, ranks_per_node),
+        f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
+        _schedule_line(recipe, optimizer_steps),
+        f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
+        *_memory_lines(recipe, shape, layout, gpu_gib),
+    ]
+    return Plan(layout, steps_per_batch, optimizer_steps, lines)
+
+
+def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None) -> list[str]:
+    if shape is None:
+        return [
+            f"memory: not known before the model's config.json is here: hf download {recipe.model.path} config.json"
+        ]
+    if memory.UNEVEN & set(recipe.megatron.model_extra or ()):
+        return ["memory: not computed for pipeline stages of unequal size"]
+    sizes = Sizes.read(model_shape.find_model(recipe.model.path))
+    lines = memory.lines(recipe, sizes, layout, gpu_gib)
+    return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib else [])
+
+
+def check_installed(recipe: Recipe) -> None:
+    """What the recipe asks of this machine's packages."""
+    passthrough.megatron_core()
+    if find_spec("psutil") is None:
+        raise ConfigError(
+            "psutil is not installed, and megatron-core's checkpoints hang without it: pip install psutil"
+        )
+    with_te = find_spec("transformer_engine") is not None
+    if recipe.model.precision == "fp8" and not with_te:
+        raise ConfigError(
+            "model.precision: fp8 needs Transformer Engine, which is not installed here; it runs on NVIDIA GPUs from "
+            "compute capability 8.9 on. Use bf16, or pip install 'transformer-engine[pytorch]' on such a machine"
+        )
+    if recipe.megatron.attention_backend != "auto" and not with_te:
+        raise ConfigError(
+            f"megatron.attention_backend: {recipe.megatron.attention_backend} chooses a kernel of Transformer Engine, "
+            "which is not installed here: torch's own attention is used. Set it to auto"
+        )
+    if recipe.tracking.wandb and find_spec("wandb") is None:
+        raise ConfigError(
+            "tracking.wandb: wandb is not installed: pip install 'megatron-rft[wandb]', or set it to null"
+        )
+    if recipe.tracking.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tracking.tensorboard: tensorboard is not installed: pip install tensorboard, or set it to false"
+        )
+
+
+def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
+    """The folder is there and can be written, or can be made. Writes nothing."""
+    folder = place = Path(path).expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "cannot be written here" if place.is_dir() else "is no folder"
+        raise ConfigError(f"{option}: {folder} cannot be made: {place} {why}. Choose another {option}")
+
+
+def make_folder(path: str | Path, option: str = "run.output_dir") -> None:
+    """Before anything else is done: some file systems say only now that they are not for writing."""
+    try:
+        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be made: {error.strerror}. Choose another") from None
+
+
+def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
+    """The model's shape (None while it has not been downloaded), and what will be loaded."""
+    model = recipe.model
+    folder = model_shape.find_model(model.path)
+    shape = model_shape.read_shape(folder) if folder else None
+    on_hub = not Path(model.path).expanduser().is_dir()
+    if folder and model.initialise == "pretrained" and not on_hub and not any(folder.glob("*.safetensors")):
+        raise DataError(
+            f"model.path: {folder} has no *.safetensors. For new weights of its architecture: model.initialise=random"
+        )
+    for reward in recipe.reward.everything():
+        if reward.model:
+            model_shape.find_model(reward.model, "reward.model")
+    if model.tokenizer:
+        model_shape.find_model(model.tokenizer, "model.tokenizer")
+    for option, path in (("model.reference", model.reference), ("critic.path", recipe.critic and recipe.critic.path)):
+        folder_of_other = path and model_shape.find_model(path, option)
+        other = model_shape.read_shape(folder_of_other, option) if folder_of_other else None
+        if shape and other and (other.vocabulary != shape.vocabulary):
+            raise DataError(
+                f"{option}: its vocabulary has {other.vocabulary} tokens, that of model.path {shape.vocabulary}"
+            )
+    weights = "random weights" if model.initialise == "random" else "its weights"
+    source = f"{model.path} ({shape})" if shape else f"{model.path}, from the Hugging Face hub: not checked yet"
+    return shape, f"model: {source}, {weights}, {model.precision}"
+
+
+def check_files(recipe: Recipe) -> list[str]:
+    """Which data each part reads, a line each. Local files must be there; the hub is not asked."""
+    parts = {f"data.{name}": getattr(recipe.data, name) for name in ("train", "validation", "test")}
+    benchmarks = {f"evaluation.benchmarks.{name}": source for name, source in recipe.evaluation.benchmarks.items()}
+    lines = []
+    for name, source in (parts | benchmarks).items():
+        if source is None:
+            continue
+        if recipe.trainer == "offline" and name == "data.train":
+            lines.append(_check_store(source.path))
+            continue
+        if source.path != ARITHMETIC and not source.on_hub:
+            _check_path(name, source.path)
+        known = DATASETS.get(source.adapter)
+        if known and name in parts and recipe.trainer in ("rl", "generate"):
+            _check_reward(name, source.adapter, known.reward, recipe.reward.kind)
+        adapter = f" ({source.adapter})" if source.adapter else ""
+        where = ", from the Hugging Face hub: not checked yet" if source.on_hub else ""
+        lines.append(f"{name}: {source.path.removeprefix(HUB)}{adapter}{where}")
+    return lines
+
+
+def _check_store(path: str) -> str:
+    """A trajectory store is whole or not there yet; a half-written one is neither."""
+    folder = Path(path).expanduser()
+    if (folder / "index.json").is_file():
+        return f"data.train: the trajectories in {path}"
+    if folder.exists():
+        raise DataError(
+            f"data.train: {path} is no whole trajectory store: it has no index.json. `megatron-rft generate` goes on "
+            "with a half-written one"
+        )
+    return f"data.train: {path}, {NO_STORE}"
+
+
+def check_store_is_there(recipe: Recipe) -> None:
+    """Of trainer offline, for a run that begins now: a plan may be of trajectories that are still to be made."""
+    if recipe.trainer == "offline" and not (Path(recipe.data.train.path).expanduser() / "index.json").is_file():
+        raise DataError(f"data.train: {recipe.data.train.path}, {NO_STORE}")
+
+
+def _check_path(option: str, path: str) -> None:
+    place = Path(path).expanduser()
+    if place.is_dir():
+        if not any(file.suffix in SUFFIXES for file in place.rglob("*")):
+            raise DataError(f"{option}: the folder {path} holds no {', '.join(SUFFIXES)} file")
+    elif not place.exists():
+        near = [*DATASETS, *(str(file) for file in place.parent.glob("*"))]
+        hub = f" On the Hugging Face hub? Write {HUB}{path}" if HUB_NAME.fullmatch(HUB + path) else ""
+        raise DataError(f"{option}: there is no such file or folder, {path}.{did_you_mean(path, near) or hub}")
+    elif place.suffix not in SUFFIXES:
+        raise DataError(f"{option}: {path} is no {', '.join(SUFFIXES)} file")
+
+
+def _check_reward(option: str, adapter: str, needed: str, kind: str) -> None:
+    """Programs and tool calls have no answer to compare: another verifier would give every response 0."""
+    if kind != needed and {"code", "tool"} & {needed, kind} and kind in ("math", "code", "tool", "choice"):
+        raise ConfigError(f"{option}: {adapter} is graded by reward.kind={needed}, not {kind}")
+
+
+def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
+    """Tokens of the longest sequence, which must fit a micro-batch and the model's positions."""
+    rollout, prompt, budget = recipe.rollout, recipe.data.max_prompt_tokens, recipe.batching.micro_batch_tokens
+    if recipe.trainer == "rl":
+        longest = prompt + rollout.max_response_tokens
+        if longest > budget:
+            raise ConfigError(
+                f"batching.micro_batch_tokens: a sequence may have {longest} tokens (data.max_prompt_tokens {prompt} + "
+                f"rollout.max_response_tokens {rollout.max_response_tokens}), and does not fit {budget}"
+            )
+        check_algorithm_lengths(recipe, shape, longest)
+    elif recipe.trainer == "generate":
+        longest = 0
+    else:
+        longest = budget
+        if prompt >= budget:
+            raise ConfigError(
+                f"data.max_prompt_tokens: {prompt} leaves nothing of batching.micro_batch_tokens, {budget}"
+            )
+    if recipe.batching.tokens_without_backward < longest:
+        raise ConfigError(
+            f"batching.forward_only_tokens: {recipe.batching.forward_only_tokens} does not hold a sequence of {longest}"
+        )
+    needed = recipe.longest_generation
+    if shape and needed > shape.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens {prompt} + response {needed - prompt} = {needed} tokens is beyond the model's "
+            f"max_position_embeddings, {shape.max_positions}"
+        )
+    return longest if not shape else min(longest, shape.max_positions)
+
+
+def check_algorithm_lengths(recipe: Recipe, shape: ModelShape | None, longest: int) -> None:
+    """What an algorithm adds to a sequence, or takes from it."""
+    algorithm, limit = recipe.algorithm, recipe.rollout.max_response_tokens
+    if algorithm.name == "dapo" and algorithm.overlong_buffer >= limit:
+        raise ConfigError(
+            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} tokens are no less than "
+            f"rollout.max_response_tokens, {limit}: every response would be penalised"
+        )
+    if algorithm.name == "sdpo":
+        told = longest + algorithm.max_feedback_tokens
+        budget = recipe.batching.tokens_without_backward
+        if told > budget or (shape and told > shape.max_positions):
+            what = f"batching.forward_only_tokens, {budget}" if told > budget else f"{shape.max_positions} positions"
+            raise ConfigError(
+                f"algorithm.max_feedback_tokens: with {algorithm.max_feedback_tokens} more for the teacher a sequence "
+                f"may have {told} tokens, which does not fit {what}"
+            )
+
+
+def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    prompts, group = rollout.prompts_per_step, rollout.group_size
+    mini = algorithm.mini_batch_prompts or prompts
+    alone = algorithm.name == "sdpo" and algorithm.feedback == ["sibling"]
+    if group < 2 and (algorithm.compares_responses or alone):
+        raise ConfigError(
+            f"rollout.group_size: {algorithm.name} compares the responses of a group: it takes 2 or more, not {group}"
+        )
+    if prompts % mini:
+        divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
+        raise ConfigError(
+            f"algorithm.mini_batch_prompts: {mini} does not divide rollout.prompts_per_step, {prompts}. "
+            f"Possible: {', '.join(map(str, divisors))}"
+        )
+    parts, epochs = prompts // mini, algorithm.epochs
+    over = f" x {epochs} epochs" if epochs > 1 else ""
+    lines = [
+        f"global batch: {prompts * group} responses = {prompts} prompts x {group}",
+        f"updates: {many(parts * epochs, 'optimizer step')} = {parts} x {mini} prompts{over}",
+    ]
+    if algorithm.name == "dapo" and algorithm.filter_groups:
+        lines.append(f"sampling: groups that agree are replaced, in up to {many(algorithm.max_rounds, 'round')}")
+    if recipe.critic:
+        alone = f", alone for {many(recipe.critic.warmup_steps, 'step')}" if recipe.critic.warmup_steps else ""
+        lines.append(f"critic: as many steps at {recipe.critic.lr:g}{alone}")
+    if recipe.pipo:
+        pipo = recipe.pipo
+        late = ": never in this run" if recipe.run.steps <= pipo.window else ""
+        lines.append(
+            f"pipo: one verification step more, from step {pipo.window + 1} on{late}, at {pipo.learning_rate:g}"
+        )
+    if recipe.constraint and recipe.constraint.kind != "none":
+        lines.append(_constraint_line(recipe))
+    return lines, parts * epochs
+
+
+def _constraint_line(recipe: Recipe) -> str:
+    constraint, algorithm = recipe.constraint, recipe.algorithm
+    if not constraint.refines:
+        return f"constraint: the KL to the reference in the {algorithm.kl_in}, coefficient {constraint.eta:g}"
+    which = "all responses" if constraint.share == 1 else f"{constraint.share:.0%} of the responses"
+    which += f", up to {constraint.first} of a group" if constraint.first else ""
+    what = f"in the {constraint.mode or 'loss'}, eta {constraint.eta:g}" if constraint.eta else "measured only, eta 0"
+    return f"constraint: a frozen refiner corrects {which} that can score higher; {what}"
+
+
+def _given_batch(recipe: Recipe) -> tuple[list[str], int]:
+    algorithm = recipe.algorithm
+    pairs = f" = {algorithm.batch_sequences // 2} pairs" if hasattr(algorithm, "pairing") else ""
+    lines = [f"global batch: {algorithm.batch_sequences} sequences{pairs}, one optimizer step"]
+    if recipe.trainer == "offline":
+        every, patience = recipe.evaluation.every, recipe.evaluation.patience
+        stop = f", until {patience} in a row find nothing better" if patience else ""
+        lines.append(f"validation: the held-out problems, every {every} steps{stop}" if every else "validation: none")
+    return lines, 1
+
+
+def _generation(recipe: Recipe) -> list[str]:
+    rollout, shard = recipe.rollout, recipe.generation.problems_per_shard
+    return [
+        f"sampling: {many(rollout.group_size, 'response')} of up to {rollout.max_response_tokens} tokens to each "
+        f"problem, temperature {rollout.temperature:g}, seed {recipe.run.seed}",
+        f"store: {recipe.run.output_dir}, {many(shard, 'problem')} a shard, {recipe.generation.held_out:.0%} held out",
+    ]
+
+
+def check_schedule(recipe: Recipe, total: int | None) -> None:
+    optimizer = recipe.optimizer
+    end = optimizer.lr_decay_steps or total
+    if end is not None and optimizer.lr_warmup_steps > end:
+        name = "lr_decay_steps" if optimizer.lr_decay_steps else "the run's optimizer steps"
+        raise ConfigError(f"optimizer.lr_warmup_steps: {optimizer.lr_warmup_steps} is beyond {name}, {end}")
+
+
+def _schedule_line(recipe: Recipe, total: int | None) -> str:
+    optimizer, run = recipe.optimizer, recipe.run
+    length = (
+        f"{run.epochs:g} epochs" if total is None else f"{many(total, 'optimizer step')} in {many(run.steps, 'step')}"
+    )
+    warmup = f", {optimizer.lr_warmup_steps} of warmup" if optimizer.lr_warmup_steps else ""
+    return f"schedule: {length}{warmup}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"

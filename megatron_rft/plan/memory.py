@@ -1,0 +1,296 @@
+"""Bytes that a run takes on one rank, and what would make them fewer. Plain arithmetic, no torch.
+
+Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (the tensors that a
+layer keeps for its backward pass, as in arXiv:2205.05198 without dropout, and without the attention matrix, which no
+kernel here keeps) and the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
+it: that is counted where the device's size is given. Of engines outside of the ranks what they take of a rank's device
+in any case is counted: the buckets of their weights, and the CUDA context of a process. Not counted: CUDA's and NCCL's
+own memory, about a GiB, what the allocator leaves between blocks, and the rest of an engine on a rank's device.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.plan.engines import engine_processes, gpu_share
+from megatron_rft.plan.layout import Layout, problems
+from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.parameters import Sizes, buckets, owned, stage_chunks
+from megatron_rft.plan.vllm import choose
+from megatron_rft.utils.errors import ConfigError
+
+GIB = 1 << 30
+BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (inference/transport/buckets.py)
+CUDA_CONTEXT = GIB // 2  # of another process on the rank's device, about
+MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
+UNEVEN = {
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of what stays on a rank while it trains."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def __add__(self, other: "State") -> "State":
+        return State(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: bool = False) -> State:
+    """Of a rank of that pipeline stage: with the distributed optimizer of the one that has most."""
+    element, extra = BYTES[recipe.model.precision], recipe.megatron.model_extra or {}
+    own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
+    per_parameter = MOMENTS * (2 if own_moments else 1) + (MAIN if element == 2 else 0)
+    gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
+    data_parallel = layout.world // (layout.tp * layout.pp)  # context parallel ranks share it too
+    experts_parallel = layout.world // (layout.ep * layout.etp * layout.pp)
+    size = extra.get("bucket_size") or max(40_000_000, 1_000_000 * data_parallel)
+    total = State(0, 0, 0)
+    for number, chunk in enumerate(stage_chunks(s, layout, stage, value_head)):
+        whole = not extra.get("overlap_grad_reduce") or stage > 0 or number > 0
+        for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
+            parameters = [each for each in chunk if each.expert == expert]
+            if not recipe.optimizer.use_distributed_optimizer:
+                count = sum(each.count for each in parameters)
+                total += State(count * element, count * gradient, count * per_parameter)
+            elif parameters:
+                buffer = buckets(parameters, ranks, math.inf if whole else size)
+                length = sum(length for length, _ in buffer)
+                total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
+    return total
+
+
+def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
+    """Estimate of what the micro-batches under way keep for their backward passes, and of the log-prob head."""
+    element, m = BYTES[recipe.model.precision], recipe.megatron
+    tokens = recipe.batching.micro_batch_tokens / layout.cp
+    shared = layout.tp if m.sequence_parallel else 1
+    inputs = s.hidden / shared
+
+    def kept(mixture: bool) -> float:
+        """Elements per token of a layer."""
+        wide = s.experts_per_token * (3 * s.expert_ffn / layout.etp + s.hidden) if mixture else 3 * s.ffn / layout.tp
+        return 4 * inputs + (3 * s.q + 3 * s.kv) / layout.tp + wide
+
+    virtual = layout.vpp or 1
+    layers = len(s.mixture) // (layout.pp * virtual)
+    waiting = layout.pp - stage if virtual == 1 else 2 * (layout.pp - stage - 1) + (virtual - 1) * layout.pp + 1
+    largest = max(kept(mixture) for mixture in set(s.mixture))
+    per_token = inputs * layers * waiting + largest if m.recompute_granularity == "full" else largest * layers * waiting
+    head = 0.0
+    if stage == layout.pp - 1:
+        head = 3 * element * tokens * s.hidden + 3 * (recipe.batching.logprob_block_mib << 20)
+    return round(element * tokens * per_token + head)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank of the fullest pipeline stage. `engine`: a copy of the whole model for each engine, the
+    policy's and a refiner's (of vLLM on a device of known size what it takes there); `cache`: keys and values of the
+    one that has most; `links`: to engines outside; `host`: what waits in the machine's memory for its turn (a
+    reference, a teacher)."""
+
+    stage: int
+    state: State
+    activations: int
+    engine: int
+    cache: int
+    links: int
+    host: int
+
+    @property
+    def phases(self) -> dict[str, int]:
+        together = self.state.total + self.engine + self.links
+        found = {"training": together + self.activations}
+        return found | ({"generation": together + self.cache} if self.engine else {})
+
+    @property
+    def largest(self) -> int:
+        return max(self.phases.values())
+
+
+def engines_of(recipe: Recipe) -> list[int]:
+    """Of a rank: the longest sequence that each takes."""
+    generates = recipe.trainer == "rl" or recipe.validates or recipe.data.test
+    own = [recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens]
+    own *= bool(generates) and recipe.rollout.placement == "colocated"
+    return own + ([recipe.longest_refinement] if recipe.refines else [])
+
+
+def by_vllm(recipe: Recipe, s: Sizes) -> bool:
+    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s).name == "vllm"
+
+
+def share_of(recipe: Recipe) -> float:
+    """Of a device, what each vLLM takes."""
+    return recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(recipe)
+
+
+def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
+    """(weights, cache) of the engines of a rank; `device`: bytes, where they are known."""
+    rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
+    element, count, whole = BYTES[rollout.dtype or recipe.model.precision], len(lengths), copy_of_model(recipe, s)
+    if not lengths:
+        return 0, 0
+    if by_vllm(recipe, s):
+        whole //= 1 if recipe.refines else recipe.vllm.tensor_parallel_size
+        if given := vllm.get("kv_cache_memory_bytes"):
+            return (whole + given) * count, 0
+        return max(whole, round(share_of(recipe) * (device or 0))) * count, 0
+    mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
+    rows, token = min(rollout.max_batch_sequences, mine), 2 * s.kv * len(s.mixture) * element
+    both = recipe.refines and recipe.constraint.overlap
+    return whole * count, rows * token * (sum(lengths) if both else max(lengths))
+
+
+def copy_of_model(recipe: Recipe, s: Sizes) -> int:
+    """Bytes of an engine's weights. FP8 rounds the layers' matrices alone, never of a mixture."""
+    element = BYTES[recipe.rollout.dtype or recipe.model.precision]
+    rounded = s.multiplied - s.vocabulary * s.hidden if recipe.vllm.quantization else 0
+    return s.whole() * element - rounded * (element - 1)
+
+
+def links(recipe: Recipe, layout: Layout, device: float | None) -> int:
+    """What the engines outside that a rank drives take of its device, wherever they are: each the buckets through which
+    its weights come and, if it is a process, a CUDA context (where `device` says that there is a GPU)."""
+    if recipe.rollout.placement == "colocated":
+        return 0
+    engines = -(-engine_processes(recipe, layout.world) // layout.world)
+    context = CUDA_CONTEXT if device and recipe.rollout.placement == "process" else 0
+    return engines * (SYNC_BUCKETS + context)
+
+
+def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
+    critic = recipe.critic is not None
+    per_stage = []
+    for stage in range(layout.pp):
+        state = state_of(recipe, s, layout, stage)
+        if critic:
+            state += state_of(recipe, s, layout, stage, value_head=True)
+        per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
+    _, stage, state = max(per_stage, key=lambda each: each[:2])
+    engine, cache = engine_memory(recipe, s, layout, device)
+    measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
+    copies = bool(getattr(recipe.algorithm, "kl_coefficient", 0) or recipe.trainer == "offline" or measured)
+    teacher = bool(getattr(recipe.algorithm, "teacher_rate", None))
+    weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
+    host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
+    outside = links(recipe, layout, device)
+    return Memory(stage, state, activations(recipe, s, layout, stage), engine, cache, outside, host)
+
+
+def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
+    m = memory_of(recipe, s, layout, device_gib and device_gib * GIB)
+    where = f", of stage {m.stage + 1} of {layout.pp}" if layout.pp > 1 else ""
+    critic = " (policy and critic)" if recipe.critic else ""
+    parts = {
+        f"weights{critic}": m.state.weights,
+        "gradients": m.state.gradients,
+        "optimizer": m.state.optimizer,
+        "activations, about": m.activations,
+        "engines (policy and refiner)" if len(engines_of(recipe)) > 1 else "engine": m.engine,
+        "cache, up to": m.cache,
+        "links to engines outside": m.links,
+    }
+    found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
+    found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
+    if by_vllm(recipe, s) and not device_gib:
+        found.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
+    if recipe.trainer == "rl" and (models := [each.model for each in recipe.reward.everything() if each.model]):
+        found.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
+    if recipe.rollout.placement != "colocated":
+        copy = gib(copy_of_model(recipe, s))
+        found.append(
+            f"memory of engines outside of the ranks, {copy} of weights each and a cache: not counted, also where they "
+            "share a rank's GPU"
+        )
+    if m.host:
+        found.append(f"memory of the host, for each rank: {gib(m.host)} of weights that wait for their turn")
+    return found
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
+def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device_gib: float) -> str:
+    """A line about the room that is left.
+
+    Raises:
+        ConfigError: there is none; it says how much is missing, and which options would make room.
+    """
+    m = memory_of(recipe, s, layout, device_gib * GIB)
+    phase, needed = max(m.phases.items(), key=lambda each: each[1])
+    if needed <= device_gib * GIB:
+        return (
+            f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
+        )
+    helps = sorted(_knobs(recipe, s, shape, layout, device_gib * GIB), key=lambda each: each[1])
+    named = [
+        f"\n  {name}: {gib(size)}" + (", which fits" if size <= device_gib * GIB else "")
+        for name, size in helps
+        if size < needed
+    ]
+    raise ConfigError(
+        f"{phase} needs {gib(needed)} on a rank, and there are {device_gib:g} GiB. What would help, each by itself:"
+        + ("".join(named) or " nothing that is known here; more ranks, or a smaller model")
+        + "".join(f"\n{line}" for line in lines(recipe, s, layout, device_gib))
+    )
+
+
+def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
+    """(what to set, bytes of the fullest phase then), of what the model and the number of ranks allow."""
+    m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
+
+    def largest(layout: Layout = layout, **sections: dict[str, Any]) -> int:
+        changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+        return memory_of(recipe.model_copy(update=changed), s, layout, device).largest
+
+    for name, cut, note in (
+        ("tensor", replace(layout, tp=layout.tp * 2, etp=layout.etp * 2), " megatron.sequence_parallel=true"),
+        ("pipeline", replace(layout, pp=layout.pp * 2), ""),
+        ("expert", replace(layout, ep=layout.ep * 2), ""),
+        ("context", replace(layout, cp=layout.cp * 2), ""),
+    ):
+        if not list(problems(cut, shape)):
+            size = {"tensor": cut.tp, "pipeline": cut.pp, "expert": cut.ep, "context": cut.cp}[name]
+            sections = {"megatron": {"sequence_parallel": True}} if note else {}
+            yield (
+                f"megatron.{name}_model_parallel_size={size}{note}".replace("context_model", "context"),
+                largest(cut, **sections),
+            )
+    if not recipe.optimizer.use_distributed_optimizer:
+        yield "optimizer.use_distributed_optimizer=true", largest(optimizer={"use_distributed_optimizer": True})
+    if recipe.optimizer.use_distributed_optimizer:
+        yield f"twice as many ranks ({2 * layout.world})", largest(replace(layout, world=2 * layout.world))
+    if by_vllm(recipe, s):
+        half = share_of(recipe) / 2
+        yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})
+    if m.recompute_granularity != "full":
+        options = (
+            "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
+        )
+        yield options, largest(megatron={"recompute_granularity": "full"})
+    if recipe.model.precision == "fp32":
+        yield "model.precision=bf16", largest(model={"precision": "bf16"})
+    tokens, longest = batching.micro_batch_tokens // 2, recipe.data.max_prompt_tokens + rollout.max_response_tokens
+    if recipe.trainer != "rl" or tokens >= longest:
+        yield f"batching.micro_batch_tokens={tokens}", largest(batching={"micro_batch_tokens": tokens})
+    if recipe.trainer == "rl" and rollout.max_batch_sequences > 1:
+        half = min(rollout.max_batch_sequences, -(-rollout.prompts_per_step * rollout.group_size // layout.world)) // 2
+        yield f"rollout.max_batch_sequences={max(half, 1)}", largest(rollout={"max_batch_sequences": max(half, 1)})

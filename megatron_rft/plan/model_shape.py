@@ -1,0 +1,108 @@
+"""What the model's config.json says about its shape: enough to know which layouts can hold it. Plain JSON, no torch."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.utils.errors import DataError, did_you_mean
+
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int  # query groups
+    ffn: int  # intermediate size of a dense layer
+    experts: int  # 0: dense
+    expert_ffn: int
+    max_positions: int
+    vocabulary: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        experts = f", {self.experts} experts" if self.experts else ""
+        return f"{self.layers} layers, {self.heads} heads, {self.kv_heads} kv heads, hidden {self.hidden}{experts}"
+
+
+def find_model(path: str, option: str = "model.path") -> Path | None:
+    """The local folder of a model; None for a hub name that is still to be downloaded."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise DataError(f"{option}: {path} is a file; a model is a folder with config.json and *.safetensors")
+    if HUB_NAME.fullmatch(path) and not folder.parent.is_dir():
+        return _cached(path)
+    near = [str(other) for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
+    raise DataError(f"{option}: there is no such model folder, {path}.{did_you_mean(str(folder), near)}")
+
+
+def _cached(name: str) -> Path | None:
+    """The snapshot of a hub model in the local cache that `main` was, else the newest. It may lack weights."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    store = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
+    main = store / "refs" / "main"
+    if main.is_file() and ((found := store / "snapshots" / main.read_text().strip()) / "config.json").is_file():
+        return found
+    snapshots = (store / "snapshots").glob("*/config.json")
+    return max((config.parent for config in snapshots), key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a model's weights are all there, as far as names go."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
+    return any(folder.glob("*.safetensors"))
+
+
+def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{option}: {folder} has no config.json: it is not a model in Hugging Face format") from None
+    except ValueError as error:
+        raise DataError(f"{option}: {folder / 'config.json'} is not valid JSON: {error}") from None
+
+
+def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
+    config = read_config(folder, option)
+    names = config.get("architectures") or ["none named"]
+    if names[0] not in ARCHITECTURES:
+        raise DataError(
+            f"{option}: the architecture of {folder} is not supported: {', '.join(names)}. "
+            f"Supported are {', '.join(ARCHITECTURES)}"
+        )
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds and len(kinds) != layers:
+        raise DataError(
+            f"{option}: {folder / 'config.json'} names {len(kinds)} layer_types for num_hidden_layers {layers}: make "
+            "them equally many, or leave layer_types out"
+        )
+    try:
+        return shape_of(config)
+    except KeyError as error:
+        raise DataError(f"{option}: {folder / 'config.json'} lacks {error}") from None
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """KeyError where something is not said."""
+    return ModelShape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        ffn=config["intermediate_size"],
+        experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+        expert_ffn=config.get("moe_intermediate_size") or 0,
+        max_positions=config["max_position_embeddings"],
+        vocabulary=config["vocab_size"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+    )

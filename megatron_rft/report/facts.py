@@ -1,0 +1,132 @@
+"""What stands at the top of the page: the numbers that matter, and what the recipe comes to."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rft.report.groups import Group, mean_and_error
+from megatron_rft.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Number:
+    label: str
+    value: str
+    more: str = ""
+
+
+def headline(group: Group) -> list[Number]:
+    """Of a group, in a person's order."""
+    found = [accuracy(group), reward(group), *pace(group)]
+    return [number for number in found if number is not None]
+
+
+def accuracy(group: Group) -> Number | None:
+    """pass@1 on the test problems before and after; else on the held-out ones, first and last."""
+    for label, ends in (("pass@1, test", _tested), ("pass@1, held out", _validated)):
+        pairs = [pair for run in group.runs if (pair := ends(run))]
+        if pairs:
+            (before, _), (after, error) = (_with_error([pair[i] for pair in pairs]) for i in (0, 1))
+            return Number(label, f"{before:.3f} → {after:.3f}", "" if error is None else f"± {error:.3f}")
+    return None
+
+
+def _with_error(pairs: list[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """Over seeds; of one seed its own."""
+    if len(pairs) == 1:
+        return pairs[0]
+    return mean_and_error([value for value, _ in pairs])
+
+
+def _tested(run: Run) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
+    results = run.tested()
+    if len(results) < 2:
+        return None
+    return tuple((result["pass_at_1"], result.get("standard_error")) for _, result in (results[0], results[-1]))
+
+
+def _validated(run: Run) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
+    values = run.curves.of("evaluation/pass@1")[1]
+    if len(values) < 2:
+        return None
+    errors = run.curves.of("evaluation/pass@1_se")[1]
+    return tuple((values[i], errors[i] if len(errors) == len(values) else None) for i in (0, -1))
+
+
+def reward(group: Group) -> Number | None:
+    """Of the first and of the last tenth of the steps."""
+    pairs = []
+    for run in group.runs:
+        values = run.curves.of("reward/mean")[1]
+        tenth = max(len(values) // 10, 1)
+        if values:
+            pairs.append((sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth))
+    if not pairs:
+        return None
+    first, last = (mean_and_error([pair[i] for pair in pairs])[0] for i in (0, 1))
+    return Number("reward", f"{first:.3f} → {last:.3f}", "first and last tenth")
+
+
+def pace(group: Group) -> list[Number]:
+    """Steps, seconds and tokens."""
+    done = [run.steps for run in group.runs]
+    planned = {run.options.get("run.steps") for run in group.runs} - {None}
+    of = f"of {max(planned)}" if planned and max(planned) != min(done) else ""
+    found = [Number("steps", _range(done), of)]
+    seconds = [sum(run.curves.of("seconds/step")[1]) for run in group.runs]
+    if any(seconds):
+        each = [value for run in group.runs for value in run.curves.of("seconds/step")[1][1:]] or [0.0]
+        found.append(Number("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
+    tokens = [value for run in group.runs for value in run.curves.of("tokens/per_second")[1]]
+    if tokens:
+        found.append(Number("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
+    skipped = sum(sum(run.curves.of("faults/skipped_steps")[1][-1:]) for run in group.runs)
+    if skipped:
+        found.append(Number("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
+    return found
+
+
+def _range(values: list[int]) -> str:
+    return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"
+
+
+def clock(seconds: float) -> str:
+    """3725 -> 1 h 2 min; 65 -> 1 min 5 s"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+# What it is called, and how it is said. A fact is there where the recipe has all the options that it reads.
+FACTS = (
+    ("model", lambda o: f"{o['model.path']}, {o['model.precision']}"),
+    ("training data", lambda o: o["data.train.path"]),
+    ("algorithm", lambda o: o.get("algorithm.objective") or o["algorithm.name"]),
+    ("batch", lambda o: f"{o['rollout.prompts_per_step']} prompts x {o['rollout.group_size']} responses"),
+    ("batch", lambda o: f"{o['algorithm.batch_sequences']} sequences"),
+    ("response", lambda o: f"up to {o['rollout.max_response_tokens']} tokens at {o['rollout.temperature']:g}"),
+    ("learning rate", lambda o: f"{o['optimizer.lr']:g}, {o['optimizer.lr_decay_style']}"),
+    ("KL coefficient", lambda o: f"{o['algorithm.kl_coefficient']:g}"),
+    ("reward", lambda o: o["reward.kind"]),
+    ("PIPO", lambda o: f"window {o['pipo.window']}, learning rate {o['pipo.learning_rate']:g}"),
+    ("constraint", lambda o: o["constraint.kind"]),
+    ("model parallel", lambda o: _layout(o)),
+)
+
+
+def _layout(options: dict[str, Any]) -> str:
+    """`tensor 2 x pipeline 2`, or none."""
+    sizes = {part: options[f"megatron.{part}_model_parallel_size"] for part in ("tensor", "pipeline", "expert")}
+    sizes["context"] = options["megatron.context_parallel_size"]
+    return " x ".join(f"{part} {size}" for part, size in sizes.items() if size > 1) or "none"
+
+
+def recipe_facts(group: Group) -> list[tuple[str, str]]:
+    options = {key: value for key, value in group.runs[0].options.items() if value is not None}
+    found = []
+    for label, say in FACTS:
+        try:
+            found.append((label, str(say(options))))
+        except (KeyError, ValueError):
+            continue
+    seeds = ", ".join(str(run.seed) for run in group.runs)
+    return [*found, ("seeds" if len(group.runs) > 1 else "seed", seeds)]

@@ -1,0 +1,179 @@
+"""Runs that differ in nothing but their seed, as one: means over them, and how far they lie apart."""
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_rft.report.runs import Run
+
+MOST_POINTS = 400  # of a curve: longer runs are shown as means over bins of steps
+# What does not make another experiment of a run.
+BESIDE = ("run.output_dir", "run.name", "run.seed", "run.resume", "tracking.", "checkpoint.")
+
+Points = dict[float, float]  # place -> value
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric at the places of its group: mean over the seeds, and its standard error (None for a single seed)."""
+
+    mean: list[float | None]
+    error: list[float | None] | None
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    runs: list[Run]
+
+    @property
+    def kind(self) -> str:
+        return str(self.runs[0].recipe.get("trainer", "run"))
+
+    @cached_property
+    def width(self) -> int:
+        return max(math.ceil(max(run.steps for run in self.runs) / MOST_POINTS), 1)
+
+    @cached_property
+    def bins(self) -> list[int]:
+        """Numbers of the bins of steps in which any run has a line; step 0 has one of its own."""
+        return sorted({self._bin(record["step"]) for run in self.runs for record in run.curves.records})
+
+    def _bin(self, step: int) -> int:
+        return -(-step // self.width)
+
+    @cached_property
+    def places(self) -> list[float]:
+        """The step in the middle of each bin."""
+        return [number * self.width - (self.width - 1) / 2 if number else 0 for number in self.bins]
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """All names, in the order in which the files have them."""
+        return list(dict.fromkeys(name for run in self.runs for record in run.curves.records for name in record))
+
+    def has(self, name: str) -> bool:
+        return any(run.curves.has(name) for run in self.runs)
+
+    def series(self, name: str) -> Series:
+        """Of a metric. A single run's evaluations have the standard error that the file says."""
+        found = self._over_seeds(lambda run: zip(*run.curves.of(name), strict=True))
+        if len(self.runs) == 1 and self.has(f"{name}_se"):
+            return Series(found.mean, self.series(f"{name}_se").mean)
+        return found
+
+    def so_far(self, name: str) -> list[float | None]:
+        """What a metric has added up to, where the runs had it."""
+
+        def sums(run: Run):
+            total = 0.0
+            for record in run.curves.records:
+                total += record.get(name) or 0.0
+                yield record["step"], total
+
+        return self._over_seeds(sums).mean
+
+    def _over_seeds(self, points: Callable[[Run], Any]) -> Series:
+        of_runs = [self._binned(points(run)) for run in self.runs]
+        means, errors = [], []
+        for number in self.bins:
+            values = [run[number] for run in of_runs if number in run]
+            mean, error = mean_and_error(values)
+            means.append(mean)
+            errors.append(error)
+        return Series(means, None if all(error is None for error in errors) else errors)
+
+    def _binned(self, points: Any) -> dict[int, float]:
+        sums: dict[int, list[float]] = {}
+        for step, value in points:
+            sums.setdefault(self._bin(step), []).append(value)
+        return {number: sum(values) / len(values) for number, values in sums.items()}
+
+
+def mean_and_error(values: list[float]) -> tuple[float | None, float | None]:
+    """Mean and its standard error, std / sqrt(n) with n - 1."""
+    if not values:
+        return None, None
+    mean, n = sum(values) / len(values), len(values)
+    if n == 1:
+        return mean, None
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def grouped(runs: list[Run]) -> list[Group]:
+    """In the order given; in a group by seed. A seed twice is no second sample: the other run is a group alone."""
+    found: dict[tuple, list[Run]] = {}
+    for run in runs:
+        key, again = identity(run), 0
+        while any(other.seed == run.seed for other in found.get((key, again), ())):
+            again += 1
+        found.setdefault((key, again), []).append(run)
+    many = [sorted(group, key=lambda run: run.seed) for group in found.values()]
+    return [Group(name, group) for name, group in zip(names(many), many, strict=True)]
+
+
+def identity(run: Run) -> tuple:
+    """Equal for runs that differ in their seed alone. A run without a recipe is equal to none."""
+    if not run.recipe:
+        return (str(run.folder),)
+    options = sorted(run.options.items())
+    return tuple((key, repr(beside(run, value))) for key, value in options if not key.startswith(BESIDE))
+
+
+def beside(run: Run, value: Any) -> Any:
+    """A path that lies beside the run's folder, as seen from there: seeds may each have a folder of their own."""
+    home = os.path.dirname(os.path.normpath(run.options.get("run.output_dir", "")))
+    if isinstance(value, str) and home and value.startswith(home + os.sep):
+        return os.path.relpath(value, os.path.join(home, "run"))
+    return value
+
+
+def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
+    """(option, its value in each group) for every option in which groups differ."""
+    first = [group.runs[0] for group in groups]
+    keys = sorted({key for run in first for key in run.options if not key.startswith(BESIDE)})
+    rows = [(key, [beside(run, run.options.get(key)) for run in first]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def names(groups: list[list[Run]]) -> list[str]:
+    """What tells the groups apart, the shortest way that does: the method, the runs' names, their folders."""
+    for name in (_method, _run_name, _folder_name):
+        found = [name(group) for group in groups]
+        if (len(groups) > 1 or name is not _method) and len(set(found)) == len(found) and all(found):
+            return found
+    found = [_folder_name(group) or _method(group) for group in groups]
+    seen: Counter[str] = Counter()
+    for place, name in enumerate(found):
+        seen[name] += 1
+        found[place] = f"{name} ({seen[name]})" if found.count(name) > 1 or seen[name] > 1 else name
+    return found
+
+
+def _method(group: list[Run]) -> str:
+    recipe = group[0].recipe
+    algorithm = recipe.get("algorithm") or {}
+    name = str(algorithm.get("name") or "")
+    name = str(algorithm.get("objective")).rpartition(":")[2] if name == "own" else name
+    constraint = (recipe.get("constraint") or {}).get("kind")
+    parts = [name.replace("_", " ").upper() if len(name) < 6 else name.replace("_", " ")]
+    parts += ["PIPO"] * bool(recipe.get("pipo")) + [f"{constraint} constraint"] * (constraint in ("static", "dynamic"))
+    return " + ".join(parts)
+
+
+def _run_name(group: list[Run]) -> str:
+    own = {run.recipe.get("run", {}).get("name") for run in group}
+    return str(own.pop()) if len(own) == 1 and None not in own else ""
+
+
+def _folder_name(group: list[Run]) -> str:
+    """`pipo` of pipo-seed0 and pipo-seed1; of seed0/pipo and seed1/pipo as well."""
+    folders = [run.folder.resolve().name for run in group]
+    if len(set(folders)) == 1:
+        return folders[0]
+    return re.sub(r"[\s._-]*(seed)?[\s._-]*\d*$", "", os.path.commonprefix(folders))

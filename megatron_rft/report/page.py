@@ -1,0 +1,152 @@
+"""The page: texts are written here, charts and samples are drawn in the reader's browser by page.js from numbers inside
+the page. It loads nothing, and its content policy would not let it."""
+
+import json
+import math
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rft import __version__
+from megatron_rft.report import charts, facts
+from megatron_rft.report.groups import Group, differing
+from megatron_rft.utils.errors import UserError
+
+HERE = files("megatron_rft.report")
+FEW = 8  # differences: more of them wait for a click
+MOST_LINES = 24  # recorded steps whose samples are on the page, of all runs together
+
+
+def write(groups: list[Group], notices: list[str], out: Path) -> list[Path]:
+    path = Path(out) / "report.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html(groups, notices), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {path} cannot be written: {error.strerror}") from None
+    return [path]
+
+
+def html(groups: list[Group], notices: list[str]) -> str:
+    parts = {
+        "title": escape(title(groups)),
+        "notices": "".join(f'<p class="notice">{escape(notice)}</p>' for notice in notices),
+        "cards": "".join(card(place, group) for place, group in enumerate(groups)),
+        "differing": differences(groups),
+        "recipes": "".join(recipe(group) for group in groups),
+        "made": escape(f"megatron-rft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+        "style": (HERE / "page.css").read_text(encoding="utf-8"),
+        "script": (HERE / "page.js").read_text(encoding="utf-8"),
+        "data": json.dumps(data(groups), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    page = (HERE / "page.html").read_text(encoding="utf-8")
+    for name in ("title", "notices", "cards", "differing", "recipes", "made", "style", "script", "data"):
+        page = page.replace(f"<!--{name}-->", parts[name])  # the data last: what runs wrote is not looked into
+    return page
+
+
+def title(groups: list[Group]) -> str:
+    return " / ".join(group.name for group in groups[:4]) + (" ..." if len(groups) > 4 else "")
+
+
+def card(place: int, group: Group) -> str:
+    """A group's name, its numbers and its recipe in a few words."""
+    numbers = "".join(
+        f'<div class="number"><span class="label">{escape(n.label)}</span><span class="value">{escape(n.value)}</span>'
+        f'<span class="more">{escape(n.more)}</span></div>'
+        for n in facts.headline(group)
+    )
+    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.recipe_facts(group))
+    folders = ", ".join(str(run.folder) for run in group.runs)
+    return (
+        f'<article class="card group{place % 7}"><h2>{escape(group.name)}</h2><div class="numbers">{numbers}</div>'
+        f'<dl>{rows}</dl><p class="folders">{escape(folders)}</p></article>'
+    )
+
+
+def differences(groups: list[Group]) -> str:
+    rows = differing(groups)
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(group.name)}</th>" for group in groups)
+    body = "".join(
+        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(said(value))}</td>' for value in values)}</tr>"
+        for key, values in rows
+    )
+    return (
+        f'<details class="differing"{" open" if len(rows) <= FEW else ""}><summary>What differs between them</summary>'
+        '<div class="scroll"><table>'
+        f"<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
+    )
+
+
+def said(value: Any) -> str:
+    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def recipe(group: Group) -> str:
+    text = yaml.safe_dump(group.runs[0].recipe, sort_keys=False, allow_unicode=True, width=100)
+    return f"<details><summary>Recipe of {escape(group.name)}</summary><pre>{escape(text)}</pre></details>"
+
+
+def data(groups: list[Group]) -> dict[str, Any]:
+    """What page.js draws from."""
+    return {
+        "groups": [group_data(group) for group in groups],
+        "charts": [
+            {"id": c.id, "title": c.title, "unit": c.unit, "note": c.note, "log": c.log, "floor": c.floor}
+            | {"lines": [{"metric": line.metric, "label": line.label, "dash": line.dash} for line in c.lines]}
+            for c in charts.shown(groups)
+        ],
+        "phases": charts.phases(groups),
+        "samples": samples(groups),
+    }
+
+
+def group_data(group: Group) -> dict[str, Any]:
+    skipped = {"step", "time"}
+    return {
+        "name": group.name,
+        "seeds": len(group.runs),
+        "bin": group.width,
+        "x": {
+            "steps": group.places,
+            "hours": [short(None if s is None else s / 3600) for s in group.so_far("seconds/step")],
+            "tokens": [short(None if t is None else t / 1e6) for t in group.so_far("tokens/generated")],
+        },
+        "metrics": {name: metric(group, name) for name in group.metrics if name not in skipped},
+    }
+
+
+def metric(group: Group, name: str) -> dict[str, Any]:
+    series = group.series(name)
+    found = {"mean": [short(value) for value in series.mean]}
+    return found if series.error is None else found | {"error": [short(value) for value in series.error]}
+
+
+def short(value: float | None) -> float | None:
+    """Five digits are enough to look at."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def samples(groups: list[Group]) -> list[dict[str, Any]]:
+    """Of each run the first recorded step, the last, and others between them."""
+    runs = [(group, run) for group in groups for run in group.runs if run.samples]
+    each = max(MOST_LINES // len(runs), 2) if runs else 0
+    return [
+        {
+            "run": group.name + (f", seed {run.seed}" if len(group.runs) > 1 else ""),
+            "steps": [{"step": line["step"], "samples": line["samples"]} for line in evenly(run.samples, each)],
+        }
+        for group, run in runs
+    ]
+
+
+def evenly(many: list, count: int) -> list:
+    if len(many) <= count:
+        return many
+    return [many[round(place * (len(many) - 1) / (count - 1))] for place in range(count)]

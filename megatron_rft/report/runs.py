@@ -1,0 +1,128 @@
+"""What a run left in its folder, read back: also of a run that is still going, or whose last line was torn."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rft.config.resume import flat
+from megatron_rft.report.plots import Curves
+from megatron_rft.tracking.metrics import read_metrics
+from megatron_rft.tracking.samples import SAMPLES_FILE, Sample, read_samples, shortened
+from megatron_rft.utils.errors import UserError, did_you_mean
+
+METRICS, RECIPE, REFINEMENTS = "metrics.jsonl", "recipe.yaml", "refinements.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    recipe: dict[str, Any]
+    curves: Curves
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.recipe.get("run", {}).get("name") or self.folder.name
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The recipe's, by dotted name."""
+        return flat(self.recipe)
+
+    @property
+    def seed(self) -> int:
+        return self.options.get("run.seed", 0)
+
+    @property
+    def steps(self) -> int:
+        return max((record["step"] for record in self.curves.records), default=0)
+
+    def tested(self) -> list[tuple[int, dict[str, Any]]]:
+        """(step, result) of every evaluation of data.test, in order."""
+        found = []
+        for path in sorted((self.folder / "evaluation").glob("test_step_*/results.json")):
+            try:
+                found.append((int(path.parent.name.rpartition("_")[2]), json.loads(path.read_text())[0]))
+            except (ValueError, LookupError, OSError):
+                continue  # torn by a kill, or not ours
+        return found
+
+
+def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
+    """The runs that have steps, and a sentence for each that has none.
+
+    Raises:
+        UserError: a folder holds no run, is given twice, or no run has a step.
+    """
+    runs, notices = [], []
+    places = [Path(folder).resolve() for folder in folders]
+    for place in places:
+        if places.count(place) > 1:
+            raise UserError(f"{place} is given twice")
+    for folder in folders:
+        run = read(Path(folder))
+        if run.curves.records:
+            runs.append(run)
+        else:
+            notices.append(f"{run.folder} has no finished step yet: its {METRICS} has no whole line.")
+    if not runs:
+        raise UserError(f"there is nothing to report: {' '.join(notices)}")
+    kinds = sorted({str(run.recipe.get("trainer", "unknown")) for run in runs})
+    if len(kinds) > 1:
+        notices.append(f"Runs of different kinds ({', '.join(kinds)}): a chart has those that know its metric.")
+    return runs, notices
+
+
+def read(folder: Path) -> Run:
+    """Raises a UserError where there is no run."""
+    if not (folder / METRICS).is_file():
+        raise UserError(_no_run(folder))
+    try:
+        recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
+    except OSError:
+        recipe = {}  # metrics alone can be shown
+    except yaml.YAMLError as error:
+        raise UserError(f"{folder / RECIPE} is not valid YAML: {error}") from None
+    recipe = recipe if isinstance(recipe, dict) else {}
+    return Run(folder, recipe, Curves(read_metrics(folder / METRICS)), samples_of(folder))
+
+
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    """{"step": 10, "samples": [...]} of the steps that have some: responses, and pairs of a response and its
+    refinement."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in read_samples(folder / SAMPLES_FILE):
+        found.setdefault(line["step"], []).extend(line["samples"])
+    for line in read_samples(folder / REFINEMENTS):
+        pairs = [side(example, name) for example in line["examples"] for name in ("response", "refined")]
+        found.setdefault(line["step"], []).extend(pairs)
+    return [{"step": step, "samples": found[step]} for step in sorted(found)]
+
+
+def side(example: dict[str, Any], name: str) -> dict[str, Any]:
+    """One side of a pair: the "response", or what the refiner made of it, "refined"."""
+    refined = name == "refined"
+    sample = Sample(
+        prompt=example["prompt"],
+        tokens=example[f"{name}_tokens"],
+        reward=example["refined_reward" if refined else "reward"],
+        values={"cross_entropy": example[f"{name}_cross_entropy"]},
+        problem=example["problem"],
+        kind="refined" if refined else "to be refined",
+    )
+    return asdict(shortened(sample))
+
+
+def _no_run(folder: Path) -> str:
+    if not folder.is_dir():
+        beside = [str(path) for path in folder.parent.glob("*") if path.is_dir()] if folder.parent.is_dir() else []
+        return f"there is no folder {folder}.{did_you_mean(str(folder), beside)}"
+    if (folder / "index.json").is_file():
+        return f"{folder} is a store of trajectories, not the folder of a run: it has no {METRICS}"
+    inside = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
+    hint = f". There are runs in it: {' '.join(inside[:8])}" if inside else ""
+    return f"{folder} is not the folder of a run: it has no {METRICS}{hint}"

@@ -1,0 +1,81 @@
+"""The strongest isolation that works on this machine, and a pool of servers that run programs in it."""
+
+import platform
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+from megatron_rft.rewards.sandbox import launch
+from megatron_rft.rewards.sandbox.launch import SandboxError, Server
+from megatron_rft.rewards.sandbox.runner import Limits, run_script
+
+
+def strongest(allow_none: bool) -> tuple[str, list[str]]:
+    """The mode to use, and what is wrong with the stronger ones. Raises SandboxError where only "none" would do."""
+    problems = []
+    for mode in launch.MODES:
+        if mode == "bubblewrap" and shutil.which("bwrap") is None:
+            problems.append("bubblewrap: bwrap is not installed")
+            continue
+        try:
+            _try(mode)
+            return mode, problems
+        except (SandboxError, OSError) as error:
+            problems.append(str(error))
+    if not allow_none:
+        raise SandboxError("; ".join(problems))
+    _try("none")
+    return "none", problems
+
+
+def _try(mode: str) -> None:
+    """Start a server and let it build one cell."""
+    if not sys.platform.startswith("linux") or (mode != "none" and platform.machine() not in ("x86_64", "aarch64")):
+        raise SandboxError(f"{mode}: needs Linux on x86_64 or aarch64")
+    server = Server(mode)
+    try:
+        run_script(server, "print(1)", "", Limits())
+    finally:
+        server.close()
+
+
+class Sandbox:
+    """`workers` servers, each with one program at a time. A server that fails is replaced, and its job done again."""
+
+    def __init__(self, limits: Limits, workers: int = 2, allow_none: bool = False):
+        self.mode, self.problems = strongest(allow_none)
+        self.limits = limits
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._idle: SimpleQueue[Server | None] = SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(None)
+
+    def map(self, work, jobs: list) -> list:
+        """`work(server, job)` for each job, in their order; a SandboxError of the second try stands for its result."""
+        return list(self._threads.map(lambda job: self._twice(work, job), jobs))
+
+    def _twice(self, work, job) -> Any:
+        server = self._idle.get()
+        try:
+            for attempt in (1, 2):
+                try:
+                    server = server or Server(self.mode)
+                    return work(server, job)
+                except Exception as error:  # whatever it is: no fault of the program's
+                    if server is not None:
+                        server.close()
+                    server = None
+                    if attempt == 2:
+                        return error if isinstance(error, SandboxError) else SandboxError(repr(error))
+        finally:
+            self._idle.put(server)
+
+    def close(self) -> None:
+        """No process is left. May be called twice."""
+        self._threads.shutdown()
+        while not self._idle.empty():
+            server = self._idle.get()
+            if server is not None:
+                server.close()

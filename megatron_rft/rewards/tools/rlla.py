@@ -1,0 +1,134 @@
+"""ToolRL's reward of tool calls (arXiv 2504.13958, section 3.3): format, 0 or 1, plus correctness in [-3, 3],
+
+    6 * (names + keys + values) / (1 + |G| + sum_j |keys(G_j)|) - 3
+
+over the best assignment of predicted to reference calls G: `names` is the overlap of the two collections of names
+(intersection over union), `keys` the sum over calls of the overlap of their argument names, `values` the number of
+equal arguments. The format is the reference's: <think>, then <tool_call> and/or <response>, as the reference has them.
+*Decision*: where the reference makes no call, correctness is 3 for making none and -3 for making one.
+"""
+
+import math
+from collections import Counter
+
+from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls
+
+MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
+TAGS = ("think", "tool_call", "response")
+
+
+def rlla(prompt: Prompt, text: str) -> Score:
+    try:
+        wanted = tool_calls(prompt.answer)
+    except Malformed as error:
+        raise BrokenReference(str(error)) from None
+    shape = follows_format(text, prompt.answer)
+    try:
+        made, problem = tool_calls(text), ""
+    except Malformed as error:
+        made, problem = None, str(error)
+    correctness, why = (-3.0, problem) if made is None else _correctness(wanted, made)
+    correct = correctness == 3.0 and made is not None
+    reason = f"{'format followed' if shape else 'format not followed'}; {why}"
+    return Score(shape + correctness, reason, correct=correct, details={"format": shape, "calls": correctness})
+
+
+def follows_format(text: str, reference: str) -> float:
+    """1.0 where the tags of the reference, and only they, come once each and in order, with nothing around them.
+    A reference without tags asks for none."""
+    tags = [tag for tag in TAGS if f"<{tag}>" in reference]
+    return float(not tags or has_sections(text, tags))
+
+
+def has_sections(text: str, tags: list[str]) -> bool:
+    """<a> ... </a> <b> ... </b>, each once, in this order, with nothing but white space outside."""
+    rest = text.strip()
+    for tag in tags:
+        _, closed, after = rest.removeprefix(f"<{tag}>").partition(f"</{tag}>")
+        if not rest.startswith(f"<{tag}>") or not closed:
+            return False
+        rest = after.strip()
+    return not rest
+
+
+def _correctness(wanted: list[Call], made: list[Call]) -> tuple[float, str]:
+    if not wanted:
+        return (3.0, "rightly no call") if not made else (-3.0, f"no call was wanted, {made[0].name} is called")
+    if not made:
+        return -3.0, f"{wanted[0].name} is not called"
+    if len(made) > MOST_CALLS:
+        return -3.0, f"{len(made)} calls"
+    best = 1 + len(wanted) + sum(len(call.arguments) for call in wanted)
+    got = _overlap([call.name for call in wanted], [call.name for call in made]) + _best_assignment(wanted, made)
+    return 6.0 * got / best - 3.0, "all calls right" if got == best else _first_difference(wanted, made)
+
+
+def _overlap(ours: list[str], theirs: list[str]) -> float:
+    """Intersection over union of two multisets."""
+    a, b = Counter(ours), Counter(theirs)
+    union = (a | b).total()
+    return (a & b).total() / union if union else 1.0
+
+
+def _credit(wanted: Call, made: Call) -> float:
+    """Overlap of the argument names plus the number of equal arguments; nothing for another function."""
+    if wanted.name != made.name:
+        return 0.0
+    same = sum(key in made.arguments and equal(value, made.arguments[key]) for key, value in wanted.arguments.items())
+    return _overlap(list(wanted.arguments), list(made.arguments)) + same
+
+
+def _best_assignment(wanted: list[Call], made: list[Call]) -> float:
+    """The largest sum of credits with each predicted call used once."""
+    size = max(len(wanted), len(made))
+    credits = [[0.0] * size for _ in range(size)]
+    for row, call in enumerate(wanted):
+        for column, other in enumerate(made):
+            credits[row][column] = _credit(call, other)
+    return assign(credits)
+
+
+def assign(credits: list[list[float]]) -> float:
+    """The largest sum of one entry per row and column of a square table, by shortest augmenting paths (Hungarian)."""
+    size = len(credits)
+    row_price, column_price, row_of = [0.0] * size, [0.0] * (size + 1), [-1] * (size + 1)
+    for row in range(size):
+        row_of[size], column = row, size  # the last column is a start for the row to place
+        slack, before, seen = [math.inf] * size, [size] * size, [False] * (size + 1)
+        while row_of[column] >= 0:
+            seen[column] = True
+            for other in (c for c in range(size) if not seen[c]):
+                placed = row_of[column]
+                cost = -credits[placed][other] - row_price[placed] - column_price[other]
+                if cost < slack[other]:
+                    slack[other], before[other] = cost, column
+            nearest = min((c for c in range(size) if not seen[c]), key=slack.__getitem__)
+            step = slack[nearest]
+            for c in range(size + 1):
+                if seen[c]:
+                    row_price[row_of[c]] += step
+                    column_price[c] -= step
+                elif c < size:
+                    slack[c] -= step
+            column = nearest
+        while column != size:
+            row_of[column] = row_of[before[column]]
+            column = before[column]
+    return sum(credits[row_of[column]][column] for column in range(size))
+
+
+def _first_difference(wanted: list[Call], made: list[Call]) -> str:
+    by_name = {call.name: call for call in made}
+    for call in wanted:
+        other = by_name.get(call.name)
+        if other is None:
+            return f"{call.name} is not called"
+        for key, value in call.arguments.items():
+            if key not in other.arguments:
+                return f"{call.name}: the argument {key} is missing"
+            if not equal(value, other.arguments[key]):
+                return f"{call.name}: {key} is {other.arguments[key]!r}, expected {value!r}"
+        if extra := other.arguments.keys() - call.arguments.keys():
+            return f"{call.name}: unknown argument {min(extra)}"
+    return f"{len(made)} calls, expected {len(wanted)}"

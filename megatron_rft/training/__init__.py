@@ -1,0 +1,42 @@
+"""The top loops. `train` is what every rank of a run calls, with a recipe that has been checked."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron_rft.config import Recipe
+from megatron_rft.megatron import parallel
+from megatron_rft.training import offline, online, run, sft
+from megatron_rft.utils.errors import UserError
+
+TRAINERS = {"rl": online.train, "sft": sft.train, "offline": offline.train}
+
+
+def train(recipe: Recipe) -> int:
+    """Train until the end or a signal; returns the exit status (training/run.py).
+
+    Raises:
+        UserError: the recipe does not fit the folder, the data or the model.
+        RunFailed: the run cannot go on.
+    """
+    parallel.initialize(recipe.megatron, seed=recipe.run.seed, timeout=timedelta(minutes=10))
+    try:
+        on_main(partial(run.claim_folder, recipe))
+        return TRAINERS[recipe.trainer](recipe)
+    finally:
+        parallel.shutdown()
+
+
+def on_main(action: Callable[[], object]) -> None:
+    """`action` on rank 0 alone. A UserError there is raised on every rank, so that none waits for the others."""
+    outcome: list[UserError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except UserError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise outcome[0]

@@ -1,0 +1,141 @@
+"""The dynamic constraint in a run: the refiner that a recipe describes, what is measured of it, examples to look at."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rft.config import Recipe
+from megatron_rft.data.prompts import ask_again
+from megatron_rft.inference.engine import Engine, Sampling, request_seed
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.objectives.base import Loss, LossFunction, Update
+from megatron_rft.objectives.kl import k3
+from megatron_rft.records import Batch
+from megatron_rft.rewards import Reward
+from megatron_rft.rollout.refiner import Refiner
+from megatron_rft.rollout.sampler import Rollout
+from megatron_rft.tracking.metrics import drop_from
+from megatron_rft.training import build
+from megatron_rft.training.grad_norms import due, gradient_norms
+from megatron_rft.training.models import LOGPROBS, Models
+
+REFINER_STREAM = 1  # beside the policy's, in the seeds
+EXAMPLES_FILE = "refinements.jsonl"
+
+
+def build_refiner(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any, hf_config: Any) -> Refiner:
+    """`engine` holds the weights of the reference, which stay as they are."""
+    options = recipe.constraint
+    sampling = Sampling(
+        max_tokens=options.max_tokens or recipe.rollout.max_response_tokens,
+        temperature=options.temperature,
+        stop_token_ids=build.stop_token_ids(recipe, tokenizer),
+    )
+    return Refiner(
+        engine,
+        sampling,
+        tokenizer,
+        partial(ask_again, tokenizer=tokenizer, form=build.prompt_format(recipe, "train")),
+        options.template_text(recipe.reward.kind),
+        reward.maximum if options.filter else math.inf,
+        partial(request_seed, recipe.run.seed, REFINER_STREAM),
+        only_better=options.filter,
+        share=options.share,
+        first=options.first,
+        draft=options.drafts(build.inside(recipe, hf_config)),
+        overlap=options.overlap,
+        most_tokens=build.longest_refinement(recipe, hf_config),
+    )
+
+
+def measured_kl(recipe: Recipe, models: Models, batch: Batch, step: int) -> dict[str, float]:
+    """KL(policy || reference) before the step, by the k3 estimate on the sampled tokens."""
+    if not recipe.constraint or not due(recipe.constraint.kl_every, step):
+        return {}
+    logprobs = batch.tokens.get("old_logprobs", batch.tokens["rollout_logprobs"])
+    values = k3(logprobs.double(), models.reference_logprobs(batch).double())
+    mask = batch.response_mask.double()
+    return {"constraint/kl": (values * mask).sum().item() / max(mask.sum().item(), 1.0)}
+
+
+def part_norms(actor: Actor, update: Update, batch: Batch, second: Any) -> dict[str, float]:
+    """The gradient's norm of the base's part of the loss and of the constraint's."""
+    parts = {f"constraint/grad_norm_{part}": part_of(update.loss, part) for part in ("base", "constraint")}
+    return gradient_norms(actor, update, batch, parts, lambda: second)
+
+
+def norms_due(recipe: Recipe, update: Update, step: int) -> bool:
+    """Where the step's mini-batches have pairs."""
+    constraint = recipe.constraint
+    joined = update.model == "actor" and "refined_mask" in update.batch.tokens
+    return bool(constraint) and joined and due(constraint.norms_every, step)
+
+
+def part_of(loss: LossFunction, part: str) -> LossFunction:
+    """Only the terms of `part`: "constraint", or the others, "base"."""
+
+    def only(outputs: dict[str, torch.Tensor], batch: Batch) -> Loss:
+        whole = loss(outputs, batch)
+        return replace(
+            whole, terms={k: v for k, v in whole.terms.items() if (k == "constraint") == (part == "constraint")}
+        )
+
+    return only
+
+
+class Examples:
+    """RUN/refinements.jsonl: a line per step that has some, {"step": 10, "examples": [example, ...]}, an example being
+
+        {"problem": 17, "prompt": "...", "response": "...", "refined": "...", "reward": -0.3, "refined_reward": 1.0,
+         "response_tokens": ["3", " (1) ", ...], "response_cross_entropy": [0.1, 0.0, ...],
+         "refined_tokens": ["3", " (1) ", ...], "refined_cross_entropy": [0.1, 0.0, ...]}
+
+    with -log pi of each token after those before it, in nats, by the policy that wrote the response. Tokens of a'
+    beyond |a| are no part of the constraint, and are left out.
+    """
+
+    def __init__(self, recipe: Recipe, actor: Actor, tokenizer: Any, done: int, is_main: bool):
+        self.options, self.actor, self.tokenizer, self.is_main = recipe.constraint, actor, tokenizer, is_main
+        self.path = Path(recipe.run.output_dir) / EXAMPLES_FILE
+        if is_main and self.path.exists():
+            drop_from(self.path, done + 1)
+
+    def write(self, step: int, rollouts: list[Rollout]) -> None:
+        """The first pairs that are learnt. All ranks call it, before the step's updates."""
+        pairs = [each for each in rollouts if each.refined and each.refined.kept]
+        chosen = pairs[: self.options.examples]
+        if not due(self.options.examples_every, step) or not chosen:
+            return
+        refined = [list(each.refined.token_ids[: len(each.response.token_ids)]) for each in chosen]
+        written = [list(each.response.token_ids) for each in chosen]
+        prompts = [list(each.prompt.token_ids) for each in chosen]
+        batch = Batch.of(prompts * 2, written + refined)
+        values = (-self.actor.outputs(batch, LOGPROBS)["logprobs"]).split(batch.response_lens.tolist())
+        if not self.is_main:
+            return
+        examples = [
+            {
+                "problem": each.prompt.index,
+                "prompt": each.prompt.text,
+                "response": each.text,
+                "refined": each.refined.text,
+                "reward": each.score.reward,
+                "refined_reward": each.refined.score.reward,
+                **self._side("response", written[i], values[i]),
+                **self._side("refined", refined[i], values[len(chosen) + i]),
+            }
+            for i, each in enumerate(chosen)
+        ]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "examples": examples}) + "\n")
+
+    def _side(self, name: str, ids: list[int], values: torch.Tensor) -> dict[str, list]:
+        return {
+            f"{name}_tokens": [self.tokenizer.decode([token]) for token in ids],
+            f"{name}_cross_entropy": [round(value, 4) for value in values.tolist()],
+        }

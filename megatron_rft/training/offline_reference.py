@@ -1,0 +1,190 @@
+"""The frozen reference of offline training: its log-probs of the data, and its distribution beside the policy's.
+
+Log-probs of the data's own tokens are computed once and kept with the run. Its whole distribution, which a forward KL
+and FPA look at, comes in each step from a second forward pass in its weights (`recompute`), or from hidden states that
+are written down once (`cached_hidden`): those need neither the pass nor the weights.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rft.config import Recipe
+from megatron_rft.conversion import fingerprint, shard
+from megatron_rft.data.hidden_states import INDEX, HiddenCache, Writer
+from megatron_rft.data.hub import model_folder
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.second_distribution import Recorded, Second
+from megatron_rft.objectives.base import Update
+from megatron_rft.records import Batch
+from megatron_rft.training import build
+from megatron_rft.training.models import LOGPROBS, reference_weights
+from megatron_rft.utils.errors import DataError
+
+CHUNK_TOKENS = 1 << 16  # response tokens that are computed, and written, together
+LOGPROBS_FILE = "reference_logprobs.safetensors"
+
+
+class Reference:
+    """Built while the actor has the weights that training starts from. `data` is the whole data set, of `digest`."""
+
+    def __init__(self, recipe: Recipe, actor: Actor, data: Batch, digest: str):
+        self.actor, self.weights, self.cache = actor, None, None
+        compares, folder = getattr(recipe.algorithm, "compares", False), cache_folder(recipe)
+        cached, run = folder is not None, Path(recipe.run.output_dir)
+        self.facts = facts(recipe, digest)
+        assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
+        kept = _kept_logprobs(run / LOGPROBS_FILE, self.facts)
+        missing = cached and not _on_main(lambda: (folder / INDEX).is_file())
+        if kept is None or missing or (compares and not cached):
+            self.weights = reference_weights(recipe, actor)
+        self.logprobs = kept if kept is not None else self._logprobs(data, run / LOGPROBS_FILE)
+        if cached:
+            if missing:
+                self._write_cache(recipe, data, folder)
+            self.cache, self.output = self._open_cache(folder)
+        if not compares or cached:
+            self.weights = None
+
+    def data(self, data: Batch) -> Batch:
+        """With the reference's log-probs, and each token's place in the data set."""
+        return data.with_tokens(ref_logprobs=self.logprobs, place=torch.arange(len(data.response_ids)))
+
+    def second(self, update: Update, batch: Batch) -> Second | Recorded | None:
+        """The reference's distribution beside the policy's, where `update` compares with it."""
+        if update.beside is None:
+            return None
+        if self.cache is None:
+            return Second(batch, self.weights, update.beside.extrapolation)
+        place = batch.tokens["place"]
+        return Recorded(
+            batch, lambda numbers: self.cache.rows(place[numbers]), self.output, update.beside.extrapolation
+        )
+
+    def _logprobs(self, data: Batch, path: Path) -> Tensor:
+        with self.actor.swapped(self.weights):
+            parts = [self.actor.outputs(data.select(chunk), LOGPROBS)["logprobs"] for chunk in chunks(data)]
+        found = torch.cat(parts)
+        if dist.get_rank() == 0:
+            partial = path.with_suffix(".partial")
+            save_file({"logprobs": found}, partial, metadata={"facts": json.dumps(self.facts)})
+            partial.replace(path)
+        return found
+
+    def _write_cache(self, recipe: Recipe, data: Batch, folder: Path) -> None:
+        """By one rank of the last pipeline stage."""
+        writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
+        writer = Writer(folder) if writes else None
+        with self.actor.swapped(self.weights):
+            for chunk in chunks(data):
+                hidden = self.actor.hidden_states(data.select(chunk))
+                if writer:
+                    writer.add(hidden)
+        if writer:
+            writer.finish(_whole_output_weight(recipe, self.actor.hf_config).to(_dtype(self.actor)), self.facts)
+            print(describe(writer.tokens, self.actor.hf_config, _dtype(self.actor), folder), flush=True)
+        dist.barrier()
+
+    def _open_cache(self, folder: Path) -> tuple[HiddenCache, Tensor]:
+        """The cache and this rank's rows of its output matrix, on the last pipeline stage's ranks."""
+        cache = HiddenCache(folder, self.facts)
+        torn = [path for path in build.gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
+        if torn:
+            raise DataError(f"algorithm.reference_cache: {torn[0]} is not as it was written: remove {folder}")
+        part = shard("output_layer.weight", cache.output_weight(), parallel.tp_size(), parallel.tp_rank())
+        if parallel.is_last_stage():
+            own = models.output_weight(self.actor.models[-1])
+            part = part.to(own.device, own.dtype)
+            assert len(part) == len(own), f"{len(part)} rows of the output matrix beside {len(own)}"
+        return cache, part
+
+
+def cache_folder(recipe: Recipe) -> Path | None:
+    """Where hidden states are, or will be; None where the run reads none."""
+    algorithm = recipe.algorithm
+    if not getattr(algorithm, "compares", False) or algorithm.reference != "cached_hidden":
+        return None
+    return Path(algorithm.reference_cache or Path(recipe.run.output_dir) / "reference_cache")
+
+
+def check_cache(recipe: Recipe, digest: str) -> None:
+    """Where there is a cache already, it is whole and of this run's data and model. Needs no model.
+
+    Raises:
+        DataError: it is not, or the folder holds something else.
+    """
+    folder = cache_folder(recipe)
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        HiddenCache(folder, facts(recipe, digest))
+
+
+def facts(recipe: Recipe, digest: str) -> dict[str, Any]:
+    """What the reference's log-probs and hidden states depend on. `digest` is that of the data."""
+    path, option = recipe.model.path, "model.path"
+    if recipe.model.reference is not None:
+        path, option = recipe.model.reference, "model.reference"
+    random = recipe.model.reference is None and recipe.model.initialise == "random"
+    model = fingerprint.of_model(model_folder(path, option))
+    return {
+        "data": digest,
+        "model": f"random weights of seed {recipe.run.seed}, {model}" if random else model,
+        "tokenizer": fingerprint.of_tokenizer(build.tokenizer_folder(recipe)),
+        "dtype": str(build.DTYPES[recipe.model.precision]).removeprefix("torch."),
+    }
+
+
+def chunks(data: Batch, tokens: int = CHUNK_TOKENS) -> list[Tensor]:
+    """Positions of sequences, in order, in parts of about so many response tokens each: the same in every layout."""
+    before = data.response_lens.cumsum(0) - data.response_lens
+    _, sizes = (before // tokens).unique_consecutive(return_counts=True)
+    return list(torch.arange(len(data)).split(sizes.tolist()))
+
+
+def describe(tokens: int, hf_config: Any, dtype: torch.dtype, folder: Path) -> str:
+    """What the cache takes, beside what logits would."""
+    each, logits = hf_config.hidden_size * dtype.itemsize, hf_config.vocab_size * dtype.itemsize
+    return (
+        f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {folder}; "
+        f"logits would take {logits} bytes a token, {logits / each:.0f} times as much"
+    )
+
+
+def _whole_output_weight(recipe: Recipe, hf_config: Any) -> Tensor:
+    name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
+    if recipe.model.reference is None:
+        return build.start_weights(recipe, hf_config)(name)
+    return weights.open_folder(model_folder(recipe.model.reference, "model.reference"), hf_config)(name)
+
+
+def _dtype(actor: Actor) -> torch.dtype:
+    return next(actor.models[-1].parameters()).dtype
+
+
+def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
+    """Of an earlier start of this run; None on every rank where there are none."""
+    if not _on_main(path.is_file):
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            found, logprobs = json.loads(file.metadata()["facts"]), file.get_tensor("logprobs")
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}): remove it, and it is computed again") from None
+    changed = [name for name, value in facts.items() if found.get(name) != value]
+    if changed:
+        raise DataError(f"{path} is of another {changed[0]}: what this run learns from has changed under its feet")
+    return logprobs
+
+
+def _on_main(question) -> bool:
+    """What the first rank finds, on every rank."""
+    answer = [question()]
+    dist.broadcast_object_list(answer)
+    return answer[0]

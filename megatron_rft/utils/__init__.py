@@ -1,0 +1,1 @@
+"""Errors, atomic writes, processes and user code. Imports nothing else of this package."""

@@ -1,0 +1,70 @@
+"""Code of the user's that a recipe names: `my_file.py:Name`, or `my_module:Name`. Imports no torch.
+
+A file's path is relative to the working directory, and a module may lie there too.
+"""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_rft.utils.errors import ConfigError, did_you_mean
+
+
+def load(named: str, option: str) -> Any:
+    """The object; `option` is where the recipe names it.
+
+    Raises:
+        ConfigError: there is no such file, module or name, or importing it fails.
+    """
+    place, colon, name = named.rpartition(":")
+    if not (place and colon and name.isidentifier()):
+        raise ConfigError(f"{option}: {named!r} names no code: write my_file.py:Name, or my_module:Name")
+    module = _import(place, option)
+    if not hasattr(module, name):
+        hint = did_you_mean(name, (known for known in vars(module) if not known.startswith("_")))
+        raise ConfigError(f"{option}: {place} has no {name}.{hint}")
+    return getattr(module, name)
+
+
+def _import(place: str, option: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return _of_file(Path(place), option) if place.endswith(".py") else importlib.import_module(place)
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name and place.split(".")[0] == error.name.split(".")[0]:
+            raise ConfigError(
+                f"{option}: there is no module {place}, neither installed nor in {Path.cwd()}. A file is named with "
+                f"its ending: {place.replace('.', '/')}.py:Name"
+            ) from None
+        raise _failed(place, option, error) from error
+    except Exception as error:
+        raise _failed(place, option, error) from error
+
+
+def _failed(place: str, option: str, error: Exception) -> ConfigError:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f" ({last.filename}, line {last.lineno})" if not last.filename.startswith("<") else ""
+    return ConfigError(f"{option}: importing {place} failed: {type(error).__name__}: {error}{where}")
+
+
+def _of_file(path: Path, option: str) -> ModuleType:
+    """Imported once, under a name that no other module has."""
+    if not path.is_file():
+        raise ConfigError(f"{option}: there is no file {path} (looked for in {Path.cwd()})")
+    name = f"own:{path.resolve()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # a dataclass looks its module up there
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -1,0 +1,129 @@
+"""`megatron-rft evaluate` with a real model of no skill: benchmarks by their adapters, and going on after a kill."""
+
+import json
+
+import pytest
+
+from megatron_rft.__main__ import main
+from megatron_rft.commands import evaluate as standalone
+from megatron_rft.commands import main as cli
+from megatron_rft.config import load
+from megatron_rft.training import build
+from megatron_rft.training.build import Evaluator
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megatron_rft.data.arithmetic import write_model_folder
+
+    folder = write_model_folder(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, model):
+    rows = [
+        {
+            "problem": f"{i}+1?",
+            "answer": str(i + 1),
+            "level": 1 + i % 2,
+            "subject": "sums",
+            "solution": "",
+            "unique_id": i,
+        }
+        for i in range(5)
+    ]
+    rows.append(rows[0] | {"problem": "long " * 50})
+    (tmp_path / "math500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"run: {{output_dir: {tmp_path}/run, steps: 1}}\nmodel: {{path: {model}}}\n"
+        "data: {train: arithmetic, max_prompt_tokens: 100}\nrollout: {engine: hf, max_response_tokens: 4}\n"
+        "evaluation:\n  samples: 2\n  batch: 2\n  benchmarks:\n"
+        f"    first: {{path: {tmp_path}/math500.jsonl, adapter: math500, samples: 3}}\n"
+        "    second: {path: arithmetic, limit: 3}\n"
+    )
+    return path
+
+
+def evaluate(recipe, model, capsys) -> str:
+    assert cli.main(["evaluate", str(recipe), "--model", str(model)]) == 0
+    return capsys.readouterr().out
+
+
+def test_benchmarks_with_their_own_samples_subjects_and_levels(recipe, model, capsys, tmp_path):
+    told = evaluate(recipe, model, capsys)
+    assert "| first | 5 | 3 |" in told and "| second | 3 | 2 |" in told and "| 1 prompt too long |" in told
+    assert "| first: level | problems | pass@1 |\n| --- | --- | --- |\n| 1 | 3 |" in told
+    (folder,) = (tmp_path / "run" / "evaluation").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "first.jsonl",
+        "results.json",
+        "results.md",
+        "second.jsonl",
+    ]
+    prompt = json.loads((folder / "first.jsonl").read_text().splitlines()[0])["prompt"]
+    assert prompt == "0+1? Let's think step by step and output the final answer within \\boxed{}."
+
+
+@pytest.mark.parametrize("retrained", [False, True])
+def test_a_killed_evaluation_asks_only_what_is_left(recipe, model, capsys, tmp_path, monkeypatch, retrained):
+    told = evaluate(recipe, model, capsys)
+    assert told.startswith("first: 2 of 5 problems are answered\nfirst: 4 of 5") and "second: 3 of 3" in told
+    whole = told[told.index("| benchmark") :]
+    (folder,) = (tmp_path / "run" / "evaluation").iterdir()
+    results = (folder / "results.json").read_text()
+    measure = Evaluator.measure
+
+    def killed(self, part, *more):
+        if part == "second":
+            raise KeyboardInterrupt
+        return measure(self, part, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "measure", killed)
+        assert main(["evaluate", str(recipe), "--model", str(model)]) == 130
+    assert (folder / "first.part.jsonl").is_file() and "already" not in capsys.readouterr().out
+    if retrained:
+        (model / "model.safetensors").touch()
+    told = evaluate(recipe, model, capsys)
+    assert ("first: 5 of 5 problems are answered already" in told) is not retrained
+    assert told.endswith(whole) and (folder / "results.json").read_text() == results
+
+
+def test_samples_are_a_benchmarks_own(recipe):
+    evaluator = Evaluator(load(recipe), None, None, None, None)
+    assert (evaluator.samples("first"), evaluator.samples("second")) == (3, 2)
+
+
+def test_the_recipes_template_is_for_mathematics(recipe):
+    overrides = [
+        "data.prompt_template=fpa",
+        "evaluation.benchmarks.third={path: x.jsonl, adapter: humaneval}",
+        "evaluation.benchmarks.fourth={path: x.jsonl, adapter: apps, prompt_template: '{question}!'}",
+    ]
+    loaded = load(recipe, overrides)
+    templates = [build.prompt_format(loaded, part).prompt_template for part in loaded.evaluation.benchmarks]
+    assert templates == ["fpa", "fpa", None, "{question}!"]
+
+
+def test_a_benchmark_has_the_reward_that_its_adapter_asks_for(recipe):
+    loaded = load(recipe, ["reward.timeout_s=9"])
+    assert standalone.reward_of(loaded, "first") == standalone.reward_of(loaded, "second") == loaded.reward
+
+
+def test_what_is_wrong_with_the_last_benchmark_shows_before_the_first(recipe, model, capsys, tmp_path):
+    (tmp_path / "none.jsonl").write_text('{"question": "?"}\n')
+    broken = f"evaluation.benchmarks.second.path={tmp_path}/none.jsonl"
+    assert cli.main(["evaluate", str(recipe), "--model", str(model), broken]) == 2
+    assert "evaluation.benchmarks.second: row 1 has no field 'answer'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_to_evaluate(recipe, model, capsys):
+    command = ["evaluate", str(recipe), "--model", str(model), "evaluation.benchmarks=null"]
+    assert cli.main(command) == 2
+    assert "nothing to evaluate on" in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""The command line as a person or a launcher meets it: words, exit statuses, signals, ranks that die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rft.commands import main
+from megatron_rft.config import vllm
+from megatron_rft.launching import ranks
+from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
+
+PRELUDE = """
+import os, signal, sys, time
+from megatron_rft.launching import ranks
+ranks.die_with_launcher()
+rank, out = int(os.environ["RANK"]), sys.argv[1]
+def stop(*_):
+    ranks.write_exit(out, 75)
+    os._exit(75)
+signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGUSR1, stop)
+open(f"{out}/pid_{rank}", "w").write(str(os.getpid()))
+"""
+LAUNCHER = "import sys; from megatron_rft.launching.ranks import launch; sys.exit(launch(sys.argv[2:], 2, sys.argv[1]))"
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", ranks.PARENT):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    config = dict(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=2048,
+        vocab_size=64,
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "recipe.yaml"
+    model = f"model: {{path: {tmp_path}/model, initialise: random}}"
+    path.write_text(f"run: {{output_dir: {tmp_path}/out, steps: 2}}\n{model}\ndata: {{train: arithmetic}}\n")
+    return path
+
+
+def rank_command(code: str, out: Path) -> list[str]:
+    return [sys.executable, "-c", PRELUDE + code, str(out)]
+
+
+def start_launcher(code: str, out: Path) -> subprocess.Popen:
+    """A launcher of two ranks in a process of its own, once both ranks have written their pids."""
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(out), *rank_command(code, out)])
+    wait_until(lambda: all((out / f"pid_{rank}").exists() and (out / f"pid_{rank}").read_text() for rank in (0, 1)))
+    return process
+
+
+def wait_until(condition, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:  # gone, maybe while it was read
+        return False
+
+
+class TestWords:
+    def test_plan_prints_the_arithmetic(self, recipe, capsys):
+        assert main.main(["plan", str(recipe), "--nproc", "2", "rollout.group_size=4"]) == 0
+        assert "global batch: 128 responses = 32 prompts x 4" in capsys.readouterr().out
+
+    def test_dry_run_writes_nothing(self, recipe):
+        assert main.main(["train", str(recipe), "--dry-run"]) == 0
+        assert not (recipe.parent / "out").exists()
+
+    def test_engine_is_an_override(self, recipe, capsys, monkeypatch):
+        monkeypatch.setattr(vllm, "installed", lambda: None)
+        assert main.main(["plan", str(recipe), "--engine", "vllm"]) == 2
+        assert "rollout.engine: vLLM is not installed" in capsys.readouterr().err
+
+    def test_user_errors_are_one_line_without_traceback(self, recipe):
+        command = [sys.executable, "-m", "megatron_rft", "train", str(recipe), "rolout.x=1"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: the command line: rolout: ") and len(done.stderr.splitlines()) == 1
+
+    @pytest.mark.parametrize("command", ["plan RECIPE", "convert SOURCE OUT"])
+    def test_a_package_that_is_missing_is_named(self, recipe, tmp_path, command):
+        arguments = command.replace("RECIPE", str(recipe)).replace("SOURCE", str(tmp_path / "model")).split()
+        code = (
+            "import sys; sys.modules['megatron'] = None; from megatron_rft.commands.main import main; sys.exit(main())"
+        )
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: megatron-core is not installed: pip install megatron-core")
+        assert len(done.stderr.splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        "arguments", [["train"], ["train", "r.yaml", "--nproc", "0"], ["plan", "r.yaml", "--nproq", "2"]]
+    )
+    def test_wrong_arguments(self, arguments):
+        with pytest.raises(SystemExit) as caught:
+            main.main(arguments)
+        assert caught.value.code == 2
+
+    @pytest.mark.parametrize(
+        "given, gpus, local, seen",
+        [(None, 8, 3, "3"), ("4,5", 8, 1, "5"), ("GPU-a", 8, 5, "GPU-a"), (None, 2, 3, "1"), (None, 0, 1, None)],
+    )
+    def test_a_worker_sees_one_gpu(self, tmp_path, monkeypatch, given, gpus, local, seen):
+        for number in range(gpus):
+            (tmp_path / str(number)).mkdir()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given or "")
+        if given is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        ranks.see_one_gpu(tmp_path)
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+
+    def test_a_harness_without_a_place_for_its_results(self, capsys):
+        assert main.main(["harness", "model", "--tasks", "gsm8k", "--out", "/proc/version/out"]) == 2
+        assert "--out: /proc/version/out cannot be made" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("command", ["dynamics", "constraints"])
+    @pytest.mark.parametrize("out, words", [("x.gif", "is no .png, .pdf, .svg"), ("no/x.png", "cannot be written")])
+    def test_a_picture_that_cannot_be_written(self, tmp_path, capsys, command, out, words):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "dynamics/margin": 0.5}\n')
+        (tmp_path / "recipe.yaml").write_text("algorithm: {name: dpo}\n")
+        assert main.main([command, str(tmp_path), "--out", str(tmp_path / out)]) == 2
+        assert words in capsys.readouterr().err
+
+    def test_dynamics_wants_an_offline_run(self, tmp_path, capsys):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        (tmp_path / "recipe.yaml").write_text("algorithm: {name: grpo}\n")
+        assert main.main(["dynamics", str(tmp_path), "--out", str(tmp_path / "x.png")]) == 2
+        assert f"no offline run is among {tmp_path}" in capsys.readouterr().err
+        assert not (tmp_path / "x.png").exists()
+
+    def test_a_full_disk(self, capsys, monkeypatch):
+        """Whichever command met it. /dev/full is one."""
+        monkeypatch.setitem(main.COMMANDS, "doctor", lambda _args: Path("/dev/full").write_text("x" * 10))
+        assert main.main(["doctor"]) == 3
+        assert capsys.readouterr().err.startswith("error: the disk is full. Free some space")
+
+    def test_ctrl_c_while_the_command_line_is_imported(self, tmp_path):
+        (tmp_path / "pydantic.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+        path = f"{tmp_path}:{Path(main.__file__).parents[2]}"
+        command, environment = [sys.executable, "-m", "megatron_rft", "doctor"], os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+    def test_report_wants_a_run(self, tmp_path, capsys):
+        assert main.main(["report", str(tmp_path)]) == 2
+        assert "no metrics.jsonl" in capsys.readouterr().err
+
+    def test_doctor_names_versions_and_what_is_used(self, capsys):
+        assert main.main(["doctor"]) == 0
+        told = capsys.readouterr().out
+        assert "megatron-core" in told and "a run here uses" in told
+
+    def test_doctor_says_what_is_in_the_way_and_the_fix(self, capsys, monkeypatch, tmp_path):
+        import torch
+
+        from megatron_rft.commands import doctor
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert "install torch from the usual index" in doctor.cuda_problem()
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert "no NVIDIA driver" in doctor.cuda_problem()
+        assert "login node" in doctor.slurm_problem()
+        for name in ("sbatch", "sinfo"):
+            (tmp_path / name).write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
+            (tmp_path / name).chmod(0o755)
+        assert doctor.slurm_problem().startswith("installed, and no cluster answers (no controller): use a login node")
+        monkeypatch.setattr(doctor, "found", lambda name: False)
+        assert "megatron-rft[wandb]" in doctor.wandb_problem()
+        assert "megatron-rft[tensorboard]" in doctor.tensorboard_problem()
+        assert "tools/setup_nemo_env.sh" in doctor.nemo_run_problem(tmp_path)
+        assert "pip install 'transformer-engine[pytorch]'" in doctor.transformer_engine_problem(cuda=True)
+        assert set(doctor.checks(False)) == {
+            "CUDA",
+            "Transformer Engine",
+            "vLLM",
+            "Slurm",
+            "NeMo-Run",
+            "wandb",
+            "TensorBoard",
+            "apex",
+            "sandbox",
+        }
+
+    def test_doctor_knows_the_other_apex(self, tmp_path, monkeypatch):
+        from megatron_rft.commands import doctor
+
+        (tmp_path / "apex").mkdir()
+        (tmp_path / "apex" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert "unrelated" in doctor.apex()
+        (tmp_path / "apex" / "multi_tensor_apply").mkdir()
+        assert "NVIDIA's" in doctor.apex()
+
+
+def test_evaluate_measures_a_folder(tmp_path, capsys):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megatron_rft.data.arithmetic import write_model_folder
+
+    model = write_model_folder(tmp_path / "model", num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"run: {{output_dir: {tmp_path}/run, steps: 1}}\nmodel: {{path: nowhere}}\n"
+        "data: {train: arithmetic, test: arithmetic, max_prompt_tokens: 64}\n"
+        "rollout: {engine: hf, max_response_tokens: 8}\nevaluation: {limit: 3, samples: 2}\n"
+    )
+    assert main.main(["evaluate", str(path), "--model", str(model)]) == 0
+    assert "| test | 3 | 2 |" in capsys.readouterr().out
+    lines = (tmp_path / "run" / "evaluation" / "model" / "test.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and len(json.loads(lines[0])["text"]) > 0
+    refused = ["--out", "/proc/out"]  # which access(2) calls writable
+    assert main.main(["evaluate", str(path), "--model", str(model), *refused]) == 2
+    assert "error: --out: /proc/out cannot be made" in capsys.readouterr().err
+
+
+SWALLOWED = """
+import os, signal, sys, time
+from megatron_rft.commands import main as cli
+number = int(sys.argv[1])
+signal.signal(number, cli._stop_at_once)
+try:
+    os.kill(os.getpid(), number)
+except BaseException:
+    time.sleep(60)
+"""
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+    def test_a_signal_counts_where_an_import_swallows_it(self, number, status):
+        assert subprocess.run([sys.executable, "-c", SWALLOWED, str(int(number))], timeout=50).returncode == status
+
+    @pytest.mark.parametrize(
+        "error, status", [(None, 0), (DataError("no field"), 2), (RunFailed("NaN"), 3), (ZeroDivisionError("x"), 3)]
+    )
+    def test_last_words(self, tmp_path, monkeypatch, capsys, error, status):
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+        def run(_recipe):
+            if error:
+                raise error
+            return 0
+
+        assert main._work(_recipe_stub(tmp_path), run) == status
+        words = json.loads((tmp_path / "launch" / "rank_0.json").read_text())
+        assert words["status"] == status
+        assert ("Traceback" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
+
+
+def _recipe_stub(out: Path):
+    from megatron_rft.config import Data, Model, Recipe, Run, Source
+
+    run = Run(output_dir=str(out), steps=1)
+    return Recipe(
+        run=run, model=Model(path="x"), data=Data(train=Source(path="arithmetic")), algorithm={"name": "grpo"}
+    )
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """For ranks that all end by themselves, however long they take to start."""
+    monkeypatch.setattr(ranks, "PATIENCE", 300)
+
+
+class TestRanks:
+    def test_all_finish(self, tmp_path):
+        assert ranks.launch(rank_command("assert os.environ['WORLD_SIZE'] == '3'", tmp_path), 3, str(tmp_path)) == 0
+
+    def test_one_thread_each_unless_said(self, tmp_path, monkeypatch):
+        code = "sys.exit(os.environ.get('OMP_NUM_THREADS') != wanted)"
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert ranks.launch(rank_command(f"wanted = '1'; {code}", tmp_path), 2, str(tmp_path)) == 0
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        assert ranks.launch(rank_command(f"wanted = '5'; {code}", tmp_path), 2, str(tmp_path)) == 0
+
+    def test_the_killed_rank_is_named_and_the_others_end(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(ranks, "PATIENCE", 0.5)
+        code = "pids = [f'{out}/pid_{r}' for r in range(3)]\n"
+        code += "while not all(os.path.exists(p) and os.path.getsize(p) for p in pids): time.sleep(0.01)\n"
+        code += "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)"
+        assert ranks.launch(rank_command(code, tmp_path), 3, str(tmp_path)) == ranks.FAILED
+        told = capsys.readouterr().err
+        assert told.startswith("error: rank 1 was killed by SIGKILL; the other ranks were stopped.")
+        assert not any(running(int((tmp_path / f"pid_{rank}").read_text())) for rank in range(3))
+
+    def test_a_peers_abort_does_not_hide_the_cause(self, tmp_path, capsys, patient):
+        code = "os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGABRT)"
+        assert ranks.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == ranks.FAILED
+        assert capsys.readouterr().err.startswith("error: rank 1 was killed by SIGKILL;")
+
+    def test_a_mistake_of_the_users_is_said_once(self, tmp_path, capsys, patient):
+        code = "ranks.write_exit(out, 2, 'no such field'); sys.exit(2)"
+        assert ranks.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == ranks.USER_ERROR
+        assert capsys.readouterr().err == "error: no such field\n"
+
+    def test_the_first_failure_is_named(self, tmp_path, capsys, patient):
+        code = "while rank == 0 and not os.path.exists(f'{out}/launch/rank_1.json'): time.sleep(0.01)\n"
+        code += "ranks.write_exit(out, 3, f'I am {rank}'); sys.exit(3)"
+        assert ranks.launch(rank_command(code, tmp_path), 2, str(tmp_path)) == ranks.FAILED
+        assert capsys.readouterr().err == "error: rank 1 failed: I am 1\n"
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    def test_signals_reach_the_ranks_and_the_status_says_stopped(self, tmp_path, number):
+        process = start_launcher("time.sleep(600)", tmp_path)
+        process.send_signal(number)
+        assert process.wait(timeout=300) == ranks.STOPPED
+
+    def test_a_signal_between_two_starts_reaches_those_that_start_later(self, tmp_path, monkeypatch):
+        """They would else wait for those that have stopped."""
+        start = ranks._start
+
+        def start_and_signal(*arguments):
+            process = start(*arguments)
+            if arguments[1] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return process
+
+        monkeypatch.setattr(ranks, "_start", start_and_signal)
+        assert ranks.launch(rank_command("time.sleep(600)", tmp_path), 3, str(tmp_path)) == ranks.STOPPED
+
+    def test_no_rank_outlives_the_launcher(self, tmp_path):
+        process = start_launcher("time.sleep(600)", tmp_path)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(running(int((tmp_path / f"pid_{rank}").read_text())) for rank in (0, 1)))
+
+    def test_under_another_launcher_nproc_must_agree(self, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        assert ranks.check_environment(None)[0] == ranks.check_environment(4)[0] == 4
+        with pytest.raises(ConfigError, match="a launcher has started 4 ranks"):
+            ranks.check_environment(2)
+
+
+def test_ranks_are_started_with_the_same_recipe(recipe, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(ranks, "launch", lambda command, nproc, *_: seen.update(command=command, nproc=nproc) or 0)
+    assert main.main(["train", str(recipe), "run.seed=3", "--nproc", "2", "--engine", "hf"]) == 0
+    assert seen["command"][1:] == ["-m", "megatron_rft", "train", str(recipe), "run.seed=3", "rollout.engine=hf"]
+    assert seen["nproc"] == 2 and "RANK" not in os.environ

@@ -1,0 +1,322 @@
+"""Recipes: inheritance, overrides, what is refused and in which words, and the arithmetic of a plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rft import config
+from megatron_rft.config import difference, dump, load
+from megatron_rft.config.passthrough import REFUSED, SECTIONS, fields, reason_to_refuse
+from megatron_rft.conversion.families import FAMILIES
+from megatron_rft.megatron.model import fields_of
+from megatron_rft.plan import check, checks
+from megatron_rft.plan.layout import Layout, possible, problems
+from megatron_rft.plan.model_shape import ARCHITECTURES, ModelShape
+from megatron_rft.utils.errors import ConfigError, DataError, UserError
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+RECIPES = sorted(p for p in EXAMPLES.rglob("*.yaml") if p.parent.name != "parts" and p.name != "common.yaml")
+ON_HUB = [path for path in RECIPES if path.is_relative_to(EXAMPLES / "dynamic") and "tiny" not in path.parts]
+SHAPE = dict(
+    architectures=["Qwen3ForCausalLM"],
+    num_hidden_layers=4,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=384,
+    max_position_embeddings=2048,
+    vocab_size=256,
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Path of a minimal RL recipe, with a model folder beside it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "model" / "model.safetensors").touch()
+    path = tmp_path / "rl.yaml"
+    model = f"model: {{path: {tmp_path}/model}}"
+    path.write_text(f"run: {{output_dir: {tmp_path}/out, steps: 10}}\n{model}\ndata: {{train: arithmetic}}\n")
+    return path
+
+
+def refusal(recipe: Path, *overrides: str, world_size: int | None = None) -> str:
+    """What the user is told."""
+    with pytest.raises(UserError) as caught:
+        loaded = load(recipe, list(overrides))
+        if world_size:
+            check(loaded, world_size)
+    return str(caught.value)
+
+
+class TestLoading:
+    def test_defaults_and_overrides(self, recipe):
+        loaded = load(recipe, ["optimizer.lr=1e-5", "pipo.window=4", "rollout.stop=[7, ';']"])
+        assert loaded.algorithm.name == "grpo" and loaded.optimizer.lr == 1e-5
+        assert loaded.pipo.window == 4 and loaded.rollout.stop == [7, ";"]
+
+    def test_the_short_form_of_a_data_set_takes_options(self, recipe):
+        options = ["data.train.limit=40", "evaluation.benchmarks.amc=amc23", "evaluation.benchmarks.amc.samples=32"]
+        found = load(recipe, options)
+        assert (found.data.train.path, found.data.train.limit) == ("arithmetic", 40)
+        amc = found.evaluation.benchmarks["amc"]
+        assert (amc.adapter, amc.samples) == ("amc23", 32)
+        other = load(recipe, ["data.train=math500", "data.train={path: arithmetic}"]).data.train
+        assert (other.path, other.adapter) == ("arithmetic", None)
+
+    def test_base_merges_and_null_removes(self, recipe):
+        child = recipe.parent / "sub" / "child.yaml"
+        child.parent.mkdir()
+        child.write_text("base: ../middle.yaml\nrollout: {group_size: 4}\npipo: null\n")
+        (recipe.parent / "middle.yaml").write_text(
+            "base: rl.yaml\npipo: {window: 3}\nrollout: {group_size: 2, temperature: 0.5}\n"
+        )
+        loaded = load(child)
+        assert (loaded.rollout.group_size, loaded.rollout.temperature, loaded.pipo) == (4, 0.5, None)
+
+    def test_circles_are_refused(self, recipe):
+        (recipe.parent / "a.yaml").write_text("base: b.yaml\n")
+        (recipe.parent / "b.yaml").write_text("base: a.yaml\n")
+        with pytest.raises(ConfigError, match=r"circle: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
+            load(recipe.parent / "a.yaml")
+
+    def test_dump_loads_to_the_same(self, recipe, tmp_path):
+        for overrides in (["pipo.window=4"], ["trainer=sft", "run.steps=null", "run.epochs=2"]):
+            loaded = load(recipe, [*overrides, "megatron.overlap_grad_reduce=true"])
+            (tmp_path / "dumped.yaml").write_text(dump(loaded))
+            assert load(tmp_path / "dumped.yaml") == loaded
+
+    @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(EXAMPLES)))
+    def test_examples_load(self, path):
+        assert load(path).run.output_dir
+
+    @pytest.mark.parametrize("path", ON_HUB, ids=lambda path: str(path.relative_to(EXAMPLES)))
+    def test_examples_have_a_plan(self, path):
+        """On eight ranks, without the network: what is on the hub is not asked for yet."""
+        assert "constraint:" in str(check(load(path), world_size=8)) or load(path).constraint.kind == "none"
+
+    @given(
+        st.recursive(
+            st.none() | st.booleans() | st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner)
+        )
+    )
+    @settings(max_examples=50, deadline=None)
+    def test_override_nests_any_value(self, value):
+        assert config.loading.parse_override(f"x.y={yaml.safe_dump(value, default_flow_style=True)}") == {
+            "x": {"y": value}
+        }
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("rolout.group_size=2", "the command line: rolout: there is no such option. Did you mean 'rollout'?"),
+        ("algorithm.clip_lw=1", "algorithm.clip_lw: there is no such option. Did you mean 'clip_low'?"),
+        ("rollout.group_size=many", "rollout.group_size: 'many' is not a whole number"),
+        ("rollout.group_size=2.5", "2.5 is not a whole number"),
+        ("rollout.group_size=true", "true is not a whole number"),
+        ("run.steps=0", "run.steps: 0 is not at least 1"),
+        ("rollout.engine=vlm", "'vlm' is not one of auto, hf, vllm. Did you mean 'vllm'?"),
+        ("algorithm.name=dap", "'dap' is not one of ppo, grpo,"),
+        ("rollout=3", "rollout: 3 is not a section of options"),
+        ("rollout.top_p=0.9", "cannot replay"),
+        ("rollout.top_k=50", "cannot replay"),
+        ("pipo.window=1", "1 is not at least 2"),
+        ("run.output_dir=null", "run.output_dir: is required"),
+        ("run.steps=null", "run.steps: is required with trainer rl"),
+        ("run.epochs=1", "run.epochs: does nothing with trainer rl"),
+        ("trainer=sft", None),
+        ("algorithm.name=sft", "'sft' does not belong to trainer rl"),
+        ("megatron.tensor_model_paralel_size=2", "Did you mean 'tensor_model_parallel_size'?"),
+        ("megatron.calculate_per_token_loss=true", "set by this package: losses are sums"),
+        ("megatron.bf16=true", "model.precision"),
+        ("megatron.variable_seq_lengths=true", "differ in length"),
+        ("megatron.moe_aux_loss_coeff=0.01", "a loss of its own"),
+        ("megatron.hidden_size=64", "config.json"),
+        ("megatron.overlap_grad_reduce=3", "does not fit megatron-core's type, bool"),
+        ("megatron.moe_token_dispatcher_type=all", "'all' is not one of 'allgather', 'alltoall', 'flex'"),
+        ("megatron.fp8_recipe=delayed", "does nothing with model.precision bf16"),
+        ("megatron.recompute_method=block", "does nothing unless recompute_granularity is full"),
+        ("optimizer.min_lr=1e-7", "does nothing with lr_decay_style constant"),
+        ("optimizer.sgd_momentum=0.5", "trains with Adam"),
+        ("evaluation.every=5", "does nothing without data.validation"),
+        ("data.train=rows.csv", "'rows.csv' is neither"),
+        ("data.train={path: a.jsonl, split: test}", "split: does nothing for a file"),
+        ("no-equals-sign", "is not an override"),
+        ("run.steps=[", "is not valid YAML"),
+    ],
+)
+def test_refused_in_a_persons_words(recipe, override, words):
+    if words is None:  # with a run of steps, sft is fine
+        assert load(recipe, [override]).algorithm.name == "sft"
+    else:
+        assert words in refusal(recipe, override)
+
+
+def test_error_names_the_file_it_stands_in(recipe):
+    (recipe.parent / "child.yaml").write_text("base: rl.yaml\nrollout: {temperatur: 1}\n")
+    assert refusal(recipe.parent / "child.yaml").startswith(f"{recipe.parent / 'child.yaml'}: rollout.temperatur: ")
+    recipe.write_text(recipe.read_text() + "rollout: {group: 1}\n")
+    (recipe.parent / "child.yaml").write_text("base: rl.yaml\n")
+    assert refusal(recipe.parent / "child.yaml").startswith(f"{recipe}: rollout.group: ")
+
+
+def test_a_key_given_twice_is_refused(recipe):
+    recipe.write_text(recipe.read_text() + "run: {steps: 3}\n")
+    assert "'run' is given twice" in refusal(recipe)
+
+
+def test_unreadable_recipes(tmp_path):
+    assert "No such file" in refusal(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "is not a recipe" in refusal(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("run: {steps: 3\n")
+    assert "line 2" in refusal(tmp_path / "broken.yaml")
+
+
+class TestPassthrough:
+    def test_reaches_the_right_class(self, recipe):
+        megatron = load(recipe, ["megatron.overlap_grad_reduce=true", "megatron.moe_router_dtype=fp32"]).megatron
+        assert fields_of(DistributedDataParallelConfig, megatron) == {"overlap_grad_reduce": True}
+        assert fields_of(TransformerConfig, megatron) == {"moe_router_dtype": "fp32"}
+
+    def test_fields_read_from_source_are_megatrons(self):
+        import dataclasses
+
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
+
+        for cls in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig):
+            public = {f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")}
+            assert set(fields(cls.__name__)) == public
+
+    def test_every_refusal_names_something_that_exists(self):
+        from fnmatch import fnmatch
+
+        for section, reasons in REFUSED.items():
+            names = {name for cls in SECTIONS[section] for name in fields(cls)}
+            for pattern in (pattern for patterns in reasons.values() for pattern in patterns.split()):
+                assert any(fnmatch(name, pattern) for name in names), pattern
+
+    def test_typed_options_are_not_refused(self):
+        for section, model in (("megatron", config.Megatron), ("optimizer", config.Optimizer)):
+            assert not [name for name in model.model_fields if reason_to_refuse(section, name)]
+
+
+class TestPlan:
+    def test_arithmetic(self, recipe):
+        plan = check(load(recipe, ["algorithm.mini_batch_prompts=8", "algorithm.epochs=2"]), 2)
+        assert "global batch: 256 responses = 32 prompts x 8" in plan.lines
+        assert "layout: TP 1 x PP 1 x CP 1 x DP 2 = 2 ranks" in plan.lines
+        assert (plan.steps_per_batch, plan.optimizer_steps, plan.layout.dp) == (8, 80, 2)
+
+    @pytest.mark.parametrize(
+        "override, world_size, words",
+        [
+            ("megatron.tensor_model_parallel_size=4", 6, "6 ranks are not a multiple of TP 4 x PP 1 x CP 1 = 4"),
+            ("megatron.tensor_model_parallel_size=3", 3, "4 attention heads do not divide by TP 3"),
+            ("megatron.pipeline_model_parallel_size=3", 3, "4 layers do not divide by PP 3"),
+            ("megatron.expert_model_parallel_size=2", 2, "the model has no experts"),
+            ("megatron.sequence_parallel=true", 1, "does nothing with tensor_model_parallel_size 1"),
+            ("megatron.virtual_pipeline_model_parallel_size=2", 1, "needs pipeline_model_parallel_size of 2"),
+            ("rollout.group_size=1", 1, "takes 2 or more, not 1"),
+            (
+                "algorithm.mini_batch_prompts=5",
+                1,
+                "5 does not divide rollout.prompts_per_step, 32. Possible: 1, 2, 4, 8, 16, 32",
+            ),
+            ("rollout.max_response_tokens=4000", 1, "4512 tokens (data.max_prompt_tokens 512 + rollout"),
+            ("rollout.max_response_tokens=1600", 1, "2112 tokens is beyond the model's max_position_embeddings, 2048"),
+            ("batching.forward_only_tokens=100", 1, "100 does not hold a sequence of 1024"),
+            ("optimizer.lr_warmup_steps=11", 1, "11 is beyond the run's optimizer steps, 10"),
+            ("data.train=/none/such.jsonl", 1, "data.train: there is no such file"),
+            ("model.path=/none/model", 1, "there is no such model folder"),
+            ("model.tokenizer=/none/model", 1, "model.tokenizer: there is no such"),
+        ],
+    )
+    def test_refused(self, recipe, override, world_size, words):
+        assert words in refusal(recipe, override, world_size=world_size)
+
+    def test_the_possible_layouts_are_listed(self, recipe):
+        told = refusal(recipe, "megatron.pipeline_model_parallel_size=3", world_size=2)
+        layouts = ["TP 1 x PP 1 x CP 1 x DP 2", "TP 2 x PP 1 x CP 1 x DP 1", "TP 1 x PP 2 x CP 1 x DP 1"]
+        assert told.endswith("\n  ".join(["can have", *layouts, "TP 1 x PP 1 x CP 2 x DP 1"]))
+
+    @pytest.mark.parametrize("option", ["model.precision=fp8", "megatron.attention_backend=flash"])
+    def test_what_transformer_engine_alone_can_do(self, recipe, option, monkeypatch):
+        monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "transformer_engine" else object())
+        assert "Transformer Engine" in refusal(recipe, option, world_size=1)
+
+    def test_architecture(self, recipe):
+        shape = SHAPE | {"architectures": ["MambaForCausalLM"]}
+        (recipe.parent / "model" / "config.json").write_text(json.dumps(shape))
+        assert "not supported: MambaForCausalLM. Supported are Qwen2ForCausalLM" in refusal(recipe, world_size=1)
+        assert set(ARCHITECTURES) == {family.architecture for family in FAMILIES.values()}
+
+    def test_as_many_kinds_of_layers_as_layers(self, recipe):
+        shape = SHAPE | {"layer_types": ["full_attention"] * (SHAPE["num_hidden_layers"] + 1)}
+        (recipe.parent / "model" / "config.json").write_text(json.dumps(shape))
+        told = refusal(recipe, world_size=1)
+        assert told.startswith("model.path: ") and "layer_types for num_hidden_layers" in told
+
+    def test_weights_are_needed_unless_random(self, recipe):
+        (recipe.parent / "model" / "model.safetensors").unlink()
+        assert "model.initialise=random" in refusal(recipe, world_size=1)
+        check(load(recipe, ["model.initialise=random"]))
+
+    def test_a_hub_name_is_not_checked_but_said(self, recipe, monkeypatch, tmp_path):
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        assert "from the Hugging Face hub" in check(load(recipe, ["model.path=Qwen/Qwen3-0.6B"])).lines[0]
+
+
+@given(st.integers(1, 32), st.integers(1, 8), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_possible_layouts_have_no_problems_and_miss_none(world, heads_per_group, groups):
+    shape = ModelShape(4, 64, heads_per_group * groups, groups, 256, 0, 0, 512, 128, 64)
+    found = set(possible(world, shape))
+    assert Layout(world, 1, 1, 1, 1, 1) in found
+    for tp in range(1, world + 1):
+        one = Layout(world, tp, 1, 1, 1, tp)
+        assert (one in found) == (not list(problems(one, shape)))
+
+
+@pytest.mark.parametrize("tp, fits", [(1, True), (2, False), (3, True), (6, True), (4, False)])
+def test_kv_heads_divide_or_are_divided(tp, fits):
+    """12 heads in 3 groups: TP 2 would cut a group in half; TP 6 gives every rank a copy of one."""
+    shape = ModelShape(4, 64, 12, 3, 96, 0, 0, 512, 128, 64)
+    assert (not list(problems(Layout(tp, tp, 1, 1, 1, tp), shape))) == fits
+
+
+class TestDifference:
+    def test_what_may_change(self, recipe):
+        free = [
+            "run.steps=20",
+            "tracking.plot=false",
+            "megatron.tensor_model_parallel_size=2",
+            "batching.micro_batch_tokens=2048",
+        ]
+        assert difference(load(recipe), load(recipe, free)) == []
+
+    def test_what_may_not(self, recipe):
+        lines = difference(load(recipe), load(recipe, ["run.seed=1", "pipo.window=4"]))
+        assert "run.seed: 0 there, 1 now" in lines and "pipo.window: null there, 4 now" in lines
+
+    def test_a_schedule_over_the_whole_run_is_not_bent(self, recipe):
+        cosine = ["optimizer.lr_decay_style=cosine"]
+        assert difference(load(recipe, cosine), load(recipe, [*cosine, "run.steps=20"]))[0].startswith(
+            "run.steps: 10 there"
+        )
+        fixed = [*cosine, "optimizer.lr_decay_steps=10"]
+        assert difference(load(recipe, fixed), load(recipe, [*fixed, "run.steps=20"])) == []
+
+
+def test_data_errors_are_user_errors():
+    assert issubclass(DataError, UserError)

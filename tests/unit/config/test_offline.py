@@ -1,0 +1,110 @@
+"""Recipes of trainers generate and offline: what they come to, and what is refused in which words."""
+
+import json
+
+import pytest
+import yaml
+
+from megatron_rft.config import dump, load
+from megatron_rft.objectives.offline import OFFLINE
+from megatron_rft.plan import check, check_store_is_there
+from megatron_rft.utils.errors import DataError, UserError
+from tests.unit.config.test_config import EXAMPLES, SHAPE
+
+OF_THE_TRAINER = {"name", "batch_sequences", "part_norms_every", "reference", "reference_cache"}
+
+
+def write_model(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "model.safetensors").touch()
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe of one trainer, beside a model and a whole store."""
+    write_model(tmp_path / "model")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "index.json").touch()
+
+    def write(trainer, **sections):
+        own = {"offline": {"data": {"train": str(tmp_path / "store")}, "run": {"epochs": 3}}}
+        own["generate"] = {"data": {"train": "arithmetic"}, "run": {"seed": 42}}
+        whole = {"trainer": trainer, "model": {"path": str(tmp_path / "model")}} | own[trainer] | sections
+        whole["run"] = whole["run"] | {"output_dir": str(tmp_path / "out")}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
+        return tmp_path / "recipe.yaml"
+
+    return write
+
+
+def refusal(path, *overrides):
+    with pytest.raises(UserError) as caught:
+        check(load(path, list(overrides)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_every_method_has_a_section_with_its_own_defaults(recipe, name):
+    algorithm = load(recipe("offline", algorithm={"name": name})).algorithm
+    options = algorithm.model_dump(exclude=OF_THE_TRAINER)
+    assert OFFLINE[name](**options) == OFFLINE[name]()
+
+
+def test_a_plan(recipe):
+    text = str(check(load(recipe("offline", algorithm={"name": "dpo"}, evaluation={"every": 50, "patience": 3}))))
+    assert "64 sequences = 32 pairs" in text and "every 50 steps, until 3 in a row" in text and "3 epochs" in text
+    text = str(check(load(recipe("generate", rollout={"temperature": 0.7}))))
+    assert "8 responses" in text and "temperature 0.7, seed 42" in text and "5% held out" in text
+
+
+@pytest.mark.parametrize("trainer", ["offline", "generate"])
+def test_what_is_written_is_read_again(recipe, trainer, tmp_path):
+    loaded = load(recipe(trainer))
+    (tmp_path / "again.yaml").write_text(dump(loaded))
+    assert load(tmp_path / "again.yaml") == loaded
+    assert loaded.algorithm.name == "fpa" or trainer == "generate"
+
+
+def test_refused(recipe):
+    offline = recipe("offline")
+    assert "is not at least 0" in refusal(offline, "algorithm.extrapolation=-1")
+    assert "does not belong to trainer offline" in refusal(offline, "algorithm.name=grpo")
+    assert "no whole number of pairs" in refusal(offline, "algorithm.name=dpo", "algorithm.batch_sequences=7")
+    assert "asks for no distribution" in refusal(offline, "algorithm.name=off_rl", "algorithm.reference=cached_hidden")
+    assert "unless reference is cached_hidden" in refusal(offline, "algorithm.reference_cache=x")
+    assert "evaluation.every is 0" in refusal(offline, "evaluation.patience=2")
+    assert "does nothing with trainer offline" in refusal(offline, "rollout.temperature=0.7")
+    assert "fpq" in refusal(offline, "algorithm.name=fpq")
+    generate = recipe("generate")
+    for option in ("algorithm.name=fpa", "optimizer.lr=1e-5", "evaluation.every=3"):
+        assert "does nothing with trainer generate" in refusal(generate, option)
+
+
+def test_a_store_is_whole_or_not_there_yet(recipe, tmp_path):
+    offline = recipe("offline")
+    assert "no trajectories yet" in str(check(load(offline, [f"data.train={tmp_path}/nowhere"])))
+    with pytest.raises(DataError, match="no trajectories yet"):  # a run that begins now
+        check_store_is_there(load(offline, [f"data.train={tmp_path}/nowhere"]))
+    (tmp_path / "store" / "index.json").unlink()
+    assert "no whole trajectory store" in refusal(offline)
+
+
+RECIPES = [path for path in sorted((EXAMPLES / "fpa").rglob("*.yaml")) if path.name != "common.yaml"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_papers_recipes_pass_a_dry_run(path, tmp_path):
+    if made := "miniature" in path.parts:  # whose model is made by its script
+        write_model(tmp_path / "model")
+    text = str(check(load(path, [f"model.path={tmp_path / 'model'}"] if made else [])))
+    assert "sampling: " in text or "validation: the held-out problems" in text
+
+
+def test_every_row_of_the_papers_tables_has_a_recipe():
+    table_1 = {"generate", "sft", "dpo", "rpo", "kto", "a_star_po", "off_rl", "fpa"}
+    for folder in ("qwen3_4b_base", "qwen2.5_math_7b", "llama3.2_3b_instruct"):
+        assert table_1 <= {path.stem for path in RECIPES if path.parent.name == folder}
+    default = {path.stem for path in RECIPES if path.parent.name == "qwen3_4b_base"}
+    assert {"off_rl_low_lr", "off_rl_kl", "fpa_correct", "fpa_incorrect"} <= default
+    assert {f"fpa_lambda_{value}" for value in ("0.5", "1", "5", "10", "20")} <= default

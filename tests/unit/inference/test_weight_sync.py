@@ -1,0 +1,106 @@
+"""A sync's proof, with a real engine and engines that fail in one way each."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Sampling
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.utils.errors import RunFailed
+
+CONFIG = Qwen3Config(
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    model = AutoModelForCausalLM.from_config(CONFIG).requires_grad_(False)
+    return list(model.named_parameters())
+
+
+class Exhausted:
+    """A stream that knows whether it was read to its end."""
+
+    def __init__(self, pairs):
+        self.pairs, self.ended = pairs, False
+
+    def __iter__(self):
+        yield from self.pairs
+        self.ended = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_push_and_proof(tensors, dtype):
+    engine, stream = HFEngine(CONFIG, dtype), Exhausted(tensors)
+    metrics = weight_sync.push(stream, engine, version=2, verify=True)
+    assert engine.weight_version == 2 and stream.ended
+    assert metrics["sync/tensors"] == len(tensors) == 13
+    assert metrics["sync/bytes"] == 4 * sum(tensor.numel() for _, tensor in tensors)
+    assert metrics["sync/seconds"] > 0
+
+
+def test_a_refused_tensor_ends_the_run_after_the_stream_has_ended(tensors):
+    tensors[3] = (tensors[3][0], tensors[3][1] * torch.nan)
+    stream = Exhausted(tensors)
+    with pytest.raises(RunFailed, match=f"version 1: {tensors[3][0]} has .* non-finite"):
+        weight_sync.push(stream, HFEngine(CONFIG), version=1)
+    assert stream.ended
+
+
+def test_after_a_stream_that_broke_off_nothing_is_generated(tensors):
+    engine = HFEngine(CONFIG)
+    weight_sync.push(tensors, engine, version=1)
+
+    def broken():
+        yield tensors[0]
+        raise OSError("no actor any more")
+
+    with pytest.raises(OSError, match="no actor"):
+        weight_sync.push(broken(), engine, version=2)
+    with pytest.raises(RunFailed, match="before any weights were loaded"):
+        list(engine.generate([], Sampling(1)))
+
+
+class Careless(HFEngine):
+    """Stops before the last tensor, and finds nothing wrong with that."""
+
+    def load_weights(self, stream, version):
+        for _ in range(12):
+            next(iter(stream))
+
+
+class Wrong(HFEngine):
+    """Rounds what it takes."""
+
+    def load_weights(self, stream, version):
+        super().load_weights(((name, tensor + (1e-3 if "q_norm" in name else 0)) for name, tensor in stream), version)
+
+
+class Broken(HFEngine):
+    def load_weights(self, stream, version):
+        next(iter(stream))
+        raise OSError("the engine died")
+
+
+@pytest.mark.parametrize(
+    "kind, error, message",
+    [
+        (Careless, RunFailed, "stopped reading before model.norm.weight"),
+        (Wrong, RunFailed, r"q_norm.weight in the engine is not what the actor sent \(1 of 13"),
+        (Broken, OSError, "the engine died"),
+    ],
+)
+def test_what_an_engine_cannot_know_of_itself(tensors, kind, error, message):
+    stream = Exhausted(tensors)
+    with pytest.raises(error, match=message):
+        weight_sync.push(stream, kind(CONFIG), version=1, verify=True)
+    assert stream.ended

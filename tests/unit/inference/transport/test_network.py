@@ -1,0 +1,79 @@
+"""Both ends of a connection, in two threads: what goes over, what is damaged, and by which way it goes."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_rft.inference.transport import network
+from megatron_rft.inference.transport.buckets import Buckets
+from megatron_rft.utils.errors import RunFailed
+
+TENSORS = [(f"layer.{i}", torch.full((i % 5, 3), float(i), dtype=torch.bfloat16)) for i in range(60)]
+TENSORS += [("large", torch.randn(333, 7)), ("scalar", torch.tensor(2.5))]
+
+
+@pytest.fixture(scope="module")
+def ends():
+    """The sender and two receivers, with buckets that are smaller than a tensor."""
+    place = network.meeting("127.0.0.1", 3, 20)
+    stores = [place, *(network.meeting("127.0.0.1", 3, 20, place.port) for _ in range(2))]
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(network.connect, store, rank, 3, 20) for rank, store in enumerate(stores)]
+        links = [job.result() for job in jobs]
+    for link in links:
+        link.buckets = Buckets(torch.empty(2, 4096, dtype=torch.uint8))
+    return links
+
+
+def over(ends, stream=TENSORS, between=lambda link: network.receive(link)):
+    with ThreadPoolExecutor(3) as pool:
+        sent = pool.submit(network.send, ends[0], stream)
+        got = [pool.submit(lambda link=link: list(between(link))) for link in ends[1:]]
+        sent.result()
+        return [each.result() for each in got]
+
+
+def test_every_end_gets_every_tensor_again_and_again(ends):
+    for stream in (TENSORS, [(name, tensor + 1) for name, tensor in TENSORS], []):
+        for found in over(ends, stream):
+            assert [name for name, _ in found] == [name for name, _ in stream]
+            for (_, one), (_, other) in zip(stream, found, strict=True):
+                assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def test_many_small_tensors_are_few_announcements(ends, monkeypatch):
+    told, announce = [], network.announce
+    monkeypatch.setattr(network, "announce", lambda group, full: (told.append(full), announce(group, full)))
+    over(ends, TENSORS[:60])
+    assert len(told) == 2 and len(told[0].pieces) == 60 and told[1] is None
+
+
+class Lossy(Buckets):
+    """What is put into a bucket does not stay there."""
+
+    def content(self, full):
+        return super().content(full).clone()
+
+
+def test_damage_on_the_way_is_told_after_the_end(ends, monkeypatch):
+    """By the end that it happened to; the sender and the other one are done as if nothing had been."""
+    monkeypatch.setattr(ends[1], "buckets", Lossy(torch.full((2, 4096), 7, dtype=torch.uint8)))
+    with pytest.raises(RunFailed, match="the bucket of weights that begins with layer.0 was damaged"):
+        over(ends)
+    monkeypatch.undo()
+    assert [len(found) for found in over(ends)] == [len(TENSORS)] * 2  # nothing is left on the way
+
+
+def test_nccl_where_every_end_has_a_gpu_of_its_own():
+    assert network.transport(["GPU-a", "GPU-b"]) == network.transport(["GPU-a", "GPU-b", "GPU-c"]) == network.GPU
+    assert network.transport(["GPU-a", "GPU-a"]) == network.HOST  # a server beside its trainer
+    assert network.transport(["GPU-a", None]) == network.transport([None, None]) == network.HOST
+
+
+def test_the_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("RFT_TEST_ONE", "before")
+    monkeypatch.delenv("RFT_TEST_TWO", raising=False)
+    with network.environment(RFT_TEST_ONE="1", RFT_TEST_TWO="2"):
+        assert network.os.environ["RFT_TEST_ONE"] == "1" and network.os.environ["RFT_TEST_TWO"] == "2"
+    assert network.os.environ["RFT_TEST_ONE"] == "before" and "RFT_TEST_TWO" not in network.os.environ

@@ -1,0 +1,338 @@
+"""The vLLM engine beside the model's own forward pass, and a stream with faults in it. One engine serves all tests."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.plan.vllm import unusable
+from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
+from tests.unit.inference.tiny import SHAPE, build_model, hf_stream
+
+pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+
+STOP = 2
+CONFIG = Qwen3Config(**SHAPE | dict(vocab_size=100), head_dim=32, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The same architecture with two sets of weights."""
+    return [build_model(CONFIG, seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def shared(models):
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    pytest.importorskip("llvmlite.binding")  # as after n-grams: vLLM's start falls over it (vllm_cpu.py)
+    engine = VLLMEngine(CONFIG, max_batch_sequences=32)
+    with pytest.raises(RunFailed, match="before any weights"):
+        list(engine.generate(some_requests(1), Sampling(3)))
+    yield engine
+    engine.close()
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared, models):
+    shared.load_weights(hf_stream(models[0]), version=3)
+    return shared
+
+
+def some_requests(count: int, n: int = 3, **named) -> list[Request]:
+    rng = random.Random(5)
+    prompts = [tuple(rng.randrange(3, 100) for _ in range(rng.randint(1, 20))) for _ in range(count)]
+    return [Request(i, prompt, n, seed=100 + i, **named) for i, prompt in enumerate(prompts)]
+
+
+def answers(engine, requests: list[Request], sampling: Sampling) -> dict:
+    groups = list(engine.generate(requests, sampling))
+    assert sorted(group.id for group in groups) == sorted(request.id for request in requests)
+    return {group.id: group.responses for group in groups}
+
+
+def tokens(found: dict) -> dict:
+    return {id: [response.token_ids for response in responses] for id, responses in found.items()}
+
+
+def replay(model, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+    """[R, V] log-probs along a response from one full forward pass."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 0.0])
+def test_logprobs_are_those_of_a_full_forward_pass(engine, models, temperature):
+    requests, sampling = some_requests(12, n=4), Sampling(20, temperature, stop_token_ids=(STOP, 7, 11))
+    found, lengths = answers(engine, requests, sampling), set()
+    for request in requests:
+        assert len(found[request.id]) == 4
+        for response in found[request.id]:
+            expected = replay(models[0], request.prompt_ids, response.token_ids, temperature or 1.0)
+            chosen = expected.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(response.logprobs), chosen, atol=1e-4, rtol=0)
+            assert temperature or (expected.max(-1).values - chosen).max() < 1e-5
+            assert response.weight_version == 3
+            ended = response.token_ids[-1] in (STOP, 7, 11)
+            assert response.finish_reason == ("stop" if ended else "length")
+            assert ended or len(response.token_ids) == 20
+            assert not set(response.token_ids[:-1]) & {STOP, 7, 11}
+            lengths.add(len(response.token_ids))
+    assert len(lengths) > 3 or temperature == 0
+
+
+def test_a_response_is_a_function_of_its_seed(engine):
+    requests, sampling = some_requests(6, n=4), Sampling(12, stop_token_ids=(STOP,))
+    together = tokens(answers(engine, requests, sampling))
+    assert len({each for responses in together.values() for each in responses}) > 20, "streams should differ"
+    assert tokens(answers(engine, requests[::-1], sampling)) == together
+    for request in requests[:2]:
+        alone = Request(request.id, request.prompt_ids, 2, request.seed)
+        assert tokens(answers(engine, [alone], sampling))[request.id] == together[request.id][:2]
+
+
+def test_limits_of_one_request_and_groups_as_they_end(engine):
+    requests = [*some_requests(4, n=2), Request(99, (5, 6), 2, seed=1, max_tokens=3)]
+    groups = list(engine.generate(requests, Sampling(30)))
+    assert groups[0].id == 99 and {len(r.token_ids) for r in groups[0].responses} == {3}
+    assert all(len(r.token_ids) == 30 for group in groups[1:] for r in group.responses)
+
+
+def test_an_abandoned_iterator_leaves_the_engine_usable(engine):
+    requests, sampling = some_requests(40), Sampling(10, stop_token_ids=(STOP,))
+    expected = tokens(answers(engine, requests, sampling))
+    iterator = engine.generate(requests, sampling)
+    next(iterator)
+    iterator.close()
+    assert tokens(answers(engine, requests, sampling)) == expected
+    assert list(engine.generate([], sampling)) == []
+
+
+def test_requests_it_cannot_serve(engine):
+    with pytest.raises(
+        UserError, match=r"prompt of 200 tokens \+ up to 57 response tokens = 257, but .* built for 256"
+    ):
+        list(engine.generate([Request(0, (5,) * 200, 1, 0)], Sampling(57)))
+    with pytest.raises(UserError, match="empty prompt"):
+        list(engine.generate([Request(0, (), 1, 0)], Sampling(5)))
+    with pytest.raises(DataError, match="token id 100 in a vocabulary of 100"):
+        list(engine.generate([Request(0, (100,), 1, 0)], Sampling(5)))
+
+
+def test_the_trainers_random_numbers_are_not_touched(shared, engine):
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    answers(engine, some_requests(3), Sampling(5))
+    assert torch.equal(torch.rand(3), expected)
+
+
+# --- weights
+
+
+def test_a_prompt_is_computed_anew_with_new_weights(engine, models):
+    """The prefix cache must not outlive the weights: this prompt fills a block of it."""
+    request = Request(0, tuple(range(3, 63)) * 3, 1, seed=0)
+    for version, model in enumerate([models[1], models[0]], 4):
+        engine.load_weights(hf_stream(model), version)
+        (response,) = answers(engine, [request], Sampling(8, temperature=0))[0]
+        expected = replay(model, request.prompt_ids, response.token_ids)
+        assert (expected.max(-1).values - torch.tensor(response.logprobs)).abs().max() < 1e-4
+        assert response.weight_version == version
+
+
+@pytest.mark.parametrize("seed", [1, 0])
+def test_the_proof_of_a_sync(shared, models, seed):
+    weight_sync.push(hf_stream(models[seed]), shared, version=5 + seed, verify=True)
+    assert shared.weight_version == 5 + seed
+
+
+NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+FAULTS = {
+    "dropped": (lambda n, t: [] if n == QUERY else [(n, t)], rf"{QUERY} is missing \(1 of \d+ tensors"),
+    "twice": (lambda n, t: [(n, t)] * (2 if n == NORM else 1), f"{NORM} came twice"),
+    "unknown": (lambda n, t: [(n + ".bias" if n == NORM else n, t)], f"{NORM}.bias is no tensor of this qwen3 model"),
+    "shape": (lambda n, t: [(n, t[:-1] if n == QUERY else t)], rf"{QUERY} has shape \(127, 32\), the engine's"),
+    "nan": (lambda n, t: [(n, t.fill_(torch.nan) if n == NORM else t)], f"{NORM} has 32 non-finite"),
+    "zero": (lambda n, t: [(n, t.zero_() if n == QUERY else t)], f"{QUERY} is all zero, and was not before"),
+    "dtype": (
+        lambda n, t: [(n, t.bfloat16() if n == QUERY else t)],
+        f"{QUERY} is torch.bfloat16; it was torch.float32",
+    ),
+    "whole": (lambda n, t: [(n, t.int() if n == QUERY else t)], f"{QUERY} is torch.int32; it was torch.float32"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_stream_is_refused_and_read_to_its_end(engine, models, fault):
+    spoil, message = FAULTS[fault]
+    stream = iter([pair for name, tensor in hf_stream(models[1]) for pair in spoil(name, tensor)])
+    with pytest.raises(RunFailed, match=message):
+        engine.load_weights(stream, version=4)
+    assert next(stream, None) is None
+    with pytest.raises(RunFailed, match="before any weights"):
+        list(engine.generate(some_requests(1), Sampling(3)))
+    weight_sync.push(hf_stream(models[1]), engine, version=5, verify=True)
+    assert engine.weight_version == 5
+
+
+def swapped(stream):
+    """Two tensors of one shape under each other's names."""
+    pairs = dict(stream)
+    first, second = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
+    pairs[first], pairs[second] = pairs[second], pairs[first]
+    return pairs.items()
+
+
+def test_a_swapped_pair_is_found_by_the_comparison(engine, models, monkeypatch):
+    load = engine.load_weights
+    monkeypatch.setattr(engine, "load_weights", lambda stream, version: load(swapped(stream), version))
+    message = r"version 6: model.layers.0.mlp.down_proj.weight in the engine is not what the actor sent \(2 of"
+    with pytest.raises(RunFailed, match=message):
+        weight_sync.push(hf_stream(models[1]), engine, version=6, verify=True)
+
+
+def test_a_loader_that_leaves_out_a_shard_is_found(engine, models, monkeypatch):
+    """In the always-on part: what vLLM's own loading makes of a sound stream."""
+    network = engine._model()
+    load = network.load_weights
+    monkeypatch.setattr(network, "load_weights", lambda stream: load((n, t) for n, t in list(stream) if n != QUERY))
+    with pytest.raises(RunFailed, match="self_attn.qkv_proj.weight was not wholly written"):
+        engine.load_weights(hf_stream(models[1]), version=7)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_new_weights_in_the_middle_of_a_response(models, keep):
+    """They go on with the keys and values of the old ones, or with their own of what was written before."""
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    prompt, before, count = (5, 6, 7), 5, 12
+    with closing(VLLMEngine(CONFIG, max_batch_sequences=4, keep_caches=keep)) as engine:
+        engine.load_weights(hf_stream(models[0]), version=0)
+        steps = iter(range(100))
+        engine.on_step = lambda: next(steps) == before and engine.load_weights(hf_stream(models[1]), version=1)
+        (response,) = answers(engine, [Request(0, prompt, 1, seed=1)], Sampling(count))[0]
+        again = answers(engine, [Request(0, prompt, 1, seed=1)], Sampling(count))[0][0]
+    assert (response.weight_version, again.weight_version) == (0, 1)
+    ids = torch.tensor([[*prompt, *response.token_ids]])
+    old = len(prompt) + before - 1  # the last token of the old weights has been through neither
+    cache = models[0](ids[:, :old], use_cache=True).past_key_values if keep else None
+    logits = models[1](ids[:, old if keep else 0 : -1], past_key_values=cache).logits[0]
+    expected = logits.log_softmax(-1).gather(1, ids[0, -len(logits) :, None])[-(count - before) :, 0]
+    torch.testing.assert_close(torch.tensor(response.logprobs[before:]), expected, rtol=1e-4, atol=1e-4)
+    fresh = torch.tensor([[*prompt, *again.token_ids]])
+    expected = models[1](fresh[:, :-1]).logits[0].log_softmax(-1).gather(1, fresh[0, 1:, None])[len(prompt) - 1 :, 0]
+    torch.testing.assert_close(torch.tensor(again.logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stale_version_ends_the_run(engine):
+    engine.llm.set_weight_version("2")
+    with pytest.raises(RunFailed, match="wrote a response with weights of version 2, and those of version 3 were load"):
+        list(engine.generate(some_requests(1), Sampling(3)))
+
+
+def test_arguments_that_vllm_refuses():
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    with pytest.raises(ConfigError, match="vLLM does not start with these arguments"):
+        VLLMEngine(CONFIG, options={"max_num_batched_tokens": 16})
+
+
+# --- speculative decoding
+
+
+@pytest.fixture(scope="module")
+def drafting(models):
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    speculation = {"method": "predicted_output", "num_speculative_tokens": 6}
+    engine = VLLMEngine(CONFIG, max_batch_sequences=32, options={"speculative_config": speculation})
+    engine.load_weights(hf_stream(models[0]), version=3)
+    yield engine
+    engine.close()
+
+
+def test_a_guess_changes_the_speed_and_no_token(shared, engine, drafting):
+    """Guesses that are right, right but for one token, shifted, too short, and wrong."""
+    requests, greedy = some_requests(10, n=1), Sampling(30, temperature=0, stop_token_ids=(STOP,))
+    expected = tokens(answers(engine, requests, greedy))
+    change = [
+        lambda t: t,
+        lambda t: (*t[:9], 5, *t[10:]),
+        lambda t: (7, 8, *t),
+        lambda t: t[:4],
+        lambda t: tuple(range(3, 30)),
+    ]
+    guesses = [Request(r.id, r.prompt_ids, 1, r.seed, draft=change[r.id % 5](expected[r.id][0])) for r in requests]
+    before = drafting.statistics()
+    found = answers(drafting, guesses, greedy)
+    assert tokens(found) == expected
+    plain = answers(engine, requests, greedy)
+    for id, (response,) in found.items():
+        difference = torch.tensor(response.logprobs) - torch.tensor(plain[id][0].logprobs)
+        assert difference.abs().max() < 1e-5
+    counted = drafting.statistics()
+    assert before == {} and counted["speculation/proposed"] > counted["speculation/accepted"] > 100
+    assert 1 < counted["speculation/tokens_per_step"] <= 7
+    assert drafting.statistics() == {}, "since the last time"
+
+
+def test_above_temperature_zero_a_guess_is_not_used(engine, drafting):
+    requests, sampling = some_requests(6, n=2, draft=(5,) * 20), Sampling(20, stop_token_ids=(STOP,))
+    assert tokens(answers(drafting, requests, sampling)) == tokens(answers(engine, requests, sampling))
+    assert drafting.statistics() == {}
+
+
+def test_a_draft_model_has_weights_of_its_own(shared, models, tmp_path):
+    """Those of its folder: here the model's, so that all of its drafts are accepted until the model gets others."""
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    models[0].save_pretrained(tmp_path)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    requests, greedy, accepted = some_requests(10, n=1), Sampling(30, temperature=0), []
+    with closing(VLLMEngine(CONFIG, max_batch_sequences=32, options={"speculative_config": speculation})) as engine:
+        for version, model in enumerate(models):
+            for each in (engine, shared):
+                weight_sync.push(hf_stream(model), each, version, verify=True)
+            assert tokens(answers(engine, requests, greedy)) == tokens(answers(shared, requests, greedy))
+            counted = engine.statistics()
+            accepted.append(counted["speculation/accepted"] / counted["speculation/proposed"])
+    assert accepted[0] > 0.9 and accepted[1] < 0.5
+
+
+def test_two_engines_take_turns_in_one_process(engine, drafting):
+    """From two threads: vLLM's forward pass has global state."""
+    requests, sampling = some_requests(20), Sampling(20, stop_token_ids=(STOP,))
+    expected = tokens(answers(engine, requests, sampling))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda each: tokens(answers(each, requests, sampling)), [engine, drafting]))
+    assert found == [expected, expected]
+
+
+def test_sampled_speculation_keeps_the_distribution(models):
+    """n-gram drafts at temperature 0.8: log-probs are those of the forward pass, and -log p - H is 0 in the mean."""
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    engine = VLLMEngine(CONFIG, max_batch_sequences=64, options={"speculative_config": speculation})
+    with closing(engine):
+        engine.load_weights(hf_stream(models[0]), version=3)
+        requests = [Request(i, (5, 6, 7 + i % 3, 8) * 4, 8, seed=i) for i in range(24)]
+        found = answers(engine, requests, Sampling(40, temperature=0.8))
+        counted = engine.statistics()
+        assert counted["speculation/proposed"] > 200 and counted["speculation/accepted"] > 5
+    surprise = []
+    for request in requests:
+        for response in found[request.id]:
+            logprobs = replay(models[0], request.prompt_ids, response.token_ids, temperature=0.8)
+            chosen = logprobs.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(response.logprobs), chosen, atol=1e-4, rtol=0)
+            surprise.append(-chosen + (logprobs.exp() * logprobs).sum(-1))
+    surprise = torch.cat(surprise)
+    assert abs(surprise.mean()) < 4 * surprise.std() / len(surprise) ** 0.5

@@ -1,0 +1,214 @@
+"""What a trainer says to a server, and what it says of one that will not do. The real one is in tests/parity."""
+
+import json
+import queue
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import Vllm
+from megatron_rft.inference.engine import EngineLost, Request, Sampling
+from megatron_rft.inference.transport import network
+from megatron_rft.inference.vllm import server_client
+from megatron_rft.inference.vllm.arguments import command, flag
+from megatron_rft.inference.vllm.server_client import ServerEngine, own_address
+from megatron_rft.training.engines import server_arguments
+from megatron_rft.utils.errors import ConfigError
+
+CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
+FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1}
+FACTS |= {"vllm": "0.32.0", "transfer": "wire", "logprobs_mode": "processed_logprobs", "chunked_prefill": False}
+FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_dtype": "auto"}
+
+
+@contextmanager
+def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "", dies: str = "", lacks: str = ""):
+    """A server that knows nothing but what it is, never answers `hangs`, does not have `lacks`, and whose engine dies
+    when it is asked for `dies`: it fails there, and says a while later that it is broken; (its URL, what it was asked).
+    """
+    asked: list[str] = []
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.command == "GET" and self.path == "/inference/v1/generate":
+                self.send_error(404 if self.path == lacks else 405)
+                return
+            asked.append(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = "healthy"
+            if self.path in hangs:
+                over.wait()
+                return
+            if self.path == "/collective_rpc":
+                about = facts if b"rft_facts" in body else {"problem": None}
+                answer = about if isinstance(about, str) else json.dumps({"results": [about]})
+            elif self.path != "/health":
+                answer = metrics if self.path == "/metrics" else ""
+            broken = self.path == "/health" and dies in asked and asked.count("/health") > 2
+            self.send_response(503 if broken else 500 if self.path == dies else 200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        over.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        (
+            FACTS | {"max_model_len": 100},
+            "has room for 100 tokens of prompt and response, and this recipe has up to 200",
+        ),
+        (
+            FACTS | {"quantization": "awq"},
+            "was started with --quantization awq, .* refused: there is fp8, fp8_per_tensor",
+        ),
+        (FACTS | {"vllm": "0.33.1"}, "runs vLLM 0.33.1, and supported is 0.32.x"),
+        ({"model_type": "qwen3"}, "runs vLLM None, and supported is 0.32.x"),
+        (FACTS | {"transfer": None}, "another transfer, None, and wire is needed. .*\n.*--weight-transfer-config"),
+        (FACTS | {"logprobs_mode": "raw_logprobs"}, "another logprobs mode, raw_logprobs, and processed_logprobs is n"),
+        (FACTS | {"chunked_prefill": True}, "another chunked prefill, True, and False is needed"),
+        (FACTS | {"replicas": 2}, "is 2 data-parallel replicas behind one URL"),
+        (FACTS | {"vocab_size": 65}, "serves another model: its vocab_size is 65"),
+        ('{"results": []}', "cannot take weights from a trainer .*is no vLLM"),
+        ("<html>", "cannot take weights from a trainer .*is no vLLM: /collective_rpc is answered with '<html>'"),
+    ],
+)
+def test_refused_before_training(facts, words):
+    with answering(facts) as (url, _), pytest.raises(ConfigError, match=words):
+        ServerEngine(url, CONFIG, {}, torch.float32, longest=200)
+
+
+def test_a_server_without_the_end_point_of_token_ids():
+    words = r"(?s)takes no token ids .*refuses /inference/v1/generate: 404.*\n.*--enable-scale-out"
+    with answering(FACTS, lacks="/inference/v1/generate") as (url, _), pytest.raises(ConfigError, match=words):
+        ServerEngine(url, CONFIG, {}, torch.float32)
+
+
+def test_kept_caches_are_not_for_later_responses():
+    with answering(FACTS) as (url, _), pytest.raises(ConfigError, match="start it with --no-enable-prefix-caching"):
+        ServerEngine(url, CONFIG, {}, torch.float32, keep_caches=True)
+
+
+def test_how_far_its_drafts_went(monkeypatch):
+    """Since the last time; of all engines behind it."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    counted = "\n".join(
+        f'vllm:spec_decode_num_{name}_total{{engine="{i}",model_name="m"}} {value}'
+        for i in (0, 1)
+        for name, value in (("drafts", 4.0), ("draft_tokens", 12.0), ("accepted_tokens", 6.0), ("x_per_pos", 9.0))
+    )
+    with answering(FACTS, metrics="# HELP\n" + counted) as (url, _):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        assert engine.statistics() == {
+            "speculation/passes": 8,
+            "speculation/proposed": 24,
+            "speculation/accepted": 12,
+            "speculation/tokens_per_step": 2.5,
+        }
+        assert engine.statistics() == {}
+
+
+def test_nothing_is_generated_while_weights_arrive(monkeypatch):
+    """Also when nothing is under way at the beginning: a request may come in between."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    monkeypatch.setattr(network, "send", lambda group, stream: list(stream))
+    with answering(FACTS) as (url, asked):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        asked.clear()
+        engine.load_weights(iter([]), version=1)
+    assert asked[0] == "/pause?mode=keep" and asked[-1] == "/resume"
+    assert asked.index("/update_weights") < asked.index("/finish_weight_update") < len(asked) - 2
+    assert engine.weight_version == 1
+
+
+@pytest.mark.parametrize("dies", ["/update_weights", "/finish_weight_update"])
+def test_an_engine_that_dies_while_it_gets_weights(monkeypatch, dies):
+    """It is lost, and not what it would not take."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    monkeypatch.setattr(network, "send", lambda group, stream: list(stream))
+    monkeypatch.setattr(server_client.time, "sleep", lambda seconds: None)
+    with answering(FACTS, dies=dies) as (url, _):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        with pytest.raises(EngineLost, match="is broken: 503"):
+            engine.load_weights(iter([]), version=1)
+
+
+def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
+    """Neither its responses come nor its answer to the question how it is."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    monkeypatch.setattr(server_client, "PING_S", 0.1)
+    with answering(FACTS, hangs=("/inference/v1/generate", "/is_paused")) as (url, asked):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine.silence_timeout_s = 1.0
+        with pytest.raises(EngineLost, match="does not answer: timed out"):
+            list(engine.generate([Request(0, (3, 4), 2, seed=1)], Sampling(4)))
+        assert "/is_paused" in asked
+
+
+def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
+    """A thread that was about to ask when the others were hung up would wait for ever."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    with answering(FACTS, hangs=("/inference/v1/generate",)) as (url, asked):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        ended, epoch = queue.Queue(), engine._epoch
+        arguments = Request(0, (3, 4), 1, seed=1), 0, Sampling(4), ended
+        waiting = threading.Thread(target=engine._ask, args=(*arguments, epoch))
+        waiting.start()
+        while "/inference/v1/generate" not in asked:
+            time.sleep(0.01)
+        engine.close()
+        waiting.join(60)
+        late = threading.Thread(target=engine._ask, args=(*arguments, epoch), daemon=True)
+        late.start()
+        late.join(60)
+        assert not waiting.is_alive() and not late.is_alive() and not engine._asked
+        answers = [ended.get()[2] for _ in range(2)]
+        assert all(isinstance(each, EngineLost) for each in answers) and asked.count("/inference/v1/generate") == 1
+
+
+def test_the_address_that_a_server_reaches_this_machine_by():
+    assert own_address("http://127.0.0.1:8000/v1") == own_address("http://localhost") == "127.0.0.1"
+    assert flag("enforce_eager", False) == ["--no-enforce-eager"]
+
+
+def test_arguments_of_a_server():
+    """A prompt is computed whole, however long; a draft model has weights of its own."""
+    drafts = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+    options = {"rollout": Rollout(max_batch_sequences=16), "vllm": Vllm(speculative_config=drafts)}
+    recipe = SimpleNamespace(**options, longest_generation=30000)
+    arguments = server_arguments(recipe, SimpleNamespace(max_position_embeddings=20000))
+    assert arguments == {
+        "max_model_len": 20000,
+        "max_num_seqs": 16,
+        "speculative_config": drafts | {"draft_load_config": {"load_format": "auto"}},
+    }
+    line = command("model", torch.bfloat16, arguments=arguments)
+    assert line[line.index("--max-num-batched-tokens") + 1] == "20000"
+
+
+def test_a_server_that_keeps_caches_shares_no_prefixes():
+    keep = Rollout(staleness=2, cache_after_sync="keep")
+    recipe = SimpleNamespace(rollout=keep, vllm=Vllm(), longest_generation=20)
+    assert server_arguments(recipe, SimpleNamespace(max_position_embeddings=64))["enable_prefix_caching"] is False

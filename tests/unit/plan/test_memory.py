@@ -1,0 +1,162 @@
+"""The memory of a plan, by hand: bytes per parameter, phases, and what it says where there is no room."""
+
+import json
+
+import pytest
+
+from megatron_rft.commands import main
+from megatron_rft.config import load, vllm
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.memory import lines, memory_of, state_of
+from megatron_rft.plan.parameters import Sizes, buckets, owned
+
+CONFIG = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    intermediate_size=16,
+    vocab_size=10,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+)
+LAYER = 3 * 64 + 64 + 2 * 2 + 3 * 128 - 64 + 2 * 8  # q, o 64 each, k, v 32 each; two norms of 2; three of 128; two of 8
+WHOLE = 2 * 80 + 2 * LAYER + 8
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"run: {{output_dir: {tmp_path}/out, steps: 2}}\nmodel: {{path: {tmp_path}/model, initialise: random}}\n"
+        "data: {train: arithmetic}\nalgorithm: {name: grpo}\noptimizer: {use_distributed_optimizer: false}\n"
+    )
+    return recipe
+
+
+def sizes(path):
+    return Sizes.read(path.parent / "model")
+
+
+def test_parameters_by_hand(path):
+    assert sizes(path).whole() == WHOLE
+
+
+@pytest.mark.parametrize("precision, bytes_", [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12))])
+def test_bytes_of_a_parameter(path, precision, bytes_):
+    state = state_of(load(path, [f"model.precision={precision}"]), sizes(path), Layout(1, 1, 1, 1, 1, 1), 0)
+    assert (state.weights, state.gradients, state.optimizer) == tuple(WHOLE * each for each in bytes_)
+
+
+def test_own_moments_of_pipo_are_a_second_set(path):
+    layout, options = Layout(1, 1, 1, 1, 1, 1), ["pipo.optimizer_state=own"]
+    one, two = (state_of(load(path, each), sizes(path), layout, 0).optimizer for each in ([], options))
+    assert two - one == 8 * WHOLE
+
+
+def test_buckets_and_slices_by_hand():
+    from megatron_rft.plan.parameters import Parameter
+
+    buffer = buckets([Parameter(100, alone=True), Parameter(30), Parameter(70)], 2, float("inf"))
+    # from the last: 70 at 0, 30 at 128 (70 padded to 64s), 158 padded to 256; the embedding alone, padded to 128
+    assert buffer == [(256, [(0, 70), (128, 158)]), (128, [(0, 100)])]
+    assert owned(buffer, 2) == 70 + 64  # of the slices 0-128 and 128-256, 0-64 and 64-128
+
+
+def test_pipeline_stages_share_the_layers(path):
+    s, recipe = sizes(path), load(path)
+    first, last = (state_of(recipe, s, Layout(2, 1, 2, 1, 1, 1), stage).gradients // 4 for stage in (0, 1))
+    assert (first, last) == (80 + LAYER, 80 + LAYER + 8)
+
+
+def test_the_engine_holds_a_whole_copy(path):
+    m = memory_of(load(path), sizes(path), Layout(2, 2, 1, 1, 1, 2))
+    assert m.engine == 2 * WHOLE and m.phases["generation"] == m.state.total + m.engine + m.cache
+    tokens = 128 * (512 + 512)  # of 256 responses half on each rank
+    assert m.cache == tokens * 2 * 4 * 2 * 2
+
+
+REFINER = [
+    "constraint.kind=dynamic",
+    "constraint.eta=0.1",
+    "constraint.template=code",
+    "rollout.max_response_tokens=64",
+]
+
+
+def test_a_refiner_is_a_second_engine_and_a_reference(path):
+    layout = Layout(2, 2, 1, 1, 1, 2)
+    recipe = load(path, REFINER)
+    m, s = memory_of(recipe, sizes(path), layout), sizes(path)
+    assert m.engine == 2 * 2 * WHOLE and m.host == m.state.weights  # in bf16; the reference, as large as the policy
+    assert m.cache == 128 * recipe.longest_refinement * 2 * 4 * 2 * 2
+    assert recipe.longest_refinement > 512 + 64 + 64
+    outside = load(path, [*REFINER, "rollout.placement=process"])
+    assert memory_of(outside, s, layout).engine == 2 * WHOLE
+    assert memory_of(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
+
+
+def test_what_engines_outside_take_of_a_ranks_device(path):
+    from megatron_rft.inference.transport.buckets import BUCKET_BYTES
+
+    s, layout, device = sizes(path), Layout(2, 1, 1, 1, 1, 1), float(80 << 30)
+
+    def of(*options, device=device):
+        return memory_of(load(path, list(options)), s, layout, device)
+
+    process, server = "rollout.placement=process", "rollout.placement=server"
+    buckets = 2 * BUCKET_BYTES
+    assert of().links == 0 and of(process, device=None).links == buckets
+    assert of(process).links == of(process, "rollout.processes=1").links == buckets + (1 << 29)  # and a CUDA context
+    assert of(process, "rollout.processes=4").links == 2 * (buckets + (1 << 29))
+    assert of(server, "rollout.servers=[http://a:1, http://b:1, http://c:1, http://d:1]").links == 2 * buckets
+    outside = of(process)
+    assert outside.phases == {"training": outside.state.total + outside.activations + outside.links}
+    told = "\n".join(lines(load(path, [process]), s, layout, 80))
+    assert "links to engines outside 0.62 GiB" in told and "MiB of weights each and a cache: not counted" in told
+
+
+def test_fp8_weights_are_half_of_the_layers_matrices(path, monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    fp8 = ["vllm.quantization=fp8", "algorithm.importance=truncated"]
+    engines = [memory_of(load(path, each), sizes(path), Layout(1, 1, 1, 1, 1, 1)).engine for each in ([], fp8)]
+    matrices = 2 * (3 * 64 + 3 * 128)  # of two layers: q, k and v together, o; the feed-forward's three
+    assert engines == [2 * WHOLE, 2 * WHOLE - matrices]
+
+
+def test_a_reward_model_is_named_as_not_counted(path):
+    recipe = load(path, ["reward.kind=model", "reward.model=org/judge"])
+    assert "memory of the reward's org/judge" in "\n".join(lines(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1)))
+
+
+def test_vllm_keeps_its_share_of_a_device(path, monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)
+    assert memory_of(load(path), s, layout, device).engine == device / 2
+    assert memory_of(load(path, REFINER), s, layout, device).engine == device / 2  # a quarter each
+    assert "memory of vLLM's cache: not counted" in "\n".join(lines(load(path), s, layout))
+
+
+def test_plan_says_what_fits_and_what_would_help(path, capsys):
+    assert main.main(["plan", str(path), "--gpus", "2", "--gpu-gib", "80"]) == 0
+    told = capsys.readouterr().out
+    assert "memory of a rank: weights" in told and "fits 80 GiB" in told
+    assert main.main(["plan", str(path), "--gpus", "2", "--gpu-gib", "0.01"]) == 2
+    error = capsys.readouterr().err
+    assert "needs" in error and "and there are 0.01 GiB" in error
+    helps = [line.strip() for line in error.splitlines()[1:]]
+    assert any(line.startswith("megatron.tensor_model_parallel_size=2") for line in helps)
+    assert any(line.startswith("batching.micro_batch_tokens=2048") for line in helps)
+    assert any(line.startswith("megatron.recompute_granularity=full") for line in helps)
+
+
+@pytest.mark.parametrize("size", ["0", "much", "inf"])
+def test_a_size_that_is_none(path, size, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["plan", str(path), "--gpu-gib", size])
+    assert "is not a number of GiB" in capsys.readouterr().err

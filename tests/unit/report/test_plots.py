@@ -1,0 +1,52 @@
+from megatron_rft.report.plots import Curves, draw, panels_of, smooth
+from megatron_rft.tracking.metrics import MetricsFile
+
+RL_STEP = {
+    "reward/mean": 0.5,
+    "policy/loss": 0.0,
+    "policy/kl": 0.001,
+    "policy/grad_norm": 0.4,
+    "pipo/xi": -1.0,
+    "pipo/phi": -0.1,
+    "response/length_mean": 12.0,
+    "seconds/step": 2.0,
+    "seconds/generation": 1.5,
+    "seconds/other": 0.5,
+}
+
+
+def write(run_dir, steps: list[dict]) -> None:
+    file = MetricsFile(run_dir / "metrics.jsonl")
+    for step, metrics in enumerate(steps):
+        file.log(step, metrics)
+    file.close()
+
+
+def test_a_constant_stays_and_a_line_keeps_its_middle():
+    assert smooth([3.0] * 50) == [3.0] * 50
+    line = smooth([float(i) for i in range(41)])  # windows of 5
+    assert line[20] == 20.0 and line[2] == 2.0 and line[0] == 1.0
+    assert smooth([1.0, 5.0]) == [1.0, 5.0]
+
+
+def test_null_and_missing_leave_gaps():
+    curves = Curves([{"step": 0, "a": 1.0}, {"step": 1, "a": None}, {"step": 2}, {"step": 3, "a": 2.0}])
+    assert curves.of("a") == ([0, 3], [1.0, 2.0])
+    assert curves.has("a", "b") and not curves.has("b")
+
+
+def test_panels_follow_the_metrics():
+    rl = panels_of(Curves([{"step": 1, **RL_STEP}]))
+    assert [panel.title for panel in rl] == [
+        "Reward", "KL divergence", "PIPO feedback", "Response length", "Gradient norm", "Time per step",
+    ]  # fmt: skip
+    sft = panels_of(Curves([{"step": 1, "policy/loss": 1.0, "policy/grad_norm": 1.0}]))
+    assert [panel.title for panel in sft] == ["Loss", "Gradient norm"]
+
+
+def test_pictures_of_any_length(tmp_path):
+    for steps in (0, 1, 2, 300):
+        run = tmp_path / f"run{steps}"
+        write(run, [{"evaluation/pass@1": 0.25, "evaluation/pass@1_se": 0.01}, *[RL_STEP] * (steps - 1)][:steps])
+        picture = draw(run)
+        assert picture == run / "curves.png" and picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,63 @@
+import pytest
+
+from megatron_rft.config.rewards import Reward
+from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards import build
+from megatron_rft.utils.errors import ConfigError
+
+CODE = """
+from megatron_rft.records import Score
+calls = []
+def right(prompt, text):
+    return prompt.answer in text
+def scored(prompt, text):
+    return Score(0.5, reason="half", correct=False)
+def broken(prompt, text):
+    calls.append(text)
+    return 1 / 0
+def odd(prompt, text):
+    return None
+def one(text):
+    return 1.0
+"""
+PROMPT = Prompt(0, (1,), "2+2=", "4")
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+    return lambda name, **options: build(Reward(kind="own", function=f"mine.py:{name}", **options))
+
+
+def test_a_number_or_a_score(rewards):
+    prompts = [PROMPT, PROMPT]
+    assert rewards("right")(prompts, ["it is 4", "no"]) == [Score(1.0), Score(0.0)]
+    assert rewards("scored")([PROMPT], [""]) == [Score(0.5, reason="half", correct=False)]
+    assert rewards("right").maximum == float("inf") and rewards("right", maximum=1.0).maximum == 1.0
+
+
+def test_what_fails_is_an_error_and_no_zero(rewards):
+    broken = rewards("broken")
+    (score,) = broken([PROMPT], ["x"])
+    assert score.error == "mine.py:broken: ZeroDivisionError: division by zero"
+    assert broken.function.__globals__["calls"] == ["x", "x"]  # asked again
+    assert "gave None, which is neither a number nor a Score" in rewards("odd")([PROMPT], ["x"])[0].error
+
+
+def test_as_a_part_of_a_sum(rewards):
+    part = {"kind": "own", "function": "mine.py:right", "weight": 0.5, "shaping": True}
+    section = Reward.model_validate({"kind": "sum", "parts": [{"kind": "math", "workers": 0}, part]})
+    reward = build(section)
+    (score,) = reward([PROMPT], ["4"])
+    assert (score.reward, score.shaping) == (1.0, 0.5) and Reward.model_validate(section.model_dump()) == section
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("rigth", "Did you mean 'right'"), ("calls", "is a list, not a function"), ("one", "called with (prompt, text)")],
+)
+def test_what_cannot_be_used_is_refused(rewards, name, problem):
+    with pytest.raises(ConfigError, match="reward.function") as error:
+        rewards(name)
+    assert problem in str(error.value)

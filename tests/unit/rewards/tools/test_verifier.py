@@ -1,0 +1,204 @@
+import itertools
+import json
+import random
+
+import pytest
+
+from megatron_rft.records import Prompt
+from megatron_rft.rewards.tools.calls import Call, Malformed, tool_calls
+from megatron_rft.rewards.tools.rlla import assign
+from megatron_rft.rewards.tools.verifier import ToolReward
+
+F = Call("f", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [F]),
+        ('<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": {}}\n</tool_call>',
+         [F, Call("g", {})]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>{"name": "g"}</tool_call>',
+         [F, Call("g", {})]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
+        ('[{"name": "f", "arguments": {"a": 1}}]', [F]),
+        ('```json\n[{"f": {"a": 1}}]\n```', [F]),
+        ("[f(a=1), g.h(b='x', c=[1.5, None], d=UP)]", [F, Call("g.h", {"b": "x", "c": [1.5, None], "d": "UP"})]),
+        ("f(a=1)", [F]),
+        ("<think>f(a=2)</think>\nf(a=1)", [F]),
+        ("I cannot do that.", []),
+        ("", []),
+        ("[]", []),
+    ],
+)  # fmt: skip
+def test_the_forms_of_calls(text, calls):
+    assert tool_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{",
+        "<tool_call>{'name': 'f'</tool_call>",
+        "[1, 2]",
+        '{"name": 3}',
+        "[f(1)]",
+        '{"a": 1, "b": 2}',
+        "[" * 5000,
+        "<tool_call>" + "[" * 30000 + "</tool_call>",
+    ],
+)
+def test_what_cannot_be_read(text):
+    with pytest.raises(Malformed):
+        tool_calls(text)
+
+
+def test_nothing_is_evaluated():
+    assert tool_calls("f(a=__import__('os').getcwd())") == [Call("f", {"a": "__import__('os').getcwd()"})]
+
+
+@pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "1j", "{1: 2, 'a': 3}", "[{(1, 2): 3}]"])
+def test_what_json_does_not_have_is_its_own_text(value):
+    assert tool_calls(f"f(a={value})") == [Call("f", {"a": value})]
+    assert ToolReward().answer(f"f(a={value})") == json.dumps([["f", {"a": value}]])
+
+
+def rlla(reference: str, text: str):
+    return ToolReward("rlla")([Prompt(0, (1,), "", reference)], [text])[0]
+
+
+def tagged(*calls: dict) -> str:
+    return "<think> so </think>\n<tool_call>\n" + "\n".join(map(json.dumps, calls)) + "\n</tool_call>"
+
+
+A = {"name": "f", "parameters": {"a": 1, "b": 2}}
+B = {"name": "g", "parameters": {"c": "x"}}
+REFERENCE = tagged(A, B)
+
+
+def test_partial_credit_by_hand():
+    """Best is 1 name + 2 calls + 3 arguments = 6, so that correctness is what was earned minus 3."""
+    assert rlla(REFERENCE, REFERENCE).reward == 4.0 and rlla(REFERENCE, REFERENCE).correct
+    assert rlla(REFERENCE, tagged(B, A)).reward == 4.0  # in any order
+    wrong = rlla(REFERENCE, tagged({"name": "f", "parameters": {"a": 1, "b": 3}}, B))
+    assert wrong.reward == 3.0 and "b is 3, expected 2" in wrong.reason and not wrong.correct
+    missing = rlla(REFERENCE, tagged({"name": "f", "parameters": {"a": 1}}, B))
+    assert missing.reward == pytest.approx(1 + (1 + 0.5 + 1 + 1 + 1) - 3)  # names, keys of f, a, keys of g, c
+    one = rlla(REFERENCE, tagged(A))
+    assert one.reward == pytest.approx(1 + (0.5 + 1 + 2) - 3) and "g is not called" in one.reason
+    assert rlla(REFERENCE, "<think> so </think>\n<response> no </response>").reward == -3.0
+    assert rlla(REFERENCE, "<think> so </think><tool_call>{</tool_call>").reward == 1.0 - 3.0
+
+
+def test_format_apart_from_correctness():
+    score = rlla(REFERENCE, REFERENCE.removeprefix("<think> so </think>"))
+    assert score.details == {"format": 0.0, "calls": 3.0} and score.reward == 3.0
+    assert rlla(REFERENCE, REFERENCE + " more").details["format"] == 0.0
+
+
+def test_where_no_call_is_wanted():
+    reference = "<think> so </think>\n<response> Which city? </response>"
+    assert rlla(reference, "<think> a </think> <response> b </response>").reward == 4.0
+    assert rlla(reference, tagged(A)).reward == -3.0
+
+
+def test_repeating_a_call_earns_nothing():
+    assert rlla(REFERENCE, tagged(A, B, A)).reward < 4.0
+    assert rlla(REFERENCE, tagged(*[A, B] * 20)).reward == 1 - 3.0
+
+
+def test_assignment_is_the_best():
+    numbers = random.Random(0)
+    for _ in range(200):
+        size = numbers.randrange(1, 6)
+        table = [[numbers.choice([0.0, 0.5, 1.0, 2.5, 3.0]) for _ in range(size)] for _ in range(size)]
+        best = max(
+            sum(table[row][column] for row, column in enumerate(columns))
+            for columns in itertools.permutations(range(size))
+        )
+        assert assign(table) == pytest.approx(best)
+
+
+FUNCTION = {
+    "name": "area.of",
+    "parameters": {
+        "type": "dict",
+        "properties": {
+            "base": {"type": "integer"}, "height": {"type": "float"}, "unit": {"type": "string"},
+            "points": {"type": "array"}, "style": {"type": "dict"}, "exact": {"type": "boolean"},
+            "at": {"type": "tuple"},
+        },
+        "required": ["base"],
+    },
+}  # fmt: skip
+ACCEPTED = [
+    {
+        "area.of": {
+            "base": [10],
+            "height": [5.0],
+            "unit": ["sq. cm", ""],
+            "points": [[1, 2], ""],
+            "style": [{"colour": ["red", "Blue"], "width": [1, ""]}, ""],
+            "exact": [True, "Flag_a", ""],
+            "at": [[1, 2], ""],
+        }
+    }
+]
+
+
+def bfcl(reference: list | str, text: str) -> float:
+    return ToolReward("bfcl")([Prompt(0, (1,), "", json.dumps(reference), {"function": [FUNCTION]})], [text])[0].reward
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("[area.of(base=10, height=5)]", True),  # a whole number is a float
+        ("[area_of(base=10, height=5.0)]", True),
+        ("[area.of(base=10.0, height=5)]", False),  # but no float an integer
+        ("[area.of(base='10', height=5)]", False),
+        ("[area.of(height=5)]", False),
+        ("[area.of(base=10)]", False),
+        ("[area.of(base=10, height=5, unit='SQ CM')]", True),
+        ("[area.of(base=10, height=5, unit='m')]", False),
+        ("[area.of(base=10, height=5, colour='m')]", False),
+        ("[area.of(base=10, height=5, points=[1, 2])]", True),
+        ("[area.of(base=10, height=5, points=[2, 1])]", False),
+        ("[area.of(base=10, height=5, points=(1, 2))]", False),
+        ("[area.of(base=10, height=5, at=(1, 2))]", True),
+        ("[area.of(base=10, height=5, at=[1, 2])]", True),
+        ("[area.of(base=10, height=5, style={'colour': 'blue'})]", True),
+        ("[area.of(base=10, height=5, style={'width': 1})]", False),
+        ("[area.of(base=10, height=5, exact=True)]", True),
+        ("[area.of(base=10, height=5, exact=1)]", False),
+        ("[area.of(base=10, height=5, exact='Flag_a')]", True),  # a variable, written as it is
+        ("[area.of(base=10, height=5, exact='flag a')]", False),
+        ("[area.of(base=10, height=5), area.of(base=10, height=5)]", False),
+        ('[{"name": "area.of", "arguments": {"base": 10, "height": 5}}]', True),
+        ("The area is 25.", False),
+        ("[area.of(", False),
+    ],
+)
+def test_the_leaderboards_rules(text, right):
+    assert bfcl(ACCEPTED, text) == float(right)
+
+
+def test_parallel_irrelevance_and_relevance():
+    two = [{"area.of": {"base": [1]}}, {"area.of": {"base": [2]}}]
+    assert bfcl(two, "[area.of(base=2), area.of(base=1)]") == 1.0
+    assert bfcl(two, "[area.of(base=2), area.of(base=2)]") == 0.0
+    assert bfcl([], "None of the functions fits.") == 1.0
+    assert bfcl([], "[area.of(base=1)]") == 0.0
+    assert bfcl("any", "[volume.of(side=1)]") == 1.0
+    assert bfcl("any", "None of the functions fits.") == bfcl("any", "[area.of(") == bfcl("any", "[]") == 0.0
+
+
+def test_a_broken_reference_is_an_error():
+    for rules, answer in (("rlla", "<tool_call>{</tool_call>"), ("bfcl", "no JSON")):
+        assert ToolReward(rules)([Prompt(3, (1,), "", answer)], ["x"])[0].error.startswith("the reference of problem 3")
+
+
+@pytest.mark.parametrize("tools", ["{", [{"nme": "f"}], ["f"], [{"name": "f", "parameters": {"properties": []}}]])
+def test_broken_tools_are_an_error(tools):
+    (score,) = ToolReward("bfcl")([Prompt(3, (1,), "", '[{"f": {}}]', {"tools": tools})], ["f()"])
+    assert score.error.startswith("the reference of problem 3: its tools are no list of described functions")

@@ -1,0 +1,103 @@
+"""Sampling ahead: which weights write which batch, whatever the clock says; and what a checkpoint keeps of it."""
+
+import time
+
+import pytest
+import torch
+
+from megatron_rft.data.stream import Stream
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.pool import Fleet
+from megatron_rft.rollout.scheduler import Ahead
+from megatron_rft.utils.errors import RunFailed
+from tests.unit.inference.tiny import hf_stream
+from tests.unit.rollout.test_sampler import SAMPLING, EvenLength, Letters, prompts, same
+
+from megatron_rft.rollout.sampler import Sampler  # isort: skip
+
+STEPS, COUNT = 5, 3
+PROMPTS = prompts(7)
+
+
+def weights(model, version: int):
+    """Different weights after every step."""
+    return ((name, tensor * (1 + version / 4)) for name, tensor in hf_stream(model))
+
+
+class Member(HFEngine):
+    """In this process, in a thread: cheap, and as slow as one likes."""
+
+    name, slow = "a member", 0.0
+
+    def generate(self, requests, sampling):
+        time.sleep(self.slow)
+        yield from super().generate(requests, sampling)
+
+
+def build(model, staleness: int, keep=None, rounds: int = 1) -> Ahead:
+    fleet = Fleet([Member(model.config)], torch.float32)
+    fleet.load_weights(weights(model, 0), 0)
+    sampler = Sampler(fleet, SAMPLING, EvenLength(), Letters(), group_size=3, seed=1, background=staleness > 0)
+    return Ahead(sampler, Stream(PROMPTS).next, COUNT, STEPS, staleness, keep, rounds)
+
+
+def run(ahead: Ahead, model, first: int = 1, last: int = STEPS):
+    """The batches of steps first .. last, in a loop like the trainer's."""
+    found = []
+    for step in range(first, last + 1):
+        found.append(ahead.next(step))
+        ahead.settle()
+        ahead.sampler.engine.load_weights(weights(model, step), step)
+    return found
+
+
+def versions(found) -> list[list[int]]:
+    return [sampled.batch.sequences["weight_version"].unique().tolist() for sampled in found]
+
+
+def test_synchronous_batches_are_of_the_newest_weights(model):
+    found = run(build(model, 0), model)
+    assert versions(found) == [[0], [1], [2], [3], [4]]
+    assert [sampled.metrics["rollout/staleness"] for sampled in found] == [0] * 5
+
+
+def disagree(batch):
+    """Groups whose rewards are not all equal, as DAPO wants them."""
+    rewards, groups = batch.sequences["rewards"], batch.groups
+    return torch.stack([rewards[groups == group].std(correction=0) > 0 for group in groups])  # [B]
+
+
+@pytest.mark.parametrize("keep, rounds", [(None, 1), (disagree, 3)])
+def test_one_step_off_is_the_same_whatever_the_clock_says(model, keep, rounds):
+    quick, slow = build(model, 1, keep, rounds), build(model, 1, keep, rounds)
+    slow.sampler.engine.members[0].slow = 0.05
+    found, again = run(quick, model), run(slow, model)
+    assert versions(found) == [[0], [0], [1], [2], [3]]
+    assert [sampled.metrics["rollout/staleness"] for sampled in found] == [0, 1, 1, 1, 1]
+    assert all(same(one.batch, other.batch) for one, other in zip(found, again, strict=True))
+    assert not quick.pending
+
+
+def test_a_checkpoint_keeps_what_is_under_way(model):
+    whole = run(build(model, 1, disagree, 3), model)
+    first = build(model, 1, disagree, 3)
+    run(first, model, last=2)
+    state = first.state() | {"mu": torch.ones(1)}
+    assert [each.step for each in first.pending] == [3]
+
+    resumed = build(model, 1, disagree, 3)
+    assert resumed.restore(state, PROMPTS).keys() == {"mu"}
+    resumed.draw.__self__.position = first.draw.__self__.position
+    resumed.sampler.engine.load_weights(weights(model, 2), 2)
+    rest = run(resumed, model, first=3)
+    assert all(same(one.batch, other.batch) for one, other in zip(rest, whole[2:], strict=True))
+    assert [str(r) for r in rest[0].rollouts] == [str(r) for r in whole[2].rollouts]
+    untimed = [{k: v for k, v in each.metrics.items() if "seconds" not in k} for each in (rest[1], whole[3])]
+    assert untimed[0].keys() == untimed[1].keys()
+
+
+def test_weights_that_do_not_arrive_are_noticed(model):
+    ahead = build(model, 1)
+    ahead.next(1), ahead.settle(), ahead.next(2), ahead.settle()
+    with pytest.raises(RunFailed, match="begun 2 versions of the weights ago, and rollout.staleness is 1"):
+        ahead.next(3)

@@ -1,0 +1,118 @@
+"""What a run does with its engines around a step; processes and servers are in tests/integration and tests/parity."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import Vllm
+from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.training import engines
+from megatron_rft.training.engines import Sync, check_gpus, devices, engines_of_node
+from megatron_rft.utils.errors import ConfigError
+
+CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+
+
+class ForgetfulEngine(HFEngine):
+    """As vLLM on a GPU: what it held is gone after a sleep, and it cannot be used before it is woken."""
+
+    asleep = False
+
+    def sleep(self):
+        self.asleep, self.weight_version = True, -1
+        for parameter in self.model.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))
+
+    def wake(self):
+        self.asleep = False
+
+    def load_weights(self, stream, version):
+        assert not self.asleep
+        super().load_weights(stream, version)
+
+
+class Actor:
+    def __init__(self):
+        self.weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
+
+    def stream(self):
+        return iter(self.weights.items())
+
+
+def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
+    engine = ForgetfulEngine(CONFIG)
+    sync = Sync(Actor(), engine, version=0)
+    sync.push(verify=True)
+
+    def generated():
+        (group,) = engine.generate([Request(0, (1, 2, 3), 2, seed=1)], Sampling(6, temperature=0.0))
+        return [response.token_ids for response in group.responses]
+
+    before = generated()
+    sync.rest()
+    assert engine.asleep
+    sync.push()
+    assert not engine.asleep and generated() == before
+
+
+def test_each_engine_has_its_gpus():
+    assert [devices(index, 1, ["2", "3"], "0") for index in range(3)] == [["2"], ["3"], ["2"]]
+    assert [devices(index, 2, ["3", "4", "5", "6", "7"], "0") for index in range(3)] == [
+        ["3", "4"],
+        ["5", "6"],
+        ["3", "4"],
+    ]
+    assert devices(1, 1, [], "0") == ["0"]
+    with pytest.raises(ConfigError, match="a server takes 4 GPUs, and 3 of this node's are without a rank"):
+        devices(0, 4, ["1", "2", "3"], "0")
+    with pytest.raises(ConfigError, match="a server takes 2 GPUs, and 0 of"):
+        devices(0, 2, [], "0")
+
+
+@pytest.mark.parametrize(
+    "ranks, count, mine",
+    [
+        (1, 4, [[0, 2], [1, 3]]),  # two nodes of one rank and two GPUs without one
+        (2, 8, [[0, 4, 1, 5], [0, 4, 1, 5], [2, 6, 3, 7], [2, 6, 3, 7]]),
+        (2, 2, [[0], [0], [1], [1]]),
+    ],
+)
+def test_engines_of_a_node(monkeypatch, ranks, count, mine):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    for rank, expected in enumerate(mine):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % ranks))
+        assert engines_of_node(count, rank, len(mine)) == expected
+
+
+@pytest.mark.parametrize(
+    "options, gpus, expected",
+    [
+        ({"placement": "process"}, "0,1,2,3", True),  # one on each of two
+        ({"placement": "process", "processes": 4}, "0,1,2,3", False),
+        ({"placement": "process"}, "0,1", False),  # beside the ranks
+        ({"placement": "server", "processes": 1}, "0,1,2", True),
+    ],
+)
+def test_who_has_a_gpu_to_itself(monkeypatch, options, gpus, expected):
+    recipe = SimpleNamespace(rollout=Rollout(**options), vllm=Vllm())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engines, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
+    for name, value in {"CUDA_VISIBLE_DEVICES": gpus, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert engines.alone(recipe) is expected
+
+
+def test_too_few_gpus_are_told_before_anything_is_loaded(monkeypatch):
+    recipe = SimpleNamespace(rollout=Rollout(placement="server"), vllm=Vllm(tensor_parallel_size=2))
+    check_gpus(recipe)  # on a CPU a worker is a process
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    for ranks in ("1", "2"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        with pytest.raises(ConfigError, match="a server takes 2 GPUs, and 1 of") if ranks == "2" else nullcontext():
+            check_gpus(recipe)

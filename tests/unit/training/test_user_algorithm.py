@@ -1,0 +1,120 @@
+"""An algorithm in a file of the user's, from a recipe."""
+
+import json
+
+import pytest
+import yaml
+
+from megatron_rft.config import dump, load
+from megatron_rft.training.online import build_objective
+from megatron_rft.utils.errors import ConfigError
+from tests.unit.config.test_config import SHAPE
+
+CODE = """
+from dataclasses import dataclass
+from typing import Annotated, Literal
+from pydantic import Field
+from megatron_rft.objectives import GRPO
+from megatron_rft.objectives.base import PolicyObjective, Prepared, Update
+
+@dataclass(frozen=True)
+class Bonus(GRPO):
+    bonus: float = 0.1
+    share: Annotated[float, Field(le=1)] = 0.5
+    shape: Literal["flat", "steep"] = "flat"
+
+@dataclass(frozen=True)
+class Small(PolicyObjective):
+    scale: float
+    def advantages(self, batch): ...
+    def surrogate(self, outputs, batch): ...
+    def prepare(self, batch, state): ...
+
+class Half(PolicyObjective):
+    pass
+
+class Careless(GRPO):
+    bonus: float = 0.1
+
+class Greedy(GRPO):
+    needs = frozenset({"old_logprob"})
+
+class Valued(GRPO):
+    needs = frozenset({"values"})
+"""
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """(objective's name, options, other sections) -> the objective."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(SHAPE))
+
+    def make(name: str, options: dict = {}, **sections):  # noqa: B006
+        content = {
+            "run": {"output_dir": "out", "steps": 20},
+            "model": {"path": "model"},
+            "data": {"train": "arithmetic"},
+            "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 32},
+            "algorithm": {"name": "own", "objective": f"mine.py:{name}", **options},
+            **sections,
+        }
+        (tmp_path / "rl.yaml").write_text(yaml.safe_dump(content))
+        recipe = load(tmp_path / "rl.yaml")
+        (tmp_path / "again.yaml").write_text(dump(recipe))
+        assert load(tmp_path / "again.yaml") == recipe
+        return build_objective(recipe)
+
+    return make
+
+
+def test_options_are_the_fields(made):
+    objective = made("Bonus", {"bonus": 1, "clip_low": 0.1, "mini_batch_prompts": 4, "shape": "steep"})
+    assert (objective.bonus, objective.clip_low, objective.shape) == (1, 0.1, "steep")
+    assert (objective.mini_batches, objective.max_response_tokens, objective.kl_coefficient) == (2, 32, 0.001)
+
+
+def test_only_what_it_has_fields_for_is_filled_in(made):
+    assert made("Small", {"scale": 2.0}).scale == 2.0
+
+
+def test_inside_pipo(made):
+    assert made("Bonus", pipo={"window": 2}).base.bonus == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("Bonus", {"bonsu": 1.0}, "algorithm.bonsu: Bonus has no such field. Did you mean 'bonus'?"),
+        ("Bonus", {"bonus": "much"}, "algorithm.bonus: 'much' is not a number"),
+        ("Bonus", {"share": 2.0}, "algorithm.share: 2.0 is not at most 1"),
+        ("Bonus", {"shape": "step"}, "algorithm.shape: 'step' is not one of flat, steep"),
+        ("Bonus", {"max_response_tokens": 3}, "algorithm.max_response_tokens: Bonus has no such field"),
+        ("Small", {}, "missing 1 required positional argument: 'scale'"),
+        ("Small", {"scale": 1.0, "epochs": 2}, "algorithm.epochs does nothing: Small has no field epochs"),
+        ("Small", {"scale": 1.0, "mini_batch_prompts": 2}, "algorithm.mini_batch_prompts does nothing"),
+        ("Half", {}, "does not define advantages, prepare, surrogate"),
+        ("Careless", {}, "needs @dataclass(frozen=True)"),
+        ("Greedy", {}, "Did you mean 'old_logprobs'?"),
+        ("Valued", {}, "critic: is missing"),
+        ("dataclass", {}, "no class that derives from"),
+    ],
+)
+def test_what_would_not_work_is_refused(made, name, options, problem):
+    with pytest.raises(ConfigError) as error:
+        made(name, options)
+    assert problem in str(error.value)
+
+
+def test_sections_without_effect(made):
+    with pytest.raises(ConfigError, match="critic: the objective needs no values"):
+        made("Bonus", critic={"lr": 1e-5})
+    with pytest.raises(ConfigError, match="model.reference does nothing"):
+        made("Bonus", {"kl_coefficient": 0.0}, model={"path": "model", "reference": "model"})
+
+
+def test_code_as_a_name_is_told_where_it_goes(made):
+    with pytest.raises(ConfigError, match="write name: own, objective: mine.py:Bonus"):
+        made("Bonus", {"name": "mine.py:Bonus"})
