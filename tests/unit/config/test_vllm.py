@@ -184,7 +184,7 @@ def test_every_refused_name_is_one_of_vllms():
 @with_vllm
 def test_a_plan_imports_neither_vllm_nor_torch(recipe):  # noqa: F811
     code = (
-        "import sys; from megatron_rft.config import check, load; "
+        "import sys; from megatron_rft.config import load; from megatron_rft.plan import check; "
         f"print(check(load({str(recipe)!r}, ['vllm.kv_cache_memory_bytes=1000']))); "
         "print('vllm' in sys.modules, 'torch' in sys.modules)"
     )

@@ -53,7 +53,7 @@ def fleet(model, tmp_path, gate):
     build = partial(Gated, model.config, gate)
     members = [EngineProcess(build, f"engine process {i}", tmp_path / f"{i}.log") for i in range(2)]
     fleet = Fleet(members, torch.float32)
-    fleet.reload = lambda: weight_sync(hf_stream(model), fleet, 3, verify=True)
+    fleet.reload = lambda: weight_sync.push(hf_stream(model), fleet, 3, verify=True)
     yield fleet
     fleet.close()
 
@@ -72,7 +72,7 @@ def answers(groups) -> dict[int, list]:
 def test_killed_in_generation_and_in_a_sync(fleet, model, engine, gate):
     """One fixture, one sequence: starting a process takes seconds."""
     expected = answers(engine.generate(REQUESTS, SAMPLING))
-    weight_sync(hf_stream(model), fleet, 3, verify=True)
+    weight_sync.push(hf_stream(model), fleet, 3, verify=True)
     assert not fleet.recover()
     assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
     first, second = fleet.members
@@ -92,13 +92,13 @@ def test_killed_in_generation_and_in_a_sync(fleet, model, engine, gate):
                 kill(first)
             yield pair
 
-    weight_sync(killing(hf_stream(model)), fleet, 4, verify=True)
+    weight_sync.push(killing(hf_stream(model)), fleet, 4, verify=True)
     assert fleet.lost and fleet.recover() and fleet.restarts == 2
     assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
 
     def reload():
         first.silence_timeout_s = 300
-        weight_sync(hf_stream(model), fleet, 3, verify=True)
+        weight_sync.push(hf_stream(model), fleet, 3, verify=True)
 
     fleet.reload = reload
     first.silence_timeout_s = 4
@@ -141,7 +141,7 @@ class Doomed(Engine):
 
 def test_requests_are_asked_again_once(model):
     fleet = Fleet([Doomed()], torch.float32)
-    fleet.reload = lambda: weight_sync(hf_stream(model), fleet, 3)
+    fleet.reload = lambda: weight_sync.push(hf_stream(model), fleet, 3)
     with pytest.raises(RunFailed, match="the doomed was killed a second time"):
         list(fleet.generate(REQUESTS, SAMPLING))
     assert fleet.restarts == 1
@@ -152,8 +152,8 @@ def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
     fleet = Fleet([engine], torch.float32)
     bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
     with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has 12 non-finite"):
-        weight_sync(bad, fleet, 7)
-    weight_sync(hf_stream(model), fleet, 8, verify=True)  # it is alive, and takes good ones
+        weight_sync.push(bad, fleet, 7)
+    weight_sync.push(hf_stream(model), fleet, 8, verify=True)  # it is alive, and takes good ones
     assert fleet.weight_version == 8 and next(fleet.generate(REQUESTS, SAMPLING)).responses[0].weight_version == 8
     fleet.close()
 
@@ -182,7 +182,7 @@ def test_an_engine_that_is_lost_while_others_are_counted(model):
 
 def test_a_rank_without_an_engine_keeps_up(model):
     fleet = Fleet([], torch.float32, place=(None, 1))
-    weight_sync(hf_stream(model), fleet, 3, verify=True)
+    weight_sync.push(hf_stream(model), fleet, 3, verify=True)
     assert list(fleet.generate([], SAMPLING)) == []
 
 

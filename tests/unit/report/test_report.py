@@ -126,7 +126,7 @@ class TestCharts:
 
     def test_metrics_are_documented(self):
         """Their names are those of docs/metrics.md."""
-        text = (page.HERE / "../../../docs/metrics.md").read_text()
+        text = (page.HERE / "../../docs/metrics.md").read_text()
         named = set(re.findall(r"`([a-z]+/[\w@*]+)`", text))
         families = {name.removesuffix("*") for name in named if name.endswith("*")}
         for chart in CHARTS:
