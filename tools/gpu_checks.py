@@ -29,10 +29,11 @@ from gpu_checks_rollout import ROLLOUT  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from setups import actor_like, hf_model, qwen3  # noqa: E402
 
+from megatron_rft.config.algorithms.sft import SFT as Options  # noqa: E402
 from megatron_rft.megatron import parallel, spec  # noqa: E402
 from megatron_rft.megatron.logprobs import logprobs_and_entropy  # noqa: E402
-from megatron_rft.objectives import SFT  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
+from megatron_rft.objectives.sft import SFT  # noqa: E402
 from megatron_rft.records import Batch  # noqa: E402
 
 # Dense bf16 TFLOP/s without sparsity, from the makers' data sheets.
@@ -54,7 +55,7 @@ def gradients(precision: str) -> dict[str, torch.Tensor]:
     model = hf_model(qwen3("1m", initializer_range=0.1), "fp32")
     actor = actor_like(model, precision, micro_batch_tokens=4096)
     batch = sequences(512, 16, 128)
-    loss = actor.backward(batch, SFT().loss, counts(batch))["loss"]
+    loss = actor.backward(batch, SFT(Options()).loss, counts(batch))["loss"]
     main_grads = [p.main_grad.clone() for m in actor.models for p in m.parameters()]
     with actor.swapped(main_grads):
         found = {name: tensor.float().cpu().contiguous() for name, tensor in actor.stream()}
@@ -142,7 +143,7 @@ def training(precision: str) -> Iterator[Row]:
         need("transformer_engine")
     actor = actor_like(hf_model(qwen3("1m"), "fp32"), precision, micro_batch_tokens=2048)
     batch = sequences(512, 16, 128)
-    metrics = [actor.step(batch, SFT().loss, counts(batch), learning_rate=2e-3) for _ in range(20)]
+    metrics = [actor.step(batch, SFT(Options()).loss, counts(batch), learning_rate=2e-3) for _ in range(20)]
     losses, skipped = [m["loss"] for m in metrics], sum(m["skipped"] for m in metrics)
     yield bound(skipped, 0, "steps refused")
     yield bound(losses[-1] / losses[0], 0.9, f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, ratio")
@@ -233,7 +234,7 @@ def throughput(precision: str) -> Iterator[Row]:
     actor = actor_like(hf_model(config, precision), precision, micro_batch_tokens=8192)
     ids = torch.randint(0, config.vocab_size, (count, length + 1), generator=torch.Generator().manual_seed(0))
     batch = Batch.of(ids[:, :1].tolist(), ids[:, 1:].tolist())
-    step = seconds(lambda: actor.step(batch, SFT().loss, counts(batch)), 5)
+    step = seconds(lambda: actor.step(batch, SFT(Options()).loss, counts(batch)), 5)
     rate = model_flops(config, [length] * count) / step
     yield "model", f"Qwen3-shaped {size}, {count} x {length} tokens, {precision}", "AdamW step included"
     yield "tokens per second", f"{count * length / step:,.0f}", f"{step * 1e3:.0f} ms a step"

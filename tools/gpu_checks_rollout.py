@@ -13,15 +13,16 @@ import torch
 from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds
 from setups import actor_like, hf_model, qwen3
 
+from megatron_rft.config.algorithms.sft import SFT as Options
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine, Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.transport import network
-from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.mismatch import mismatch
+from megatron_rft.objectives.sft import SFT
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import ConfigError
@@ -156,7 +157,7 @@ def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
             yield bound(found["mismatch/kl"], PARITY[kind], f"mismatch/kl, sync {version}, {len(logprobs)} tokens")
             yield f"mismatch/share, sync {version}", f"{found['mismatch/share']:.3f}", "of the tokens"
             yield f"mismatch/max, sync {version}", f"{found['mismatch/max']:.3f}", "nats"
-            actor.step(batch, SFT().loss, counts(batch), learning_rate=1e-4)
+            actor.step(batch, SFT(Options()).loss, counts(batch), learning_rate=1e-4)
 
 
 def memory() -> float:
@@ -186,7 +187,7 @@ def sleep_and_wake() -> Iterator[Row]:
             if asleep >= awake:
                 raise AssertionError("sleeping gave no memory back")
             torch.cuda.reset_peak_memory_stats()
-            actor.step(batch, SFT().loss, counts(batch), learning_rate=1e-5)
+            actor.step(batch, SFT(Options()).loss, counts(batch), learning_rate=1e-5)
             yield f"the step's own peak, time {version}", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", ""
             torch.cuda.empty_cache()
             engine.wake()

@@ -122,7 +122,7 @@ def _fetch_models(recipe: Recipe) -> bool:
 
 def _check_own_code(recipe: Recipe) -> None:
     """A recipe that names code of the user's: whether it can be used, before any rank starts."""
-    if recipe.algorithm.name == "own":
+    if recipe.algorithm.of_user:
         from megatron_rft.training import online
 
         online.build_objective(recipe)

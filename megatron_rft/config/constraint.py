@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
 from megatron_rft.utils.errors import did_you_mean
@@ -22,7 +23,6 @@ from megatron_rft.utils.errors import did_you_mean
 TEMPLATES = Path(__file__).parents[1] / "rollout" / "templates"
 TEMPLATE_OF = {"math": "mathematics", "code": "code", "model": "dialogue", "server": "dialogue"}  # by reward.kind
 ALWAYS = {"kind", "kl_every"}
-WITHOUT_KL = {"sdpo", "own", "sft"}
 READS = {"none": set(), "static": {"eta", "mode"}}
 
 
@@ -133,7 +133,10 @@ def read_template(name: str) -> str:
 def into_algorithm(recipe: dict[str, Any]) -> dict[str, Any]:
     """The KL of the algorithm as a recipe's constraint has it. What is not a section yet is left to the models."""
     constraint, algorithm = recipe.get("constraint"), recipe.get("algorithm")
-    if not isinstance(constraint, dict) or not isinstance(algorithm, dict) or algorithm.get("name") in WITHOUT_KL:
+    if not isinstance(constraint, dict) or not isinstance(algorithm, dict):
+        return recipe
+    section = SECTIONS.get(str(algorithm.get("name")))
+    if section is None or "kl_in" not in section.model_fields:
         return recipe
     kind, eta = constraint.get("kind"), constraint.get("eta")
     if kind == "static":

@@ -4,11 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rft.config import algorithms as a
 from megatron_rft.config import constraint as c
 from megatron_rft.config import offline as o
 from megatron_rft.config import sections as s
+from megatron_rft.config.algorithms import AnyAlgorithm
+from megatron_rft.config.algorithms.ppo import Critic
+from megatron_rft.config.algorithms.sft import SFT
 from megatron_rft.config.messages import at
+from megatron_rft.config.pipo import PIPO
 from megatron_rft.config.rewards import Reward
 from megatron_rft.config.vllm import Vllm
 
@@ -61,11 +64,11 @@ class Recipe(s.Section):
     rollout: s.Rollout = s.Rollout()
     vllm: Vllm = Vllm()
     reward: Reward = Reward()
-    algorithm: Annotated[a.Algorithm | o.Algorithm, Field(discriminator="name")] = a.SFT()
+    algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = SFT()
     generation: o.Generation = o.Generation()
-    critic: a.Critic | None = None
+    critic: Critic | None = None
     """The value model of algorithm ppo."""
-    pipo: a.PIPO | None = None
+    pipo: PIPO | None = None
     """The plug-in that verifies each policy step by what it did to the reward. null: without it."""
     constraint: c.Constraint | None = None
     """What keeps the policy from degenerating. null: the KL that the algorithm has by its own options."""
@@ -119,8 +122,7 @@ class Recipe(s.Section):
                 raise at(
                     key, f"does nothing with trainer {self.trainer}: leave it out, or set it to null to undo a base"
                 )
-        kind = "sft" if self.algorithm.name == "sft" else "offline" if isinstance(self.algorithm, o.Offline) else "rl"
-        if kind != self.trainer and self.trainer != "generate":
+        if self.algorithm.trainer != self.trainer and self.trainer != "generate":
             fits = {"sft": "sft", "offline": "an offline one, such as fpa", "rl": "an online algorithm, such as grpo"}
             raise at(
                 "algorithm.name",
@@ -142,21 +144,13 @@ class Recipe(s.Section):
 
     def _check_online(self):
         algorithm = self.algorithm
-        own = algorithm.name == "own"  # training/user_algorithm.py asks the class what it needs
         if self.constraint:
             self._check_constraint()
         measured = self.constraint and (self.constraint.refines or self.constraint.kl_every)
-        compares = own or measured or getattr(algorithm, "kl_coefficient", 0)
-        if given(self, "model.reference") and not compares:
+        if given(self, "model.reference") and not (measured or algorithm.uses_reference):
             raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or not there")
-        if not own and (algorithm.name == "ppo") != (self.critic is not None):
-            if self.critic:
-                raise at(
-                    "critic", f"does nothing with algorithm {algorithm.name}, which has no value model: set it to null"
-                )
-            raise at(
-                "critic", "is missing: ppo learns values with a model of its own. Give at least critic.lr, e.g. 1e-5"
-            )
+        if not algorithm.of_user:  # whose class training/user_algorithm.py asks
+            self._check_critic()
         if self.critic and self.run.steps is not None and self.critic.warmup_steps >= self.run.steps:
             raise at(
                 "critic.warmup_steps",
@@ -172,17 +166,23 @@ class Recipe(s.Section):
             if self.rollout.placement == "colocated" and self.faults.differs(key):
                 raise at(f"faults.{key}", "does nothing with rollout.placement colocated")
 
+    def _check_critic(self):
+        name, needed = self.algorithm.name, self.algorithm.needs_critic
+        if self.critic and not needed:
+            raise at("critic", f"does nothing with algorithm {name}, which has no value model: set it to null")
+        if needed and not self.critic:
+            how = "Give at least critic.lr, e.g. 1e-5"
+            raise at("critic", f"is missing: {name} learns values with a model of its own. {how}")
+
     @property
     def corrects(self) -> bool:
-        """Whether it counts in the loss that another policy sampled than the one that learns. That of sdpo has no
-        ratio, and is right for any responses; but the step that verifies it has one."""
-        if self.algorithm.name == "sdpo":
-            return self.pipo is None or self.algorithm.old_logprobs == "rollout"
-        return getattr(self.algorithm, "importance", "") != "none" or self.algorithm.old_logprobs != "recompute"
+        """Whether the losses allow for responses that another policy sampled than the one that learns. A loss without a
+        ratio is right for any responses, but the step of PIPO that verifies it has a ratio."""
+        return self.algorithm.corrects_sampling or not (self.algorithm.has_ratio or self.pipo)
 
     def _check_constraint(self):
         constraint = self.constraint
-        if not isinstance(self.algorithm, a.PolicyGradient):
+        if not self.algorithm.takes_constraint:
             raise at("constraint", f"is for methods with rewards, and {self.algorithm.name} has a loss of its own")
         if constraint.refines:
             constraint.template_text(self.reward.kind)
@@ -230,8 +230,9 @@ class Recipe(s.Section):
         prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
         one_step = (algorithm.mini_batch_prompts or prompts) == prompts and algorithm.epochs == 1
         keys = ("clip_low", "clip_high", "dual_clip")
-        if algorithm.name == "sdpo":
-            why, keys = "does nothing without pipo: the loss of sdpo has no ratio", (*keys, "old_logprobs")
+        if not algorithm.has_ratio:
+            why = f"does nothing without pipo: the loss of {algorithm.name} has no ratio"
+            keys = (*keys, "old_logprobs")
         elif one_step and algorithm.old_logprobs == "recompute":
             why = "does nothing where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
             why += "algorithm.mini_batch_prompts or algorithm.epochs"

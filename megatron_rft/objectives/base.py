@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms.ppo import Critic
+from megatron_rft.config.sections import Section
 from megatron_rft.records import Batch, segment_ids
 
 State = dict[str, Tensor]  # flat, so that it goes into a safetensors file as it is
@@ -124,8 +126,25 @@ class Prepared:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a run tells its algorithm, beside the algorithm's own options."""
+
+    mini_batches: int = 1  # of a sampled batch, each an optimizer step
+    max_response_tokens: int = 1  # the sampler's limit, which aggregation "constant" divides by
+    critic: Critic | None = None
+
+
 class Objective(ABC):
-    """One algorithm. Its methods are pure: tensors in, tensors out, no process groups, the same on every rank."""
+    """One algorithm. Its methods are pure: tensors in, tensors out, no process groups, the same on every rank.
+
+    It is built from its section of the recipe: the type of `options` says which, and has the options' defaults.
+    """
+
+    options: Section
+
+    def __init__(self, options: Section, setting: Setting = Setting()):
+        self.options, self.setting = options, setting
 
     needs: frozenset[str] = frozenset()
     """What `prepare` finds in the batch, of "old_logprobs", "ref_logprobs", "ref_kl", "teacher_logprobs", "values",

@@ -7,36 +7,31 @@ The soft overlong penalty shapes what advantages are computed from. It is never 
 alone decides which groups agree, and is what PIPO measures.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from megatron_rft.config.algorithms import dapo as section
 from megatron_rft.objectives.advantages import degenerate, overlong_penalty
 from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class DAPO(GRPO):
-    clip_high: float = 0.28
-    aggregation: str = "group_mean"
-    filter_groups: bool = True
-    overlong_buffer: int = 0  # tokens below max_response_tokens from which the penalty grows; 0: no penalty
-    overlong_coefficient: float = 1.0
+    options: section.DAPO
 
     def keep(self, batch: Batch) -> Tensor:
         agrees = degenerate(batch.sequences["rewards"], batch.groups)
-        return ~agrees if self.filter_groups else super().keep(batch)
+        return ~agrees if self.options.filter_groups else super().keep(batch)
 
     def rewards(self, batch: Batch) -> Tensor:
         return super().rewards(batch) + self._penalty(batch)
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        penalty = {"reward/overlong_penalty": -self._penalty(batch).mean().item()} if self.overlong_buffer else {}
-        return super().batch_metrics(batch) | penalty
+        if not self.options.overlong_buffer:
+            return super().batch_metrics(batch)
+        return super().batch_metrics(batch) | {"reward/overlong_penalty": -self._penalty(batch).mean().item()}
 
     def _penalty(self, batch: Batch) -> Tensor | float:
-        if not self.overlong_buffer:
+        if not self.options.overlong_buffer:
             return 0.0
-        shape = overlong_penalty(batch.response_lens, self.max_response_tokens, self.overlong_buffer)
-        return self.overlong_coefficient * shape
+        shape = overlong_penalty(batch.response_lens, self.setting.max_response_tokens, self.options.overlong_buffer)
+        return self.options.overlong_coefficient * shape

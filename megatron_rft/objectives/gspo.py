@@ -6,20 +6,16 @@ Each token carries its response's term, so that the default aggregation, the mea
 other ones weigh responses by their length.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from megatron_rft.config.algorithms import gspo as section
 from megatron_rft.objectives.grpo import GRPO
-from megatron_rft.objectives.surrogates import Clipped, clipped_surrogate, sequence_log_ratio
+from megatron_rft.objectives.surrogates import Clipped, sequence_log_ratio
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class GSPO(GRPO):
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    options: section.GSPO
 
     def clip(self, log_ratio: Tensor, batch: Batch, advantages: Tensor) -> Clipped:
-        whole = sequence_log_ratio(log_ratio, batch)
-        return clipped_surrogate(whole, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        return super().clip(sequence_log_ratio(log_ratio, batch), batch, advantages)

@@ -7,11 +7,11 @@ reward for those that compare responses. It is then that of the policy before th
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms import base as section
 from megatron_rft.objectives.advantages import group_normalised, to_tokens
 from megatron_rft.objectives.base import (
     Beside,
@@ -37,38 +37,23 @@ from megatron_rft.objectives.surrogates import (
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class PolicyGradient(PolicyObjective):
-    """`max_response_tokens` is the sampler's limit, which aggregation "constant" divides by."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    aggregation: str = "sequence_mean"
-    kl_coefficient: float = 0.001
-    kl_estimator: str = "k3"
-    kl_in: str = "loss"
-    entropy_coefficient: float = 0.0
-    importance: str = "none"
-    importance_cap: float = 2.0
-    max_response_tokens: int = 1
-    mini_batches: int = 1
-    epochs: int = 1
+    options: section.Clipped
 
     @property
     def kl_in_loss(self) -> bool:
-        return self.kl_coefficient > 0 and self.kl_in == "loss"
+        return self.options.kl_coefficient > 0 and self.options.kl_in == "loss"
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.kl_coefficient > 0 and self.kl_in == "reward"
+        return self.options.kl_coefficient > 0 and self.options.kl_in == "reward"
 
     @property
     def needs(self) -> frozenset[str]:
-        exact = self.kl_estimator == "exact"
+        exact = self.options.kl_estimator == "exact"
         wanted = {
-            "old_logprobs": self.mini_batches * self.epochs > 1 or (self.kl_in_reward and not exact),
-            "ref_logprobs": self.kl_coefficient > 0 and not exact,
+            "old_logprobs": self.setting.mini_batches * self.options.epochs > 1 or (self.kl_in_reward and not exact),
+            "ref_logprobs": self.options.kl_coefficient > 0 and not exact,
             "ref_kl": self.kl_in_reward and exact,
             "reference": self.kl_in_loss and exact,
         }
@@ -85,10 +70,10 @@ class PolicyGradient(PolicyObjective):
         """[R] the KL's."""
         if not self.kl_in_reward:
             return torch.zeros(len(batch.response_ids))
-        if self.kl_estimator == "exact":
-            return self.kl_coefficient * batch.tokens["ref_kl"]
-        estimate = ESTIMATORS[self.kl_estimator](batch.tokens["old_logprobs"], batch.tokens["ref_logprobs"])
-        return self.kl_coefficient * estimate
+        if self.options.kl_estimator == "exact":
+            return self.options.kl_coefficient * batch.tokens["ref_kl"]
+        estimate = ESTIMATORS[self.options.kl_estimator](batch.tokens["old_logprobs"], batch.tokens["ref_logprobs"])
+        return self.options.kl_coefficient * estimate
 
     def rewards(self, batch: Batch) -> Tensor:
         """[B] of the whole responses, shaped; batch.sequences["rewards"] stays the verifier's."""
@@ -98,39 +83,43 @@ class PolicyGradient(PolicyObjective):
 
     def clip(self, log_ratio: Tensor, batch: Batch, advantages: Tensor) -> Clipped:
         """The surrogate's [R] terms. A method with another ratio overrides this."""
-        return clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        options = self.options
+        return clipped_surrogate(log_ratio, advantages, options.clip_low, options.clip_high, options.dual_clip)
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs = outputs["logprobs"]
         result = self.clip(log_ratio(logprobs, batch), batch, batch.tokens["advantages"].to(logprobs))
-        return surrogate_loss(result, batch, self.aggregation, self.max_response_tokens)
+        return self.aggregated(result, batch)
+
+    def aggregated(self, result: Clipped, batch: Batch) -> Loss:
+        return surrogate_loss(result, batch, self.options.aggregation, self.setting.max_response_tokens)
 
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs, terms, metrics = outputs["logprobs"], {}, {}
-        if self.importance != "none":
-            weights = importance_weights(logprobs, batch, self.importance, self.importance_cap)
+        if self.options.importance != "none":
+            weights = importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
             batch = batch.with_tokens(advantages=batch.tokens["advantages"].to(weights) * weights)
             metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
         surrogate = self.surrogate(outputs, batch)
         if self.kl_in_loss:
             kl = self._kl(outputs, batch)
-            terms["kl_penalty"] = (self.kl_coefficient, self._aggregate(kl, batch))
+            terms["kl_penalty"] = (self.options.kl_coefficient, self._aggregate(kl, batch))
             metrics["kl"] = aggregate(kl.detach(), batch, "token_mean")
-        if self.entropy_coefficient:
-            terms["entropy_bonus"] = (-self.entropy_coefficient, self._aggregate(outputs["entropy"], batch))
+        if self.options.entropy_coefficient:
+            terms["entropy_bonus"] = (-self.options.entropy_coefficient, self._aggregate(outputs["entropy"], batch))
         if "old_logprobs" not in batch.tokens:
             metrics |= mismatch_sums(logprobs, batch)
         metrics["entropy"] = aggregate(outputs["entropy"].detach(), batch, "token_mean")
         return Loss(surrogate.terms | terms, surrogate.metrics | metrics)
 
     def _kl(self, outputs: Outputs, batch: Batch) -> Tensor:
-        if self.kl_estimator == "exact":
+        if self.options.kl_estimator == "exact":
             return outputs["reverse_kl"]
         logprobs = outputs["logprobs"]
-        return ESTIMATORS[self.kl_estimator](logprobs, batch.tokens["ref_logprobs"].to(logprobs))
+        return ESTIMATORS[self.options.kl_estimator](logprobs, batch.tokens["ref_logprobs"].to(logprobs))
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Sum:
-        return aggregate(values, batch, self.aggregation, self.max_response_tokens)
+        return aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)
 
     # ---- the step
 
@@ -140,15 +129,15 @@ class PolicyGradient(PolicyObjective):
 
     def policy_update(self, batch: Batch) -> Update:
         """On a batch that has its advantages."""
-        exact = self.kl_in_loss and self.kl_estimator == "exact"
+        exact = self.kl_in_loss and self.options.kl_estimator == "exact"
         outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if exact else set())
         return Update(
             "policy",
             batch,
             self.loss,
             frozenset(outputs),
-            mini_batches=self.mini_batches,
-            epochs=self.epochs,
+            mini_batches=self.setting.mini_batches,
+            epochs=self.options.epochs,
             beside=Beside("reference") if exact else None,
         )
 
@@ -158,7 +147,6 @@ class PolicyGradient(PolicyObjective):
         return {"reward/kl_penalty": sequence_sums(self.kl_penalty(batch), batch).mean().item()}
 
 
-@dataclass(frozen=True)
 class GroupRelative(PolicyGradient):
     """Methods that compare the responses to one prompt, and give each token its response's advantage."""
 

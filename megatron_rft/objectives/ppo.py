@@ -4,14 +4,13 @@
     A = GAE(r, V), whitened over the batch;   returns = A (before whitening) + V
     value loss = 0.5 max((V - returns)^2, (clip(V, V_old +- value_clip) - returns)^2), token mean
 
-During the first `critic_warmup_steps` steps the critic alone learns.
+During the first `critic.warmup_steps` steps the critic alone learns.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms import ppo as section
 from megatron_rft.objectives.advantages import at_last_token, gae, whiten
 from megatron_rft.objectives.base import Loss, Outputs, Prepared, State, Sum, Update
 from megatron_rft.objectives.policy_gradient import PolicyGradient
@@ -28,16 +27,13 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     return 0.5 * loss
 
 
-@dataclass(frozen=True)
 class PPO(PolicyGradient):
-    kl_estimator: str = "k1"
-    kl_in: str = "reward"
-    gamma: float = 1.0
-    lam: float = 0.95
-    whiten_rewards: bool = False
-    whiten_advantages: bool = True
-    value_clip: float | None = 0.2
-    critic_warmup_steps: int = 0
+    options: section.PPO
+
+    @property
+    def critic(self) -> section.Critic:
+        assert self.setting.critic is not None, "ppo has a critic"
+        return self.setting.critic
 
     @property
     def needs(self) -> frozenset[str]:
@@ -53,7 +49,7 @@ class PPO(PolicyGradient):
         advantages, returns = self._credit(batch)
         batch = batch.with_tokens(advantages=advantages, returns=returns)
         updates = [self._value_update(batch)]
-        if state["steps"] >= self.critic_warmup_steps:
+        if state["steps"] >= self.critic.warmup_steps:
             updates.append(self.policy_update(batch))
         return Prepared(updates, {"steps": state["steps"] + 1}, self.batch_metrics(batch))
 
@@ -70,11 +66,11 @@ class PPO(PolicyGradient):
     def _credit(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[R] advantages and returns."""
         rewards = batch.shaped_rewards
-        if self.whiten_rewards:
+        if self.options.whiten_rewards:
             rewards = whiten(rewards, torch.ones_like(rewards))
         rewards = at_last_token(rewards, batch) - self.token_penalty(batch)
-        advantages, returns = gae(rewards, batch.tokens["values"], batch, self.gamma, self.lam)
-        return whiten(advantages, batch.response_mask) if self.whiten_advantages else advantages, returns
+        advantages, returns = gae(rewards, batch.tokens["values"], batch, self.options.gamma, self.options.lam)
+        return whiten(advantages, batch.response_mask) if self.options.whiten_advantages else advantages, returns
 
     def _value_update(self, batch: Batch) -> Update:
         return Update(
@@ -83,15 +79,16 @@ class PPO(PolicyGradient):
             self.value_loss,
             frozenset({"values"}),
             model="critic",
-            mini_batches=self.mini_batches,
-            epochs=self.epochs,
+            mini_batches=self.setting.mini_batches,
+            epochs=self.options.epochs,
         )
 
     def value_loss(self, outputs: Outputs, batch: Batch) -> Loss:
         values = outputs["values"]
         old_values, returns = batch.tokens["values"].to(values), batch.tokens["returns"].to(values)
-        terms = value_loss(values, old_values, returns, self.value_clip)
+        clip = self.critic.value_clip
+        terms = value_loss(values, old_values, returns, clip)
         moved = (values.detach() - old_values).abs()
-        clipped = torch.zeros_like(moved) if self.value_clip is None else (moved > self.value_clip).to(moved)
+        clipped = torch.zeros_like(moved) if clip is None else (moved > clip).to(moved)
         metrics: dict[str, Sum] = {"clip_fraction": aggregate(clipped, batch, "token_mean")}
         return Loss({"value_loss": (1.0, aggregate(terms, batch, "token_mean"))}, metrics)

@@ -1,35 +1,28 @@
 """REINFORCE++: no critic and no group; returns of tokens, whitened over the whole batch (arXiv:2501.03262)."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from megatron_rft.config.algorithms import reinforce as section
 from megatron_rft.objectives.advantages import at_last_token, group_centred, rewards_to_go, to_tokens, whiten
 from megatron_rft.objectives.policy_gradient import PolicyGradient
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class ReinforcePlusPlus(PolicyGradient):
     """A_t = whitened sum_{k >= t} gamma^(k - t) r_k; r is the verifier's on the last token, the KL's on each."""
 
-    aggregation: str = "token_mean"
-    kl_estimator: str = "k1"
-    kl_in: str = "reward"
-    gamma: float = 1.0
+    options: section.ReinforcePlusPlus
 
     def advantages(self, batch: Batch) -> Tensor:
         rewards = at_last_token(batch.shaped_rewards, batch) - self.token_penalty(batch)
-        return whiten(rewards_to_go(rewards, batch, self.gamma), batch.response_mask)
+        return whiten(rewards_to_go(rewards, batch, self.options.gamma), batch.response_mask)
 
 
-@dataclass(frozen=True)
 class ReinforcePlusPlusBaseline(PolicyGradient):
     """The mean of the group is the baseline, the batch's spread the scale: A_t = whitened (R_i - mean); KL by k2 in the
     loss."""
 
-    aggregation: str = "token_mean"
-    kl_estimator: str = "k2"
+    options: section.ReinforcePlusPlusBaseline
 
     def advantages(self, batch: Batch) -> Tensor:
         return whiten(to_tokens(group_centred(self.rewards(batch), batch.groups), batch), batch.response_mask)

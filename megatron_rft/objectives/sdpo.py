@@ -7,11 +7,10 @@ batch's contexts. A response without feedback is left out. The attribution of a 
 the teacher is: log q(y_t | q, f, y_<t) - log pi(y_t | q, y_<t); PIPO's clipped step on it is a policy gradient.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms import sdpo as section
 from megatron_rft.objectives.base import Beside, Loss, Outputs, PolicyObjective, Prepared, State, Update
 from megatron_rft.objectives.mismatch import mismatch_sums
 from megatron_rft.objectives.surrogates import aggregate, clipped_surrogate, log_ratio, surrogate_loss
@@ -20,17 +19,8 @@ from megatron_rft.records import Batch
 OUTPUTS = frozenset({"logprobs", "entropy", "other_logprobs", "reverse_kl"})
 
 
-@dataclass(frozen=True)
 class SDPO(PolicyObjective):
-    """`teacher` names the weights of the teacher, as in `Beside`; the clip is that of PIPO's step."""
-
-    teacher: str = "actor"
-    aggregation: str = "token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    max_response_tokens: int = 1
-    mini_batches: int = 1
-    epochs: int = 1
+    options: section.SDPO
 
     attribution_needs = frozenset({"old_logprobs", "teacher_logprobs"})
 
@@ -42,8 +32,9 @@ class SDPO(PolicyObjective):
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs = outputs["logprobs"]
         advantages = batch.tokens["advantages"].to(logprobs)
-        result = clipped_surrogate(log_ratio(logprobs, batch), advantages, self.clip_low, self.clip_high)
-        return surrogate_loss(result, batch, self.aggregation, self.max_response_tokens)
+        options = self.options
+        result = clipped_surrogate(log_ratio(logprobs, batch), advantages, options.clip_low, options.clip_high)
+        return surrogate_loss(result, batch, options.aggregation, self.setting.max_response_tokens)
 
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs = outputs["logprobs"].detach()
@@ -51,9 +42,9 @@ class SDPO(PolicyObjective):
             "entropy": aggregate(outputs["entropy"].detach(), batch, "token_mean"),
             "teacher_advantage": aggregate(outputs["other_logprobs"] - logprobs, batch, "token_mean"),
         }
-        if "old_logprobs" not in batch.tokens and self.mini_batches * self.epochs == 1:
+        if "old_logprobs" not in batch.tokens and self.setting.mini_batches * self.options.epochs == 1:
             metrics |= mismatch_sums(logprobs, batch)
-        distance = aggregate(outputs["reverse_kl"], batch, self.aggregation, self.max_response_tokens)
+        distance = aggregate(outputs["reverse_kl"], batch, self.options.aggregation, self.setting.max_response_tokens)
         return Loss({"distillation": (1.0, distance)}, metrics)
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
@@ -63,9 +54,9 @@ class SDPO(PolicyObjective):
             batch.select(informed),
             self.loss,
             OUTPUTS,
-            mini_batches=self.mini_batches,
-            epochs=self.epochs,
-            beside=Beside(self.teacher, in_context=True),
+            mini_batches=self.setting.mini_batches,
+            epochs=self.options.epochs,
+            beside=Beside("teacher" if self.options.teacher_rate else "actor", in_context=True),
         )
         share = informed.float().mean().item() if len(batch) else 0.0
         return Prepared([update], state, {"sdpo/informed": share})

@@ -1,14 +1,14 @@
 """Supervised fine-tuning: the mean negative log-likelihood of response tokens. The warm start of an RL run."""
 
-from dataclasses import dataclass
-
+from megatron_rft.config.algorithms import sft as section
 from megatron_rft.objectives.base import Loss, Objective, Outputs, Prepared, State, Update
 from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class SFT(Objective):
+    options: section.SFT
+
     def loss(self, outputs: Outputs, batch: Batch) -> Loss:
         return Loss({"nll": (1.0, aggregate(-outputs["logprobs"], batch, "token_mean"))})
 

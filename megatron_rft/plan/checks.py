@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rft.config import passthrough
+from megatron_rft.config.algorithms.base import Lengths
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
@@ -222,7 +223,8 @@ def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
                 f"batching.micro_batch_tokens: a sequence may have {longest} tokens (data.max_prompt_tokens {prompt} + "
                 f"rollout.max_response_tokens {rollout.max_response_tokens}), and does not fit {budget}"
             )
-        check_algorithm_lengths(recipe, shape, longest)
+        budget, positions = recipe.batching.tokens_without_backward, shape.max_positions if shape else None
+        recipe.algorithm.check_lengths(Lengths(rollout.max_response_tokens, longest, budget, positions))
     elif recipe.trainer == "generate":
         longest = 0
     else:
@@ -244,31 +246,11 @@ def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
     return longest if not shape else min(longest, shape.max_positions)
 
 
-def check_algorithm_lengths(recipe: Recipe, shape: ModelShape | None, longest: int) -> None:
-    """What an algorithm adds to a sequence, or takes from it."""
-    algorithm, limit = recipe.algorithm, recipe.rollout.max_response_tokens
-    if algorithm.name == "dapo" and algorithm.overlong_buffer >= limit:
-        raise ConfigError(
-            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} tokens are no less than "
-            f"rollout.max_response_tokens, {limit}: every response would be penalised"
-        )
-    if algorithm.name == "sdpo":
-        told = longest + algorithm.max_feedback_tokens
-        budget = recipe.batching.tokens_without_backward
-        if told > budget or (shape and told > shape.max_positions):
-            what = f"batching.forward_only_tokens, {budget}" if told > budget else f"{shape.max_positions} positions"
-            raise ConfigError(
-                f"algorithm.max_feedback_tokens: with {algorithm.max_feedback_tokens} more for the teacher a sequence "
-                f"may have {told} tokens, which does not fit {what}"
-            )
-
-
 def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
     rollout, algorithm = recipe.rollout, recipe.algorithm
     prompts, group = rollout.prompts_per_step, rollout.group_size
     mini = algorithm.mini_batch_prompts or prompts
-    alone = algorithm.name == "sdpo" and algorithm.feedback == ["sibling"]
-    if group < 2 and (algorithm.compares_responses or alone):
+    if group < 2 and algorithm.compares_responses:
         raise ConfigError(
             f"rollout.group_size: {algorithm.name} compares the responses of a group: it takes 2 or more, not {group}"
         )
@@ -284,8 +266,8 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
         f"global batch: {prompts * group} responses = {prompts} prompts x {group}",
         f"updates: {many(parts * epochs, 'optimizer step')} = {parts} x {mini} prompts{over}",
     ]
-    if algorithm.name == "dapo" and algorithm.filter_groups:
-        lines.append(f"sampling: groups that agree are replaced, in up to {many(algorithm.max_rounds, 'round')}")
+    if algorithm.sampling_rounds > 1:
+        lines.append(f"sampling: groups that agree are replaced, in up to {many(algorithm.sampling_rounds, 'round')}")
     if recipe.critic:
         alone = f", alone for {many(recipe.critic.warmup_steps, 'step')}" if recipe.critic.warmup_steps else ""
         lines.append(f"critic: as many steps at {recipe.critic.lr:g}{alone}")
@@ -312,7 +294,7 @@ def _constraint_line(recipe: Recipe) -> str:
 
 def _given_batch(recipe: Recipe) -> tuple[list[str], int]:
     algorithm = recipe.algorithm
-    pairs = f" = {algorithm.batch_sequences // 2} pairs" if hasattr(algorithm, "pairing") else ""
+    pairs = f" = {algorithm.batch_sequences // 2} pairs" if algorithm.pairs else ""
     lines = [f"global batch: {algorithm.batch_sequences} sequences{pairs}, one optimizer step"]
     if recipe.trainer == "offline":
         every, patience = recipe.evaluation.every, recipe.evaluation.patience

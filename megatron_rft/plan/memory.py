@@ -186,8 +186,8 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     _, stage, state = max(per_stage, key=lambda each: each[:2])
     engine, cache = engine_memory(recipe, s, layout, device)
     measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
-    copies = bool(getattr(recipe.algorithm, "kl_coefficient", 0) or recipe.trainer == "offline" or measured)
-    teacher = bool(getattr(recipe.algorithm, "teacher_rate", None))
+    copies = recipe.algorithm.uses_reference or measured
+    teacher = recipe.algorithm.teacher_average is not None
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     outside = links(recipe, layout, device)

@@ -35,7 +35,7 @@ class Models:
         measured = recipe.constraint is not None and recipe.constraint.kl_every > 0
         wanted = compared or measured or recipe.refines
         self.reference = reference_weights(recipe, self.actor) if wanted else None
-        rate = getattr(recipe.algorithm, "teacher_rate", None)
+        rate = recipe.algorithm.teacher_average
         self.teacher = MovingAverage(self.actor, rate) if rate else None
 
     @property

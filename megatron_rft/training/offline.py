@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rft import objectives
 from megatron_rft.config import Recipe
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
@@ -22,8 +23,7 @@ from megatron_rft.inference import weight_sync
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import Update
-from megatron_rft.objectives.offline import OFFLINE, Offline
-from megatron_rft.objectives.offline.base import part_of
+from megatron_rft.objectives.offline.base import Offline, part_of
 from megatron_rft.records import Batch
 from megatron_rft.rewards import build as build_reward
 from megatron_rft.training import build
@@ -33,8 +33,6 @@ from megatron_rft.training.offline_reference import Reference, check_cache
 from megatron_rft.training.run import FINISHED, STOPPED, Run
 from megatron_rft.utils.errors import DataError
 
-OF_THE_TRAINER = {"name", "batch_sequences", "part_norms_every", "reference", "reference_cache"}
-
 
 def train(recipe: Recipe) -> int:
     """Steps until run.steps, run.epochs, evaluation.patience or a signal; returns the exit status."""
@@ -42,7 +40,7 @@ def train(recipe: Recipe) -> int:
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
     stored = store.read(recipe.data.train.path)
     check_store(recipe, stored)
-    objective = build_objective(recipe)
+    objective = objectives.build(recipe.algorithm)
     data = objective.annotate(store.to_batch(stored.train))
     examples = objective.examples(data)
     check_examples(recipe, data, examples)
@@ -92,12 +90,8 @@ def train(recipe: Recipe) -> int:
     return FINISHED
 
 
-def build_objective(recipe: Recipe) -> Offline:
-    return OFFLINE[recipe.algorithm.name](**recipe.algorithm.model_dump(exclude=OF_THE_TRAINER))
-
-
 def examples_per_step(recipe: Recipe, objective: Offline) -> int:
-    return recipe.algorithm.batch_sequences // (2 if objective.pairs else 1)
+    return recipe.algorithm.batch_sequences // (2 if objective.options.pairs else 1)
 
 
 def check_store(recipe: Recipe, stored: Stored) -> None:

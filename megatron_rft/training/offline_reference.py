@@ -38,7 +38,7 @@ class Reference:
 
     def __init__(self, recipe: Recipe, actor: Actor, data: Batch, digest: str):
         self.actor, self.weights, self.cache = actor, None, None
-        compares, folder = getattr(recipe.algorithm, "compares", False), cache_folder(recipe)
+        compares, folder = recipe.algorithm.compares_distributions, cache_folder(recipe)
         cached, run = folder is not None, Path(recipe.run.output_dir)
         self.facts = facts(recipe, digest)
         assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
@@ -110,7 +110,7 @@ class Reference:
 def cache_folder(recipe: Recipe) -> Path | None:
     """Where hidden states are, or will be; None where the run reads none."""
     algorithm = recipe.algorithm
-    if not getattr(algorithm, "compares", False) or algorithm.reference != "cached_hidden":
+    if not algorithm.compares_distributions or algorithm.reference != "cached_hidden":
         return None
     return Path(algorithm.reference_cache or Path(recipe.run.output_dir) / "reference_cache")
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rft import objectives
 from megatron_rft.config import Recipe
 from megatron_rft.data.prompts import PromptSet, ask_again, check_tokenizer
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.megatron import weights
-from megatron_rft.objectives import OBJECTIVES, PLUGINS
-from megatron_rft.objectives.base import Objective
+from megatron_rft.objectives.base import Objective, Setting
 from megatron_rft.objectives.mismatch import mismatch
+from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
+from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Batch
 from megatron_rft.rewards import Reward
 from megatron_rft.rewards import build as build_reward
@@ -57,7 +59,7 @@ def train(recipe: Recipe) -> int:
             recipe.run.steps,
             options.staleness,
             objective.keep,
-            getattr(recipe.algorithm, "max_rounds", 1),
+            recipe.algorithm.sampling_rounds,
         )
         stack.enter_context(closing(ahead))
         evaluator = build.build_evaluator(recipe, engine, tokenizer, reward)
@@ -118,36 +120,17 @@ def train(recipe: Recipe) -> int:
     return FINISHED
 
 
-# What the section `algorithm` says to others than the objective.
-OF_THE_TRAINER = {"name", "mini_batch_prompts", "old_logprobs", "max_rounds"}
-OF_THE_FEEDBACK = {
-    "feedback",
-    "solution_field",
-    "max_feedback_tokens",
-    "teacher_template",
-    "solution_template",
-    "error_template",
-    "teacher_rate",
-}
-
-
 def build_objective(recipe: Recipe) -> Objective:
     """The algorithm of a recipe, inside its plug-ins."""
-    filled = {"mini_batches": mini_batches(recipe), "max_response_tokens": recipe.rollout.max_response_tokens}
-    if recipe.critic:
-        filled |= {"value_clip": recipe.critic.value_clip, "critic_warmup_steps": recipe.critic.warmup_steps}
-    if recipe.algorithm.name == "sdpo":
-        filled["teacher"] = "teacher" if recipe.algorithm.teacher_rate else "actor"
-    if recipe.algorithm.name == "own":
-        objective = user_algorithm.build_objective(recipe, filled)
-    else:
-        options = recipe.algorithm.model_dump(exclude=OF_THE_TRAINER | OF_THE_FEEDBACK)
-        objective = OBJECTIVES[recipe.algorithm.name](**options, **filled)
+    setting = Setting(mini_batches(recipe), recipe.rollout.max_response_tokens, recipe.critic)
+    of_user = recipe.algorithm.of_user
+    objective = (
+        user_algorithm.build_objective(recipe, setting) if of_user else objectives.build(recipe.algorithm, setting)
+    )
     if recipe.refines:
-        options = recipe.constraint
-        objective = PLUGINS["dynamic"](objective, options.eta, options.mode or "loss", options.tokens)
+        objective = DynamicConstraint(objective, recipe.constraint)
     if recipe.pipo is not None:
-        objective = PLUGINS["pipo"](objective, staleness=recipe.rollout.staleness, **recipe.pipo.model_dump())
+        objective = PIPO(objective, recipe.pipo, recipe.rollout.staleness)
     return objective
 
 
@@ -198,7 +181,7 @@ def build_sampler(
         world=world,
         on_error=recipe.reward.on_error,
         on_nonfinite=recipe.reward.on_nonfinite,
-        contexts=build_feedback(recipe, tokenizer) if recipe.algorithm.name == "sdpo" else None,
+        contexts=build_feedback(recipe, tokenizer) if recipe.algorithm.uses_feedback else None,
         refiner=refiner,
         phases=nullcontext if options.staleness else phases,  # of a thread beside the step's
         background=options.staleness > 0,
@@ -220,7 +203,7 @@ def build_feedback(recipe: Recipe, tokenizer: Any) -> Feedback:
 
 def check_solutions(recipe: Recipe, prompts: PromptSet) -> None:
     """Reference solutions are there, where they are a source of feedback."""
-    if "solution" not in getattr(recipe.algorithm, "feedback", ()):
+    if not recipe.algorithm.uses_feedback or "solution" not in recipe.algorithm.feedback:
         return
     field = recipe.algorithm.solution_field
     if not any(prompt.fields.get(field) for prompt in prompts.prompts):

@@ -5,12 +5,12 @@ from contextlib import ExitStack, closing
 
 import torch.distributed as dist
 
+from megatron_rft import objectives
 from megatron_rft.config import Recipe
 from megatron_rft.data.prompts import as_batch, check_tokenizer, demonstration_set
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference import weight_sync
 from megatron_rft.megatron import weights
-from megatron_rft.objectives import OBJECTIVES
 from megatron_rft.rewards import build as build_reward
 from megatron_rft.training import build, engines
 from megatron_rft.training.run import FINISHED, STOPPED, Run
@@ -27,7 +27,7 @@ def train(recipe: Recipe) -> int:
     size = recipe.algorithm.batch_sequences
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(found) / size)
     actor = build.build_actor(recipe, hf_config, steps)
-    objective = OBJECTIVES[recipe.algorithm.name]()
+    objective = objectives.build(recipe.algorithm)
 
     with ExitStack() as stack:
         run = stack.enter_context(closing(Run(recipe, {"actor": actor}, stream, steps)))

@@ -1,39 +1,34 @@
-"""An algorithm of the user's: a dataclass in a file that the recipe names, its fields the options."""
+"""An algorithm of the user's: a class in a file that the recipe names, built from a section of its own."""
 
-import dataclasses
 import inspect
 import typing
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from megatron_rft.config import Recipe
+from megatron_rft.config.algorithms.own import Own
 from megatron_rft.config.messages import explain
-from megatron_rft.objectives.base import PolicyObjective
+from megatron_rft.config.sections import Section
+from megatron_rft.objectives.base import PolicyObjective, Setting
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 OPTION = "algorithm.objective"
 CAN_NEED = ("old_logprobs", "ref_logprobs", "ref_kl", "reference", "values")
+OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `Own` has for every class
 
 
-def build_objective(recipe: Recipe, filled: dict[str, Any]) -> PolicyObjective:
-    """The objective with its options; of what the trainer fills in (`filled`) it gets what it has fields for."""
+def build_objective(recipe: Recipe, setting: Setting) -> PolicyObjective:
+    """The user's objective with its options.
+
+    Raises:
+        ConfigError: the class or an option cannot be used.
+    """
     cls = _class(recipe.algorithm.objective)
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    options = recipe.algorithm.model_extra | {"epochs": recipe.algorithm.epochs}
-    if "epochs" not in fields and options.pop("epochs") != 1:
-        raise ConfigError(f"algorithm.epochs does nothing: {cls.__name__} has no field epochs")
-    if "mini_batches" not in fields and filled["mini_batches"] != 1:
-        raise ConfigError(f"algorithm.mini_batch_prompts does nothing: {cls.__name__} has no field mini_batches")
-    own_names = fields.keys() - filled.keys()
-    for name in options.keys() - own_names:
-        hint = did_you_mean(name, own_names) or f" There are: {', '.join(sorted(own_names)) or 'none'}."
-        raise ConfigError(f"algorithm.{name}: {cls.__name__} has no such field.{hint}")
-    hints = typing.get_type_hints(cls, include_extras=True)
-    options = {name: _typed(name, value, hints[name]) for name, value in options.items()}
+    options = _options(cls, recipe.algorithm)
     try:
-        objective = cls(**options, **{name: value for name, value in filled.items() if name in fields})
+        objective = cls(options, setting)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{OPTION}: {cls.__name__} cannot be made with these options: {error}") from None
     _check_needs(recipe, objective)
@@ -45,22 +40,47 @@ def _class(named: str) -> type[PolicyObjective]:
     if not (isinstance(found, type) and issubclass(found, PolicyObjective)):
         raise ConfigError(
             f"{OPTION}: {named} is no class that derives from megatron_rft.objectives.base.PolicyObjective, or from an "
-            "algorithm such as megatron_rft.objectives.GRPO"
+            "algorithm such as megatron_rft.objectives.grpo.GRPO"
         )
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConfigError(f"{OPTION}: {named} does not define {', '.join(missing)}")
-    if "__dataclass_fields__" not in vars(found) and inspect.get_annotations(found):
-        raise ConfigError(f"{OPTION}: {named} has fields of its own, and needs @dataclass(frozen=True)")
     return found
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+def _options(cls: type[PolicyObjective], algorithm: Own) -> Section:
+    """The recipe's options as the class's section."""
+    section = _section(cls)
+    known = section.model_fields.keys() - {"name"}
+    for name in OF_ONLINE:
+        if name not in known and algorithm.differs(name):
+            raise ConfigError(f"algorithm.{name} does nothing: {cls.__name__} has no field {name}")
+    given: dict[str, Any] = {name: getattr(algorithm, name) for name in OF_ONLINE if name in known}
+    given |= algorithm.model_extra
+    for name in given.keys() - known:
+        hint = did_you_mean(name, known) or f" There are: {', '.join(sorted(known)) or 'none'}."
+        raise ConfigError(f"algorithm.{name}: {cls.__name__} has no such field.{hint}")
     try:
-        return TypeAdapter(hint, config=config).validate_python(value)
+        return section(**given)
     except ValidationError as error:
-        place, problem = explain(error.errors(include_url=False)[0], ("algorithm", name), ())
+        found = error.errors(include_url=False)[0]
+        place, problem = explain(found, ("algorithm", *map(str, found["loc"])), known)
         raise ConfigError(f"{'.'.join(place)}: {problem}") from None
+
+
+def _section(cls: type[PolicyObjective]) -> type[Section]:
+    """The type of `options`, which the class or one that it derives from declares."""
+    if fields := inspect.get_annotations(cls).keys() - {"options"}:
+        raise ConfigError(
+            f"{OPTION}: {cls.__name__} has fields of its own ({', '.join(sorted(fields))}). Its options are the fields "
+            "of a section, which it names as the type of `options`: docs/own_algorithm.md"
+        )
+    try:
+        section = typing.get_type_hints(cls)["options"]
+    except NameError as error:
+        raise ConfigError(f"{OPTION}: a type in {cls.__name__} cannot be found: {error}") from None
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        raise ConfigError(f"{OPTION}: the options of {cls.__name__} must be a class that derives from Section")
+    return section
 
 
 def _check_needs(recipe: Recipe, objective: PolicyObjective) -> None:

@@ -17,22 +17,9 @@ from megatron_rft.config import Batching, Megatron
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.second_distribution import Second
-from megatron_rft.objectives import (
-    CISPO,
-    DAPO,
-    GRPO,
-    GSPO,
-    PPO,
-    RLOO,
-    SDPO,
-    SFT,
-    DrGRPO,
-    DynamicConstraint,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-)
 from megatron_rft.objectives.base import PolicyObjective, Update
 from megatron_rft.records import Batch
+from tests.made import dynamic, made
 
 KEYS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
 KEYS |= {"vpp": "virtual_pipeline_model_parallel_size"}
@@ -79,21 +66,21 @@ def mini_batch(starved: bool = False) -> Batch:
 
 
 LOSSES: dict[str, PolicyObjective] = {
-    "grpo": GRPO(kl_coefficient=0.05, entropy_coefficient=0.01),
-    "grpo, exact KL": GRPO(kl_coefficient=0.05, kl_estimator="exact", aggregation="group_mean"),
-    "grpo, truncated weights": GRPO(kl_coefficient=0.0, importance="truncated", aggregation="sequence_sum"),
-    "dr_grpo": DrGRPO(max_response_tokens=24, dual_clip=1.1),
-    "gspo": GSPO(clip_low=0.05, clip_high=0.05),
-    "dapo": DAPO(overlong_buffer=10, max_response_tokens=24),
-    "dapo, dynamic constraint": DynamicConstraint(DAPO(kl_coefficient=0.0), eta=0.3),
-    "cispo": CISPO(clip_high=0.2, importance="masked", importance_cap=1.2),
-    "rloo": RLOO(kl_coefficient=0.05),
-    "reinforce_plus_plus": ReinforcePlusPlus(gamma=0.9),
-    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline(),
-    "ppo": PPO(kl_coefficient=0.05),
-    "sdpo": SDPO(),
-    "sdpo, averaged teacher": SDPO(teacher="teacher", aggregation="sequence_mean"),
-    "sft": SFT(),
+    "grpo": made("grpo", kl_coefficient=0.05, entropy_coefficient=0.01),
+    "grpo, exact KL": made("grpo", kl_coefficient=0.05, kl_estimator="exact", aggregation="group_mean"),
+    "grpo, truncated weights": made("grpo", kl_coefficient=0.0, importance="truncated", aggregation="sequence_sum"),
+    "dr_grpo": made("dr_grpo", max_response_tokens=24, dual_clip=1.1),
+    "gspo": made("gspo", clip_low=0.05, clip_high=0.05),
+    "dapo": made("dapo", overlong_buffer=10, max_response_tokens=24),
+    "dapo, dynamic constraint": dynamic(made("dapo", kl_coefficient=0.0), eta=0.3),
+    "cispo": made("cispo", clip_high=0.2, importance="masked", importance_cap=1.2),
+    "rloo": made("rloo", kl_coefficient=0.05),
+    "reinforce_plus_plus": made("reinforce_plus_plus", gamma=0.9),
+    "reinforce_plus_plus_baseline": made("reinforce_plus_plus_baseline"),
+    "ppo": made("ppo", kl_coefficient=0.05),
+    "sdpo": made("sdpo"),
+    "sdpo, averaged teacher": made("sdpo", teacher_rate=0.5, aggregation="sequence_mean"),
+    "sft": made("sft"),
 }
 
 

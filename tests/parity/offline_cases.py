@@ -16,16 +16,14 @@ from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.second_distribution import Recorded, Second
-from megatron_rft.objectives.offline import OFFLINE
-from megatron_rft.objectives.offline.fpa import FPA
-from megatron_rft.objectives.offline.off_rl import OffRL
 from megatron_rft.records import Batch
 from megatron_rft.training.offline import draw
+from tests.made import OFFLINE, made
 from tests.parity.gradient_cases import KEYS, mini_batch, model_config
 
-OBJECTIVES = {name: kind() for name, kind in OFFLINE.items()} | {
-    "off_rl_kl": OffRL(kl_coefficient=0.5),
-    "fpa_incorrect": FPA(extrapolation=2.0, fpa_on="incorrect"),
+OBJECTIVES = {name: made(name) for name in OFFLINE} | {
+    "off_rl_kl": made("off_rl", kl_coefficient=0.5),
+    "fpa_incorrect": made("fpa", extrapolation=2.0, fpa_on="incorrect"),
 }
 
 

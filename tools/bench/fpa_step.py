@@ -16,12 +16,13 @@ from statistics import median
 import torch
 from setups import SIZES, actor_like, hf_model, qwen3, set_threads
 
+from megatron_rft import objectives
+from megatron_rft.config.algorithms.offline.fpa import FPA
+from megatron_rft.config.algorithms.offline.off_rl import OffRL
 from megatron_rft.data.hidden_states import HiddenCache, Writer
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.second_distribution import Recorded, Second
-from megatron_rft.objectives.offline.fpa import FPA
-from megatron_rft.objectives.offline.off_rl import OffRL
 from megatron_rft.records import Batch
 
 
@@ -78,7 +79,7 @@ def main() -> None:
         }
 
         def step(name: str) -> None:
-            (update,) = (OffRL() if name == "Off-RL" else FPA()).prepare(batch, {}).updates
+            (update,) = objectives.build(OffRL() if name == "Off-RL" else FPA()).prepare(batch, {}).updates
             actor.step(batch, update.loss, update.counts(batch), update.outputs, second=second[name])
 
         def read() -> None:

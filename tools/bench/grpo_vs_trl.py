@@ -25,13 +25,14 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from megatron_rft.config.algorithms.grpo import GRPO as Options  # noqa: E402
 from megatron_rft.data import arithmetic  # noqa: E402
 from megatron_rft.inference import weight_sync  # noqa: E402
 from megatron_rft.inference.engine import Sampling  # noqa: E402
 from megatron_rft.inference.hf.engine import HFEngine  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
-from megatron_rft.objectives import GRPO  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
+from megatron_rft.objectives.grpo import GRPO  # noqa: E402
 from megatron_rft.records import Prompt, Score  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
 from megatron_rft.training.online import mismatch_metrics, model_outputs  # noqa: E402
@@ -60,7 +61,7 @@ class Ours:
         self.reference = self.actor.snapshot()
         self.engine = HFEngine(model.config, max_batch_sequences=args.prompts * args.group)
         weight_sync.push(self.actor.stream(), self.engine, version=0)
-        self.objective = GRPO(clip_low=CLIP, clip_high=CLIP, kl_coefficient=KL)
+        self.objective = GRPO(Options(clip_low=CLIP, clip_high=CLIP, kl_coefficient=KL))
         sampling = Sampling(max_tokens=args.tokens)
         self.sampler = Sampler(self.engine, sampling, OurReward(), tokenizer, args.group, seed=0)
         self.prompts = [Prompt(i, tuple(tokenizer.encode(text)), text, "") for i, text in enumerate(texts)]

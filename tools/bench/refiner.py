@@ -24,11 +24,15 @@ import torch
 from setups import actor_like, set_threads
 from transformers import AutoModelForCausalLM
 
+from megatron_rft import objectives
+from megatron_rft.config.algorithms.grpo import GRPO
+from megatron_rft.config.constraint import Constraint
 from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import PromptFormat, ask_again, prompt_set
 from megatron_rft.inference.engine import Engine, Sampling, request_seed
 from megatron_rft.inference.hf.engine import HFEngine
-from megatron_rft.objectives import GRPO, DynamicConstraint
+from megatron_rft.objectives.base import Setting
+from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.rewards.math import MathReward
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler
@@ -103,7 +107,9 @@ class Bench:
         batch = sampled.batch.with_tokens(
             old_logprobs=self.actor.outputs(sampled.batch, frozenset({"logprobs"}))["logprobs"]
         )
-        for update in DynamicConstraint(GRPO(kl_coefficient=0.0, mini_batches=2), 1e-3).prepare(batch, {}).updates:
+        base = objectives.build(GRPO(kl_coefficient=0.0), Setting(mini_batches=2))
+        objective = DynamicConstraint(base, Constraint(kind="dynamic", eta=1e-3))
+        for update in objective.prepare(batch, {}).updates:
             for mini_batch in update.steps():
                 self.actor.step(mini_batch, update.loss, update.counts(mini_batch), update.outputs, learning_rate=1e-20)
         found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "sampling": sampled_at}

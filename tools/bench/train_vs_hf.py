@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from setups import ADAMW, SIZES, actor_like, hf_model, qwen3, set_threads
 
+from megatron_rft.config.algorithms.sft import SFT as Options
 from megatron_rft.megatron import parallel
-from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
+from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 
 
@@ -44,7 +45,7 @@ def hf_step(model, ids):
 
 def our_step(actor, ids):
     batch = Batch.of(ids[:, :1].tolist(), ids[:, 1:].tolist())
-    objective, count = SFT(), counts(batch)
+    objective, count = SFT(Options()), counts(batch)
     return lambda: actor.step(batch, objective.loss, count)["loss"]
 
 

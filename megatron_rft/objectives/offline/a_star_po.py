@@ -4,11 +4,10 @@ V(x) = beta1 log mean_i exp(R_i / beta1)                                 over al
 loss = mean over trajectories of (beta2 log(pi(y|x) / pi_ref(y|x)) - (R - V(x)))^2
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms.offline import a_star_po as section
 from megatron_rft.objectives.base import Outputs, Sum
 from megatron_rft.objectives.offline.base import Offline, log_ratios, over_sequences
 from megatron_rft.records import Batch
@@ -24,15 +23,13 @@ def optimal_values(rewards: Tensor, groups: Tensor, beta: float) -> Tensor:
     return values[group].float()
 
 
-@dataclass(frozen=True)
 class AStarPO(Offline):
-    beta1: float = 0.5
-    beta2: float = 1e-3
+    options: section.AStarPO
 
     def annotate(self, data: Batch) -> Batch:
-        return data.with_sequences(value=optimal_values(data.sequences["rewards"], data.groups, self.beta1))
+        return data.with_sequences(value=optimal_values(data.sequences["rewards"], data.groups, self.options.beta1))
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         ratios = log_ratios(outputs["logprobs"], batch)
         advantages = (batch.sequences["rewards"] - batch.sequences["value"]).to(ratios)
-        return {"regression": (1.0, over_sequences((self.beta2 * ratios - advantages) ** 2, batch))}
+        return {"regression": (1.0, over_sequences((self.options.beta2 * ratios - advantages) ** 2, batch))}

@@ -9,6 +9,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms.offline import base as section
 from megatron_rft.objectives import base
 from megatron_rft.objectives.base import (
     Beside,
@@ -32,9 +33,9 @@ LOW = 0.2  # weights below it count as strongly damped (fpa.txt figure 3, right)
 class Offline(Objective):
     """One optimizer step on each batch of trajectories. Log-probs are those of temperature 1."""
 
+    options: section.Offline
     outputs: frozenset[str] = frozenset({"logprobs"})
     needs: frozenset[str] = frozenset({"ref_logprobs"})
-    pairs: bool = False  # draws pairs of a right and a wrong trajectory
 
     @property
     def beside(self) -> Beside | None:

@@ -3,17 +3,15 @@
 loss = mean over pairs of -log sigmoid(beta (r(y_w) - r(y_l)))
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_rft.config.algorithms.offline import dpo as section
 from megatron_rft.objectives.offline.pairs import Pairwise
 
 
-@dataclass(frozen=True)
 class DPO(Pairwise):
-    beta: float = 0.1
+    options: section.DPO
 
     def pair_loss(self, right: Tensor, wrong: Tensor) -> Tensor:
-        return -logsigmoid(self.beta * (right - wrong))
+        return -logsigmoid(self.options.beta * (right - wrong))

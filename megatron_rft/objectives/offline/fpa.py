@@ -7,21 +7,18 @@ At extrapolation 0 its gradient is Off-RL's. `fpa_on` correct or incorrect looks
 weights the others by pi(y|x)^(1/|y|), as Off-RL does.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms.offline import fpa as section
 from megatron_rft.objectives.base import Beside, Outputs, sequence_means
 from megatron_rft.objectives.offline.base import weights
 from megatron_rft.objectives.offline.off_rl import OffRL
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class FPA(OffRL):
-    extrapolation: float = 1.0
-    fpa_on: str = "both"
+    options: section.FPA
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -29,13 +26,13 @@ class FPA(OffRL):
 
     @property
     def beside(self) -> Beside:
-        return Beside("reference", extrapolation=self.extrapolation)
+        return Beside("reference", extrapolation=self.options.extrapolation)
 
     def objective(self, outputs: Outputs, batch: Batch) -> Tensor:
         logprobs = outputs["logprobs"]
         factor = weights(outputs["extrapolated_logprobs"], batch)
-        if self.fpa_on != "both":
-            assert self.fpa_on in ("correct", "incorrect"), self.fpa_on
-            ahead = (batch.sequences["rewards"] > 0) == (self.fpa_on == "correct")
+        if self.options.fpa_on != "both":
+            assert self.options.fpa_on in ("correct", "incorrect"), self.options.fpa_on
+            ahead = (batch.sequences["rewards"] > 0) == (self.options.fpa_on == "correct")
             factor = torch.where(ahead.to(factor.device), factor, weights(logprobs, batch))
         return factor.detach() * sequence_means(logprobs, batch)

@@ -6,25 +6,22 @@ r is the mean log-ratio per token, as the method's authors advise and its common
 length_normalised=False the paper's sum.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from megatron_rft.config.algorithms.offline import ipo as section
 from megatron_rft.objectives.base import Outputs, sequence_means
 from megatron_rft.objectives.offline.pairs import Pairwise
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class IPO(Pairwise):
-    beta: float = 0.1
-    length_normalised: bool = True
+    options: section.IPO
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
-        if not self.length_normalised:
+        if not self.options.length_normalised:
             return super().score(outputs, batch)
         logprobs = outputs["logprobs"]
         return sequence_means(logprobs - batch.tokens["ref_logprobs"].to(logprobs), batch)
 
     def pair_loss(self, right: Tensor, wrong: Tensor) -> Tensor:
-        return (right - wrong - 1 / (2 * self.beta)) ** 2
+        return (right - wrong - 1 / (2 * self.options.beta)) ** 2

@@ -8,20 +8,16 @@ so it comes from log-probs of the policy taken before the step (`old_logprobs`: 
 that the step then starts from, so z0 is exact). It is the mean as it is, also where that is negative.
 """
 
-from dataclasses import dataclass
-
 import torch
 
+from megatron_rft.config.algorithms.offline import kto as section
 from megatron_rft.objectives.base import Outputs, Prepared, State, Sum, trained_tokens
 from megatron_rft.objectives.offline.base import Offline, log_ratios, over_sequences
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class KTO(Offline):
-    beta: float = 0.1
-    weight_correct: float = 1.0
-    weight_incorrect: float = 1.0
+    options: section.KTO
 
     needs = frozenset({"ref_logprobs", "old_logprobs"})
 
@@ -35,7 +31,7 @@ class KTO(Offline):
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         ratios = log_ratios(outputs["logprobs"], batch)
         right = (batch.sequences["rewards"] > 0).to(ratios.device)
-        sign = torch.where(right, self.beta, -self.beta).to(ratios)
-        weight = torch.where(right, self.weight_correct, self.weight_incorrect).to(ratios)
+        sign = torch.where(right, self.options.beta, -self.options.beta).to(ratios)
+        weight = torch.where(right, self.options.weight_correct, self.options.weight_incorrect).to(ratios)
         losses = weight * (1 - torch.sigmoid(sign * (ratios - batch.scalars["z0"])))
         return {"kto": (1.0, over_sequences(losses, batch))}

@@ -5,27 +5,25 @@
 The forward KL is exact over the vocabulary at every token of the data, and a mean over tokens.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from megatron_rft.config.algorithms.offline import off_rl as section
 from megatron_rft.objectives.base import Beside, Outputs, Sum
 from megatron_rft.objectives.offline.base import Offline, over_sequences, weights
 from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class OffRL(Offline):
-    kl_coefficient: float = 0.0
+    options: section.OffRL
 
     @property
     def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs", "forward_kl"} if self.kl_coefficient else {"logprobs"})
+        return frozenset({"logprobs", "forward_kl"} if self.options.kl_coefficient else {"logprobs"})
 
     @property
     def beside(self) -> Beside | None:
-        return Beside("reference") if self.kl_coefficient else None
+        return Beside("reference") if self.options.kl_coefficient else None
 
     def objective(self, outputs: Outputs, batch: Batch) -> Tensor:
         """[B] what is raised for right and lowered for wrong trajectories"""
@@ -34,6 +32,6 @@ class OffRL(Offline):
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         values = self.objective(outputs, batch)
         found = {"reinforce": (1.0, over_sequences(-batch.sequences["rewards"].to(values) * values, batch))}
-        if self.kl_coefficient:
-            found["forward_kl"] = (self.kl_coefficient, aggregate(outputs["forward_kl"], batch, "token_mean"))
+        if self.options.kl_coefficient:
+            found["forward_kl"] = (self.options.kl_coefficient, aggregate(outputs["forward_kl"], batch, "token_mean"))
         return found

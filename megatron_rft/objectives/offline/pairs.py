@@ -4,12 +4,12 @@ The two of a pair share a `unit`, so that they are in one micro-batch.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from itertools import cycle, islice, product
 
 import torch
 from torch import Tensor
 
+from megatron_rft.config.algorithms.offline import base as section
 from megatron_rft.objectives.base import Outputs, Sum, sequence_means, trained_tokens
 from megatron_rft.objectives.offline.base import Offline, log_ratios
 from megatron_rft.records import Batch
@@ -51,16 +51,13 @@ def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return tuple(values[side.to(values.device)] for side in sides)
 
 
-@dataclass(frozen=True)
 class Pairwise(Offline):
     """A loss per pair, on a number of each side: `score`."""
 
-    pairing: str = "cover"
-
-    pairs = True
+    options: section.Pairwise
 
     def examples(self, data: Batch) -> list[tuple[int, ...]]:
-        found = pair_up(data.sequences["rewards"].tolist(), data.groups.tolist(), self.pairing)
+        found = pair_up(data.sequences["rewards"].tolist(), data.groups.tolist(), self.options.pairing)
         if not found:
             raise DataError("algorithm.name: this method compares pairs, and no problem has a right and a wrong answer")
         return found

@@ -3,16 +3,16 @@
 loss = mean over tokens of -log pi(y_t | x, y_<t)
 """
 
-from dataclasses import dataclass
-
+from megatron_rft.config.algorithms.offline import rft as section
 from megatron_rft.objectives.base import Outputs, Sum
 from megatron_rft.objectives.offline.base import Offline
 from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class RFT(Offline):
+    options: section.RFT
+
     def examples(self, data: Batch) -> list[tuple[int, ...]]:
         return [(position,) for position, reward in enumerate(data.sequences["rewards"].tolist()) if reward > 0]
 

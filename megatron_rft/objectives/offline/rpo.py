@@ -3,18 +3,16 @@
 loss = DPO + alpha mean over pairs of -(1/|y_w|) log pi(y_w|x)
 """
 
-from dataclasses import dataclass
-
+from megatron_rft.config.algorithms.offline import rpo as section
 from megatron_rft.objectives.base import Outputs, Sum
 from megatron_rft.objectives.offline.dpo import DPO
 from megatron_rft.objectives.offline.pairs import mean_logprobs, split_pairs
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class RPO(DPO):
-    alpha: float = 1.0
+    options: section.RPO
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         right, _ = split_pairs(mean_logprobs(outputs, batch), batch)
-        return super().terms(outputs, batch) | {"nll": (self.alpha, Sum(-right.sum(), "units"))}
+        return super().terms(outputs, batch) | {"nll": (self.options.alpha, Sum(-right.sum(), "units"))}

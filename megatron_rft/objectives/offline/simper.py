@@ -5,18 +5,18 @@
 Its gradient is twice that of Off-RL on the same trajectories (fpa.txt A.1): that averages over them, not over pairs.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from megatron_rft.config.algorithms.offline import simper as section
 from megatron_rft.objectives.base import Outputs
 from megatron_rft.objectives.offline.base import weights
 from megatron_rft.objectives.offline.pairs import Pairwise
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class SimPER(Pairwise):
+    options: section.SimPER
+
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
         return weights(outputs["logprobs"], batch)
 

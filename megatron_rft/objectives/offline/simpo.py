@@ -3,23 +3,20 @@
 loss = mean over pairs of -log sigmoid(beta/|y_w| log pi(y_w|x) - beta/|y_l| log pi(y_l|x) - gamma)
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_rft.config.algorithms.offline import simpo as section
 from megatron_rft.objectives.base import Outputs
 from megatron_rft.objectives.offline.pairs import Pairwise, mean_logprobs
 from megatron_rft.records import Batch
 
 
-@dataclass(frozen=True)
 class SimPO(Pairwise):
-    beta: float = 2.0
-    gamma: float = 1.0
+    options: section.SimPO
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
         return mean_logprobs(outputs, batch)
 
     def pair_loss(self, right: Tensor, wrong: Tensor) -> Tensor:
-        return -logsigmoid(self.beta * (right - wrong) - self.gamma)
+        return -logsigmoid(self.options.beta * (right - wrong) - self.options.gamma)

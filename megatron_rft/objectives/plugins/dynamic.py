@@ -11,11 +11,12 @@ responses become rows of the policy's mini-batches beside the sampled ones of th
 counts never see them. Without any pair, or with eta 0, the base's updates are handed on as they are.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megatron_rft.config.constraint import Constraint
 from megatron_rft.objectives.base import (
     Loss,
     LossFunction,
@@ -88,12 +89,12 @@ def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
     return total / mask.new_zeros(len(batch)).index_add(0, ids, mask).clamp(min=1)
 
 
-@dataclass(frozen=True)
 class DynamicConstraint(PolicyObjective):
-    base: PolicyObjective
-    eta: float = 1e-3
-    mode: str = "loss"
-    tokens: str = "sum"
+    options: Constraint
+
+    def __init__(self, base: PolicyObjective, options: Constraint):
+        super().__init__(options)
+        self.base, self.eta, self.mode = base, options.eta, options.mode or "loss"
 
     @property
     def needs(self) -> frozenset[str]:
@@ -136,9 +137,10 @@ class DynamicConstraint(PolicyObjective):
         """With the [R] penalty on each token's reward."""
         if self.mode != "reward" or not self.eta or not has_pairs(batch) or "penalty" in batch.tokens:
             return batch
-        terms = constrained_lens(batch).clamp(min=1) if self.tokens == "mean" else torch.ones_like(batch.response_lens)
-        cross_entropy = -batch.tokens["refined_logprobs"]
-        return batch.with_tokens(penalty=self.eta * cross_entropy / terms[batch.sequence_ids])
+        penalty = -self.eta * batch.tokens["refined_logprobs"]
+        if self.options.tokens == "mean":
+            penalty = penalty / constrained_lens(batch).clamp(min=1)[batch.sequence_ids]
+        return batch.with_tokens(penalty=penalty)
 
     def _constrained(self, update: Update) -> Update:
         batch = joined(update.batch)
@@ -156,7 +158,7 @@ class DynamicConstraint(PolicyObjective):
         def loss(outputs: Outputs, batch: Batch) -> Loss:
             sampled, own = sampled_only(batch)
             base = base_loss({name: value[own.to(value.device)] for name, value in outputs.items()}, sampled)
-            terms = pair_terms(outputs["logprobs"], batch, self.tokens)
+            terms = pair_terms(outputs["logprobs"], batch, self.options.tokens)
             total = pair_terms(outputs["logprobs"].detach(), batch, "sum").sum()
             return Loss(
                 base.terms | {"constraint": (self.eta, Sum(terms.sum(), "pairs"))},

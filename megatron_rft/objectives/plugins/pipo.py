@@ -22,11 +22,11 @@ B_{t-1}. Until a batch comes that has seen an update there is none to verify.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rft.config import pipo as section
 from megatron_rft.objectives.base import PolicyObjective, Prepared, State, Update
 from megatron_rft.records import Batch
 
@@ -64,15 +64,12 @@ def _part(state: State, prefix: str) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-@dataclass(frozen=True)
 class PIPO(PolicyObjective):
-    base: PolicyObjective
-    window: int = 8
-    rectification: float = 0.1
-    learning_rate: float = 1e-6
-    xi_max: float = 10.0
-    optimizer_state: str = "shared"
-    staleness: int = 0
+    options: section.PIPO
+
+    def __init__(self, base: PolicyObjective, options: section.PIPO, staleness: int = 0):
+        super().__init__(options)
+        self.base, self.staleness = base, staleness
 
     @property
     def needs(self) -> frozenset[str]:
@@ -106,7 +103,7 @@ class PIPO(PolicyObjective):
         previous = batch.with_tokens(attributions=self.improvement_attributions(batch)).only(
             KEPT_TOKENS, KEPT_SEQUENCES
         )
-        memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.window :]
+        memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.options.window :]
         state = {"mu": memory} | base_state
         for i, each in enumerate([*kept, previous][-self.staleness - 1 :]):
             state |= each.state_dict(f"previous.{i}.")
@@ -114,10 +111,10 @@ class PIPO(PolicyObjective):
 
     def _verify(self, mu: float, state: State, previous: Batch | None) -> tuple[list[Update], dict[str, float]]:
         """The update on the previous batch, if there is one to make, and what the log says of it."""
-        if len(state["mu"]) < self.window:
+        if len(state["mu"]) < self.options.window:
             return [], {"pipo/mu": mu}
-        xi = improvement(mu, state["mu"], self.xi_max)
-        phi = rectified(xi, self.rectification)
+        xi = improvement(mu, state["mu"], self.options.xi_max)
+        phi = rectified(xi, self.options.rectification)
         rewards = torch.zeros(1) if previous is None else previous.tokens["attributions"] * phi
         worth = bool(rewards.any())
         metrics = {
@@ -133,7 +130,7 @@ class PIPO(PolicyObjective):
         if not worth:
             return [], metrics
         batch = previous.with_tokens(advantages=rewards)
-        moments = "own" if self.optimizer_state == "shared" else "verification"
+        moments = "own" if self.options.optimizer_state == "shared" else "verification"
         return [
-            Update("verification", batch, self.surrogate, learning_rate=self.learning_rate, moments=moments)
+            Update("verification", batch, self.surrogate, learning_rate=self.options.learning_rate, moments=moments)
         ], metrics

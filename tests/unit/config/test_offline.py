@@ -6,12 +6,9 @@ import pytest
 import yaml
 
 from megatron_rft.config import dump, load
-from megatron_rft.objectives.offline import OFFLINE
 from megatron_rft.plan import check, check_store_is_there
 from megatron_rft.utils.errors import DataError, UserError
 from tests.unit.config.test_config import EXAMPLES, SHAPE
-
-OF_THE_TRAINER = {"name", "batch_sequences", "part_norms_every", "reference", "reference_cache"}
 
 
 def write_model(folder):
@@ -42,13 +39,6 @@ def refusal(path, *overrides):
     with pytest.raises(UserError) as caught:
         check(load(path, list(overrides)))
     return str(caught.value)
-
-
-@pytest.mark.parametrize("name", OFFLINE)
-def test_every_method_has_a_section_with_its_own_defaults(recipe, name):
-    algorithm = load(recipe("offline", algorithm={"name": name})).algorithm
-    options = algorithm.model_dump(exclude=OF_THE_TRAINER)
-    assert OFFLINE[name](**options) == OFFLINE[name]()
 
 
 def test_a_plan(recipe):

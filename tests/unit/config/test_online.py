@@ -1,23 +1,16 @@
-"""The sections of the online family: their defaults are the objectives', and what cannot work or would do nothing is
-refused in words."""
+"""The sections of the online family: what cannot work or would do nothing is refused in words."""
 
-import dataclasses
 import json
 
 import pytest
 import yaml
 
-from megatron_rft.config import algorithms as sections
 from megatron_rft.config import dump, load
-from megatron_rft.objectives import OBJECTIVES, PIPO
+from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.plan import check
 from megatron_rft.utils.errors import ConfigError
+from tests.made import ONLINE
 from tests.unit.config.test_config import SHAPE
-
-ONLINE = [cls for cls in vars(sections).values() if isinstance(cls, type) and issubclass(cls, sections.Online)]
-NAMED = {
-    cls.model_fields["name"].default: cls for cls in ONLINE if "name" in cls.model_fields and cls is not sections.Own
-}
 
 
 @pytest.fixture
@@ -42,33 +35,7 @@ def refusal(recipe, *overrides: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_defaults_are_the_objectives(name):
-    """But for what the trainer fills in: batch sizes, lengths, the critic's options."""
-    assert set(NAMED) == set(OBJECTIVES) - {"sft"} - OFFLINE
-    section = NAMED[name].model_fields
-    for field in dataclasses.fields(OBJECTIVES[name]):
-        if field.name in section:
-            assert section[field.name].default == field.default, field.name
-        else:
-            assert field.name in FILLED_IN, field.name
-
-
-FILLED_IN = {"mini_batches", "max_response_tokens", "value_clip", "critic_warmup_steps", "teacher", "dual_clip"}
-OFFLINE = {name for name in OBJECTIVES if OBJECTIVES[name].__module__.startswith("megatron_rft.objectives.offline")}
-
-
-def test_defaults_of_pipo_and_the_critic():
-    for field in dataclasses.fields(PIPO):
-        if field.name not in ("base", "staleness"):  # the latter is rollout.staleness
-            assert sections.PIPO.model_fields[field.name].default == field.default
-    ppo = {field.name: field.default for field in dataclasses.fields(OBJECTIVES["ppo"])}
-    critic = sections.Critic.model_fields
-    assert critic["value_clip"].default == ppo["value_clip"]
-    assert critic["warmup_steps"].default == ppo["critic_warmup_steps"]
-
-
-@pytest.mark.parametrize("name", [name for name, cls in NAMED.items() if cls.compares_responses])
+@pytest.mark.parametrize("name", [name for name in ONLINE if SECTIONS[name].compares_responses is True])
 def test_a_group_of_one_has_nothing_to_compare(recipe, name):
     words = refusal(recipe, f"algorithm.name={name}", "rollout.group_size=1")
     assert f"rollout.group_size: {name} compares the responses of a group: it takes 2 or more, not 1" in words
@@ -139,7 +106,7 @@ def test_refused_in_a_persons_words(recipe, overrides, words):
     assert words in refusal(recipe, *overrides)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ONLINE)
 def test_every_algorithm_has_a_plan(recipe, name):
     critic = ["critic.lr=1e-5", "rollout.group_size=1"] if name == "ppo" else []
     plan = str(

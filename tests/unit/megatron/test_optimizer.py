@@ -9,9 +9,9 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer, latest
 from megatron_rft.megatron.ema import MovingAverage
-from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
+from tests.made import made
 
 CONFIG = Qwen3Config(
     vocab_size=32,
@@ -44,7 +44,7 @@ def step(actor: Actor, seed: int, moments: str = "own") -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 32, (3, 9), generator=generator).tolist()
     batch = Batch.of([row[:3] for row in ids], [row[3:] for row in ids])
-    actor.step(batch, SFT().loss, counts(batch), learning_rate=1e-2, moments=moments)
+    actor.step(batch, made("sft").loss, counts(batch), learning_rate=1e-2, moments=moments)
 
 
 def snapshot(actor: Actor) -> torch.Tensor:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rft.objectives import GRPO, SFT
 from megatron_rft.objectives.base import Update, counts, sequence_means, sequence_sums
+from tests.made import made
 
 
 def test_counts_by_hand(make_batch):
@@ -47,10 +47,10 @@ def test_as_many_steps_as_asked_for_and_none_empty(make_batch, groups, mini_batc
 
 objectives = st.sampled_from(
     [
-        GRPO(),
-        GRPO(aggregation="token_mean", kl_coefficient=0.5, kl_estimator="k2", entropy_coefficient=0.01),
-        GRPO(kl_coefficient=0.0, clip_low=0.05, clip_high=0.1),
-        SFT(),
+        made("grpo"),
+        made("grpo", aggregation="token_mean", kl_coefficient=0.5, kl_estimator="k2", entropy_coefficient=0.01),
+        made("grpo", kl_coefficient=0.0, clip_low=0.05, clip_high=0.1),
+        made("sft"),
     ]
 )
 

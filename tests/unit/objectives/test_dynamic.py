@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rft.objectives import CISPO, DAPO, GRPO, GSPO, PIPO, PPO, RLOO, DynamicConstraint, ReinforcePlusPlus
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.plugins.dynamic import constrained_lens, joined, on_response_tokens, pairs
 from megatron_rft.records import Batch
+from tests.made import dynamic, made, pipo
 
 LENS, GROUPS, REWARDS = [3, 2, 4, 1, 2, 3], [0, 0, 0, 1, 1, 1], [0.0, 1.0, 0.0, -1.0, 0.0, 1.0]
 # shorter than a, none, longer, equal in length, a itself, none
 REFINED = [[70, 71], [], [72, 73, 74, 75, 76, 77], [78], [40, 41], []]
 BASES = [
-    GRPO(mini_batches=2),
-    GRPO(kl_estimator="exact", kl_in="reward"),
-    GSPO(mini_batches=2),
-    DAPO(mini_batches=2),
-    CISPO(mini_batches=2),
-    RLOO(),
-    ReinforcePlusPlus(),
-    PPO(mini_batches=2, epochs=2),
+    made("grpo", mini_batches=2),
+    made("grpo", kl_estimator="exact", kl_in="reward"),
+    made("gspo", mini_batches=2),
+    made("dapo", mini_batches=2),
+    made("cispo", mini_batches=2),
+    made("rloo"),
+    made("reinforce_plus_plus"),
+    made("ppo", mini_batches=2, epochs=2),
 ]
 
 
@@ -58,7 +58,7 @@ def by_numpy(logprobs: np.ndarray, batch: Batch, how: str) -> np.ndarray:
 
 @pytest.mark.parametrize("how", ["sum", "mean"])
 def test_d_is_eq_6(batch, how):
-    update = policy(DynamicConstraint(GRPO(), eta=0.25, tokens=how), batch)
+    update = policy(dynamic(made("grpo"), eta=0.25, tokens=how), batch)
     (mini_batch,) = update.steps()
     out = outputs(mini_batch)
     counted = update.counts(mini_batch)
@@ -67,7 +67,7 @@ def test_d_is_eq_6(batch, how):
     expected = by_numpy(out["logprobs"].detach().numpy(), mini_batch, how)
     assert weight == 0.25 and counted["pairs"] == 4
     assert term.total.item() == pytest.approx(expected.sum(), rel=1e-6)
-    base = GRPO().prepare(batch, {}).updates[0]
+    base = made("grpo").prepare(batch, {}).updates[0]
     (plain,) = base.steps()
     own = {name: value.detach()[: len(plain.response_ids)] for name, value in out.items()}
     whole = base.loss(own, plain).mean(base.counts(plain)).item() + 0.25 * expected.mean()
@@ -89,7 +89,7 @@ def test_lengths_shorter_longer_equal_and_the_same(batch):
 
 def test_the_gradient_goes_through_the_refined_tokens_alone(batch):
     """Of -eta/4 each: four pairs; sampled tokens get the base's, as if there were no pairs."""
-    update, base = policy(DynamicConstraint(DAPO(), eta=0.4), batch), policy(DAPO(), batch)
+    update, base = policy(dynamic(made("dapo"), eta=0.4), batch), policy(made("dapo"), batch)
     (mini_batch,), (plain,) = update.steps(), base.steps()
     out = outputs(mini_batch)
     update.loss(out, mini_batch).mean(update.counts(mini_batch)).backward()
@@ -102,7 +102,7 @@ def test_the_gradient_goes_through_the_refined_tokens_alone(batch):
 
 def test_refined_rows_spoil_nothing_however_unlikely(batch):
     """A log-prob of -200 beside a reference's placeholder of 0 would be infinite in k3."""
-    update = policy(DynamicConstraint(GRPO(kl_coefficient=0.1), eta=1.0), batch)
+    update = policy(dynamic(made("grpo", kl_coefficient=0.1), eta=1.0), batch)
     (mini_batch,) = update.steps()
     low = outputs(mini_batch)
     with torch.no_grad():
@@ -113,7 +113,10 @@ def test_refined_rows_spoil_nothing_however_unlikely(batch):
 
 def test_counts_and_groups_stay_the_bases(batch):
     """Two mini-batches by groups; each pair goes where its group goes, and no denominator of the base knows of it."""
-    constrained, plain = policy(DynamicConstraint(DAPO(mini_batches=2)), batch), policy(DAPO(mini_batches=2), batch)
+    constrained, plain = (
+        policy(dynamic(made("dapo", mini_batches=2)), batch),
+        policy(made("dapo", mini_batches=2), batch),
+    )
     for ours, theirs in zip(constrained.steps(), plain.steps(), strict=True):
         found = constrained.counts(ours)
         assert {name: found[name] for name in counts(theirs)} == counts(theirs)
@@ -129,7 +132,7 @@ def test_counts_and_groups_stay_the_bases(batch):
 @pytest.mark.parametrize("why", ["eta 0", "no pair"])
 def test_without_effect_it_leaves_no_trace(batch, base, why, mode):
     """Property 4: the very same updates."""
-    objective = DynamicConstraint(base, eta=0.0 if why == "eta 0" else 0.1, mode=mode)
+    objective = dynamic(base, eta=0.0) if why == "eta 0" else dynamic(base, eta=0.1, mode=mode)
     given = batch if why == "eta 0" else batch.with_refined([[]] * 6)
     ours, theirs = objective.prepare(given, objective.init()), base.prepare(given, base.init())
     assert ours.metrics == theirs.metrics and objective.init() == base.init()
@@ -147,7 +150,7 @@ def test_without_effect_it_leaves_no_trace(batch, base, why, mode):
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 def test_in_the_reward_it_is_the_cross_entropy_without_a_gradient(batch, base):
-    objective = DynamicConstraint(base, eta=0.5, mode="reward")
+    objective = dynamic(base, eta=0.5, mode="reward")
     assert objective.needs == base.needs | {"refined_logprobs"}
     refined = on_response_tokens(torch.linspace(-2, -1, 9), batch)
     batch = batch.with_tokens(refined_logprobs=refined)
@@ -163,15 +166,15 @@ def test_in_the_reward_of_a_group_it_is_the_sum(batch):
     refined = on_response_tokens(torch.tensor([-2.0, -1, -1, -1, -1, -1, -1, -1, -1]), batch)
     batch = batch.with_tokens(refined_logprobs=refined)
     for how, first, third in (("sum", -1.5, -2.0), ("mean", -0.75, -0.5)):
-        found = DynamicConstraint(GRPO(kl_coefficient=0), 0.5, "reward", how)._penalised(batch)
-        assert GRPO(kl_coefficient=0).rewards(found)[:3].tolist() == pytest.approx([first, 1.0, third])
+        found = dynamic(made("grpo", kl_coefficient=0), 0.5, mode="reward", tokens=how)._penalised(batch)
+        assert made("grpo", kl_coefficient=0).rewards(found)[:3].tolist() == pytest.approx([first, 1.0, third])
         assert found.sequences["rewards"].tolist() == REWARDS
 
 
 def test_pipo_around_it_remembers_no_pair(batch):
     """The memory and the verification step are those of PIPO around the base alone."""
-    base = DAPO(mini_batches=2)
-    ours, plain = (PIPO(each, window=2) for each in (DynamicConstraint(base, 0.3), base))
+    base = made("dapo", mini_batches=2)
+    ours, plain = (pipo(each, window=2) for each in (dynamic(base, 0.3), base))
     states = [ours.init(), plain.init()]
     for mu in (0.1, 0.2, 0.4):
         given = batch.with_scalars(sampled_reward_sum=mu, sampled_count=1.0)
@@ -186,9 +189,9 @@ def test_pipo_around_it_remembers_no_pair(batch):
 
 
 def test_a_critics_update_has_no_pairs(batch):
-    value, actor = DynamicConstraint(PPO(), 0.1).prepare(batch, PPO().init()).updates
+    value, actor = dynamic(made("ppo"), 0.1).prepare(batch, made("ppo").init()).updates
     assert "refined_mask" not in value.batch.tokens and len(actor.batch) == 10
-    warming = DynamicConstraint(PPO(critic_warmup_steps=1), 0.1)
+    warming = dynamic(made("ppo", critic={"warmup_steps": 1}), 0.1)
     assert [update.model for update in warming.prepare(batch, warming.init()).updates] == ["critic"]
 
 

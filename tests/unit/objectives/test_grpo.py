@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron_rft.objectives import GRPO, SFT
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.mismatch import mismatch
+from tests.made import made
 
 LN2 = math.log(2)
 
@@ -32,7 +32,7 @@ def test_loss_by_hand(make_batch):
     logprobs = torch.tensor([-1.0, -1.0, -1.0 - LN2, -1.0])
     ref = torch.tensor([-1.0, -1.0, -1.0 - LN2, -1.0 + LN2])
     batch = make_batch([3, 1], [0, 0], [1.0, 0.0], old_logprobs=old, ref_logprobs=ref)
-    objective = GRPO(kl_coefficient=0.1, entropy_coefficient=0.01)
+    objective = made("grpo", kl_coefficient=0.1, entropy_coefficient=0.01)
     found = means(objective, batch, logprobs, entropy=torch.full((4,), 2.0))
     assert found["surrogate"] == pytest.approx(1 / 12)
     assert found["kl_penalty"] == pytest.approx((1 - LN2) / 2) and found["kl"] == pytest.approx((1 - LN2) / 4)
@@ -41,28 +41,28 @@ def test_loss_by_hand(make_batch):
 
 
 def test_needs_only_what_it_uses():
-    assert GRPO(epochs=2).needs == GRPO(mini_batches=2).needs == {"old_logprobs", "ref_logprobs"}
-    assert GRPO().needs == {"ref_logprobs"} and GRPO(kl_coefficient=0.0).needs == set()
+    assert made("grpo", epochs=2).needs == made("grpo", mini_batches=2).needs == {"old_logprobs", "ref_logprobs"}
+    assert made("grpo").needs == {"ref_logprobs"} and made("grpo", kl_coefficient=0.0).needs == set()
 
 
 def test_on_policy_step_is_that_of_equal_old_logprobs(make_batch):
     logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     given = make_batch([2, 1], [0, 0], [0.0, 1.0], old_logprobs=logprobs.detach())
     given = given.with_tokens(advantages=torch.tensor([-1.0, -1.0, 1.0]), rollout_logprobs=logprobs.detach() + 0.2)
-    outputs, grpo = {"logprobs": logprobs, "entropy": torch.zeros(3)}, GRPO(kl_coefficient=0.0)
+    outputs, grpo = {"logprobs": logprobs, "entropy": torch.zeros(3)}, made("grpo", kl_coefficient=0.0)
     gradients = []
     for batch in (given, given.without_tokens("old_logprobs")):
         loss = grpo.loss(outputs, batch)
         gradients.append(torch.autograd.grad(loss.mean(counts(batch)), logprobs)[0])
     assert torch.equal(*gradients)
     assert loss.metrics["mismatch/share"].total == 3 and loss.metrics["mismatch/kl"].total > 0
-    assert SFT().needs == set()
+    assert made("sft").needs == set()
 
 
 def test_the_gradient_raises_the_better_response(make_batch):
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     batch = make_batch([2, 1], [0, 0], [0.0, 1.0], old_logprobs=logprobs.detach(), ref_logprobs=logprobs.detach())
-    (update,) = GRPO().prepare(batch, {}).updates
+    (update,) = made("grpo").prepare(batch, {}).updates
     update.loss({"logprobs": logprobs, "entropy": torch.zeros(3)}, update.batch).mean(counts(batch)).backward()
     assert (-logprobs.grad).sign().tolist() == [-1.0, -1.0, 1.0]
 
@@ -71,7 +71,7 @@ def test_the_kl_pulls_towards_the_reference(make_batch):
     """In a group of equal rewards nothing else does: up where the reference is surer, down where it is less sure."""
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     batch = make_batch([1, 1], [0, 0], [1.0, 1.0], old_logprobs=logprobs.detach(), ref_logprobs=[-0.5, -1.5])
-    (update,) = GRPO(kl_coefficient=0.1).prepare(batch, {}).updates
+    (update,) = made("grpo", kl_coefficient=0.1).prepare(batch, {}).updates
     update.loss({"logprobs": logprobs, "entropy": torch.zeros(2)}, update.batch).mean(counts(batch)).backward()
     assert (-logprobs.grad).sign().tolist() == [1.0, -1.0]
 
@@ -79,7 +79,7 @@ def test_the_kl_pulls_towards_the_reference(make_batch):
 def test_the_entropy_bonus_raises_the_entropy(make_batch):
     entropy = torch.ones(2, requires_grad=True)
     batch = make_batch([1, 1], [0, 0], [1.0, 0.0], old_logprobs=[-1, -1])
-    (update,) = GRPO(kl_coefficient=0.0, entropy_coefficient=0.1).prepare(batch, {}).updates
+    (update,) = made("grpo", kl_coefficient=0.0, entropy_coefficient=0.1).prepare(batch, {}).updates
     assert "entropy" in update.outputs
     update.loss({"logprobs": torch.full((2,), -1.0), "entropy": entropy}, update.batch).mean(counts(batch)).backward()
     torch.testing.assert_close(-entropy.grad, torch.tensor([0.05, 0.05]))
@@ -99,7 +99,7 @@ def test_a_bandit_is_learned():
             tokens={"old_logprobs": logits.detach().log_softmax(0)[arms]},
             sequences={"rewards": (arms == 2).float(), "group": torch.arange(16) // 8},
         )
-        (update,) = GRPO(kl_coefficient=0.0).prepare(batch, {}).updates
+        (update,) = made("grpo", kl_coefficient=0.0).prepare(batch, {}).updates
         for mini_batch in update.steps():
             outputs = {"logprobs": logits.log_softmax(0)[mini_batch.response_ids], "entropy": torch.zeros(16)}
             (gradient,) = torch.autograd.grad(update.loss(outputs, mini_batch).mean(counts(mini_batch)), logits)
@@ -109,7 +109,7 @@ def test_a_bandit_is_learned():
 
 def test_sft_is_the_mean_over_tokens(make_batch):
     """Token mean, whatever the lengths: (1 + 2 + 3 + 6) / 4 = 3, not ((1 + 2 + 3) / 3 + 6) / 2 = 4."""
-    found = means(SFT(), make_batch([3, 1], [0, 0], [0, 0]), torch.tensor([-1.0, -2.0, -3.0, -6.0]))
+    found = means(made("sft"), make_batch([3, 1], [0, 0], [0, 0]), torch.tensor([-1.0, -2.0, -3.0, -6.0]))
     assert found == {"nll": 3.0, "loss": 3.0}
 
 

@@ -1,21 +1,20 @@
 """Every online objective against loops in numpy, on ragged batches with all that can go wrong in one; and every option
 of every objective does something."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rft.objectives import OBJECTIVES, PIPO
+from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
+from tests.made import OF_A_RUN, ONLINE, made, pipo
 from tests.unit.objectives import numpy_loops as loops
 
 LIMIT = 6
-NAMES = sorted(set(OBJECTIVES) - {"sft", "sdpo"})
+NAMES = sorted(set(ONLINE) - {"sdpo"})
 TOKENS = {
     "old": "old_logprobs",
     "ref": "ref_logprobs",
@@ -44,17 +43,26 @@ OWN = {
 }
 
 
-def options_of(name: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(OBJECTIVES[name])}
+def alive(options: dict) -> dict:
+    """Without options that have no effect beside the others: a section refuses those."""
+    dead = set()
+    dead |= {"kl_estimator", "kl_in"} if not options.get("kl_coefficient") else set()
+    dead |= {"importance_cap"} if options.get("importance") == "none" else set()
+    dead |= {"overlong_coefficient"} if options.get("overlong_buffer") == 0 else set()
+    return {key: value for key, value in options.items() if key not in dead}
+
+
+def everything(objective) -> dict:
+    """All of its options, and what a run and a critic say."""
+    run, critic = vars(objective.setting), objective.setting.critic
+    return objective.options.model_dump() | run | ({"value_clip": critic.value_clip} if critic else {})
 
 
 @st.composite
 def cases(draw, name: str):
     """(options, sequences): lengths 0 to LIMIT, groups of one to four, rewards that are often equal, masked tokens."""
-    known = {key: value for key, value in (COMMON | OWN).items() if key in options_of(name)}
-    options = {"max_response_tokens": LIMIT} | {key: draw(value) for key, value in known.items()}
-    if name == "cispo":
-        options["dual_clip"] = None
+    known = {key: value for key, value in (COMMON | OWN).items() if key in SECTIONS[name].model_fields}
+    options = {"max_response_tokens": LIMIT} | alive({key: draw(value) for key, value in known.items()})
     random = np.random.default_rng(draw(st.integers(0, 10_000)))
     sequences = []
     for group in range(draw(st.integers(1, 3))):
@@ -109,10 +117,9 @@ def one_step(objective, batch: Batch, outputs: dict, update: str = "policy") -> 
 @settings(max_examples=30, deadline=None)
 def test_loss_is_that_of_the_loops(name, data):
     options, sequences = data.draw(cases(name))
-    objective = OBJECTIVES[name](**options)
+    objective = made(name, **options)
     found = one_step(objective, as_batch(sequences), model_outputs(sequences))
-    defaults = {field.name: getattr(objective, field.name) for field in dataclasses.fields(objective)}
-    wanted = loops.policy_loss(sequences, name, defaults)
+    wanted = loops.policy_loss(sequences, name, everything(objective))
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
@@ -120,11 +127,11 @@ def test_loss_is_that_of_the_loops(name, data):
 @settings(max_examples=30, deadline=None)
 def test_value_loss_and_attributions_are_those_of_the_loops(data):
     options, sequences = data.draw(cases("ppo"))
-    options["value_clip"] = data.draw(st.sampled_from([0.1, 0.5]))
-    objective, batch, outputs = OBJECTIVES["ppo"](**options), as_batch(sequences), model_outputs(sequences)
+    critic = {"value_clip": data.draw(st.sampled_from([0.1, 0.5]))}
+    objective, batch, outputs = made("ppo", critic, **options), as_batch(sequences), model_outputs(sequences)
     outputs["values"] = outputs["values"] + 0.3
     new = [s["value"] + 0.3 for s in sequences]
-    defaults = {field.name: getattr(objective, field.name) for field in dataclasses.fields(objective)}
+    defaults = everything(objective)
     wanted = loops.value_loss(sequences, new, defaults)
     assert one_step(objective, batch, outputs, "value") == pytest.approx(wanted, rel=1e-6, abs=1e-6)
     credit = np.concatenate([np.zeros(0), *loops.advantages(sequences, "ppo", defaults)])
@@ -143,12 +150,10 @@ OTHER = {
     "importance_cap": 1.01,
     "gamma": 0.5,
     "lam": 0.5,
-    "value_clip": 0.01,
     "overlong_buffer": 3,
     "overlong_coefficient": 0.3,
     "mini_batches": 2,
     "epochs": 3,
-    "critic_warmup_steps": 5,
     "max_response_tokens": 50,
     "aggregation": "sequence_sum",
     "kl_estimator": "exact",
@@ -157,7 +162,7 @@ OTHER = {
     "whiten_rewards": True,
     "whiten_advantages": False,
     "filter_groups": False,
-    "teacher": "teacher",
+    "teacher_rate": 0.5,
 }
 # What else must be set for an option to matter.
 BESIDE = {
@@ -213,29 +218,36 @@ def fingerprint(objective) -> tuple:
     return tuple(found)
 
 
+# Options that others read: the trainer, the sampler, what tells the teacher.
+NOT_THE_OBJECTIVES = {"name", "mini_batch_prompts", "old_logprobs", "max_rounds", "feedback", "solution_field"}
+NOT_THE_OBJECTIVES |= {"max_feedback_tokens", "teacher_template", "solution_template", "error_template"}
 EVERY_OPTION = [
-    (name, field.name)
-    for name in sorted(set(OBJECTIVES) - {"sft"})
-    for field in dataclasses.fields(OBJECTIVES[name])
-    if (name, field.name) not in {("cispo", "dual_clip"), ("sdpo", "clip_low"), ("sdpo", "clip_high")}  # see below
+    (name, option)
+    for name in sorted(ONLINE)
+    for option in (*sorted(SECTIONS[name].model_fields.keys() - NOT_THE_OBJECTIVES), *OF_A_RUN)
+    if (name, option) not in {("sdpo", "clip_low"), ("sdpo", "clip_high")}  # see below
 ]
 
 
 @pytest.mark.parametrize("name, option", EVERY_OPTION)
 def test_every_option_changes_what_the_objective_does(name, option):
-    """cispo inherits dual_clip, which its section of a recipe does not have; sdpo's clip is that of PIPO's step."""
-    beside = {k: v for k, v in BESIDE.get(option, {}).items()}
-    default = OBJECTIVES[name](**{"max_response_tokens": 6} | beside)
-    other = OTHER[option] if option != "kl_in" else {"loss": "reward", "reward": "loss"}[default.kl_in]
-    changed = dataclasses.replace(default, **{option: other})
-    assert fingerprint(changed) != fingerprint(default)
+    """sdpo's clip is that of PIPO's step."""
+    given = {"max_response_tokens": 6} | BESIDE.get(option, {})
+    default = made(name, **given)
+    other = OTHER[option] if option != "kl_in" else {"loss": "reward", "reward": "loss"}[default.options.kl_in]
+    assert fingerprint(made(name, **given | {option: other})) != fingerprint(default)
+
+
+@pytest.mark.parametrize("critic", [{"value_clip": 0.01}, {"warmup_steps": 5}])
+def test_the_critics_options_change_what_ppo_does(critic):
+    assert fingerprint(made("ppo", critic)) != fingerprint(made("ppo"))
 
 
 @pytest.mark.parametrize("option, other", [("clip_low", 0.05), ("clip_high", 0.07)])
 def test_the_clip_of_sdpo_is_that_of_the_verification_step(option, other):
     batch = as_batch(SEQUENCES).with_tokens(advantages=torch.linspace(-1, 1, 27))
     losses = [
-        PIPO(OBJECTIVES["sdpo"](**options)).surrogate(model_outputs(SEQUENCES), batch).mean(counts(batch)).item()
+        pipo(made("sdpo", **options)).surrogate(model_outputs(SEQUENCES), batch).mean(counts(batch)).item()
         for options in ({}, {option: other})
     ]
     assert losses[0] != losses[1]
@@ -243,7 +255,7 @@ def test_the_clip_of_sdpo_is_that_of_the_verification_step(option, other):
 
 def test_pipo_options_change_the_verification():
     def verification(**options) -> tuple:
-        plugin = PIPO(OBJECTIVES["grpo"](), **({"window": 2} | options))
+        plugin = pipo(made("grpo"), **({"window": 2} | options))
         batch = as_batch(SEQUENCES)
         state, found = plugin.init(), []
         for total in (3.0, 4.0, 2.0, 7.0):

@@ -8,20 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron_rft.objectives import DAPO, GRPO, GSPO, PIPO, PPO, SDPO
 from megatron_rft.objectives.base import Prepared, State, Update, counts
+from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.objectives.plugins.pipo import improvement, rectified
+from megatron_rft.objectives.ppo import PPO
+from megatron_rft.objectives.sdpo import SDPO
 from megatron_rft.records import Batch
+from tests.made import made, pipo
 
 LENS, GROUPS = [2, 1, 3, 1], [0, 0, 1, 1]
 
 
 BASES = [
-    GRPO(mini_batches=2),
-    GSPO(mini_batches=2),
-    DAPO(mini_batches=2),
-    PPO(mini_batches=2),
-    SDPO(mini_batches=2),
+    made("grpo", mini_batches=2),
+    made("gspo", mini_batches=2),
+    made("dapo", mini_batches=2),
+    made("ppo", mini_batches=2),
+    made("sdpo", mini_batches=2),
 ]
 UNUSED_BY = {SDPO: ("tokens.old_logprobs",)}  # only PIPO asks for them
 
@@ -80,7 +83,7 @@ def run(objective, batches: list[Batch], state: State | None = None) -> list[Pre
 def test_verification_begins_when_the_window_is_full(make_batch):
     """K = 3: three steps fill it, the fourth compares 0.5 with (0.2, 0.3, 0.4), the fifth 0.3 with (0.3, 0.4, 0.5)."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5, 0.3))]
-    steps = run(PIPO(GRPO(), window=3, learning_rate=3e-6), batches)
+    steps = run(pipo(made("grpo"), window=3, learning_rate=3e-6), batches)
     assert [[update.name for update in step.updates] for step in steps] == [["policy"]] * 3 + [
         ["verification", "policy"]
     ] * 2
@@ -98,8 +101,8 @@ def test_verification_begins_when_the_window_is_full(make_batch):
 def test_verification_is_one_step_on_the_previous_batch(make_batch):
     """Rewards (1, 0) in both groups: attributions +1 and -1 on every token, times phi = 2."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5))]
-    base = GRPO(mini_batches=2, epochs=3)
-    verification, policy = run(PIPO(base, window=3, learning_rate=3e-6), batches)[3].updates
+    base = made("grpo", mini_batches=2, epochs=3)
+    verification, policy = run(pipo(base, window=3, learning_rate=3e-6), batches)[3].updates
     (mini_batch,) = verification.steps()
     assert mini_batch.response_ids.tolist() == batches[2].response_ids.tolist()
     assert mini_batch.tokens["advantages"].tolist() == [2.0, 2.0, -2.0, 2.0, 2.0, 2.0, -2.0]
@@ -116,7 +119,7 @@ def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_
         step: sampled(make_batch, mu=0.1 * step**2, seed=step).with_scalars(step=float(step), oldest_version=float(v))
         for step, v in oldest.items()
     }
-    steps = run(PIPO(GRPO(), window=2, staleness=2), list(batches.values()))
+    steps = run(pipo(made("grpo"), window=2, staleness=2), list(batches.values()))
     found = {}
     for number, prepared in enumerate(steps, 1):
         update = prepared.updates[0]
@@ -128,7 +131,9 @@ def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_
     kept = {name.split(".")[1] for name in steps[-1].state if name.startswith("previous.")}
     assert len(kept) == 3  # staleness + 1
 
-    never = run(PIPO(GRPO(), window=2, staleness=1), [b.with_scalars(oldest_version=0.0) for b in batches.values()])
+    never = run(
+        pipo(made("grpo"), window=2, staleness=1), [b.with_scalars(oldest_version=0.0) for b in batches.values()]
+    )
     assert all(step.updates[0].name == "policy" for step in never)
     assert [step.metrics.get("pipo/skipped") for step in never] == [None, None, 1, 1, 1, 1, 1]
 
@@ -152,7 +157,7 @@ def gradient(update: Update) -> torch.Tensor:
 def test_a_rise_repeats_the_last_gradient_and_a_fall_takes_a_tenth_of_it_back(make_batch, mu, phi):
     """Two of two groups have A = +-1, so that attributions are the advantages and J_PI's gradient is phi J_GRPO's."""
     batches = [sampled(make_batch, value, seed) for seed, value in enumerate((0.2, 0.3, 0.4, mu))]
-    steps = run(PIPO(GRPO(kl_coefficient=0.0), window=3), batches)
+    steps = run(pipo(made("grpo", kl_coefficient=0.0), window=3), batches)
     (before,) = steps[2].updates
     torch.testing.assert_close(gradient(steps[3].updates[0]), phi * gradient(before))
 
@@ -161,7 +166,7 @@ def test_what_is_scaled_are_the_normalised_attributions(make_batch):
     """Rewards (1, 0, 0, 0): A = (3, -1, -1, -1) / sqrt(3), attributions (2, -2/3, -2/3, -2/3); phi = 2 doubles them."""
     sample = make_batch([1, 2, 1, 1], [0] * 4, [1.0, 0.0, 0.0, 0.0], old_logprobs=[-1.0] * 5, ref_logprobs=[-1.0] * 5)
     batches = [sample.with_scalars(sampled_reward_sum=mu, sampled_count=1.0) for mu in (0.2, 0.3, 0.4, 0.5)]
-    verification, _ = run(PIPO(GRPO(), window=3), batches)[3].updates
+    verification, _ = run(pipo(made("grpo"), window=3), batches)[3].updates
     torch.testing.assert_close(
         verification.batch.tokens["advantages"], torch.tensor([4.0, -4 / 3, -4 / 3, -4 / 3, -4 / 3])
     )
@@ -170,7 +175,7 @@ def test_what_is_scaled_are_the_normalised_attributions(make_batch):
 def test_mu_is_that_of_everything_sampled(make_batch):
     """Two groups of the batch were filtered away before: the mean is still that of all eight."""
     batch = sampled(make_batch, 0.625).select(torch.tensor([0, 1]))
-    assert run(PIPO(GRPO()), [batch])[0].metrics["pipo/mu"] == 0.625
+    assert run(pipo(made("grpo")), [batch])[0].metrics["pipo/mu"] == 0.625
 
 
 def assert_same_updates(left: list[Update], right: list[Update], but: tuple[str, ...] = ()) -> None:
@@ -207,7 +212,7 @@ def test_without_feedback_the_base_is_untouched(make_batch, base, name, means, r
         batches = [batch.with_contexts([[]] * 4) for batch in batches]  # nor any from a teacher
         if isinstance(base, PPO):
             pytest.skip("its advantages come from the critic as well")
-    closed = run(PIPO(base, window=3, rectification=rectification), batches)
+    closed = run(pipo(base, window=3, rectification=rectification), batches)
     for with_pipo, without in zip(closed, run(base, batches), strict=True):
         assert_same_updates(with_pipo.updates, without.updates, UNUSED_BY.get(type(base), ()))
     assert [step.metrics.get("pipo/skipped") for step in closed] == [None] * 3 + [1.0] * (len(means) - 3)
@@ -220,7 +225,7 @@ def test_without_feedback_the_base_is_untouched(make_batch, base, name, means, r
 def test_the_base_part_never_depends_on_pipo(make_batch, base, means, size):
     """Whatever the feedback, the base's own updates are those it makes alone; verification only comes before them."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate(means)]
-    closed = run(PIPO(base, window=size), batches)
+    closed = run(pipo(base, window=size), batches)
     for with_pipo, without in zip(closed, run(base, batches), strict=True):
         verification, own = with_pipo.updates[: -len(without.updates)], with_pipo.updates[-len(without.updates) :]
         assert [update.name for update in verification] in ([], ["verification"])
@@ -230,9 +235,9 @@ def test_the_base_part_never_depends_on_pipo(make_batch, base, means, size):
 def test_an_on_policy_base_stays_on_policy_until_a_verification_step_was_made(make_batch):
     """Its own log-probs are the old ones then, to the last bit; after a verification step they no longer are."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5))]
-    steps = run(PIPO(GRPO(), window=3), batches)
-    assert PIPO(GRPO()).needs == {"old_logprobs", "ref_logprobs"}
-    alone = run(GRPO(), [batch.without_tokens("old_logprobs") for batch in batches])
+    steps = run(pipo(made("grpo"), window=3), batches)
+    assert pipo(made("grpo")).needs == {"old_logprobs", "ref_logprobs"}
+    alone = run(made("grpo"), [batch.without_tokens("old_logprobs") for batch in batches])
     for with_pipo, without in zip(steps[:3], alone, strict=False):
         assert_same_updates(with_pipo.updates, without.updates)
     assert torch.equal(steps[3].updates[1].batch.tokens["old_logprobs"], batches[3].tokens["old_logprobs"])
@@ -242,7 +247,7 @@ def test_an_on_policy_base_stays_on_policy_until_a_verification_step_was_made(ma
 def test_killed_and_resumed_from_a_file_it_goes_on_bit_identically(make_batch, base, tmp_path):
     """The state is written and read between any two steps, from the empty one on."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5, 0.1, 0.7))]
-    objective = PIPO(base, window=3)
+    objective = pipo(base, window=3)
     whole = run(objective, batches)
     for stop in range(len(batches)):
         state = whole[stop - 1].state if stop else objective.init()
@@ -255,7 +260,7 @@ def test_killed_and_resumed_from_a_file_it_goes_on_bit_identically(make_batch, b
 
 
 def test_the_memory_does_not_grow(make_batch):
-    steps = run(PIPO(GRPO(), window=3), [sampled(make_batch, 0.1 * i, i) for i in range(6)])
+    steps = run(pipo(made("grpo"), window=3), [sampled(make_batch, 0.1 * i, i) for i in range(6)])
     assert steps[-1].state["mu"].tolist() == pytest.approx([0.3, 0.4, 0.5])
     sizes = [sum(value.numel() for value in step.state.values()) for step in steps]
     assert sizes[2] == sizes[-1]
@@ -272,5 +277,5 @@ class Counting(GRPO):
 
 
 def test_the_base_keeps_its_own_state_and_metrics(make_batch):
-    last = run(PIPO(Counting(), window=2), [sampled(make_batch, 0.1 * i) for i in range(4)])[-1]
+    last = run(pipo(Counting(made("grpo").options), window=2), [sampled(make_batch, 0.1 * i) for i in range(4)])[-1]
     assert last.state["base.steps"].item() == 4 and last.metrics["mine"] == 1.0

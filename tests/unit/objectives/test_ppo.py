@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_rft.objectives import PIPO, PPO
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.ppo import value_loss
+from tests.made import made, pipo
 
 
 def sampled(make_batch):
@@ -17,7 +17,7 @@ def sampled(make_batch):
 
 def test_credit_by_hand(make_batch):
     """KL coefficient 0.1: rewards (-0.1, 1) and (0). Lambda 0: A = delta = (-0.35, 0.75), (-0.5); returns = A + V."""
-    ppo = PPO(kl_coefficient=0.1, lam=0.0, whiten_advantages=False)
+    ppo = made("ppo", kl_coefficient=0.1, lam=0.0, whiten_advantages=False)
     value, policy = ppo.prepare(sampled(make_batch), ppo.init()).updates
     torch.testing.assert_close(policy.batch.tokens["advantages"], torch.tensor([-0.35, 0.75, -0.5]))
     torch.testing.assert_close(value.batch.tokens["returns"], torch.tensor([0.15, 1.0, 0.0]))
@@ -26,10 +26,10 @@ def test_credit_by_hand(make_batch):
 
 
 def test_whitening(make_batch):
-    advantages = PPO().advantages(sampled(make_batch))
+    advantages = made("ppo").advantages(sampled(make_batch))
     assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantages.std(correction=0).item() == pytest.approx(1)
-    rewards = PPO(whiten_rewards=True, kl_coefficient=0.0, lam=1.0, whiten_advantages=False)
+    rewards = made("ppo", whiten_rewards=True, kl_coefficient=0.0, lam=1.0, whiten_advantages=False)
     _, policy = rewards.prepare(sampled(make_batch), rewards.init()).updates
     torch.testing.assert_close(policy.batch.tokens["returns"], torch.tensor([1.0, 1.0, -1.0]))  # rewards 1 and -1
 
@@ -50,7 +50,7 @@ def test_value_loss_by_hand(value, old, target, loss, gradient):
 
 
 def test_the_critic_is_alone_at_first(make_batch):
-    ppo, batch, names = PPO(critic_warmup_steps=2), sampled(make_batch), []
+    ppo, batch, names = made("ppo", critic={"warmup_steps": 2}), sampled(make_batch), []
     state = ppo.init()
     for _ in range(4):
         prepared = ppo.prepare(batch, state)
@@ -61,7 +61,7 @@ def test_the_critic_is_alone_at_first(make_batch):
 
 def test_pipo_does_not_remember_steps_without_a_policy_update(make_batch):
     """Two of warm-up, two to fill the window, and then there is something to verify."""
-    plugin, batch, names = PIPO(PPO(critic_warmup_steps=2), window=2), sampled(make_batch), []
+    plugin, batch, names = pipo(made("ppo", critic={"warmup_steps": 2}), window=2), sampled(make_batch), []
     state = plugin.init()
     for mean in (0.9, 0.8, 0.1, 0.2, 0.4):
         prepared = plugin.prepare(batch.with_scalars(sampled_reward_sum=mean, sampled_count=1.0), state)
@@ -74,7 +74,7 @@ def test_pipo_does_not_remember_steps_without_a_policy_update(make_batch):
 
 def test_metrics_say_how_good_the_critic_is(make_batch):
     """Returns (1, 1, 0) with lambda 1 and no KL, values (1, 1, 0): all of the variance is explained."""
-    ppo = PPO(kl_coefficient=0.0, lam=1.0)
+    ppo = made("ppo", kl_coefficient=0.0, lam=1.0)
     batch = sampled(make_batch).with_tokens(values=torch.tensor([1.0, 1.0, 0.0]))
     metrics = ppo.prepare(batch, ppo.init()).metrics
     assert metrics["critic/explained_variance"] == pytest.approx(1) and metrics["critic/returns"] == pytest.approx(

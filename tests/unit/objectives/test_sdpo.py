@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_rft.objectives import PIPO, SDPO
 from megatron_rft.objectives.base import Beside, counts
 from megatron_rft.records import Batch
+from tests.made import made, pipo
 
 
 def sampled() -> Batch:
@@ -25,7 +25,7 @@ def sampled() -> Batch:
 
 
 def test_only_the_informed_are_taught():
-    prepared = SDPO().prepare(sampled(), {})
+    prepared = made("sdpo").prepare(sampled(), {})
     (update,) = prepared.updates
     assert update.batch.response_ids.tolist() == [5, 6, 8, 9, 10] and update.batch.context_lens.tolist() == [3, 2]
     assert update.beside == Beside("actor", in_context=True)
@@ -34,7 +34,7 @@ def test_only_the_informed_are_taught():
 
 def test_loss_is_the_token_mean_of_the_kl():
     """(1 + 2 + 3 + 4 + 5) / 5 = 3; the gap to the teacher is only logged."""
-    (update,) = SDPO().prepare(sampled(), {}).updates
+    (update,) = made("sdpo").prepare(sampled(), {}).updates
     (step,) = update.steps()
     kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
     outputs = {"reverse_kl": kl, "logprobs": torch.full((5,), -2.0), "entropy": torch.ones(5)}
@@ -46,20 +46,20 @@ def test_loss_is_the_token_mean_of_the_kl():
 
 
 def test_attribution_is_how_much_surer_the_teacher_is():
-    assert SDPO().advantages(sampled()).tolist() == [0.5, -1.0, 0.0, 0.0, 1.0, -2.0]
-    assert PIPO(SDPO()).needs == {"old_logprobs", "teacher_logprobs"} and SDPO().needs == frozenset()
+    assert made("sdpo").advantages(sampled()).tolist() == [0.5, -1.0, 0.0, 0.0, 1.0, -2.0]
+    assert pipo(made("sdpo")).needs == {"old_logprobs", "teacher_logprobs"} and made("sdpo").needs == frozenset()
 
 
 def test_without_any_feedback_there_is_no_step():
-    (update,) = SDPO().prepare(sampled().with_contexts([[], [], []]), {}).updates
+    (update,) = made("sdpo").prepare(sampled().with_contexts([[], [], []]), {}).updates
     assert list(update.steps()) == []
 
 
 def test_verification_scales_the_attributions():
-    plugin, state = PIPO(SDPO(), window=2), PIPO(SDPO(), window=2).init()
+    plugin, state = pipo(made("sdpo"), window=2), pipo(made("sdpo"), window=2).init()
     for mean in (0.2, 0.4, 0.7):  # anchor 0.3, std 0.1 sqrt 2: xi = 0.4 / 0.1414
         prepared = plugin.prepare(sampled().with_scalars(sampled_reward_sum=mean, sampled_count=1.0), state)
         state = prepared.state
     verification = prepared.updates[0]
-    torch.testing.assert_close(verification.batch.tokens["advantages"], 2.0**1.5 * SDPO().advantages(sampled()))
+    torch.testing.assert_close(verification.batch.tokens["advantages"], 2.0**1.5 * made("sdpo").advantages(sampled()))
     assert verification.batch.context_ids is None and verification.beside is None

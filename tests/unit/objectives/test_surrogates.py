@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron_rft.objectives import CISPO, GRPO, GSPO
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.surrogates import aggregate, clipped_surrogate, importance_weights
+from tests.made import made
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_gradient_at_the_sampling_policy(make_batch):
     """At ratio 1 the gradient by each log-prob is -A / (|y| N): here N = 2, |y| = 2 and 1, A = 1 and -1."""
     logprobs = torch.tensor([-0.1, -2.0, -0.5], requires_grad=True)
     batch = make_batch([2, 1], [0, 0], [1, 0], advantages=[1, 1, -1], old_logprobs=logprobs.detach())
-    loss = GRPO().surrogate({"logprobs": logprobs}, batch)
+    loss = made("grpo").surrogate({"logprobs": logprobs}, batch)
     loss.mean(counts(batch)).backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-0.25, -0.25, 0.5]))
 
@@ -81,7 +81,7 @@ def test_metrics_are_token_means(make_batch):
     """Ratios 1, 1.5, 0.5, 1 with A = 1: the second alone is clipped."""
     ratios = torch.tensor([1.0, 1.5, 0.5, 1.0])
     batch = make_batch([3, 1], [0, 0], [1, 0], advantages=[1.0] * 4, old_logprobs=[0.0] * 4)
-    logged = GRPO().surrogate({"logprobs": ratios.log()}, batch).logged()
+    logged = made("grpo").surrogate({"logprobs": ratios.log()}, batch).logged()
     number = counts(batch)
     means = {name: value.total.item() / number[value.per] for name, value in logged.items()}
     assert means["clip_fraction"] == 0.25 and means["ratio_mean"] == pytest.approx(1.0)
@@ -110,7 +110,7 @@ def test_gspo_has_one_ratio_per_response(make_batch):
     of the first get half of its gradient -A r / 2."""
     logprobs = torch.tensor([2.0, 0.5, 4.0]).log().requires_grad_()
     batch = make_batch([2, 1], [0, 0], [0, 0], advantages=[1.0] * 3, old_logprobs=[0.0] * 3)
-    loss = GSPO(clip_low=0.5, clip_high=0.5).surrogate({"logprobs": logprobs}, batch)
+    loss = made("gspo", clip_low=0.5, clip_high=0.5).surrogate({"logprobs": logprobs}, batch)
     mean = loss.mean(counts(batch))
     mean.backward()
     assert mean.item() == pytest.approx(-1.25)
@@ -121,7 +121,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens(make_batch):
     """Ratio 3 is clipped to 1.5, and the gradient is -1.5 A all the same; one of 0.5 has no lower bound."""
     logprobs = torch.tensor([3.0, 0.5]).log().requires_grad_()
     batch = make_batch([2], [0], [0], advantages=[2.0, 1.0], old_logprobs=[0.0, 0.0])
-    loss = CISPO(clip_high=0.5).surrogate({"logprobs": logprobs}, batch)
+    loss = made("cispo", clip_high=0.5).surrogate({"logprobs": logprobs}, batch)
     loss.mean(counts(batch)).backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.5, -0.25]))
     assert loss.metrics["clip_fraction"].total.item() == 1

@@ -1,9 +1,9 @@
 import pytest
 
 from megatron_rft.config import Faults
-from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.training.mismatch_alarm import check, check_bounds
 from megatron_rft.utils.errors import ConfigError, RunFailed
+from tests.made import made
 
 GOOD = {"mismatch/kl": 1e-4, "mismatch/share": 0.02, "mismatch/max": 3.0}
 
@@ -27,7 +27,7 @@ def test_the_largest_difference_has_no_bound_by_itself():
 
 
 def test_a_bound_on_what_is_not_computed_is_refused():
-    one, several = GRPO(), GRPO(epochs=2)
+    one, several = made("grpo"), made("grpo", epochs=2)
     check_bounds(Faults(mismatch_max=1.0), several.needs)
     check_bounds(Faults(), one.needs)
     with pytest.raises(ConfigError, match="faults.mismatch_max: does nothing where a sampled batch gets one on-policy"):

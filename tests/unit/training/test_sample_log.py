@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rft.objectives import GRPO
 from megatron_rft.objectives.base import Update
 from megatron_rft.records import Batch, Prompt, Response, Score
 from megatron_rft.rollout.sampler import Rollout, to_batch
 from megatron_rft.training.sample_log import chosen, pieces, take
+from tests.made import made
 
 
 class Bytes:
@@ -53,7 +53,7 @@ def test_best_and_worst_of_groups_that_disagree_come_first():
 def test_a_sample_has_its_problem_and_all_numbers():
     sampled = rollouts((0.0, 1.0))
     batch = to_batch(sampled).with_tokens(old_logprobs=torch.tensor([-1.0, -2.0, -3.0, -4.0]))
-    updates = GRPO(kl_coefficient=0.0).prepare(batch, {}).updates
+    updates = made("grpo", kl_coefficient=0.0).prepare(batch, {}).updates
     other = Update("verification", Batch.of([[1]], [[2]], tokens={"advantages": torch.ones(1)}), lambda *_: None)
     right, wrong = take(batch, [other, *updates], sampled, Bytes())
     assert (right.tokens, right.reward, right.problem, right.answer) == (["0", "b"], 1.0, 7, "42")

@@ -11,21 +11,26 @@ from megatron_rft.utils.errors import ConfigError
 from tests.unit.config.test_config import SHAPE
 
 CODE = """
-from dataclasses import dataclass
 from typing import Annotated, Literal
 from pydantic import Field
-from megatron_rft.objectives import GRPO
+from megatron_rft.config.algorithms import grpo
+from megatron_rft.config.sections import Section
 from megatron_rft.objectives.base import PolicyObjective, Prepared, Update
+from megatron_rft.objectives.grpo import GRPO
 
-@dataclass(frozen=True)
-class Bonus(GRPO):
+class BonusOptions(grpo.GRPO):
     bonus: float = 0.1
     share: Annotated[float, Field(le=1)] = 0.5
     shape: Literal["flat", "steep"] = "flat"
 
-@dataclass(frozen=True)
-class Small(PolicyObjective):
+class Bonus(GRPO):
+    options: BonusOptions
+
+class Scale(Section):
     scale: float
+
+class Small(PolicyObjective):
+    options: Scale
     def advantages(self, batch): ...
     def surrogate(self, outputs, batch): ...
     def prepare(self, batch, state): ...
@@ -35,6 +40,9 @@ class Half(PolicyObjective):
 
 class Careless(GRPO):
     bonus: float = 0.1
+
+class Untyped(GRPO):
+    options: float
 
 class Greedy(GRPO):
     needs = frozenset({"old_logprob"})
@@ -72,16 +80,17 @@ def made(tmp_path, monkeypatch):
 
 def test_options_are_the_fields(made):
     objective = made("Bonus", {"bonus": 1, "clip_low": 0.1, "mini_batch_prompts": 4, "shape": "steep"})
-    assert (objective.bonus, objective.clip_low, objective.shape) == (1, 0.1, "steep")
-    assert (objective.mini_batches, objective.max_response_tokens, objective.kl_coefficient) == (2, 32, 0.001)
+    options, setting = objective.options, objective.setting
+    assert (options.bonus, options.clip_low, options.shape, options.kl_coefficient) == (1, 0.1, "steep", 0.001)
+    assert (setting.mini_batches, setting.max_response_tokens) == (2, 32)
 
 
-def test_only_what_it_has_fields_for_is_filled_in(made):
-    assert made("Small", {"scale": 2.0}).scale == 2.0
+def test_a_section_of_its_own_alone(made):
+    assert made("Small", {"scale": 2.0}).options.model_dump() == {"scale": 2.0}
 
 
 def test_inside_pipo(made):
-    assert made("Bonus", pipo={"window": 2}).base.bonus == 0.1
+    assert made("Bonus", pipo={"window": 2}).base.options.bonus == 0.1
 
 
 @pytest.mark.parametrize(
@@ -92,14 +101,20 @@ def test_inside_pipo(made):
         ("Bonus", {"share": 2.0}, "algorithm.share: 2.0 is not at most 1"),
         ("Bonus", {"shape": "step"}, "algorithm.shape: 'step' is not one of flat, steep"),
         ("Bonus", {"max_response_tokens": 3}, "algorithm.max_response_tokens: Bonus has no such field"),
-        ("Small", {}, "missing 1 required positional argument: 'scale'"),
+        ("Small", {}, "algorithm.scale: is required"),
         ("Small", {"scale": 1.0, "epochs": 2}, "algorithm.epochs does nothing: Small has no field epochs"),
         ("Small", {"scale": 1.0, "mini_batch_prompts": 2}, "algorithm.mini_batch_prompts does nothing"),
         ("Half", {}, "does not define advantages, prepare, surrogate"),
-        ("Careless", {}, "needs @dataclass(frozen=True)"),
+        ("Careless", {}, "Careless has fields of its own (bonus)"),
+        ("Untyped", {}, "the options of Untyped must be a class that derives from Section"),
+        (
+            "Bonus",
+            {"kl_coefficient": 0.0, "kl_in": "reward"},
+            "algorithm.kl_in: does nothing while kl_coefficient is 0",
+        ),
         ("Greedy", {}, "Did you mean 'old_logprobs'?"),
         ("Valued", {}, "critic: is missing"),
-        ("dataclass", {}, "no class that derives from"),
+        ("Section", {}, "no class that derives from"),
     ],
 )
 def test_what_would_not_work_is_refused(made, name, options, problem):

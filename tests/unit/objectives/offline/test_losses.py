@@ -6,19 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rft.objectives.offline import OFFLINE
-from megatron_rft.objectives.offline.a_star_po import AStarPO, optimal_values
+from megatron_rft.objectives.offline.a_star_po import optimal_values
 from megatron_rft.objectives.offline.base import counts, part_of
-from megatron_rft.objectives.offline.dpo import DPO
-from megatron_rft.objectives.offline.fpa import FPA
-from megatron_rft.objectives.offline.ipo import IPO
-from megatron_rft.objectives.offline.kto import KTO
-from megatron_rft.objectives.offline.off_rl import OffRL
-from megatron_rft.objectives.offline.rft import RFT
-from megatron_rft.objectives.offline.rpo import RPO
-from megatron_rft.objectives.offline.simper import SimPER
-from megatron_rft.objectives.offline.simpo import SimPO
 from megatron_rft.records import Batch
+from tests.made import OFFLINE, made
 
 LENS, GROUPS, REWARDS = [3, 1, 4, 2, 5, 2], [7, 7, 7, 7, 9, 9], [1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
 NAMES = ("logprobs", "ref_logprobs", "old_logprobs", "extrapolated_logprobs", "forward_kl")
@@ -119,10 +110,10 @@ def loop(name):
     return np.mean([-REWARDS[i] * weight[i] * means[i] for i in range(6)])
 
 
-OBJECTIVES = {name: kind() for name, kind in OFFLINE.items()} | {
-    "off_rl_kl": OffRL(kl_coefficient=0.04),
-    "fpa_correct": FPA(fpa_on="correct"),
-    "fpa_incorrect": FPA(fpa_on="incorrect"),
+OBJECTIVES = {name: made(name) for name in OFFLINE} | {
+    "off_rl_kl": made("off_rl", kl_coefficient=0.04),
+    "fpa_correct": made("fpa", fpa_on="correct"),
+    "fpa_incorrect": made("fpa", fpa_on="incorrect"),
 }
 
 
@@ -138,12 +129,12 @@ def test_equals_an_independent_loop(name):
 @pytest.mark.parametrize(
     "objective,expected",
     [
-        (DPO(), math.log(2)),
-        (DPO(beta=3.0), math.log(2)),
-        (IPO(beta=0.25), 4.0),  # (0 - 1 / (2/4))^2
-        (IPO(beta=0.25, length_normalised=False), 4.0),
-        (KTO(), 0.5),  # sigmoid(0) = 1/2, and z0 is 0
-        (KTO(weight_correct=2.0), (2 * 3 + 3) / 6 / 2),
+        (made("dpo"), math.log(2)),
+        (made("dpo", beta=3.0), math.log(2)),
+        (made("ipo", beta=0.25), 4.0),  # (0 - 1 / (2/4))^2
+        (made("ipo", beta=0.25, length_normalised=False), 4.0),
+        (made("kto"), 0.5),  # sigmoid(0) = 1/2, and z0 is 0
+        (made("kto", weight_correct=2.0), (2 * 3 + 3) / 6 / 2),
     ],
     ids=repr,
 )
@@ -159,8 +150,8 @@ def test_closed_form_at_the_reference(objective, expected):
 def test_dpos_gradient_at_the_reference_is_half_beta():
     """The loss falls by beta/2 per unit on each token of the right one and rises as much on the wrong one; 3 pairs."""
     same = torch.tensor(numbers()["ref_logprobs"])
-    batch, index = drawn(DPO())
-    _, _, gradient = evaluated(DPO(), batch, index, logprobs=same.clone())
+    batch, index = drawn(made("dpo"))
+    _, _, gradient = evaluated(made("dpo"), batch, index, logprobs=same.clone())
     signs = batch.sequences["rewards"][batch.sequence_ids].double()
     torch.testing.assert_close(gradient, -signs * 0.1 / 2 / 3)
 
@@ -182,10 +173,10 @@ def test_off_rl_and_fpa_by_hand():
     """Right with probability 1/2, wrong with 1/4: -(1/2 - 1/4) / 2. With pi_hat 3/4 and 1/16 as weights of log 1/2 and
     log 1/4: -(3/4 log 1/2 - 1/16 log 1/4) / 2 = (3/8 - 1/16) log 2."""
     batch, logprobs = simple([1.0, -1.0], [math.log(0.5), math.log(0.25)])
-    assert loss_of(OffRL(), batch, {"logprobs": logprobs}) == pytest.approx(-0.125)
+    assert loss_of(made("off_rl"), batch, {"logprobs": logprobs}) == pytest.approx(-0.125)
     outputs = {"logprobs": logprobs, "extrapolated_logprobs": torch.tensor([0.75, 1 / 16]).double().log()}
-    assert loss_of(FPA(), batch, outputs) == pytest.approx(5 / 16 * math.log(2))
-    only_wrong = FPA(fpa_on="incorrect")  # -(1/2 log 1/2 - 1/16 log 1/4) / 2
+    assert loss_of(made("fpa"), batch, outputs) == pytest.approx(5 / 16 * math.log(2))
+    only_wrong = made("fpa", fpa_on="incorrect")  # -(1/2 log 1/2 - 1/16 log 1/4) / 2
     assert loss_of(only_wrong, batch, outputs) == pytest.approx((0.25 - 1 / 16) * math.log(2))
 
 
@@ -195,11 +186,13 @@ def test_pairs_by_hand():
     batch = batch.with_tokens(ref_logprobs=torch.tensor([1 / 6, 1 / 4]).double().log())
     batch = batch.with_sequences(unit=torch.zeros(2, dtype=torch.long))
     outputs = {"logprobs": logprobs}
-    assert loss_of(DPO(beta=1.0), batch, outputs) == pytest.approx(math.log(4 / 3))
-    assert loss_of(RPO(beta=1.0, alpha=0.5), batch, outputs) == pytest.approx(math.log(4 / 3) + 0.5 * math.log(2))
-    assert loss_of(IPO(beta=1.0), batch, outputs) == pytest.approx((math.log(3) - 0.5) ** 2)
-    assert loss_of(SimPER(), batch, outputs) == pytest.approx(-0.25)
-    assert loss_of(SimPO(beta=1.0, gamma=math.log(2)), batch, outputs) == pytest.approx(math.log(2))
+    assert loss_of(made("dpo", beta=1.0), batch, outputs) == pytest.approx(math.log(4 / 3))
+    assert loss_of(made("rpo", beta=1.0, alpha=0.5), batch, outputs) == pytest.approx(
+        math.log(4 / 3) + 0.5 * math.log(2)
+    )
+    assert loss_of(made("ipo", beta=1.0), batch, outputs) == pytest.approx((math.log(3) - 0.5) ** 2)
+    assert loss_of(made("simper"), batch, outputs) == pytest.approx(-0.25)
+    assert loss_of(made("simpo", beta=1.0, gamma=math.log(2)), batch, outputs) == pytest.approx(math.log(2))
 
 
 def test_single_trajectories_by_hand():
@@ -208,13 +201,13 @@ def test_single_trajectories_by_hand():
     batch, logprobs = simple([1.0, -1.0], [math.log(0.5), math.log(0.25)])
     batch = batch.with_tokens(ref_logprobs=torch.tensor([1 / 6, 1 / 4]).double().log(), old_logprobs=logprobs)
     outputs, value = {"logprobs": logprobs}, math.log(math.cosh(1))
-    assert loss_of(KTO(beta=1.0), batch, outputs) == pytest.approx(1 / (1 + 3**0.5))
+    assert loss_of(made("kto", beta=1.0), batch, outputs) == pytest.approx(1 / (1 + 3**0.5))
     regression = ((math.log(3) - 1 + value) ** 2 + (1 + value) ** 2) / 2
-    assert loss_of(AStarPO(beta1=1.0, beta2=1.0), batch, outputs) == pytest.approx(regression, rel=1e-6)
+    assert loss_of(made("a_star_po", beta1=1.0, beta2=1.0), batch, outputs) == pytest.approx(regression, rel=1e-6)
     divergence = {"forward_kl": torch.tensor([0.2, 0.4]).double()}
-    assert loss_of(OffRL(kl_coefficient=0.5), batch, outputs | divergence) == pytest.approx(0.025)
+    assert loss_of(made("off_rl", kl_coefficient=0.5), batch, outputs | divergence) == pytest.approx(0.025)
     right = batch.select(torch.tensor([0]))
-    assert loss_of(RFT(), right, {"logprobs": logprobs[:1]}) == pytest.approx(math.log(2))
+    assert loss_of(made("rft"), right, {"logprobs": logprobs[:1]}) == pytest.approx(math.log(2))
 
 
 def test_optimal_values_by_hand():
@@ -223,7 +216,7 @@ def test_optimal_values_by_hand():
     values = optimal_values(rewards, groups, 1.0)
     torch.testing.assert_close(values, torch.tensor([math.log(math.cosh(1))] * 2 + [1.0, 1.0, -1.0]))
     torch.testing.assert_close(optimal_values(rewards, groups, 1e-3)[:2], torch.ones(2), atol=1e-3, rtol=0)
-    assert AStarPO(beta1=1.0).annotate(data()).sequences["value"].shape == (6,)
+    assert made("a_star_po", beta1=1.0).annotate(data()).sequences["value"].shape == (6,)
 
 
 # ---- Property 1 (exact gradients)
@@ -232,23 +225,23 @@ def test_optimal_values_by_hand():
 def test_fpa_without_extrapolation_has_off_rls_gradient():
     given = torch.tensor(numbers()["logprobs"])
     for fpa_on in ("both", "correct", "incorrect"):
-        _, _, fpa = evaluated(FPA(extrapolation=0.0, fpa_on=fpa_on), extrapolated_logprobs=given)
-        _, _, off_rl = evaluated(OffRL())
+        _, _, fpa = evaluated(made("fpa", extrapolation=0.0, fpa_on=fpa_on), extrapolated_logprobs=given)
+        _, _, off_rl = evaluated(made("off_rl"))
         torch.testing.assert_close(fpa, off_rl, rtol=1e-14, atol=0)
 
 
 def test_simper_has_off_rls_gradient_on_balanced_pairs():
     """On the same pairs; Off-RL averages over trajectories, of which a pair has two."""
-    batch, index = drawn(SimPER())
-    _, _, simper = evaluated(SimPER(), batch, index)
-    _, _, off_rl = evaluated(OffRL(), batch, index)
+    batch, index = drawn(made("simper"))
+    _, _, simper = evaluated(made("simper"), batch, index)
+    _, _, off_rl = evaluated(made("off_rl"), batch, index)
     torch.testing.assert_close(simper, 2 * off_rl, rtol=1e-14, atol=0)
 
 
 def test_dpo_on_the_future_policy_is_dpo_at_a_larger_beta():
     """log pi_hat - log pi_ref = (1 + lambda)(log pi - log pi_ref) + C(x) on the level of sequences (fpa.txt Eq. 26)."""
     lam, ref = 2.0, torch.tensor(numbers()["ref_logprobs"])
-    batch, index = drawn(DPO())
+    batch, index = drawn(made("dpo"))
     shift = torch.tensor([0.3, -0.2])[torch.tensor(GROUPS) // 8].double()  # C(x) of either problem
     per_token = (shift / torch.tensor(LENS))[data().sequence_ids]
 
@@ -256,8 +249,8 @@ def test_dpo_on_the_future_policy_is_dpo_at_a_larger_beta():
         return ref + (1 + lam) * (logprobs - ref) + per_token
 
     logprobs = torch.tensor(numbers()["logprobs"], requires_grad=True)
-    on_future, _, gradient = evaluated(DPO(beta=0.1), batch, index, logprobs=future(logprobs).detach())
-    larger, _, expected = evaluated(DPO(beta=0.1 * (1 + lam)), batch, index)
+    on_future, _, gradient = evaluated(made("dpo", beta=0.1), batch, index, logprobs=future(logprobs).detach())
+    larger, _, expected = evaluated(made("dpo", beta=0.1 * (1 + lam)), batch, index)
     assert on_future == pytest.approx(larger, rel=1e-12)
     torch.testing.assert_close((1 + lam) * gradient, expected, rtol=1e-10, atol=0)  # d pi_hat / d pi is 1 + lambda
 
@@ -313,7 +306,7 @@ def test_dynamics_by_hand():
     batch, logprobs = simple([1.0, -1.0, -1.0], [math.log(x) for x in (0.5, 0.125, 0.5)])
     batch = batch.with_tokens(ref_logprobs=torch.tensor([0.25, 0.5, 0.5]).double().log())
     outputs = {"logprobs": logprobs, "extrapolated_logprobs": torch.tensor([0.75, 0.0625, 0.125]).double().log()}
-    loss, number = FPA().loss(outputs, batch), counts(batch)
+    loss, number = made("fpa").loss(outputs, batch), counts(batch)
     found = {n: s.total.item() / number[s.per] for n, s in loss.metrics.items()}
     assert found == pytest.approx(
         {
@@ -332,9 +325,9 @@ def test_dynamics_by_hand():
 
 
 def test_only_what_is_needed_is_asked_for():
-    assert OffRL().outputs == {"logprobs"} and OffRL().beside is None
-    assert OffRL(kl_coefficient=0.1).outputs == {"logprobs", "forward_kl"}
-    assert OffRL(kl_coefficient=0.1).beside.weights == "reference"
-    assert FPA(extrapolation=2.0).beside.extrapolation == 2.0
-    assert FPA(kl_coefficient=0.1).outputs == {"logprobs", "forward_kl", "extrapolated_logprobs"}
-    assert KTO().needs == {"ref_logprobs", "old_logprobs"} and RFT().needs == {"ref_logprobs"}
+    assert made("off_rl").outputs == {"logprobs"} and made("off_rl").beside is None
+    assert made("off_rl", kl_coefficient=0.1).outputs == {"logprobs", "forward_kl"}
+    assert made("off_rl", kl_coefficient=0.1).beside.weights == "reference"
+    assert made("fpa", extrapolation=2.0).beside.extrapolation == 2.0
+    assert made("fpa", kl_coefficient=0.1).outputs == {"logprobs", "forward_kl", "extrapolated_logprobs"}
+    assert made("kto").needs == {"ref_logprobs", "old_logprobs"} and made("rft").needs == {"ref_logprobs"}

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from megatron_rft.objectives.offline.dpo import DPO
 from megatron_rft.objectives.offline.pairs import pair_up, split_pairs
-from megatron_rft.objectives.offline.rft import RFT
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import DataError
+from tests.made import made
 
 
 def data(rewards, groups):
@@ -26,11 +25,11 @@ def test_pairings_by_hand():
 def test_problems_without_both_sides_have_no_pair():
     assert pair_up([1, 1, -1], [0, 0, 1]) == []
     with pytest.raises(DataError, match="no problem has a right and a wrong answer"):
-        DPO().examples(data([1.0, 1.0, -1.0], [0, 0, 1]))
+        made("dpo").examples(data([1.0, 1.0, -1.0], [0, 0, 1]))
 
 
 def test_rft_draws_the_right_ones():
-    assert RFT().examples(data([1.0, -1.0, 1.0], [0, 0, 1])) == [(0,), (2,)]
+    assert made("rft").examples(data([1.0, -1.0, 1.0], [0, 0, 1])) == [(0,), (2,)]
 
 
 def test_sides_are_found_in_any_order():

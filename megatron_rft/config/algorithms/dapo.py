@@ -1,0 +1,45 @@
+"""DAPO: groups whose rewards all agree are left out, and long responses are penalised."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from megatron_rft.config.algorithms.base import Aggregation, Lengths
+from megatron_rft.config.algorithms.grpo import GRPO
+from megatron_rft.config.messages import at
+from megatron_rft.config.sections import Count, Natural, Positive
+from megatron_rft.utils.errors import ConfigError
+
+
+class DAPO(GRPO):
+    name: Literal["dapo"] = "dapo"
+    clip_high: Positive = 0.28
+    aggregation: Aggregation = "group_mean"
+    filter_groups: bool = True
+    """Leave out groups whose rewards are all equal, and sample others in their place."""
+    max_rounds: Count = 4
+    """Rounds of sampling in a step. When they run out, the step trains on the groups that were kept."""
+    overlong_buffer: Natural = 0
+    """Tokens below rollout.max_response_tokens from which on a penalty on the length grows, up to 1 at the limit. It
+    shapes the advantages alone. 0: no penalty."""
+    overlong_coefficient: Positive = 1.0
+    """Of that penalty."""
+
+    @property
+    def sampling_rounds(self) -> int:
+        return self.max_rounds if self.filter_groups else 1
+
+    def check_lengths(self, lengths: Lengths) -> None:
+        if self.overlong_buffer >= lengths.response:
+            raise ConfigError(
+                f"algorithm.overlong_buffer: {self.overlong_buffer} tokens are no less than "
+                f"rollout.max_response_tokens, {lengths.response}: every response would be penalised"
+            )
+
+    @model_validator(mode="after")
+    def _check_switches(self):
+        if self.differs("max_rounds") and not self.filter_groups:
+            raise at("max_rounds", "does nothing while filter_groups is false")
+        if self.differs("overlong_coefficient") and not self.overlong_buffer:
+            raise at("overlong_coefficient", "does nothing while overlong_buffer is 0")
+        return self

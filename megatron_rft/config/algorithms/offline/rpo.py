@@ -1,0 +1,12 @@
+"""RPO: DPO and the likelihood of the right trajectory."""
+
+from typing import Literal
+
+from megatron_rft.config.algorithms.offline.dpo import DPO
+from megatron_rft.config.sections import NonNegative
+
+
+class RPO(DPO):
+    name: Literal["rpo"] = "rpo"
+    alpha: NonNegative = 1.0
+    """Of the likelihood of the right one."""

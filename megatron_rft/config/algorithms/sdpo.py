@@ -1,0 +1,84 @@
+"""SDPO: the policy learns from itself, told what went wrong."""
+
+import string
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_rft.config.algorithms.base import Aggregating, Aggregation, Lengths
+from megatron_rft.config.messages import at
+from megatron_rft.config.sections import Count, Positive, Share
+from megatron_rft.utils.errors import ConfigError
+
+
+class SDPO(Aggregating):
+    name: Literal["sdpo"] = "sdpo"
+    has_ratio: ClassVar[bool] = False
+    uses_feedback: ClassVar[bool] = True
+
+    aggregation: Aggregation = "token_mean"
+    feedback: list[Literal["sibling", "error", "solution"]] = ["sibling", "error"]
+    """What the teacher is told of a response, all that there is of: a right response to the same problem, the reason
+    that the verifier gave for less than full marks, the reference solution (where there is no right sibling)."""
+    solution_field: str = "solution"
+    """The row's field with the reference solution."""
+    max_feedback_tokens: Count = 1024
+    """What is told is cut to so many tokens."""
+    teacher_template: str = "{feedback}\n\n{prompt}"
+    """The teacher's prompt, which the chat template then wraps where data.chat is set."""
+    solution_template: str = "A correct solution to the problem:\n{}"
+    """How a right sibling or the reference solution is shown."""
+    error_template: str = "Feedback on an unsuccessful attempt:\n{}"
+    """How the verifier's reason is shown."""
+    teacher_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The teacher is a moving average of the policy with this rate per step. None: the policy itself."""
+    clip_low: Share = 0.2
+    """With pipo: the ratio of its verification step is clipped below 1 - clip_low."""
+    clip_high: Positive = 0.2
+    """With pipo: and above 1 + clip_high."""
+
+    @property
+    def compares_responses(self) -> bool:
+        """Right responses to the same prompt are the only feedback."""
+        return self.feedback == ["sibling"]
+
+    @property
+    def teacher_average(self) -> float | None:
+        return self.teacher_rate
+
+    def check_lengths(self, lengths: Lengths) -> None:
+        told, budget, positions = lengths.sequence + self.max_feedback_tokens, lengths.forward_only, lengths.positions
+        if told > budget or (positions and told > positions):
+            what = f"batching.forward_only_tokens, {budget}" if told > budget else f"{positions} positions"
+            raise ConfigError(
+                f"algorithm.max_feedback_tokens: with {self.max_feedback_tokens} more for the teacher a sequence "
+                f"may have {told} tokens, which does not fit {what}"
+            )
+
+    @model_validator(mode="after")
+    def _check_feedback(self):
+        if not self.feedback:
+            raise at("feedback", "is empty: the teacher would know no more than the policy, and there would be no loss")
+        if len(set(self.feedback)) < len(self.feedback):
+            raise at("feedback", f"names a source twice: {', '.join(self.feedback)}")
+        for key, source in (
+            ("solution_field", {"solution"}),
+            ("solution_template", {"solution", "sibling"}),
+            ("error_template", {"error"}),
+        ):
+            if self.differs(key) and not source & set(self.feedback):
+                raise at(key, f"does nothing while feedback is {', '.join(self.feedback)}")
+        return self
+
+    @field_validator("teacher_template", "solution_template", "error_template")
+    @classmethod
+    def _parts(cls, value, info):
+        wanted = {"prompt", "feedback"} if info.field_name == "teacher_template" else {""}
+        try:
+            found = {name for _, name, _, _ in string.Formatter().parse(value) if name is not None}
+        except ValueError as error:
+            raise ValueError(f"{value!r} is no format string: {error}") from None
+        if found != wanted:
+            braces = " and ".join(f"{{{name}}}" for name in sorted(wanted))
+            raise ValueError(f"{value!r} must have {braces}, and nothing else in braces")
+        return value

@@ -1,0 +1,31 @@
+"""Objectives for tests, from the options that differ."""
+
+from megatron_rft import objectives
+from megatron_rft.config.algorithms import SECTIONS
+from megatron_rft.config.algorithms.ppo import Critic
+from megatron_rft.config.constraint import Constraint
+from megatron_rft.config.pipo import PIPO as PIPOSection
+from megatron_rft.objectives.base import Objective, PolicyObjective, Setting
+from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
+from megatron_rft.objectives.plugins.pipo import PIPO
+
+OF_A_RUN = ("mini_batches", "max_response_tokens")
+ONLINE = [name for name, section in SECTIONS.items() if section.trainer == "rl" and not section.of_user]
+OFFLINE = [name for name, section in SECTIONS.items() if section.trainer == "offline"]
+
+
+def made(name: str, critic: dict | None = None, **options) -> Objective:
+    """The algorithm of that name; `options`: its section's and a run's. A critic is there if it needs one."""
+    section = SECTIONS[name]
+    run = {key: options.pop(key) for key in OF_A_RUN if key in options}
+    if getattr(section, "needs_critic", False):
+        run["critic"] = Critic(lr=1e-5, **(critic or {}))
+    return objectives.build(section(**options), Setting(**run))
+
+
+def pipo(base: PolicyObjective, staleness: int = 0, **options) -> PIPO:
+    return PIPO(base, PIPOSection(**options), staleness)
+
+
+def dynamic(base: PolicyObjective, eta: float = 1e-3, **options) -> DynamicConstraint:
+    return DynamicConstraint(base, Constraint(kind="dynamic", eta=eta, **options))
