@@ -24,11 +24,13 @@ from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import make_folder
 from megatron_rft.records import Prompt
 from megatron_rft.training import build
-from megatron_rft.training.build import Evaluator
+from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.training.evaluator import Evaluator
+from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import ConfigError
 
 
-def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalResult]:
+def run(recipe: Recipe, source: Source, folder: Path) -> int:
     """The model `source` on data.validation, data.test and the benchmarks; results and completions go into `folder`.
     The recipe's tokenizer is used: model.path is where the source has its own."""
     parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
@@ -37,42 +39,46 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
             "data.test: there is nothing to evaluate on: give data.test, data.validation or evaluation.benchmarks, for "
             "example evaluation.benchmarks.math500=math500"
         )
-    tokenizer = build.load_tokenizer(recipe)
+    tokenizer, problems = build.load_tokenizer(recipe.model), Problems.of(recipe)
     # All of them before the first: what is wrong with the last shows now.
-    problems = {part: build.load_prompts(recipe, part, tokenizer) for part in parts}
+    found = {part: problems.prompts(part, tokenizer) for part in parts}
     make_folder(folder, "--out")
     results = []
-    with closing(build_engine(recipe, source)) as engine:
-        for part, found in problems.items():
-            section = reward_of(recipe, part)
+    with closing(build_engine(EngineBuilder.of(recipe), source)) as engine:
+        for part, asked in found.items():
+            adapter = problems.source(part).adapter if part in recipe.evaluation.benchmarks else None
+            section = reward_of(recipe.reward, adapter)
             with closing(rewards.build(section)) as reward:
-                evaluator = Evaluator(recipe, engine, tokenizer, reward, folder)
+                evaluator = build.build_evaluator(recipe, engine, tokenizer, reward, folder)
                 depends_on = {"weights": weights(source.path), "reward": section.model_dump()}
-                result = _measure(evaluator, part, found.prompts[: recipe.evaluation.limit], depends_on)
-                results.append(replace(result, left_out=found.dropped))
+                depends_on["dtype"] = recipe.rollout.dtype or recipe.model.precision
+                result = _measure(evaluator, part, asked.prompts[: recipe.evaluation.limit], depends_on)
+                results.append(replace(result, left_out=asked.dropped))
     write(results, folder)
     for part in parts:
         _part_file(folder, part).unlink(missing_ok=True)
-    return results
+    print(table(results))
+    print(f"results and completions: {folder}")
+    return 0
 
 
-def build_engine(recipe: Recipe, source: Source) -> Engine:
-    if recipe.vllm.tensor_parallel_size > 1:
+def build_engine(engines: EngineBuilder, source: Source) -> Engine:
+    if engines.vllm.tensor_parallel_size > 1:
         raise ConfigError(
-            f"vllm.tensor_parallel_size: {recipe.vllm.tensor_parallel_size}, and an evaluation by itself has one "
+            f"vllm.tensor_parallel_size: {engines.vllm.tensor_parallel_size}, and an evaluation by itself has one "
             "process, on one device. Set it to 1"
         )
     given = source.path if source.format == "hf" else source.hf_config
-    engine = build.engine_builder(recipe, given)("cuda" if torch.cuda.is_available() else "cpu")
+    engine = engines.local(given)("cuda" if torch.cuda.is_available() else "cpu")
     if source.format == "megatron":
         weight_sync.push(source.tensors(), engine, version=0, verify=True)
     return engine
 
 
-def reward_of(recipe: Recipe, part: str) -> Reward:
-    """The recipe's reward, or for a benchmark that asks for another kind that one with its defaults."""
-    known, own = DATASETS.get(build.source_of(recipe, part).adapter), recipe.reward
-    if part not in recipe.evaluation.benchmarks or known is None or known.reward == "model":
+def reward_of(own: Reward, adapter: str | None) -> Reward:
+    """The recipe's reward, or for a benchmark (of `adapter`) that asks for another kind that one with its defaults."""
+    known = DATASETS.get(adapter)
+    if known is None or known.reward == "model":
         return own
     if own.kind == known.reward and known.rules in (None, getattr(own, "rules", None)):
         return own
@@ -86,13 +92,12 @@ def weights(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on: dict[str, Any]) -> EvalResult:
-    recipe, samples = evaluator.recipe, evaluator.samples(part)
+    samples = evaluator.samples(part)
     depends_on |= {
         "problems": _digest(prompts),
-        "sampling": asdict(evaluator.sampling()),
+        "sampling": asdict(evaluator.sampling),
         "samples": samples,
-        "seed": recipe.run.seed,
-        "dtype": recipe.rollout.dtype or recipe.model.precision,
+        "seed": evaluator.seed,
     }
 
     def note(answered: int, already: str = "") -> None:
@@ -113,9 +118,3 @@ def _digest(prompts: list[Prompt]) -> str:
 
 def _part_file(folder: Path, part: str) -> Path:
     return folder / f"{part}.part.jsonl"
-
-
-def run(recipe: Recipe, source: Source, folder: Path) -> int:
-    print(table(evaluate_model(recipe, source, folder)))
-    print(f"results and completions: {folder}")
-    return 0

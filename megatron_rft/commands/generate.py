@@ -28,6 +28,8 @@ from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.training import build
 from megatron_rft.training import run as training_run
+from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError, RunFailed
 
 
@@ -35,17 +37,20 @@ from megatron_rft.utils.errors import DataError, RunFailed
 class Generator:
     """One worker's engine and grader, and how to sample."""
 
-    recipe: Recipe
     engine: Engine
     sampling: Sampling
     tokenizer: Any
     reward: rewards.Reward
+    seed: int
+    samples: int  # of each problem
+    on_error: str  # reward.on_error
 
     def answers(self, prompts: list[Prompt]) -> list[Trajectory]:
         """All responses to some problems, graded."""
         by_index = {prompt.index: prompt for prompt in prompts}
-        seed, samples = self.recipe.run.seed, self.recipe.rollout.group_size
-        requests = [Request(p.index, p.token_ids, samples, request_seed(seed, "generate", p.index)) for p in prompts]
+        requests = [
+            Request(p.index, p.token_ids, self.samples, request_seed(self.seed, "generate", p.index)) for p in prompts
+        ]
         answered = [
             (by_index[group.id], number, response)
             for group in self.engine.generate(requests, self.sampling)
@@ -55,7 +60,7 @@ class Generator:
         scores = self.reward([prompt for prompt, _, _ in answered], texts)
         found = [self._trajectory(*each) for each in zip(answered, texts, scores, strict=True)]
         failed = [each for each in found if each.error is not None]
-        if failed and self.recipe.reward.on_error == "stop":
+        if failed and self.on_error == "stop":
             raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
         return found
 
@@ -85,9 +90,9 @@ def run(recipe: Recipe) -> int:
     while rank and not (folder / training_run.RECIPE_FILE).is_file():  # the first worker claims the folder
         time.sleep(0.1)
     training_run.claim_folder(recipe)
-    tokenizer, hf_config = build.load_tokenizer(recipe), build.load_hf_config(recipe)
+    tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
-    found = build.load_prompts(recipe, "train", tokenizer)
+    found = Problems.of(recipe).prompts("train", tokenizer)
     prompts, size = found.prompts, recipe.generation.problems_per_shard
     shards = -(-len(prompts) // size)
     if rank == 0:
@@ -116,11 +121,11 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
         raise DataError(
             f"reward.kind: {recipe.reward.kind} has no best reward, and trajectories are right or wrong: use a verifier"
         )
-    engine = build.engine_builder(recipe, model_folder(recipe.model.path))(device)
+    engine = EngineBuilder.of(recipe).local(model_folder(recipe.model.path))(device)
     stack.enter_context(closing(engine))
-    stops = build.stop_token_ids(recipe, tokenizer)
-    sampling = Sampling(options.max_response_tokens, options.temperature, stop_token_ids=stops)
-    return Generator(recipe, engine, sampling, tokenizer, reward)
+    sampling = build.build_sampling(options, tokenizer)
+    on_error = recipe.reward.on_error
+    return Generator(engine, sampling, tokenizer, reward, recipe.run.seed, options.group_size, on_error)
 
 
 def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:
@@ -129,14 +134,14 @@ def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]
     return {
         "model": recipe.model.path,
         "model_fingerprint": fingerprint.of_model(model_folder(recipe.model.path)),
-        "tokenizer_fingerprint": fingerprint.of_tokenizer(build.tokenizer_folder(recipe)),
+        "tokenizer_fingerprint": fingerprint.of_tokenizer(build.tokenizer_folder(recipe.model)),
         "data": recipe.data.train.path,
         "problems": len(prompts),
         "responses_per_problem": options.group_size,
         "temperature": options.temperature,
         "max_response_tokens": options.max_response_tokens,
-        "stop_token_ids": list(build.stop_token_ids(recipe, tokenizer)),
-        "engine": build.inside(recipe, hf_config),
+        "stop_token_ids": list(build.stop_token_ids(recipe.rollout.stop, tokenizer)),
+        "engine": EngineBuilder.of(recipe).kind(hf_config),
         "dtype": options.dtype or recipe.model.precision,
         "seed": recipe.run.seed,
         "reward": recipe.reward.kind,

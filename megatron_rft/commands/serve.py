@@ -26,7 +26,9 @@ from megatron_rft.inference.vllm.arguments import save_config
 from megatron_rft.inference.vllm.server_process import spawn
 from megatron_rft.plan.model_shape import shape_of
 from megatron_rft.plan.vllm import check_vllm, choose_for
-from megatron_rft.training import build, engines
+from megatron_rft.training import build
+from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.training.gpus import visible_gpus
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.files import write_whole
 from megatron_rft.utils.processes import reserved_port
@@ -62,17 +64,17 @@ class Server:
 def run(recipe: Recipe, out: Path) -> int:
     """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
-    hf_config = build.load_hf_config(recipe)
+    hf_config = build.load_hf_config(recipe.model)
     shape = shape_of(hf_config.to_dict())
     engine = choose_for(recipe.rollout, shape)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
-    arguments = engines.server_arguments(recipe, hf_config)
+    engines = EngineBuilder.of(recipe)
+    arguments = engines.server_arguments(hf_config)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         save_config(hf_config, model)
-        dtype = build.DTYPES[recipe.rollout.dtype or recipe.model.precision]
-        start = partial(spawn, model, dtype, host="0.0.0.0", arguments=arguments)
+        start = partial(spawn, model, engines.dtype, host="0.0.0.0", arguments=arguments)
         servers = []
         for number, environment in enumerate(places(recipe.vllm.tensor_parallel_size)):
             log = out / f"{host}_{number}.log"
@@ -91,7 +93,7 @@ def places(workers: int) -> list[dict[str, str]]:
     """The GPUs of this node that each server sees."""
     if not torch.cuda.is_available():
         return [{}]
-    gpus = engines.visible_gpus()
+    gpus = visible_gpus()
     if len(gpus) % workers:
         raise ConfigError(f"vllm.tensor_parallel_size: this node's {len(gpus)} GPUs are no multiple of {workers}")
     shares = [gpus[i : i + workers] for i in range(0, len(gpus), workers)]

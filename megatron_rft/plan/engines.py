@@ -2,15 +2,17 @@
 
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.vllm import GPU_SHARE
 from megatron_rft.utils.errors import ConfigError
 
 
-def engine_processes(recipe: Recipe, world_size: int, spare_gpus: int = 0) -> int:
+def engine_processes(rollout: Rollout, vllm: Vllm, world_size: int, spare_gpus: int = 0) -> int:
     """Of the whole run, with placement process or server."""
-    workers = recipe.vllm.tensor_parallel_size
+    workers = vllm.tensor_parallel_size
     shared = 1 if world_size % workers else world_size // workers
-    return len(recipe.rollout.servers) or recipe.rollout.processes or spare_gpus // workers or shared
+    return len(rollout.servers) or rollout.processes or spare_gpus // workers or shared
 
 
 def gpu_share(recipe: Recipe) -> float:

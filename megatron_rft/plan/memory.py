@@ -170,7 +170,7 @@ def links(recipe: Recipe, layout: Layout, device: float | None) -> int:
     its weights come and, if it is a process, a CUDA context (where `device` says that there is a GPU)."""
     if recipe.rollout.placement == "colocated":
         return 0
-    engines = -(-engine_processes(recipe, layout.world) // layout.world)
+    engines = -(-engine_processes(recipe.rollout, recipe.vllm, layout.world) // layout.world)
     context = CUDA_CONTEXT if device and recipe.rollout.placement == "process" else 0
     return engines * (SYNC_BUCKETS + context)
 

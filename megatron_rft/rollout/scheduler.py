@@ -17,7 +17,9 @@ the batches that are under way, whole: it waits for them. With n = 1 there is no
 import json
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,25 +41,72 @@ class Pending:
     rounds: list[Share] | None = None
 
 
-class Ahead:
-    """`draw(n)` gives the next n prompts; `count`, `keep` and `max_rounds` are those of `Sampler.sample`."""
+class Weights(Protocol):
+    """The policy's weights in the engine (training/engines.py)."""
+
+    version: int
+
+    def sleep(self) -> None:
+        """The engine gives its device memory to the trainer until the next push."""
+        ...
+
+    def push(self, version: int, verify: bool = False) -> dict[str, float]:
+        """Collective. What the actor has now, as `version`; metrics of the sync."""
+        ...
+
+
+class RolloutScheduler:
+    """Batches of rollouts, and new weights for the engine between them, in the one order that is right:
+
+    `next(step)` begins what may be begun, collects the batch of `step`, and puts the engine to sleep.
+    `publish(version)` waits for what must end before the engine gets new weights, and pushes them.
+
+    `draw(n)` gives the next n prompts; `count`, `keep` and `max_rounds` are those of `Sampler.sample`.
+    """
 
     def __init__(
         self,
         sampler: Sampler,
+        weights: Weights,
         draw: Callable[[int], list[Prompt]],
         count: int,
         last_step: int,
         staleness: int = 0,
         keep: Keep | None = None,
         max_rounds: int = 1,
+        phases: Callable[[str], AbstractContextManager] = nullcontext,
     ):
-        self.sampler, self.draw, self.count, self.last_step = sampler, draw, count, last_step
-        self.staleness, self.keep, self.max_rounds = staleness, keep, max_rounds
+        self.sampler, self.weights, self.draw, self.count = sampler, weights, draw, count
+        self.last_step, self.staleness, self.keep, self.max_rounds = last_step, staleness, keep, max_rounds
+        self.phases = phases
         self.pending: deque[Pending] = deque()
 
     def next(self, step: int) -> Sampled:
         """The batch of `step`. Those up to step + n are under way from now on."""
+        with self.phases("generation"):
+            sampled = self._next(step)
+        self.weights.sleep()
+        return sampled
+
+    def publish(self, version: int, drain: bool = False, verify: bool = False) -> dict[str, float]:
+        """The actor's weights into the engine, as those after step `version`. `drain`: nothing may be under way
+        afterwards, since the engine is wanted for something else. `verify`: compare them bit by bit. Metrics."""
+        self.weights.version = version  # an engine that is lost while others drain gets the actor's present weights
+        with self.phases("generation"):
+            self.drain(everything=drain)
+        with self.phases("sync"):
+            return self.weights.push(version, verify)
+
+    def drain(self, everything: bool = False) -> None:
+        """Collect the batches under way. With n > 1 they may go on over a sync, unless `everything` must end."""
+        if self.staleness <= 1 or everything:
+            for batch in self.pending:
+                self._collected(batch)
+
+    def close(self) -> None:
+        self.sampler.close()
+
+    def _next(self, step: int) -> Sampled:
         newest = self.pending[-1].step if self.pending else step - 1
         for number in range(newest + 1, min(step + self.staleness, self.last_step) + 1):
             self.pending.append(Pending(number, self.sampler.begin(self.draw(self.count), number, self.keep)))
@@ -71,15 +120,6 @@ class Ahead:
             )
         return sampled
 
-    def close(self) -> None:
-        self.sampler.close()
-
-    def settle(self, everything: bool = False) -> None:
-        """Before the engine gets new weights. With n > 1 it goes on working, unless `everything` must end."""
-        if self.staleness <= 1 or everything:
-            for batch in self.pending:
-                self._collected(batch)
-
     def _collected(self, batch: Pending) -> list[Share]:
         if batch.rounds is None:
             batch.rounds = self.sampler.collect(batch.begun, self.draw, self.count, self.keep, self.max_rounds)
@@ -90,7 +130,7 @@ class Ahead:
 
     def state(self) -> dict[str, Tensor]:
         """The batches that are under way. Waits for them."""
-        self.settle(everything=True)
+        self.drain(everything=True)
         if not self.pending:
             return {}
         rows = [{"step": each.step, "rounds": [_to_json(share) for share in each.rounds]} for each in self.pending]

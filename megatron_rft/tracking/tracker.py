@@ -34,7 +34,7 @@ class Tracker:
         resume_step: int = 0,
         is_main: bool = True,
         name: str | None = None,
-        recipe: Mapping[str, Any] | None = None,
+        resolved: Mapping[str, Any] | None = None,
     ):
         self._metrics_file: MetricsFile | None = None
         self._samples_file: SamplesFile | None = None
@@ -44,7 +44,7 @@ class Tracker:
             return
         output_dir = Path(output_dir)
         name = name or output_dir.resolve().name
-        self._loggers = optional_loggers(output_dir, config, resume_step, name, recipe)
+        self._loggers = optional_loggers(output_dir, config, resume_step, name, resolved)
         self._metrics_file = MetricsFile(output_dir / METRICS_FILE, resume_step)
         self._samples_file = SamplesFile(output_dir / SAMPLES_FILE, resume_step)
         self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
@@ -96,14 +96,14 @@ class Tracker:
 
 
 def optional_loggers(
-    output_dir: Path, config: Tracking, resume_step: int, name: str, recipe: Mapping[str, Any] | None
+    output_dir: Path, config: Tracking, resume_step: int, name: str, resolved: Mapping[str, Any] | None
 ) -> list[Logger]:
     loggers: list[Logger] = []
     if config.wandb is not None:
         from megatron_rft.tracking.wandb import WandbLogger
 
         given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
-        loggers.append(WandbLogger(output_dir, {"name": name} | given, recipe))
+        loggers.append(WandbLogger(output_dir, {"name": name} | given, resolved))
     if config.tensorboard:
         from megatron_rft.tracking.tensorboard import TensorBoardLogger
 

@@ -20,9 +20,9 @@ FINISH_TIMEOUT = 60.0  # seconds; wandb's own is none, and a job that is told to
 
 
 class WandbLogger:
-    """`settings` are arguments of `wandb.init` (project, name, mode, entity); `recipe` is shown beside the run."""
+    """`settings`: arguments of `wandb.init` (project, name, mode, entity). `resolved`: the recipe, shown with it."""
 
-    def __init__(self, output_dir: Path, settings: Mapping[str, Any], recipe: Mapping[str, Any] | None = None):
+    def __init__(self, output_dir: Path, settings: Mapping[str, Any], resolved: Mapping[str, Any] | None = None):
         try:
             import wandb
         except ImportError:
@@ -32,7 +32,7 @@ class WandbLogger:
             ) from None
         id_file = Path(output_dir) / "wandb_id"
         known_id = id_file.read_text().strip() if id_file.exists() else None
-        arguments = {"dir": str(output_dir), "id": known_id, "config": dict(recipe or {})} | dict(settings)
+        arguments = {"dir": str(output_dir), "id": known_id, "config": dict(resolved or {})} | dict(settings)
         limits = wandb.Settings(init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT)
         start = partial(wandb.init, resume="allow", settings=limits)
         problem = None if settings.get("mode") == "offline" else unreachable(wandb.setup().settings.base_url)

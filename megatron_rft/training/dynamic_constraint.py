@@ -10,70 +10,62 @@ from typing import Any
 import torch
 
 from megatron_rft.config import Recipe
+from megatron_rft.config.constraint import Constraint
 from megatron_rft.data.prompts import ask_again
 from megatron_rft.inference.engine import Engine, Sampling, request_seed
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.objectives.base import Loss, LossFunction, Update
-from megatron_rft.objectives.kl import k3
+from megatron_rft.objectives.base import Loss, LossFunction
 from megatron_rft.records import Batch
 from megatron_rft.rewards import Reward
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Rollout
 from megatron_rft.tracking.metrics import drop_from
 from megatron_rft.training import build
-from megatron_rft.training.grad_norms import due, gradient_norms
-from megatron_rft.training.models import LOGPROBS, Models
+from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.training.grad_norms import GradientNorms, due
+from megatron_rft.training.models import LOGPROBS
+from megatron_rft.training.problems import Problems
 
 REFINER_STREAM = 1  # beside the policy's, in the seeds
 EXAMPLES_FILE = "refinements.jsonl"
 
 
-def build_refiner(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any, hf_config: Any) -> Refiner:
+def build_refiner(
+    recipe: Recipe, engines: EngineBuilder, engine: Engine, reward: Reward, tokenizer: Any, hf_config: Any
+) -> Refiner:
     """`engine` holds the weights of the reference, which stay as they are."""
     options = recipe.constraint
     sampling = Sampling(
         max_tokens=options.max_tokens or recipe.rollout.max_response_tokens,
         temperature=options.temperature,
-        stop_token_ids=build.stop_token_ids(recipe, tokenizer),
+        stop_token_ids=build.stop_token_ids(recipe.rollout.stop, tokenizer),
     )
     return Refiner(
         engine,
         sampling,
         tokenizer,
-        partial(ask_again, tokenizer=tokenizer, form=build.prompt_format(recipe, "train")),
+        partial(ask_again, tokenizer=tokenizer, form=Problems.of(recipe).prompt_format("train")),
         options.template_text(recipe.reward.kind),
         reward.maximum if options.filter else math.inf,
         partial(request_seed, recipe.run.seed, REFINER_STREAM),
         only_better=options.filter,
         share=options.share,
         first=options.first,
-        draft=options.drafts(build.inside(recipe, hf_config)),
+        draft=options.drafts(engines.kind(hf_config)),
         overlap=options.overlap,
-        most_tokens=build.longest_refinement(recipe, hf_config),
+        most_tokens=engines.longest_refinement_of(hf_config),
     )
 
 
-def measured_kl(recipe: Recipe, models: Models, batch: Batch, step: int) -> dict[str, float]:
-    """KL(policy || reference) before the step, by the k3 estimate on the sampled tokens."""
-    if not recipe.constraint or not due(recipe.constraint.kl_every, step):
-        return {}
-    logprobs = batch.tokens.get("old_logprobs", batch.tokens["rollout_logprobs"])
-    values = k3(logprobs.double(), models.reference_logprobs(batch).double())
-    mask = batch.response_mask.double()
-    return {"constraint/kl": (values * mask).sum().item() / max(mask.sum().item(), 1.0)}
-
-
-def part_norms(actor: Actor, update: Update, batch: Batch, second: Any) -> dict[str, float]:
-    """The gradient's norm of the base's part of the loss and of the constraint's."""
-    parts = {f"constraint/grad_norm_{part}": part_of(update.loss, part) for part in ("base", "constraint")}
-    return gradient_norms(actor, update, batch, parts, lambda: second)
-
-
-def norms_due(recipe: Recipe, update: Update, step: int) -> bool:
-    """Where the step's mini-batches have pairs."""
-    constraint = recipe.constraint
-    joined = update.model == "actor" and "refined_mask" in update.batch.tokens
-    return bool(constraint) and joined and due(constraint.norms_every, step)
+def gradient_norms(options: Constraint) -> GradientNorms:
+    """Of the base's part of the loss and of the constraint's, where the step's mini-batches have pairs."""
+    return GradientNorms(
+        options.norms_every,
+        "constraint/grad_norm_",
+        ("base", "constraint"),
+        part_of,
+        wanted=lambda update: "refined_mask" in update.batch.tokens,
+    )
 
 
 def part_of(loss: LossFunction, part: str) -> LossFunction:
@@ -99,10 +91,13 @@ class Examples:
     beyond |a| are no part of the constraint, and are left out.
     """
 
-    def __init__(self, recipe: Recipe, actor: Actor, tokenizer: Any, done: int, is_main: bool):
-        self.options, self.actor, self.tokenizer, self.is_main = recipe.constraint, actor, tokenizer, is_main
-        self.path = Path(recipe.run.output_dir) / EXAMPLES_FILE
-        if is_main and self.path.exists():
+    def __init__(self, options: Constraint, folder: Path, actor: Actor, tokenizer: Any, is_main: bool):
+        self.options, self.actor, self.tokenizer, self.is_main = options, actor, tokenizer, is_main
+        self.path = folder / EXAMPLES_FILE
+
+    def resume(self, done: int) -> None:
+        """Forget what an earlier start wrote of steps after `done`."""
+        if self.is_main and self.path.exists():
             drop_from(self.path, done + 1)
 
     def write(self, step: int, rollouts: list[Rollout]) -> None:

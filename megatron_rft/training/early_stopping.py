@@ -1,9 +1,12 @@
 """Early stopping: the best evaluation so far, how long ago it was, and the model of it."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from megatron_rft.megatron import weights
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import State
 
 PREFIX = "selection."
@@ -40,3 +43,24 @@ class Selection:
             return self, rest
         best, step, waited = (state[PREFIX + name].item() for name in ("best", "step", "waited"))
         return replace(self, best=best, step=int(step), waited=int(waited)), rest
+
+
+class BestModel:
+    """The model of the best evaluation, in Hugging Face format in `folder`, which a better one replaces."""
+
+    def __init__(self, actor: Actor, folder: Path, tokenizer_folder: Path, patience: int | None):
+        self.actor, self.folder, self.tokenizer_folder = actor, folder, tokenizer_folder
+        self.selection = Selection(patience)
+
+    def judge(self, accuracy: float, step: int) -> None:
+        """After an evaluation of the actor's present weights. Collective."""
+        self.selection = self.selection.judged(accuracy, step)
+        if self.selection.step == step:
+            weights.save_folder(self.actor.stream(), self.folder, self.actor.hf_config, self.tokenizer_folder)
+
+    def load(self) -> int | None:
+        """Put the best weights into the actor. Their step; None where nothing was evaluated, and nothing changes."""
+        if not self.selection.step:
+            return None
+        self.actor.load(weights.open_folder(self.folder, self.actor.hf_config))
+        return self.selection.step

@@ -1,215 +1,267 @@
-"""The engines that a run has beside its ranks: how many, on which device, driven by whom; and their weights."""
+"""The generation engines of a run: which kind, how many, on which device; and the policy's weights in them."""
 
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
-from megatron_rft.config import Recipe
+from megatron_rft.config import Faults, Recipe, Rollout
+from megatron_rft.config.constraint import Constraint
 from megatron_rft.config.recipe import CORRECT, ROUNDED
-from megatron_rft.conversion import hf_shapes
+from megatron_rft.config.vllm import Vllm
+from megatron_rft.conversion import hf_shapes, load_config
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
+from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.pool import Fleet, shares
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.arguments import speculation
 from megatron_rft.inference.vllm.server_client import ServerEngine
 from megatron_rft.inference.vllm.server_process import OwnServer
+from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.engines import engine_processes, gpu_share
+from megatron_rft.plan.model_shape import shape_of
+from megatron_rft.plan.vllm import GPU_SHARE, choose, choose_for
+from megatron_rft.training.gpus import devices, engines_of_node, nodes, own_device, spare_gpus
 from megatron_rft.utils.errors import ConfigError
 
-
-def build(
-    recipe: Recipe,
-    hf_config: Any,
-    build_engine: Callable[[torch.device], Engine] | None,
-    dtype: torch.dtype,
-    gather: Callable[[list], list],
-) -> Fleet:
-    """This rank's engines outside of it. `build_engine` runs in processes of the run's own, if any."""
-    spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
-    count = how_many(recipe, spare)
-    mine, place, places = shares(count, rank, world)
-    neighbours = engines_of_node(count, rank, world)
-    members = []
-    try:
-        for index in mine:
-            if recipe.rollout.servers:
-                members.append(_given_server(recipe, hf_config, dtype, index))
-                continue
-            environment = _environment(recipe, neighbours.index(index), spare)
-            if recipe.rollout.placement == "process":
-                members.append(_process(recipe, build_engine, index, environment))
-            else:
-                members.append(_own_server(recipe, hf_config, dtype, index, environment))
-    except BaseException:
-        for member in members:
-            member.close()
-        raise
-    fleet = Fleet(members, dtype, gather, (place, places))
-    if torch.cuda.is_available():
-        fleet.news += [f"{member.name} gets its weights by {member.transport}" for member in members]
-    return fleet
+PREDICTED = {"method": "predicted_output", "num_speculative_tokens": 16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
-def _process(recipe: Recipe, build_engine: Callable, index: int, environment: dict[str, str]) -> EngineProcess:
-    return EngineProcess(
-        partial(build_engine, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
-        f"engine process {index}",
-        _folder(recipe) / f"engine_{index}.log",
-        recipe.faults.engine_start_s,
-        recipe.faults.engine_silence_s,
-        environment,
-    )
+def gather(items: list) -> list:
+    """The items of all ranks, in rank order, on every rank."""
+    everyone: list[list] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, items)
+    return [item for part in everyone for item in part]
 
 
-def _given_server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int) -> ServerEngine:
-    options = _of_servers(recipe, hf_config, dtype) | {"longest": longest(recipe, hf_config)}
-    server = ServerEngine(recipe.rollout.servers[index], **options)
-    if server.rounds and not recipe.corrects:
-        raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
-    return server
+@dataclass(frozen=True)
+class EngineBuilder:
+    """Builds engines without weights, as the sections of a recipe describe them."""
+
+    rollout: Rollout
+    vllm: Vllm
+    faults: Faults = Faults()
+    constraint: Constraint | None = None  # of the refiner
+    dtype: torch.dtype = torch.float32
+    folder: Path = Path("engines")  # for the logs of engines in processes and servers
+    longest_generation: int = 0  # tokens of a prompt and its response
+    longest_refinement: int = 0  # likewise, of the refiner
+    corrects: bool = True  # the loss allows for an engine that rounds
+    gpu_share: float = GPU_SHARE  # of a device's memory, for an engine beside a rank
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "EngineBuilder":
+        return cls(
+            recipe.rollout,
+            recipe.vllm,
+            recipe.faults,
+            recipe.constraint,
+            DTYPES[recipe.rollout.dtype or recipe.model.precision],
+            Path(recipe.run.output_dir) / "engines",
+            recipe.longest_generation,
+            recipe.longest_refinement if recipe.refines else 0,
+            recipe.trainer != "rl" or recipe.corrects,
+            gpu_share(recipe),
+        )
+
+    # ---- the policy's engine and the refiner's
+
+    def build(self, hf_config: Any) -> Engine:
+        """The generation engine of this rank: in it, in processes of its own, or servers."""
+        choose_for(self.rollout, shape_of(hf_config.to_dict()))  # a model from the hub is known only now
+        if self.rollout.placement == "server":  # which has its own vLLM, wherever it is
+            return self._pool(hf_config, None)
+        alone = self.rollout.placement == "process" and self.alone()
+        build_on = self.local(hf_config, gpu_share=None if alone else self.gpu_share)
+        if self.rollout.placement == "process":
+            return self._pool(hf_config, build_on)
+        return build_on(parallel.device())
+
+    def build_refining(self, hf_config: Any) -> Engine:
+        """In this process, beside the policy's. It takes longer prompts, and predictions of their responses."""
+        own = {"max_model_len": self.longest_refinement_of(hf_config), "tensor_parallel_size": 1}
+        arguments = self.vllm.arguments() | own
+        given = arguments.get("speculative_config") or {}
+        if self.constraint.drafts(self.kind(hf_config)) and given.get("method") != PREDICTED["method"]:
+            arguments |= {"speculative_config": PREDICTED}
+        return self.local(hf_config, arguments, self.gpu_share)(parallel.device())
+
+    def local(
+        self, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
+    ) -> Callable[[torch.device | str], Engine]:
+        """What makes the engine of `rollout.engine` on a device, here or in a process of its own: a partial, so that
+        it can be sent there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the refiner.
+        `gpu_share`: of the device's memory, as VLLMEngine takes it."""
+        config = source if isinstance(source, PreTrainedConfig) else load_config(source)
+        if self.kind(config) == "hf":
+            return partial(HFEngine, source, self.dtype, max_batch_sequences=self.rollout.max_batch_sequences)
+        from megatron_rft.inference.vllm.engine import VLLMEngine
+
+        return partial(
+            VLLMEngine,
+            source,
+            self.dtype,
+            max_model_len=self.longest(config),
+            max_batch_sequences=self.rollout.max_batch_sequences,
+            options=without_predicted_output(self.vllm) if arguments is None else arguments,
+            gpu_share=gpu_share,
+            keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
+        )
+
+    def kind(self, config: PreTrainedConfig) -> str:
+        """Resolves `rollout.engine` for a local engine: "vllm" or "hf"."""
+        return choose(self.rollout.engine, shape_of(config.to_dict())).name
+
+    def longest(self, hf_config: Any) -> int:
+        """Tokens of prompt and response that an engine is asked for."""
+        return min(self.longest_generation, hf_config.max_position_embeddings)
+
+    def longest_refinement_of(self, hf_config: Any) -> int:
+        """The same of the refiner: an engine for all of the model's positions would need a cache for as many."""
+        return min(self.longest_refinement, hf_config.max_position_embeddings)
+
+    # ---- engines outside of the ranks
+
+    def server_arguments(self, hf_config: Any) -> dict[str, Any]:
+        """vLLM's arguments of a server that the run starts: ours, overridden by the recipe's."""
+        own = {"max_model_len": self.longest(hf_config), "max_num_seqs": self.rollout.max_batch_sequences}
+        own |= {"enable_prefix_caching": False} if self.rollout.cache_after_sync == "keep" else {}
+        arguments = own | self.vllm.arguments()
+        if "speculative_config" in arguments:
+            arguments["speculative_config"] = speculation(arguments["speculative_config"])
+        return arguments
+
+    def check_gpus(self) -> None:
+        """Before anything is loaded: a server that the run will start finds its GPUs on this node."""
+        if self.rollout.placement == "server" and not self.rollout.servers and torch.cuda.is_available():
+            devices(0, self.vllm.tensor_parallel_size, spare_gpus(), own_device())
+
+    def alone(self) -> bool:
+        """Whether the engines of this node have GPUs to themselves, without a rank and without another engine."""
+        spare = spare_gpus()
+        here = engines_of_node(self._count(spare), dist.get_rank(), dist.get_world_size())
+        return len(here) <= len(spare) // self.vllm.tensor_parallel_size
+
+    def _count(self, spare: list[str]) -> int:
+        """Engines of the whole run, where each node has `spare` GPUs without a rank."""
+        return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes())
+
+    def _pool(self, hf_config: Any, build_on: Callable[[torch.device], Engine] | None) -> Fleet:
+        """This rank's engines outside of it. `build_on` runs in processes of the run's own, if any."""
+        spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
+        count = self._count(spare)
+        mine, place, places = shares(count, rank, world)
+        neighbours = engines_of_node(count, rank, world)
+        members = []
+        try:
+            for index in mine:
+                if self.rollout.servers:
+                    members.append(self._given_server(hf_config, index))
+                    continue
+                environment = self._environment(neighbours.index(index), spare)
+                if self.rollout.placement == "process":
+                    members.append(self._process(build_on, index, environment))
+                else:
+                    members.append(self._own_server(hf_config, index, environment))
+        except BaseException:
+            for member in members:
+                member.close()
+            raise
+        fleet = Fleet(members, self.dtype, gather, (place, places))
+        if torch.cuda.is_available():
+            fleet.news += [f"{member.name} gets its weights by {member.transport}" for member in members]
+        return fleet
+
+    def _process(self, build_on: Callable, index: int, environment: dict[str, str]) -> EngineProcess:
+        return EngineProcess(
+            partial(build_on, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
+            f"engine process {index}",
+            self.folder / f"engine_{index}.log",
+            self.faults.engine_start_s,
+            self.faults.engine_silence_s,
+            environment,
+        )
+
+    def _given_server(self, hf_config: Any, index: int) -> ServerEngine:
+        options = self._server_options(hf_config) | {"longest": self.longest(hf_config)}
+        server = ServerEngine(self.rollout.servers[index], **options)
+        if server.rounds and not self.corrects:
+            raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
+        return server
+
+    def _own_server(self, hf_config: Any, index: int, environment: dict[str, str]) -> OwnServer:
+        shared = torch.cuda.is_available() and not self.alone()
+        share = {"gpu_memory_utilization": self.gpu_share} if shared else {}
+        return OwnServer(
+            log=self.folder / f"server_{index}.log",
+            environment=environment,
+            arguments=share | self.server_arguments(hf_config),
+            **self._server_options(hf_config),
+        )
+
+    def _server_options(self, hf_config: Any) -> dict[str, Any]:
+        return {
+            "config": hf_config,
+            "shapes": {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()},
+            "dtype": self.dtype,
+            "start_timeout_s": self.faults.engine_start_s,
+            "silence_timeout_s": self.faults.engine_silence_s,
+            "keep_caches": self.rollout.cache_after_sync == "keep",
+        }
+
+    def _environment(self, number: int, spare: list[str]) -> dict[str, str]:
+        """Of engine `number` of this node: it is nobody's rank, and sees its own GPUs."""
+        environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        if torch.cuda.is_available():
+            seen = devices(number, self.vllm.tensor_parallel_size, spare, own_device())
+            if (
+                spare and self.rollout.placement == "process"
+            ):  # its rank's, too: weights come through the memory of that
+                seen = [*seen, own_device()]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
+        return environment
 
 
-def _own_server(recipe: Recipe, hf_config: Any, dtype: torch.dtype, index: int, environment: dict) -> OwnServer:
-    shared = torch.cuda.is_available() and not alone(recipe)
-    share = {"gpu_memory_utilization": gpu_share(recipe)} if shared else {}
-    return OwnServer(
-        log=_folder(recipe) / f"server_{index}.log",
-        environment=environment,
-        arguments=share | server_arguments(recipe, hf_config),
-        **_of_servers(recipe, hf_config, dtype),
-    )
-
-
-def _of_servers(recipe: Recipe, hf_config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "config": hf_config,
-        "shapes": {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()},
-        "dtype": dtype,
-        "start_timeout_s": recipe.faults.engine_start_s,
-        "silence_timeout_s": recipe.faults.engine_silence_s,
-        "keep_caches": recipe.rollout.cache_after_sync == "keep",
-    }
-
-
-def longest(recipe: Recipe, hf_config: Any) -> int:
-    """Tokens of prompt and response that an engine is asked for."""
-    return min(recipe.longest_generation, hf_config.max_position_embeddings)
-
-
-def server_arguments(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
-    """vLLM's, of a server that the run starts: ours, under the recipe's."""
-    own = {"max_model_len": longest(recipe, hf_config), "max_num_seqs": recipe.rollout.max_batch_sequences}
-    own |= {"enable_prefix_caching": False} if recipe.rollout.cache_after_sync == "keep" else {}
-    arguments = own | recipe.vllm.arguments()
-    if "speculative_config" in arguments:
-        arguments["speculative_config"] = speculation(arguments["speculative_config"])
+def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
+    """vLLM's arguments, for requests that carry no prediction of their response."""
+    arguments = vllm.arguments()
+    if (arguments.get("speculative_config") or {}).get("method") == PREDICTED["method"]:
+        del arguments["speculative_config"]
     return arguments
 
 
-def _folder(recipe: Recipe) -> Path:
-    return Path(recipe.run.output_dir) / "engines"
-
-
-def _environment(recipe: Recipe, number: int, spare: list[str]) -> dict[str, str]:
-    """Of engine `number` of this node: it is nobody's rank, and sees its own GPUs."""
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    if torch.cuda.is_available():
-        seen = devices(number, recipe.vllm.tensor_parallel_size, spare, own_device())
-        if spare and recipe.rollout.placement == "process":  # its rank's, too: weights come through the memory of that
-            seen = [*seen, own_device()]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
-    return environment
-
-
-def how_many(recipe: Recipe, spare: list[str]) -> int:
-    """Engines of the whole run, where each node has `spare` GPUs without a rank."""
-    return engine_processes(recipe, dist.get_world_size(), len(spare) * nodes())
-
-
-def alone(recipe: Recipe) -> bool:
-    """Whether the engines of this node have GPUs to themselves, without a rank and without another engine."""
-    spare = spare_gpus()
-    here = engines_of_node(how_many(recipe, spare), dist.get_rank(), dist.get_world_size())
-    return len(here) <= len(spare) // recipe.vllm.tensor_parallel_size
-
-
-def engines_of_node(count: int, rank: int, world: int) -> list[int]:
-    """Those of all `count` that the ranks of this node drive."""
-    first, ranks = rank - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return [engine for other in range(first, first + ranks) for engine in shares(count, other, world)[0]]
-
-
-def check_gpus(recipe: Recipe) -> None:
-    """Before anything is loaded: a server that the run will start finds its GPUs on this node."""
-    rollout = recipe.rollout
-    if rollout.placement == "server" and not rollout.servers and torch.cuda.is_available():
-        devices(0, recipe.vllm.tensor_parallel_size, spare_gpus(), own_device())
-
-
-def devices(number: int, workers: int, spare: list[str], own: str) -> list[str]:
-    """The GPUs of engine `number` of this node: of those that no rank uses; where there are none, its rank's `own`."""
-    if not spare and workers == 1:
-        return [own]
-    places = len(spare) // workers
-    if not places:
-        raise ConfigError(
-            f"vllm.tensor_parallel_size: a server takes {workers} GPUs, and {len(spare)} of this node's are without a "
-            "rank. Start fewer ranks, or set rollout.placement=colocated: the ranks' own GPUs are then engines together"
-        )
-    first = number % places * workers
-    return spare[first : first + workers]
-
-
-def nodes() -> int:
-    return max(1, dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-
-
-def own_device() -> str:
-    """This rank's, as CUDA_VISIBLE_DEVICES names it."""
-    return visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
-
-
-def spare_gpus() -> list[str]:
-    """Of this node, those that no rank uses."""
-    return visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :] if torch.cuda.is_available() else []
-
-
-def place(engine: Engine) -> tuple[int | None, int]:
-    """This rank's place among those that have an engine to ask, None where it has none, and their number."""
+def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
+    """This rank's number among those that have an engine to ask, None where it has none, and how many those are."""
     if isinstance(engine, Fleet):
         return engine.place
     number, follows = divmod(dist.get_rank(), engine.ranks)
     return None if follows else number, dist.get_world_size() // engine.ranks
 
 
-class Sync:
+class EngineWeights:
     """The actor's weights in the engine, and again in one that replaces a lost one."""
 
-    def __init__(self, actor: Actor, engine: Engine, version: int):
-        """`version`: the number of steps that the actor has made. The trainer counts it on."""
-        self.actor, self.engine, self.version = actor, engine, version
+    def __init__(self, actor: Actor, engine: Engine):
+        self.actor, self.engine = actor, engine
+        self.version = 0  # the number of steps that the actor has made
         if isinstance(engine, Fleet):
             engine.reload = partial(self._push, verify=True)
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Until the next push nobody asks an engine inside of this rank: its device memory is the trainer's."""
         self.engine.sleep()
 
-    def push(self, verify: bool = False) -> dict[str, float]:
-        """Collective. What the actor has now; metrics of the sync."""
+    def push(self, version: int, verify: bool = False) -> dict[str, float]:
+        """Collective. What the actor has now, as the weights after step `version`; metrics of the sync."""
+        self.version = version
         self.engine.wake()
         metrics = self._push(verify)
         if isinstance(self.engine, Fleet):
@@ -220,11 +272,11 @@ class Sync:
         return weight_sync.push(self.actor.stream(), self.engine, self.version, verify)
 
 
-def losses(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:
-    """Metrics of engines that were replaced, and a note for a person of each."""
+def engine_metrics(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:
+    """What the engine counted since the last call. `note` takes a line for each engine that was replaced."""
     if not isinstance(engine, Fleet):
-        return {}
+        return engine.statistics()
     for line in engine.news:
         note(line)
     engine.news.clear()
-    return {"faults/engine_restarts": float(engine.restarts)}
+    return {"faults/engine_restarts": float(engine.restarts)} | engine.statistics()

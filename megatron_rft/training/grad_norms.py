@@ -1,11 +1,14 @@
 """The gradient's norm of each part of a loss by itself, every so many steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import LossFunction, Update
 from megatron_rft.records import Batch
+
+Parts = Callable[[LossFunction, str], LossFunction]
 
 
 def due(every: int, step: int) -> bool:
@@ -13,13 +16,24 @@ def due(every: int, step: int) -> bool:
     return bool(every) and (step == 1 or step % every == 0)
 
 
-def gradient_norms(
-    actor: Actor, update: Update, batch: Batch, parts: Mapping[str, LossFunction], second: Callable[[], Any]
-) -> dict[str, float]:
-    """Collective. One backward pass for each of `parts`, at the present weights, which stay as they are; `second` gives
-    the second model's part of a pass. The norms, by the names of `parts`."""
-    found = {}
-    for name, loss in parts.items():
-        actor.backward(batch, loss, update.counts(batch), update.outputs, second())
-        found[name] = actor.optimizer.grad_norm()
-    return found
+@dataclass(frozen=True)
+class GradientNorms:
+    """`part_of(loss, name)` is the loss with the terms of one part; its norm becomes the metric `prefix` + name."""
+
+    every: int
+    prefix: str
+    names: tuple[str, ...]
+    part_of: Parts
+    wanted: Callable[[Update], bool]  # whether an update has these parts
+
+    def due(self, update: Update, step: int) -> bool:
+        return update.model == "actor" and due(self.every, step) and self.wanted(update)
+
+    def measure(self, actor: Actor, update: Update, batch: Batch, second: Any) -> dict[str, float]:
+        """Collective. One backward pass for each part, at the present weights, which stay as they are."""
+        found = {}
+        for name in self.names:
+            loss = self.part_of(update.loss, name)
+            actor.backward(batch, loss, update.counts(batch), update.outputs, second)
+            found[self.prefix + name] = actor.optimizer.grad_norm()
+        return found

@@ -1,58 +1,84 @@
-"""The networks of an online run: the actor, and where the objective asks for them a critic, a reference, a teacher.
+"""The networks of a run: the actor, and what its objective wants beside it.
 
-The reference and the teacher share the actor's layout and run in its place: their weights wait in host memory.
+A reference and a teacher share the actor's layout and run in its place: their weights wait in host memory.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rft.config import Recipe
-from megatron_rft.data.hub import model_folder
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
-from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
-from megatron_rft.megatron.second_distribution import Second
-from megatron_rft.objectives.base import Beside, Objective, Update
+from megatron_rft.megatron.second_distribution import Recorded, Second
+from megatron_rft.objectives.base import Beside, Update
+from megatron_rft.objectives.kl import k3
 from megatron_rft.objectives.plugins.dynamic import has_pairs, on_response_tokens, pairs
 from megatron_rft.records import Batch
-from megatron_rft.training import build
+from megatron_rft.training.grad_norms import GradientNorms, due
 
 LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
 
 
+@dataclass
 class Models:
-    def __init__(self, recipe: Recipe, hf_config: Any, objective: Objective, policy_steps: int, critic_steps: int):
-        own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
-        moments = ("verification",) if own_moments else ()
-        self.needs = objective.needs
-        self.actor = build.build_actor(recipe, hf_config, policy_steps, moments)
-        self.critic = build.build_critic(recipe, hf_config, critic_steps) if "values" in self.needs else None
-        compared = self.needs & {"ref_logprobs", "ref_kl", "reference"}
-        measured = recipe.constraint is not None and recipe.constraint.kl_every > 0
-        wanted = compared or measured or recipe.refines
-        self.reference = reference_weights(recipe, self.actor) if wanted else None
-        rate = recipe.algorithm.teacher_average
-        self.teacher = MovingAverage(self.actor, rate) if rate else None
+    """The actor alone, for objectives that look at nothing else."""
+
+    actor: Actor
+    needs: frozenset[str] = frozenset()  # Objective.needs
+    norms: GradientNorms | None = None
 
     @property
     def trained(self) -> dict[str, Actor]:
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        """Name, as in `Update.model` -> what has an optimizer."""
+        return {"actor": self.actor}
+
+    @property
+    def averages(self) -> dict[str, MovingAverage]:
+        return {}
+
+    def outputs(self, batch: Batch) -> Batch:
+        """The batch with what the objective needs of the models, each a forward pass without gradients."""
+        if "old_logprobs" in self.needs and "old_logprobs" not in batch.tokens:
+            batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
+        return batch
+
+    def measure(self, batch: Batch, step: int) -> dict[str, float]:
+        """Metrics of the batch before the step, where any are due."""
+        return {}
+
+    def second(self, update: Update, mini_batch: Batch) -> Second | Recorded | None:
+        """The distribution that `update` wants beside the model's own."""
+        assert update.beside is None, update.beside
+        return None
+
+    def end_of_step(self) -> None: ...
+
+
+@dataclass
+class OnlineModels(Models):
+    """With a critic, a reference, a moving-average teacher, each None where the objective does without."""
+
+    critic: Actor | None = None
+    reference: list[Tensor] | None = None
+    teacher: MovingAverage | None = None
+    old_logprobs: str = "recompute"  # algorithm.old_logprobs
+    kl_every: int = 0  # constraint.kl_every
+
+    @property
+    def trained(self) -> dict[str, Actor]:
+        return super().trained | ({"critic": self.critic} if self.critic else {})
 
     @property
     def averages(self) -> dict[str, MovingAverage]:
         return {"teacher": self.teacher} if self.teacher else {}
 
-    def outputs(self, batch: Batch, old: str) -> Batch:
-        """The batch with what the objective needs of the models, each a forward pass without gradients; `old` is
-        algorithm.old_logprobs."""
-        if old == "rollout":
+    def outputs(self, batch: Batch) -> Batch:
+        if self.old_logprobs == "rollout":
             batch = batch.with_tokens(old_logprobs=batch.tokens["rollout_logprobs"])
-        elif "old_logprobs" in self.needs:
-            batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
+        batch = super().outputs(batch)
         if "ref_kl" in self.needs:
             second = Second(batch, self.reference)
             batch = batch.with_tokens(ref_kl=self.actor.outputs(batch, frozenset({"reverse_kl"}), second)["reverse_kl"])
@@ -66,6 +92,15 @@ class Models:
         if self.critic:
             batch = batch.with_tokens(values=self.critic.outputs(batch, VALUES)["values"])
         return batch
+
+    def measure(self, batch: Batch, step: int) -> dict[str, float]:
+        """KL(policy || reference) before the step, by the k3 estimate on the sampled tokens."""
+        if not due(self.kl_every, step):
+            return {}
+        logprobs = batch.tokens.get("old_logprobs", batch.tokens["rollout_logprobs"])
+        values = k3(logprobs.double(), self.reference_logprobs(batch).double())
+        mask = batch.response_mask.double()
+        return {"constraint/kl": (values * mask).sum().item() / max(mask.sum().item(), 1.0)}
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """[R]"""
@@ -84,7 +119,6 @@ class Models:
             return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        """The distribution that `update` wants beside the model's own."""
         if update.beside is None:
             return None
         return Second(
@@ -104,14 +138,3 @@ class Models:
     def end_of_step(self) -> None:
         if self.teacher:
             self.teacher.update()
-
-
-def reference_weights(recipe: Recipe, actor: Actor) -> list[Tensor]:
-    """The weights that this run starts from, which the actor has, or those of model.reference."""
-    if recipe.model.reference is None:
-        return actor.snapshot()
-    folder = model_folder(recipe.model.reference, "model.reference")
-    actor.load(weights.open_folder(folder, actor.hf_config))
-    reference = actor.snapshot()
-    actor.load(build.start_weights(recipe, actor.hf_config))
-    return reference

@@ -6,6 +6,7 @@ are written down once (`cached_hidden`): those need neither the pass nor the wei
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rft.config import Recipe
+from megatron_rft.config import Model, Recipe
 from megatron_rft.conversion import fingerprint, shard
 from megatron_rft.data.hidden_states import INDEX, HiddenCache, Writer
 from megatron_rft.data.hub import model_folder
@@ -26,32 +27,88 @@ from megatron_rft.megatron.second_distribution import Recorded, Second
 from megatron_rft.objectives.base import Update
 from megatron_rft.records import Batch
 from megatron_rft.training import build
-from megatron_rft.training.models import LOGPROBS, reference_weights
+from megatron_rft.training.engines import DTYPES, gather
+from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.utils.errors import DataError
 
 CHUNK_TOKENS = 1 << 16  # response tokens that are computed, and written, together
 LOGPROBS_FILE = "reference_logprobs.safetensors"
 
 
-class Reference:
-    """Built while the actor has the weights that training starts from. `data` is the whole data set, of `digest`."""
+@dataclass(frozen=True)
+class ReferenceSource:
+    """What the reference's log-probs and hidden states are made from, and where they are kept."""
 
-    def __init__(self, recipe: Recipe, actor: Actor, data: Batch, digest: str):
-        self.actor, self.weights, self.cache = actor, None, None
-        compares, folder = recipe.algorithm.compares_distributions, cache_folder(recipe)
-        cached, run = folder is not None, Path(recipe.run.output_dir)
-        self.facts = facts(recipe, digest)
+    model: Model
+    seed: int
+    run_folder: Path
+    digest: str  # of the data
+    compares: bool = False  # the objective looks at the reference's whole distribution
+    cached: bool = False  # from hidden states that are written down, and not from a second pass
+    cache: str | None = None  # algorithm.reference_cache
+
+    @classmethod
+    def of(cls, recipe: Recipe, digest: str) -> "ReferenceSource":
+        options, compares = recipe.algorithm, recipe.algorithm.compares_distributions
+        cached = compares and options.reference == "cached_hidden"
+        cache = options.reference_cache if cached else None
+        return cls(recipe.model, recipe.run.seed, Path(recipe.run.output_dir), digest, compares, cached, cache)
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """Where hidden states are, or will be; None where the run reads none."""
+        return Path(self.cache or self.run_folder / "reference_cache") if self.cached else None
+
+    def check_cache(self) -> None:
+        """Where there is a cache already, it is whole and of this run's data and model. Needs no model.
+
+        Raises:
+            DataError: it is not, or the folder holds something else.
+        """
+        folder = self.cache_folder
+        if folder is not None and folder.exists() and any(folder.iterdir()):
+            HiddenCache(folder, self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What the reference's log-probs and hidden states depend on."""
+        path, option = self.model.path, "model.path"
+        if self.model.reference is not None:
+            path, option = self.model.reference, "model.reference"
+        random = self.model.reference is None and self.model.initialise == "random"
+        model = fingerprint.of_model(model_folder(path, option))
+        return {
+            "data": self.digest,
+            "model": f"random weights of seed {self.seed}, {model}" if random else model,
+            "tokenizer": fingerprint.of_tokenizer(build.tokenizer_folder(self.model)),
+            "dtype": str(DTYPES[self.model.precision]).removeprefix("torch."),
+        }
+
+    def output_weight(self, hf_config: Any) -> Tensor:
+        """[V, H] the whole output matrix."""
+        name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
+        if self.model.reference is None:
+            return build.start_weights(self.model, self.seed, hf_config)(name)
+        return weights.open_folder(model_folder(self.model.reference, "model.reference"), hf_config)(name)
+
+
+class Reference:
+    """Built while the actor has the weights that training starts from. `data` is the whole data set."""
+
+    def __init__(self, source: ReferenceSource, actor: Actor, data: Batch):
+        self.source, self.actor, self.weights, self.cache = source, actor, None, None
+        folder, path = source.cache_folder, source.run_folder / LOGPROBS_FILE
+        self.facts = source.facts()
         assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
-        kept = _kept_logprobs(run / LOGPROBS_FILE, self.facts)
-        missing = cached and not _on_main(lambda: (folder / INDEX).is_file())
-        if kept is None or missing or (compares and not cached):
-            self.weights = reference_weights(recipe, actor)
-        self.logprobs = kept if kept is not None else self._logprobs(data, run / LOGPROBS_FILE)
-        if cached:
+        kept = _kept_logprobs(path, self.facts)
+        missing = source.cached and not _on_main(lambda: (folder / INDEX).is_file())
+        if kept is None or missing or (source.compares and not source.cached):
+            self.weights = build.reference_weights(source.model, source.seed, actor)
+        self.logprobs = kept if kept is not None else self._logprobs(data, path)
+        if source.cached:
             if missing:
-                self._write_cache(recipe, data, folder)
+                self._write_cache(data, folder)
             self.cache, self.output = self._open_cache(folder)
-        if not compares or cached:
+        if not source.compares or source.cached:
             self.weights = None
 
     def data(self, data: Batch) -> Batch:
@@ -79,7 +136,7 @@ class Reference:
             partial.replace(path)
         return found
 
-    def _write_cache(self, recipe: Recipe, data: Batch, folder: Path) -> None:
+    def _write_cache(self, data: Batch, folder: Path) -> None:
         """By one rank of the last pipeline stage."""
         writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
         writer = Writer(folder) if writes else None
@@ -89,14 +146,14 @@ class Reference:
                 if writer:
                     writer.add(hidden)
         if writer:
-            writer.finish(_whole_output_weight(recipe, self.actor.hf_config).to(_dtype(self.actor)), self.facts)
+            writer.finish(self.source.output_weight(self.actor.hf_config).to(_dtype(self.actor)), self.facts)
             print(describe(writer.tokens, self.actor.hf_config, _dtype(self.actor), folder), flush=True)
         dist.barrier()
 
     def _open_cache(self, folder: Path) -> tuple[HiddenCache, Tensor]:
         """The cache and this rank's rows of its output matrix, on the last pipeline stage's ranks."""
         cache = HiddenCache(folder, self.facts)
-        torn = [path for path in build.gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
+        torn = [path for path in gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
         if torn:
             raise DataError(f"algorithm.reference_cache: {torn[0]} is not as it was written: remove {folder}")
         part = shard("output_layer.weight", cache.output_weight(), parallel.tp_size(), parallel.tp_rank())
@@ -105,40 +162,6 @@ class Reference:
             part = part.to(own.device, own.dtype)
             assert len(part) == len(own), f"{len(part)} rows of the output matrix beside {len(own)}"
         return cache, part
-
-
-def cache_folder(recipe: Recipe) -> Path | None:
-    """Where hidden states are, or will be; None where the run reads none."""
-    algorithm = recipe.algorithm
-    if not algorithm.compares_distributions or algorithm.reference != "cached_hidden":
-        return None
-    return Path(algorithm.reference_cache or Path(recipe.run.output_dir) / "reference_cache")
-
-
-def check_cache(recipe: Recipe, digest: str) -> None:
-    """Where there is a cache already, it is whole and of this run's data and model. Needs no model.
-
-    Raises:
-        DataError: it is not, or the folder holds something else.
-    """
-    folder = cache_folder(recipe)
-    if folder is not None and folder.exists() and any(folder.iterdir()):
-        HiddenCache(folder, facts(recipe, digest))
-
-
-def facts(recipe: Recipe, digest: str) -> dict[str, Any]:
-    """What the reference's log-probs and hidden states depend on. `digest` is that of the data."""
-    path, option = recipe.model.path, "model.path"
-    if recipe.model.reference is not None:
-        path, option = recipe.model.reference, "model.reference"
-    random = recipe.model.reference is None and recipe.model.initialise == "random"
-    model = fingerprint.of_model(model_folder(path, option))
-    return {
-        "data": digest,
-        "model": f"random weights of seed {recipe.run.seed}, {model}" if random else model,
-        "tokenizer": fingerprint.of_tokenizer(build.tokenizer_folder(recipe)),
-        "dtype": str(build.DTYPES[recipe.model.precision]).removeprefix("torch."),
-    }
 
 
 def chunks(data: Batch, tokens: int = CHUNK_TOKENS) -> list[Tensor]:
@@ -155,13 +178,6 @@ def describe(tokens: int, hf_config: Any, dtype: torch.dtype, folder: Path) -> s
         f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {folder}; "
         f"logits would take {logits} bytes a token, {logits / each:.0f} times as much"
     )
-
-
-def _whole_output_weight(recipe: Recipe, hf_config: Any) -> Tensor:
-    name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
-    if recipe.model.reference is None:
-        return build.start_weights(recipe, hf_config)(name)
-    return weights.open_folder(model_folder(recipe.model.reference, "model.reference"), hf_config)(name)
 
 
 def _dtype(actor: Actor) -> torch.dtype:
@@ -188,3 +204,13 @@ def _on_main(question) -> bool:
     answer = [question()]
     dist.broadcast_object_list(answer)
     return answer[0]
+
+
+@dataclass
+class OfflineModels(Models):
+    """The actor, beside the frozen reference."""
+
+    reference: Reference | None = None
+
+    def second(self, update: Update, mini_batch: Batch) -> Second | Recorded | None:
+        return self.reference.second(update, mini_batch)

@@ -1,4 +1,4 @@
-"""What every run has besides its loop: its folder, its signals, its patience with bad steps, its place after a restart.
+"""What every run has besides its loop: its folder, signals, guard against non-finite steps, evaluations, checkpoints.
 
 Exit statuses, the same on every rank: FINISHED, STOPPED (a signal came: a checkpoint was written, the same command
 goes on from it).
@@ -7,7 +7,7 @@ goes on from it).
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +18,8 @@ from safetensors.torch import save_file
 
 from megatron_rft.config import Recipe, difference, dump, load
 from megatron_rft.data.hub import model_folder
-from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron import weights
 from megatron_rft.megatron.checkpoint import Checkpointer, latest
-from megatron_rft.megatron.ema import MovingAverage
-from megatron_rft.megatron.second_distribution import Recorded, Second
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.records import Batch
@@ -29,7 +27,10 @@ from megatron_rft.tracking.phases import Phases
 from megatron_rft.tracking.throughput import Throughput, device_name, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
 from megatron_rft.training import mismatch_alarm
-from megatron_rft.training.build import Evaluator
+from megatron_rft.training.build import tokenizer_folder
+from megatron_rft.training.early_stopping import BestModel
+from megatron_rft.training.evaluator import Evaluator, headline
+from megatron_rft.training.models import Models
 from megatron_rft.utils.errors import ConfigError, RunFailed
 
 FINISHED, STOPPED = 0, 75
@@ -64,8 +65,8 @@ class StopSignal:
         return int(heard)
 
 
-class Patience:
-    """Bears a bounded number of skipped optimizer steps in a row, then ends the run with the batch on disk."""
+class NonFiniteGuard:
+    """Allows a bounded number of skipped optimizer steps in a row, then ends the run with the batch on disk."""
 
     def __init__(self, output_dir: Path, bound: int):
         self.output_dir, self.bound, self.in_a_row, self.total = output_dir, bound, 0, 0
@@ -157,100 +158,140 @@ class Run:
     def __init__(
         self,
         recipe: Recipe,
-        models: dict[str, Actor],
+        models: Models,
         stream: Stream,
         total_steps: int,
-        averages: dict[str, MovingAverage] | None = None,
+        evaluator: Evaluator | None = None,
+        dropped: dict[str, int] | None = None,
     ):
-        self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
-        self.folder = Path(recipe.run.output_dir)
-        self.done = 0
+        """`dropped`: reason -> rows of data.train that were left out."""
+        self.models, self.stream, self.total_steps, self.evaluator = models, stream, total_steps, evaluator
+        self.options, self.resolved = recipe.run, recipe.model_dump()
+        self.tracking, self.evaluation, self.faults = recipe.tracking, recipe.evaluation, recipe.faults
+        self.checkpoint_every, self.validates = recipe.checkpoint.every, recipe.validates
+        self.tests, self.evaluates_first = recipe.data.test is not None, recipe.trainer != "sft"
+        self.compares_logprobs = not recipe.rollout.staleness
+        self.folder, self.tokenizer_folder = Path(recipe.run.output_dir), tokenizer_folder(recipe.model)
+        self.done, self.dropped = 0, dropped or {}
         self.stop = StopSignal()
         self.phases, self.averages = Phases(), Averages()
         sizes, given = Sizes.read(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
         self.throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
-        self.patience = Patience(self.folder, recipe.faults.max_skipped_steps)
+        self.guard = NonFiniteGuard(self.folder, recipe.faults.max_skipped_steps)
+        self.best: BestModel | None = None
+        if recipe.trainer == "offline":
+            patience = recipe.evaluation.patience
+            self.best = BestModel(models.actor, self.folder / "best", self.tokenizer_folder, patience)
         options = recipe.checkpoint
         folder = self.folder / "checkpoints"
-        self.checkpoints = Checkpointer(folder, models, options.keep, options.asynchronous, averages)
+        self.checkpoints = Checkpointer(folder, models.trained, options.keep, options.asynchronous, models.averages)
         self.tracker: Tracker | None = None
 
     # ---- start
 
-    def restore(self, state: State) -> tuple[State, int]:
-        """The objective's state and the number of steps done: the newest checkpoint's, else `state` and 0."""
+    def restore(self, state: State) -> State:
+        """The objective's state: the newest checkpoint's, else `state`. `done` says how many steps are."""
         path = latest(self.folder / "checkpoints")
         if path is not None:
             facts, state = self.checkpoints.load(path)
             self.done, self.stream.position = facts["step"], facts["position"]
-            self.patience.total = facts["skipped_steps"]
+            self.guard.total = facts["skipped_steps"]
+        if self.best:
+            self.best.selection, state = self.best.selection.out_of(state)
         self.tracker = Tracker(
             self.folder,
-            self.recipe.tracking,
+            self.tracking,
             self.total_steps,
             resume_step=self.done + 1 if self.done else 0,
             is_main=dist.get_rank() == 0,
-            name=self.recipe.run.name,
-            recipe=self.recipe.model_dump(),
+            name=self.options.name,
+            resolved=self.resolved,
         )
         if path is not None:
             self.tracker.note(f"resumed after step {self.done}, from {path}")
-        return state, self.done
+        for reason, count in self.dropped.items():
+            self.tracker.note(f"data.train: {count} rows left out ({reason})")
+        return state
 
-    def note_dropped(self, source: str, dropped: dict[str, int]) -> None:
-        for reason, count in dropped.items():
-            self.tracker.note(f"{source}: {count} rows left out ({reason})")
+    @property
+    def evaluates_at_start(self) -> bool:
+        """Whether an engine is asked before the first step."""
+        return self.evaluator is not None and self.evaluates_first and not self.done and (self.validates or self.tests)
 
-    def evaluate_at_start(self, evaluator: Evaluator) -> dict[str, float] | None:
+    def evaluate_at_start(self) -> dict[str, float] | None:
         """Validation and test before the first step; returns the test's, from the record where the run is resumed."""
-        if self.done:
-            return evaluator.recorded("test", 0)
+        if self.done and self.evaluator and self.evaluates_first:
+            return self.evaluator.recorded("test", 0)
+        if not self.evaluates_at_start:
+            return None
         metrics, test = {}, None
         with self.phases("evaluation"):
-            if self.recipe.validates:
-                metrics |= accuracy("evaluation", evaluator("validation", 0))
-            if self.recipe.data.test:
-                test = evaluator("test", 0)
+            if self.validates:
+                metrics |= accuracy("evaluation", self.evaluator("validation", 0))
+            if self.tests:
+                test = self.evaluator("test", 0)
                 metrics |= accuracy("test", test)
-        if metrics:
-            self.tracker.log(0, metrics | self.phases.take())
+        self.tracker.log(0, metrics | self.phases.take())
         return test
 
     # ---- one step
 
-    def optimizer_step(self, update: Update, batch: Batch, step: int, second: Second | Recorded | None = None) -> None:
-        """One mini-batch of `update`; `second` is the distribution that it wants beside."""
-        metrics = self.models[update.model].step(
-            batch, update.loss, update.counts(batch), update.outputs, update.learning_rate, second, update.moments
-        )
-        self.patience.note(metrics, batch, step)
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, until the last or until validation has not improved for long enough."""
+        for step in range(self.done + 1, self.total_steps + 1):
+            if self.best and self.best.selection.exhausted:
+                return
+            yield step
+
+    def optimizer_step(self, update: Update, batch: Batch, step: int) -> dict[str, float]:
+        """One mini-batch of `update`. Metrics of the gradient's parts, where they are due."""
+        found, second, norms = {}, self.models.second(update, batch), self.models.norms
+        if norms and norms.due(update, step):
+            with self.phases("part_norms"):
+                found = norms.measure(self.models.actor, update, batch, second)
+        with self.phases("verification" if update.name == "verification" else "training"):
+            metrics = self.models.trained[update.model].step(
+                batch, update.loss, update.counts(batch), update.outputs, update.learning_rate, second, update.moments
+            )
+        self.guard.note(metrics, batch, step)
         self.averages.add(update.name, metrics)
         self.throughput.trained(batch.lengths)
+        return found
 
     def evaluation_due(self, step: int) -> bool:
-        every = self.recipe.evaluation.every
-        return self.recipe.validates and (step == self.total_steps or bool(every) and step % every == 0)
+        every = self.evaluation.every
+        validates = self.evaluator is not None and self.validates
+        return validates and (step == self.total_steps or bool(every) and step % every == 0)
 
-    def evaluate_if_due(self, evaluator: Evaluator, step: int) -> dict[str, float]:
+    def comparison_due(self, step: int) -> bool:
+        """Whether the engine's weights are compared with the actor's, bit by bit, after this step."""
+        every = self.faults.compare_weights_every
+        return bool(every) and step % every == 0
+
+    def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the validation problems, where this step has an evaluation."""
         if not self.evaluation_due(step):
             return {}
         with self.phases("evaluation"):
-            return accuracy("evaluation", evaluator("validation", step))
+            found = self.evaluator("validation", step)
+        if self.best:
+            self.best.judge(found["pass_at_1"], step)
+            if self.best.selection.exhausted:
+                self.total_steps = step  # so that the last checkpoint is written
+        return accuracy("evaluation", found)
 
     def end_of_step(
         self, step: int, state: State, metrics: dict[str, float], pending: Callable[[], State] = dict
     ) -> bool:
         """Log, save when it is due, and say whether a signal asks to stop (the checkpoint is then on disk). `pending`:
         what else a checkpoint must hold, asked for when one is written."""
-        stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
-        metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.patience.total} | self.phases.take()
+        stopping, every = self.stop.agreed(), self.checkpoint_every
+        metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.guard.total} | self.phases.take()
         metrics |= self.throughput.take(metrics)
-        if not self.recipe.rollout.staleness and (told := mismatch_alarm.check(metrics, self.recipe.faults, step)):
+        if self.compares_logprobs and (told := mismatch_alarm.check(metrics, self.faults, step)):
             self.tracker.note(told)
-        self.tracker.log(
-            step, metrics
-        )  # before the checkpoint: killed in between, the step and its line are done again
+        # Before the checkpoint: killed in between, the step and its line are done again.
+        self.tracker.log(step, metrics)
         with self.phases("checkpoint"):
             if stopping or step == self.total_steps or (every and step % every == 0):
                 self.save(step, state | pending())
@@ -264,23 +305,39 @@ class Run:
 
     def save(self, step: int, state: State) -> None:
         self.tracker.sync()
-        facts = {"position": self.stream.position, "skipped_steps": self.patience.total}
+        if self.best:
+            state = self.best.selection.into(state)
+        facts = {"position": self.stream.position, "skipped_steps": self.guard.total}
         self.checkpoints.save(step, facts, state)
 
     # ---- end
 
-    def evaluate_at_end(self, evaluator: Evaluator) -> dict[str, float] | None:
-        """The test of the final model; its validation is in the last step's line."""
-        with self.phases("evaluation"):
-            return evaluator("test", self.total_steps) if self.recipe.data.test else None
-
-    def finish(self) -> None:
+    def conclude(self, publish: Callable[[int, bool], object], before: dict[str, float] | None) -> None:
+        """Test and export the best model, or the last. `publish(version, asked)` is that of the batches.
+        `before`: the test of the model as it came."""
+        step = self.best.load() if self.best else None
+        if step:
+            best = self.best.selection.best
+            self.tracker.note(f"the best model is that of step {step}: validation pass@1 {best:.3f}")
+        after = None
+        if self.evaluator and self.tests:
+            publish(step or self.total_steps, True)
+            with self.phases("evaluation"):
+                after = self.evaluator("test", self.total_steps)
+        actor = self.models.actor
+        weights.save_folder(actor.stream(), self.folder / "export", actor.hf_config, self.tokenizer_folder)
         self.checkpoints.wait()
-        if self.recipe.tracking.plot and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
+            self._plot()
+        self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
+        if after and dist.get_rank() == 0:
+            print(headline(before, after), flush=True)
+
+    def _plot(self) -> None:
+        if self.tracking.plot:
             from megatron_rft.report.plots import draw  # half a second that only this needs
 
-            self.tracker.note(f"curves: {draw(self.folder, self.recipe.run.name)}")
-        self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
+            self.tracker.note(f"curves: {draw(self.folder, self.options.name)}")
 
     def close(self) -> None:
         self.checkpoints.close()

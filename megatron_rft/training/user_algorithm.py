@@ -31,7 +31,7 @@ def build_objective(recipe: Recipe, setting: Setting) -> PolicyObjective:
         objective = cls(options, setting)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{OPTION}: {cls.__name__} cannot be made with these options: {error}") from None
-    _check_needs(recipe, objective)
+    _check_needs(objective, recipe.critic is not None, recipe.model.reference is not None)
     return objective
 
 
@@ -83,17 +83,18 @@ def _section(cls: type[PolicyObjective]) -> type[Section]:
     return section
 
 
-def _check_needs(recipe: Recipe, objective: PolicyObjective) -> None:
+def _check_needs(objective: PolicyObjective, critic: bool, reference: bool) -> None:
+    """`critic`, `reference`: whether the recipe names one."""
     for name in objective.needs - set(CAN_NEED):
         raise ConfigError(
             f"{OPTION}: {type(objective).__name__}.needs names {name!r}; it can need {', '.join(CAN_NEED)}."
             f"{did_you_mean(name, CAN_NEED)}"
         )
-    if ("values" in objective.needs) != (recipe.critic is not None):
+    if ("values" in objective.needs) != critic:
         raise ConfigError(
             "critic: the objective needs no values: set it to null"
-            if recipe.critic
+            if critic
             else "critic: is missing, and the objective needs values. Give at least critic.lr, e.g. 1e-5"
         )
-    if recipe.model.reference and not objective.needs & {"ref_logprobs", "ref_kl", "reference"}:
+    if reference and not objective.needs & {"ref_logprobs", "ref_kl", "reference"}:
         raise ConfigError("model.reference does nothing: the objective needs no reference")

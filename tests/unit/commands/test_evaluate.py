@@ -8,8 +8,8 @@ from megatron_rft.__main__ import main
 from megatron_rft.commands import evaluate as standalone
 from megatron_rft.commands import main as cli
 from megatron_rft.config import load
-from megatron_rft.training import build
-from megatron_rft.training.build import Evaluator
+from megatron_rft.training.evaluator import Evaluator
+from megatron_rft.training.problems import Problems
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,8 @@ def test_a_killed_evaluation_asks_only_what_is_left(recipe, model, capsys, tmp_p
 
 
 def test_samples_are_a_benchmarks_own(recipe):
-    evaluator = Evaluator(load(recipe), None, None, None, None)
+    loaded = load(recipe)
+    evaluator = Evaluator(loaded.evaluation, Problems.of(loaded), None, 0, None, None, None, None)
     assert (evaluator.samples("first"), evaluator.samples("second")) == (3, 2)
 
 
@@ -106,13 +107,14 @@ def test_the_recipes_template_is_for_mathematics(recipe):
         "evaluation.benchmarks.fourth={path: x.jsonl, adapter: apps, prompt_template: '{question}!'}",
     ]
     loaded = load(recipe, overrides)
-    templates = [build.prompt_format(loaded, part).prompt_template for part in loaded.evaluation.benchmarks]
+    problems = Problems.of(loaded)
+    templates = [problems.prompt_format(part).prompt_template for part in loaded.evaluation.benchmarks]
     assert templates == ["fpa", "fpa", None, "{question}!"]
 
 
 def test_a_benchmark_has_the_reward_that_its_adapter_asks_for(recipe):
     loaded = load(recipe, ["reward.timeout_s=9"])
-    assert standalone.reward_of(loaded, "first") == standalone.reward_of(loaded, "second") == loaded.reward
+    assert standalone.reward_of(loaded.reward, "math500") == standalone.reward_of(loaded.reward, None) == loaded.reward
 
 
 def test_what_is_wrong_with_the_last_benchmark_shows_before_the_first(recipe, model, capsys, tmp_path):

@@ -12,6 +12,10 @@ PROCESS, CORRECTED = "rollout.placement=process", "algorithm.importance=truncate
 IN_FLIGHT = [PROCESS, CORRECTED, "rollout.staleness=2"]
 
 
+def processes_of(loaded, world, spare_gpus=0):
+    return engine_processes(loaded.rollout, loaded.vllm, world, spare_gpus)
+
+
 def test_one_step_off_needs_an_engine_of_its_own_and_a_correction(recipe):  # noqa: F811
     assert "cannot generate while that trains" in refusal(recipe, "rollout.staleness=1", CORRECTED)
     assert "algorithm.old_logprobs to rollout" in refusal(recipe, "rollout.staleness=1", PROCESS)
@@ -63,13 +67,13 @@ def test_other_trainers_have_no_use_for_them(recipe, option):  # noqa: F811
 
 def test_how_many(recipe):  # noqa: F811
     two = load(recipe, [PROCESS, "rollout.processes=2"])
-    assert engine_processes(two, 4) == 2 and "2 of their own" in str(check(two, 4))
-    assert engine_processes(load(recipe, [PROCESS]), 4) == 4
-    assert engine_processes(load(recipe, [PROCESS]), 4, spare_gpus=3) == 3
+    assert processes_of(two, 4) == 2 and "2 of their own" in str(check(two, 4))
+    assert processes_of(load(recipe, [PROCESS]), 4) == 4
+    assert processes_of(load(recipe, [PROCESS]), 4, spare_gpus=3) == 3
     with pytest.raises(ValueError, match="3 engines cannot be shared evenly by 4 ranks"):
         check(load(recipe, [PROCESS, "rollout.processes=3"]), 4)
     servers = load(recipe, ["rollout.placement=server", "rollout.servers=[http://a:1, http://b:2]"])
-    assert engine_processes(servers, 4) == 2 and "http://a:1, http://b:2" in str(check(servers, 4))
+    assert processes_of(servers, 4) == 2 and "http://a:1, http://b:2" in str(check(servers, 4))
 
 
 TWO = "vllm.tensor_parallel_size=2"
@@ -81,7 +85,7 @@ def test_engines_of_several_devices(monkeypatch, recipe):  # noqa: F811
     assert "generation: 2 engines, each 2 ranks" in check(load(recipe, [TWO]), 4).lines
     served = load(recipe, [TWO, "rollout.placement=server"])
     assert "one on each spare 2 GPUs, else one per 2 ranks of 2 workers each, for 4 ranks" in str(check(served, 4))
-    assert [engine_processes(served, world, spare) for world, spare in ((4, 0), (1, 0), (4, 5))] == [2, 1, 2]
+    assert [processes_of(served, world, spare) for world, spare in ((4, 0), (1, 0), (4, 5))] == [2, 1, 2]
     assert "an engine process has one device" in refusal(recipe, TWO, PROCESS)
     with pytest.raises(ValueError, match="2 ranks in a row are one engine, and 3 ranks cannot be divided so"):
         check(load(recipe, [TWO]), 3)

@@ -8,7 +8,7 @@ import torch
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.pool import Fleet
-from megatron_rft.rollout.scheduler import Ahead
+from megatron_rft.rollout.scheduler import RolloutScheduler
 from megatron_rft.utils.errors import RunFailed
 from tests.unit.inference.tiny import hf_stream
 from tests.unit.rollout.test_sampler import SAMPLING, EvenLength, Letters, prompts, same
@@ -34,20 +34,34 @@ class Member(HFEngine):
         yield from super().generate(requests, sampling)
 
 
-def build(model, staleness: int, keep=None, rounds: int = 1) -> Ahead:
+class Weights:
+    """What the trainer pushes, and when the engine was told to sleep."""
+
+    def __init__(self, fleet, model):
+        self.fleet, self.model, self.version, self.slept = fleet, model, 0, 0
+
+    def sleep(self):
+        self.slept += 1
+
+    def push(self, version, verify=False):
+        self.fleet.load_weights(weights(self.model, version), version)
+        return {}
+
+
+def build(model, staleness: int, keep=None, rounds: int = 1) -> RolloutScheduler:
     fleet = Fleet([Member(model.config)], torch.float32)
     fleet.load_weights(weights(model, 0), 0)
     sampler = Sampler(fleet, SAMPLING, EvenLength(), Letters(), group_size=3, seed=1, background=staleness > 0)
-    return Ahead(sampler, Stream(PROMPTS).next, COUNT, STEPS, staleness, keep, rounds)
+    return RolloutScheduler(sampler, Weights(fleet, model), Stream(PROMPTS).next, COUNT, STEPS, staleness, keep, rounds)
 
 
-def run(ahead: Ahead, model, first: int = 1, last: int = STEPS):
+def run(scheduler: RolloutScheduler, first: int = 1, last: int = STEPS):
     """The batches of steps first .. last, in a loop like the trainer's."""
     found = []
     for step in range(first, last + 1):
-        found.append(ahead.next(step))
-        ahead.settle()
-        ahead.sampler.engine.load_weights(weights(model, step), step)
+        found.append(scheduler.next(step))
+        scheduler.publish(step)
+    assert scheduler.weights.slept == len(found)
     return found
 
 
@@ -56,7 +70,7 @@ def versions(found) -> list[list[int]]:
 
 
 def test_synchronous_batches_are_of_the_newest_weights(model):
-    found = run(build(model, 0), model)
+    found = run(build(model, 0))
     assert versions(found) == [[0], [1], [2], [3], [4]]
     assert [sampled.metrics["rollout/staleness"] for sampled in found] == [0] * 5
 
@@ -71,7 +85,7 @@ def disagree(batch):
 def test_one_step_off_is_the_same_whatever_the_clock_says(model, keep, rounds):
     quick, slow = build(model, 1, keep, rounds), build(model, 1, keep, rounds)
     slow.sampler.engine.members[0].slow = 0.05
-    found, again = run(quick, model), run(slow, model)
+    found, again = run(quick), run(slow)
     assert versions(found) == [[0], [0], [1], [2], [3]]
     assert [sampled.metrics["rollout/staleness"] for sampled in found] == [0, 1, 1, 1, 1]
     assert all(same(one.batch, other.batch) for one, other in zip(found, again, strict=True))
@@ -79,9 +93,9 @@ def test_one_step_off_is_the_same_whatever_the_clock_says(model, keep, rounds):
 
 
 def test_a_checkpoint_keeps_what_is_under_way(model):
-    whole = run(build(model, 1, disagree, 3), model)
+    whole = run(build(model, 1, disagree, 3))
     first = build(model, 1, disagree, 3)
-    run(first, model, last=2)
+    run(first, last=2)
     state = first.state() | {"mu": torch.ones(1)}
     assert [each.step for each in first.pending] == [3]
 
@@ -89,7 +103,7 @@ def test_a_checkpoint_keeps_what_is_under_way(model):
     assert resumed.restore(state, PROMPTS).keys() == {"mu"}
     resumed.draw.__self__.position = first.draw.__self__.position
     resumed.sampler.engine.load_weights(weights(model, 2), 2)
-    rest = run(resumed, model, first=3)
+    rest = run(resumed, first=3)
     assert all(same(one.batch, other.batch) for one, other in zip(rest, whole[2:], strict=True))
     assert [str(r) for r in rest[0].rollouts] == [str(r) for r in whole[2].rollouts]
     untimed = [{k: v for k, v in each.metrics.items() if "seconds" not in k} for each in (rest[1], whole[3])]
@@ -97,7 +111,7 @@ def test_a_checkpoint_keeps_what_is_under_way(model):
 
 
 def test_weights_that_do_not_arrive_are_noticed(model):
-    ahead = build(model, 1)
-    ahead.next(1), ahead.settle(), ahead.next(2), ahead.settle()
+    scheduler = build(model, 1)
+    scheduler.next(1), scheduler.drain(), scheduler.next(2), scheduler.drain()
     with pytest.raises(RunFailed, match="begun 2 versions of the weights ago, and rollout.staleness is 1"):
-        ahead.next(3)
+        scheduler.next(3)

@@ -72,7 +72,7 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path):
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     config = Tracking(progress="none", wandb=Wandb(project="test", mode="offline"))
     for first in (1, 2):
-        with Tracker(tmp_path, config, 3, resume_step=first, recipe={"run": {"seed": 3}}) as tracker:
+        with Tracker(tmp_path, config, 3, resume_step=first, resolved={"run": {"seed": 3}}) as tracker:
             tracker.log(first, {"reward/mean": 0.5})
     run_id = (tmp_path / "wandb_id").read_text()
     folders = [folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder.is_dir()]

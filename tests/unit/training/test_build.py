@@ -1,7 +1,6 @@
 """Which field of an adapter's rows is compared with, and which is learned."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +8,8 @@ from megatron_rft.config import load
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import demonstration_set
-from megatron_rft.training import build
+from megatron_rft.training.engines import without_predicted_output
+from megatron_rft.training.problems import Problems
 
 
 def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
@@ -21,16 +21,16 @@ def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
         f"trainer: sft\nrun: {{output_dir: {tmp_path}/out, steps: 1}}\nmodel: {{path: m}}\n"
         f"data: {{train: {source}, test: {source}, prompt_template: '{{question}} '}}\n"
     )
-    recipe, tokenizer = load(path), arithmetic.tokenizer()
-    form = build.prompt_format(recipe, "train")
-    (learned,) = demonstration_set(build.rows_of(recipe, "train"), tokenizer, form, "data.train").demonstrations
+    problems, tokenizer = Problems.of(load(path)), arithmetic.tokenizer()
+    form = problems.prompt_format("train")
+    (learned,) = demonstration_set(problems.rows("train"), tokenizer, form, "data.train").demonstrations
     assert tokenizer.decode(learned.response_ids, skip_special_tokens=True) == "3+4=7\n#### 7"
-    (asked,) = build.load_prompts(recipe, "test", tokenizer).prompts
+    (asked,) = problems.prompts("test", tokenizer).prompts
     assert (asked.answer, asked.text, asked.fields["solution"]) == ("7", "3+4? ", "3+4=7\n#### 7")
 
 
 @pytest.mark.parametrize("method, left", [("predicted_output", set()), ("ngram", {"speculative_config"})])
-def test_guesses_are_for_the_refiners_engine_alone(method, left):
+def test_predicted_outputs_are_for_the_refiners_engine_alone(method, left):
     options = Vllm(speculative_config={"method": method, "num_speculative_tokens": 4}, tensor_parallel_size=2)
-    found = build.without_guesses(SimpleNamespace(vllm=options))
+    found = without_predicted_output(options)
     assert found.keys() == left | {"tensor_parallel_size"} and options.speculative_config is not None

@@ -12,7 +12,8 @@ from megatron_rft.config.vllm import Vllm
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.training import engines
-from megatron_rft.training.engines import Sync, check_gpus, devices, engines_of_node
+from megatron_rft.training.engines import EngineBuilder, EngineWeights
+from megatron_rft.training.gpus import devices, engines_of_node
 from megatron_rft.utils.errors import ConfigError
 
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
@@ -46,17 +47,17 @@ class Actor:
 
 def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
     engine = ForgetfulEngine(CONFIG)
-    sync = Sync(Actor(), engine, version=0)
-    sync.push(verify=True)
+    weights = EngineWeights(Actor(), engine)
+    weights.push(0, verify=True)
 
     def generated():
         (group,) = engine.generate([Request(0, (1, 2, 3), 2, seed=1)], Sampling(6, temperature=0.0))
         return [response.token_ids for response in group.responses]
 
     before = generated()
-    sync.rest()
+    weights.sleep()
     assert engine.asleep
-    sync.push()
+    weights.push(1)
     assert not engine.asleep and generated() == before
 
 
@@ -99,20 +100,21 @@ def test_engines_of_a_node(monkeypatch, ranks, count, mine):
     ],
 )
 def test_who_has_a_gpu_to_itself(monkeypatch, options, gpus, expected):
-    recipe = SimpleNamespace(rollout=Rollout(**options), vllm=Vllm())
+    builder = EngineBuilder(Rollout(**options), Vllm())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engines, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
+    for module in (engines, gpus):
+        monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
     for name, value in {"CUDA_VISIBLE_DEVICES": gpus, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert engines.alone(recipe) is expected
+    assert builder.alone() is expected
 
 
 def test_too_few_gpus_are_told_before_anything_is_loaded(monkeypatch):
-    recipe = SimpleNamespace(rollout=Rollout(placement="server"), vllm=Vllm(tensor_parallel_size=2))
-    check_gpus(recipe)  # on a CPU a worker is a process
+    builder = EngineBuilder(Rollout(placement="server"), Vllm(tensor_parallel_size=2))
+    builder.check_gpus()  # on a CPU a worker is a process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     for ranks in ("1", "2"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         with pytest.raises(ConfigError, match="a server takes 2 GPUs, and 1 of") if ranks == "2" else nullcontext():
-            check_gpus(recipe)
+            builder.check_gpus()

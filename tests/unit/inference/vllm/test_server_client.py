@@ -19,7 +19,7 @@ from megatron_rft.inference.transport import network
 from megatron_rft.inference.vllm import server_client
 from megatron_rft.inference.vllm.arguments import command, flag
 from megatron_rft.inference.vllm.server_client import ServerEngine, own_address
-from megatron_rft.training.engines import server_arguments
+from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.utils.errors import ConfigError
 
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -197,8 +197,8 @@ def test_arguments_of_a_server():
     """A prompt is computed whole, however long; a draft model has weights of its own."""
     drafts = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
     options = {"rollout": Rollout(max_batch_sequences=16), "vllm": Vllm(speculative_config=drafts)}
-    recipe = SimpleNamespace(**options, longest_generation=30000)
-    arguments = server_arguments(recipe, SimpleNamespace(max_position_embeddings=20000))
+    builder = EngineBuilder(**options, longest_generation=30000)
+    arguments = builder.server_arguments(SimpleNamespace(max_position_embeddings=20000))
     assert arguments == {
         "max_model_len": 20000,
         "max_num_seqs": 16,
@@ -210,5 +210,5 @@ def test_arguments_of_a_server():
 
 def test_a_server_that_keeps_caches_shares_no_prefixes():
     keep = Rollout(staleness=2, cache_after_sync="keep")
-    recipe = SimpleNamespace(rollout=keep, vllm=Vllm(), longest_generation=20)
-    assert server_arguments(recipe, SimpleNamespace(max_position_embeddings=64))["enable_prefix_caching"] is False
+    builder = EngineBuilder(keep, Vllm(), longest_generation=20)
+    assert builder.server_arguments(SimpleNamespace(max_position_embeddings=64))["enable_prefix_caching"] is False

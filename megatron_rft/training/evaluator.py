@@ -1,0 +1,80 @@
+"""Asks the model that an engine holds the problems of a recipe's parts, and keeps the answers with the run."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.config import Evaluation
+from megatron_rft.evaluation.evaluate import EvalResult, evaluate, write
+from megatron_rft.evaluation.kept import Kept
+from megatron_rft.inference.engine import Engine, Sampling
+from megatron_rft.records import Prompt
+from megatron_rft.rewards import Reward
+from megatron_rft.training.problems import Problems
+
+
+@dataclass
+class Evaluator:
+    """All ranks share the problems. Answers are kept under `folder`."""
+
+    options: Evaluation
+    problems: Problems
+    sampling: Sampling
+    seed: int
+    engine: Engine
+    tokenizer: Any
+    reward: Reward
+    folder: Path
+    gather: Callable[[list], list] = list
+    rank: int | None = 0  # of the ranks that have an engine to ask; None: this one has none
+    world: int = 1
+    given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems that no data source of the recipe has
+
+    def measure(self, part: str, prompts: list[Prompt] | None = None, kept: Kept | None = None) -> EvalResult:
+        """The problems of a part, or those of them that are given."""
+        return evaluate(
+            self.engine,
+            self.sampling,
+            self.prompts(part) if prompts is None else prompts,
+            self.reward,
+            self.tokenizer,
+            self.samples(part),
+            self.seed,
+            self.gather,
+            rank=self.rank,
+            world=self.world,
+            batch=self.options.batch,
+            name=part,
+            kept=kept,
+        )
+
+    def prompts(self, part: str) -> list[Prompt]:
+        found = self.given[part] if part in self.given else self.problems.prompts(part, self.tokenizer).prompts
+        return found[: self.options.limit]
+
+    def samples(self, part: str) -> int:
+        own = None if part in self.given else self.problems.source(part).samples
+        return own or self.options.samples
+
+    def __call__(self, part: str, step: int) -> dict[str, float]:
+        """pass@1 of data.`part`, its standard error and more (EvalResult.summary), on record as that of `step`."""
+        result = self.measure(part)
+        if self.rank == 0:
+            write([result], self._folder(part, step))
+        return result.summary()
+
+    def recorded(self, part: str, step: int) -> dict[str, float] | None:
+        """What an earlier start of this run measured at `step`."""
+        path = self._folder(part, step) / "results.json"
+        return json.loads(path.read_text())[0] if path.is_file() else None
+
+    def _folder(self, part: str, step: int) -> Path:
+        return self.folder / f"{part}_step_{step:06d}"
+
+
+def headline(before: dict[str, float] | None, after: dict[str, float]) -> str:
+    """pass@1 0.31 ± 0.02 -> 0.58 ± 0.02 (500 problems)"""
+    both = [f"{r['pass_at_1']:.2f} ± {r['standard_error']:.2f}" for r in (before, after) if r]
+    return f"pass@1 {' -> '.join(both)} ({after['problems']} problems)"

@@ -1,0 +1,67 @@
+"""The problems of a recipe's data sources: their rows, and how rows become prompts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rft.config import Data, Recipe, Source
+from megatron_rft.config.datasets import DATASETS
+from megatron_rft.data.prompts import PromptFormat, PromptSet, prompt_set
+from megatron_rft.data.rows import Row, load_rows
+from megatron_rft.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class Problems:
+    """A `part` is "train", "validation", "test", or the name of a benchmark."""
+
+    data: Data
+    benchmarks: dict[str, Source]
+    learns_answers: bool  # data.train has answers to learn from, and not problems to ask
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Problems":
+        return cls(recipe.data, recipe.evaluation.benchmarks, recipe.trainer == "sft")
+
+    def source(self, part: str) -> Source:
+        return self.benchmarks.get(part) or getattr(self.data, part)
+
+    def location(self, part: str) -> str:
+        """Where a part stands in the recipe, for messages."""
+        return f"{'evaluation.benchmarks' if part in self.benchmarks else 'data'}.{part}"
+
+    def rows(self, part: str) -> list[Row]:
+        """Raises DataError, naming the part."""
+        source = self.source(part)
+        try:
+            return load_rows(
+                source.path,
+                source.split,
+                source.limit or self.data.limit,
+                adapter=source.adapter,
+                subset=source.subset,
+                files=source.files,
+                part="test" if part in self.benchmarks else part,
+            )
+        except DataError as error:
+            raise DataError(f"{self.location(part)}: {error}") from None
+
+    def prompt_format(self, part: str) -> PromptFormat:
+        """How the rows of a part become prompts. An adapter has field names and a template of its own."""
+        data, source = self.data, self.source(part)
+        common = dict(chat=data.chat, max_prompt_tokens=data.max_prompt_tokens, overlong=data.overlong)
+        if source.adapter is None:
+            prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
+            return PromptFormat(prompt, answer, source.prompt_template or data.prompt_template, **common)
+        known = DATASETS[source.adapter]
+        # "Solve this math problem ..." is for the recipe's own task, not for programs that are measured beside it.
+        shared = None if part in self.benchmarks and known.reward != "math" else data.prompt_template
+        return PromptFormat(
+            answer_field="solution" if self.learns_answers and part == "train" else "answer",
+            prompt_template=source.prompt_template or shared or known.template,
+            answered=known.reward not in ("code", "model"),
+            adapted=True,
+            **common,
+        )
+
+    def prompts(self, part: str, tokenizer: Any) -> PromptSet:
+        return prompt_set(self.rows(part), tokenizer, self.prompt_format(part), self.location(part))
