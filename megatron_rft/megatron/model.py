@@ -21,6 +21,7 @@ from megatron_rft.conversion import family_of, padded_vocab
 from megatron_rft.conversion.mapping import head_dim, is_mixture
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
+from megatron_rft.utils.device import TRANSFORMER_ENGINE_INSTALL
 from megatron_rft.utils.errors import ConfigError, DataError
 
 LAYOUT = (
@@ -104,8 +105,8 @@ def _check_options(hf_config: Any, m: Any, precision: str) -> None:
         )
     if precision == "fp8" and not has_transformer_engine():
         raise ConfigError(
-            "model.precision fp8 needs Transformer Engine and a GPU, which are not both here: install "
-            "transformer-engine[pytorch], or choose bf16"
+            "model.precision fp8 needs Transformer Engine and a GPU, which are not both here: choose bf16, or install it: "
+            + TRANSFORMER_ENGINE_INSTALL
         )
 
 
