@@ -427,6 +427,14 @@ class Tracking(Section):
 
 
 class Faults(Section):
+    start_limit_s: Positive = 1800.0
+    """Seconds that a rank waits for the others at the start: until they have met, loaded and started their engines."""
+    step_limit_s: Positive = 1800.0
+    """Seconds that a collective of a training step may take. On GPUs NCCL's watchdog then ends the run."""
+    generation_limit_s: Positive = 14400.0
+    """Seconds that a rank that has its responses waits for those of the other ranks."""
+    checkpoint_limit_s: Positive = 3600.0
+    """Seconds that a rank waits for the others while a checkpoint is written or read."""
     max_skipped_steps: Natural = 3
     """Optimizer steps in a row that may be skipped because the loss or the gradient is not finite."""
     engine_start_s: Positive = 600.0

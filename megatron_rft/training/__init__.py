@@ -1,7 +1,6 @@
 """The top loops. `train` is what every rank of a run calls, with a recipe that has been checked."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
@@ -21,12 +20,19 @@ def train(recipe: Recipe) -> int:
         UserError: the recipe does not fit the folder, the data or the model.
         RunFailed: the run cannot go on.
     """
-    parallel.initialize(recipe.megatron, seed=recipe.run.seed, timeout=timedelta(minutes=10))
+    parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe))
     try:
         on_main(partial(run.claim_folder, recipe))
         return TRAINERS[recipe.trainer](recipe)
     finally:
         parallel.shutdown()
+
+
+def limits(recipe: Recipe) -> parallel.Limits:
+    faults = recipe.faults
+    return parallel.Limits(
+        faults.start_limit_s, faults.step_limit_s, faults.generation_limit_s, faults.checkpoint_limit_s
+    )
 
 
 def on_main(action: Callable[[], object]) -> None:
@@ -37,6 +43,6 @@ def on_main(action: Callable[[], object]) -> None:
             action()
         except UserError as error:
             outcome = [error]
-    dist.broadcast_object_list(outcome)
+    dist.broadcast_object_list(outcome, group=parallel.host_group("start"))
     if outcome[0] is not None:
         raise outcome[0]

@@ -36,9 +36,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def gather(items: list) -> list:
-    """The items of all ranks, in rank order, on every rank."""
+    """The items of all ranks, in rank order, on every rank. Waits as long as generation may take."""
     everyone: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, items)
+    dist.all_gather_object(everyone, items, group=parallel.host_group("generation"))
     return [item for part in everyone for item in part]
 
 
@@ -165,7 +165,9 @@ def build_engine(recipe: Recipe, hf_config: Any) -> Engine:
     build_on = engine_builder(recipe, hf_config, gpu_share=None if alone else gpu_share(recipe))
     if recipe.rollout.placement == "process":
         return engines.build(recipe, hf_config, build_on, dtype, gather)
-    return build_on(parallel.device())
+    engine = build_on(parallel.device())
+    parallel.meet("start")
+    return engine
 
 
 def build_refining_engine(recipe: Recipe, hf_config: Any) -> Engine:
@@ -175,7 +177,9 @@ def build_refining_engine(recipe: Recipe, hf_config: Any) -> Engine:
     given = arguments.get("speculative_config") or {}
     if recipe.constraint.drafts(inside(recipe, hf_config)) and given.get("method") != PREDICTED["method"]:
         arguments |= {"speculative_config": PREDICTED}
-    return engine_builder(recipe, hf_config, arguments, gpu_share(recipe))(parallel.device())
+    engine = engine_builder(recipe, hf_config, arguments, gpu_share(recipe))(parallel.device())
+    parallel.meet("start")
+    return engine
 
 
 def longest_refinement(recipe: Recipe, hf_config: Any) -> int:
