@@ -43,8 +43,8 @@ setup(
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
         # Everything for an NVIDIA GPU but transformer-engine-torch, which is built against the torch that this installs
-        # (`. tools/setup_env.sh gpu` does both). From onnx on: what it needs, and from nvidia-cuda-nvcc on what its build
-        # needs.
+        # (`. tools/setup_env.sh gpu` does both). From onnx on: what it needs; from nvidia-cuda-nvcc on: what its
+        # build needs.
         "gpu": [
             "torch==2.13.0",
             "vllm==0.32.0",

@@ -93,8 +93,9 @@ class Megatron(Section):
     """Of full recompute: layers per group (uniform) or in all (block)."""
     fp8: Literal["e4m3", "hybrid"] = "hybrid"
     """Format, with model.precision fp8: hybrid has e5m2 gradients."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = "delayed"
-    """How Transformer Engine scales fp8 tensors, with model.precision fp8."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = None
+    """How Transformer Engine scales fp8 tensors, with model.precision fp8. None: blockwise on Hopper, mxfp8 on
+    Blackwell, else tensorwise."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Transformer Engine's attention kernel. Without Transformer Engine torch's own is used, and this is auto."""
 
