@@ -6,6 +6,7 @@ from functools import partial
 import torch.distributed as dist
 
 from megatron_rft.config import Recipe
+from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
 from megatron_rft.training import offline, online, run, sft
 from megatron_rft.utils.errors import UserError
@@ -20,7 +21,7 @@ def train(recipe: Recipe) -> int:
         UserError: the recipe does not fit the folder, the data or the model.
         RunFailed: the run cannot go on.
     """
-    parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe))
+    parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
     try:
         on_main(partial(run.claim_folder, recipe))
         return TRAINERS[recipe.trainer](recipe)
@@ -28,8 +29,7 @@ def train(recipe: Recipe) -> int:
         parallel.shutdown()
 
 
-def limits(recipe: Recipe) -> parallel.Limits:
-    faults = recipe.faults
+def limits(faults: Faults) -> parallel.Limits:
     return parallel.Limits(
         faults.start_limit_s, faults.step_limit_s, faults.generation_limit_s, faults.checkpoint_limit_s
     )

@@ -208,7 +208,7 @@ class TestWords:
 
     def test_doctor_imports_transformer_engine(self, tmp_path, monkeypatch):
         """Its core package alone is found, and cannot be imported."""
-        from megatron_rft import doctor
+        from megatron_rft.commands import doctor
 
         for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
             monkeypatch.delitem(sys.modules, name)
