@@ -210,6 +210,7 @@ def engine_builder(
         options=without_guesses(recipe) if arguments is None else arguments,
         gpu_share=gpu_share,
         keep_caches=arguments is None and options.cache_after_sync == "keep",
+        sleeps=arguments is None,  # vLLM's allocator for sleep mode serves one engine of a process: the policy's
     )
 
 
