@@ -12,6 +12,7 @@ from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
 
 GPU_SHARE = 0.5  # of the device's memory, beside the trainer's: of all engines of a rank together
+GPU_SHARE_BESIDE_CRITIC = 0.33  # where the trainer keeps a second model's state
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERTS = 32  # what the hidden size of a mixture must be a multiple of
 DRAFT_OPTION = "vllm.speculative_config.model"
