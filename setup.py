@@ -42,6 +42,30 @@ setup(
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
+        # Everything for an NVIDIA GPU but transformer-engine-torch, which is built against the torch that this installs
+        # (`. tools/setup_env.sh gpu` does both). From onnx on: what it needs; from nvidia-cuda-nvcc on: what its
+        # build needs.
+        "gpu": [
+            "torch==2.13.0",
+            "vllm==0.32.0",
+            "transformer-engine==2.20.2",
+            "transformer-engine-cu13==2.20.2",
+            "datasets",
+            "wandb>=0.31",
+            "tensorboard>=2.17",
+            "onnx",
+            "onnxscript",
+            "einops",
+            "nvdlfw-inspect",
+            "nvidia-cuda-nvcc==13.0.*",
+            "nvidia-cuda-crt==13.0.*",
+            "nvidia-cuda-cccl==13.0.*",
+            "nvidia-nvvm==13.0.*",
+            "setuptools",
+            "wheel",
+            "ninja",
+            "pybind11",
+        ],
         # nemo-run cannot be imported with a newer leptonai; what that one wants is older than requirements.lock has
         # (launch/nemo.lock, tools/setup_nemo_env.sh)
         "launch": ["nemo-run==0.11.1", "leptonai<0.47"],

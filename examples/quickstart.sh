@@ -4,7 +4,7 @@
 #
 #   bash examples/quickstart.sh [--nproc N] [--seed S] [--out FOLDER] [--engine auto|vllm|hf] [section.option=value ...]
 #
-# --engine generates: auto is vLLM where it is installed (`. tools/setup_env.sh vllm`), else the engine that is built in.
+# --engine generates: auto is vLLM where it is installed (`. tools/setup_env.sh cpu,vllm`), else the engine that is built in.
 # --nproc is the number of ranks, by default two (data parallel) where there are two cores. The options after the flags
 # go to the reinforcement learning (examples/quickstart/pipo.yaml), so `megatron.tensor_model_parallel_size=2` makes the
 # two ranks tensor parallel. Started again after a stop, it goes on where it was.
@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
 done
 out="${out:-runs/quickstart/seed$seed}"
 
-. tools/setup_env.sh "$([ "$engine" = vllm ] && echo vllm)"
+. tools/setup_env.sh "cpu$([ "$engine" = vllm ] && echo ,vllm)"
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 
 python examples/quickstart/make_model.py "$out/model"

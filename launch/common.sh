@@ -14,6 +14,7 @@
 #     LAUNCH_SERVER_PORT      where the code answers on each of those nodes: the training waits for it
 #     LAUNCH_SERVER_OPTIONS   sbatch options of those nodes: "--nodes=1 --gpus-per-node=4"
 #     LAUNCH_NPROC    ranks per node, where there are no GPUs; default: as many as the node's GPUs in the job
+#     LAUNCH_GPU_GIB  memory of a GPU, for the check before the queue; default: 80
 #
 # The script that sources this has the array `stages`, of "train RECIPE" or "generate RECIPE". Plain keys go to `train` (and
 # to its vLLM servers); generate:section.option=value goes to `generate`, serve:section.option=value to the servers.
@@ -189,7 +190,7 @@ given() { # OPTION LETTER VARIABLE: whether sbatch gets it
 
 # The recipe on as many ranks as will be asked for, where this machine has the environment: a second, not a queue.
 check_stage() { # COMMAND RECIPE KEY...
-    local command="$1" recipe="$2" gpus nodes keys=()
+    local command="$1" recipe="$2" gpus nodes keys=() memory=()
     [ -e "$recipe" ] || die "there is no recipe $recipe. There are: $(ls examples/*/*/*.yaml | tr '\n' ' ')"
     shift 2
     keys_for "$command" "$@"
@@ -200,7 +201,9 @@ check_stage() { # COMMAND RECIPE KEY...
     nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
     [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
     (eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main' 2>/dev/null) || return 0
-    (eval "$LAUNCH_SETUP" && exec python -m megatron_rft plan "$recipe" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
+    [ -n "${LAUNCH_NPROC:-}" ] || memory=(--gpu-gib "${LAUNCH_GPU_GIB:-80}")
+    (eval "$LAUNCH_SETUP" &&
+        exec python -m megatron_rft plan "$recipe" "${memory[@]}" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
 }
 
 number_of() { # OPTION [LETTER]: N of --OPTION=[type:]N, with a space as well, or of -LETTER N

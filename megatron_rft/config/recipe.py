@@ -250,6 +250,20 @@ class Recipe(s.Section):
             raise at("run.steps", f"trainer {self.trainer} needs either run.steps or run.epochs, and not both{fix}")
 
     def _check_precision(self):
+        if self.model.precision == "fp8" and self.megatron.fp8_recipe == "delayed":
+            raise at(
+                "megatron.fp8_recipe",
+                "delayed keeps scales that Transformer Engine does not load from a checkpoint, and starts with scales "
+                "of 1: leave it out, or choose blockwise, mxfp8 or tensorwise",
+            )
+        own = self.pipo is not None and self.pipo.optimizer_state == "own"
+        for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+            if own and (self.optimizer.model_extra or {}).get(name):
+                raise at(
+                    "pipo.optimizer_state",
+                    f"own moments do not work with optimizer.{name}, which keeps the weights' fp32 copies among the "
+                    "moments: leave one of the two out",
+                )
         if self.model.precision != "fp8":
             for name in sorted(self.megatron.model_fields_set | set(self.megatron.model_extra)):
                 if name == "fp8" or name.startswith("fp8_"):

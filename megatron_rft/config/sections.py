@@ -93,8 +93,9 @@ class Megatron(Section):
     """Of full recompute: layers per group (uniform) or in all (block)."""
     fp8: Literal["e4m3", "hybrid"] = "hybrid"
     """Format, with model.precision fp8: hybrid has e5m2 gradients."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = "delayed"
-    """How Transformer Engine scales fp8 tensors, with model.precision fp8."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = None
+    """How Transformer Engine scales fp8 tensors, with model.precision fp8. None: blockwise on Hopper, mxfp8 on
+    Blackwell, else tensorwise."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Transformer Engine's attention kernel. Without Transformer Engine torch's own is used, and this is auto."""
 
@@ -427,6 +428,14 @@ class Tracking(Section):
 
 
 class Faults(Section):
+    start_limit_s: Positive = 1800.0
+    """Seconds that a rank waits for the others at the start: until they have met, loaded and started their engines."""
+    step_limit_s: Positive = 1800.0
+    """Seconds that a collective of a training step may take. On GPUs NCCL's watchdog then ends the run."""
+    generation_limit_s: Positive = 14400.0
+    """Seconds that a rank that has its responses waits for those of the other ranks."""
+    checkpoint_limit_s: Positive = 3600.0
+    """Seconds that a rank waits for the others while a checkpoint is written or read."""
     max_skipped_steps: Natural = 3
     """Optimizer steps in a row that may be skipped because the loss or the gradient is not finite."""
     engine_start_s: Positive = 600.0

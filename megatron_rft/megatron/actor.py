@@ -89,7 +89,7 @@ class Actor:
         self.layout = Layout(
             cp_size=parallel.cp_size(),
             cp_rank=parallel.cp_rank(),
-            total_multiple=sequence_parallel * (16 if precision == "fp8" else 1),
+            total_multiple=sequence_parallel * models.token_multiple(self.config),
             packed=batching.pack_sequences,
         )
 

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
@@ -65,13 +66,13 @@ class Checkpointer:
         self.failed = False
         _own_results_queue()
         attempt = [uuid.uuid4().hex[:8]]
-        dist.broadcast_object_list(attempt)
+        dist.broadcast_object_list(attempt, group=parallel.host_group("checkpoint"))
         self.partial = f".{attempt[0]}{PARTIAL}"  # a writer that outlives a killed start does not write into ours
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(torn, ignore_errors=True)  # a writer that is at it still makes files there
-        dist.barrier()
+        parallel.meet("checkpoint")
 
     def save(self, step: int, run: dict[str, Any], state: dict[str, Tensor]) -> None:
         """Everything a run needs to go on from after `step`."""
@@ -85,7 +86,7 @@ class Checkpointer:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-        dist.barrier()
+        parallel.meet("checkpoint")
         request = dist_checkpointing.save(
             self._sharded(loading=False),
             str(partial),
@@ -154,6 +155,7 @@ class Checkpointer:
             actor.optimizer.schedule.load_state_dict(found[f"{name}.schedule"])
         for name, average in self.averages.items():
             average.load(name, found)
+        parallel.meet("checkpoint")
         return json.loads((path / "run.json").read_text()), load_file(path / "state.safetensors")
 
     def _sharded(self, loading: bool) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class Checkpointer:
             complete = sorted(p for p in self.folder.glob("step_*") if p.suffix != PARTIAL)
             for old in complete[: -self.keep]:
                 shutil.rmtree(old)
-        dist.barrier()
+        parallel.meet("checkpoint")
 
 
 def _own_results_queue() -> None:

@@ -1,4 +1,4 @@
-"""Lets the real megatron-core run on a host without CUDA (gloo). Does nothing where CUDA exists.
+"""Lets the real megatron-core run on a host without CUDA (gloo). Where CUDA exists it mends one missing name.
 
 megatron-core names its device in four ways: `torch.cuda.current_device()`, `device="cuda"` (with `pin_memory`) in a
 factory call, `Tensor.cuda()`, and a comparison with `Tensor.type()`. Here megatron.core's modules get their own view
@@ -81,7 +81,10 @@ def install() -> None:
     if importlib.util.find_spec("psutil") is None:
         # megatron-core does not list it, and without it `dist_checkpointing.save` hangs for ever
         raise UserError("megatron-core needs the package psutil, which is not installed: pip install psutil")
-    if torch.cuda.is_available() or torch.Tensor.cuda is _cuda:
+    if torch.cuda.is_available():
+        _router_without_transformer_engine()
+        return
+    if torch.Tensor.cuda is _cuda:
         return
     torch.Tensor.cuda, torch.Tensor.type = _cuda, _type
     with _lean_imports():
@@ -89,6 +92,7 @@ def install() -> None:
             importlib.import_module(f"megatron.core.{name}")
     _redirect_torch()
     _without_cuda_generators()
+    _router_without_transformer_engine()
     _moe_without_streams()
     _lean_rotary()
 
@@ -129,11 +133,16 @@ def _without_cuda_generators() -> None:
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
-def _moe_without_streams() -> None:
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+def _router_without_transformer_engine() -> None:
+    """megatron-core 0.16.1 raises NameError in the router of a mixture where Transformer Engine is absent."""
+    from megatron.core.transformer.moe import moe_utils
 
-    # megatron-core 0.16.1 raises NameError in the router where transformer-engine is absent
     vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _moe_without_streams() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = "none"  # set, so that no torch.cuda.Stream is made
 

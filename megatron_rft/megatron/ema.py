@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from megatron_rft.megatron.actor import Actor
@@ -31,7 +32,7 @@ class MovingAverage:
         pointers = (parameter.data_ptr() for parameter in self._parameters().values())
         mine = dict(zip(pointers, self.weights, strict=True))
         for entry in nested_values(whole):
-            if isinstance(getattr(entry, "data", None), Tensor):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory):  # not Transformer Engine's extra states
                 entry.data = mine[entry.data.data_ptr()]
                 entry.dtype = torch.float32
         return whole

@@ -21,6 +21,7 @@ from megatron_rft.conversion import family_of, padded_vocab
 from megatron_rft.conversion.mapping import head_dim, is_mixture
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
+from megatron_rft.utils.device import TRANSFORMER_ENGINE_INSTALL
 from megatron_rft.utils.errors import ConfigError, DataError
 
 LAYOUT = (
@@ -104,8 +105,8 @@ def _check_options(hf_config: Any, m: Any, precision: str) -> None:
         )
     if precision == "fp8" and not has_transformer_engine():
         raise ConfigError(
-            "model.precision fp8 needs Transformer Engine and a GPU, which are not both here: install "
-            "transformer-engine[pytorch], or choose bf16"
+            "model.precision fp8 needs Transformer Engine and a GPU, which are not both here: choose bf16, or install "
+            "it: " + TRANSFORMER_ENGINE_INSTALL
         )
 
 
@@ -167,7 +168,24 @@ def _host(precision: str) -> dict[str, Any]:
 def _precision(megatron: Any, precision: str) -> dict[str, Any]:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     options = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": precision != "fp32"}
-    return options | ({"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe} if precision == "fp8" else {})
+    if precision == "fp8":
+        options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe or fp8_recipe_of_device()}
+    return options
+
+
+def fp8_recipe_of_device() -> str:
+    """What the GPU's matrix units take: scales of blocks on Hopper, MXFP8 on Blackwell, else one scale per tensor."""
+    major = torch.cuda.get_device_capability()[0]
+    return {9: "blockwise", 10: "mxfp8"}.get(major, "tensorwise")
+
+
+# Tokens of a matrix product must be a multiple of this; recipe -> number.
+FP8_TOKENS = {"blockwise": 128, "mxfp8": 32}
+
+
+def token_multiple(config: TransformerConfig) -> int:
+    """What the tokens of a rank must be a multiple of."""
+    return FP8_TOKENS.get(config.fp8_recipe, 16) if config.fp8 else 1
 
 
 def build(hf_config: Any, megatron: Any, precision: str, *, value_head: bool = False) -> list[GPTModel]:

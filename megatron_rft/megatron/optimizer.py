@@ -71,7 +71,8 @@ class Optimizer:
     def fill_in(self) -> None:
         """Zeros for moments that no step has touched yet: a checkpoint wants them all."""
         for part in self._parts:
-            part.init_state_fn(part.optimizer, part.config)
+            if part.init_state_fn is not None:  # an optimizer on the host has its moments from its first step on
+                part.init_state_fn(part.optimizer, part.config)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -108,7 +109,13 @@ class Optimizer:
         if self.clip_grad > 0:
             for part in self._parts:
                 if parameters := part.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+                    # a precision-aware optimizer reads its gradients elsewhere: from `decoupled_grad`
+                    clip_grad_by_total_norm_fp32(
+                        parameters,
+                        max_norm=self.clip_grad,
+                        total_norm=norm,
+                        use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                    )
         with self.using(moments):
             optimizer.step_with_ready_grads()
         if learning_rate is not None:

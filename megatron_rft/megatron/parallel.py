@@ -3,8 +3,11 @@
 Does not choose a layout: the recipe does, and `megatron_rft.config` checks that it fits the number of ranks.
 """
 
+import math
 import os
 import random
+import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,26 +19,35 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron_rft.utils.errors import ConfigError
 
 
-def initialize(megatron: Any, *, seed: int = 0, timeout: timedelta = timedelta(minutes=30)) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a rank waits for the others: when they meet and load, in a step's collectives, for their responses,
+    and for checkpoints. On GPUs the step's limit is NCCL's: its watchdog ends the process after it."""
+
+    start: float = 1800.0
+    step: float = 1800.0
+    generation: float = 4 * 3600.0
+    checkpoint: float = 3600.0
+
+
+PHASES = ("start", "generation", "checkpoint")  # those that wait on the host, each in a gloo group with its own limit
+_host_groups: dict[str, dist.ProcessGroup] = {}
+_set_here: list[str] = []  # environment variables of a process that no launcher started
+
+
+def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) -> None:
     """Join the other ranks and lay them out as the recipe's `megatron` section says.
 
     May be called again after `shutdown`, or with another layout after `forget_layout`.
+
+    Raises:
+        ConfigError: the ranks cannot meet, or their number does not fit the layout.
     """
+    limits = limits or Limits()
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        # a process that no launcher started is a world of one
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        try:
-            dist.init_process_group(backend, timeout=timeout, **alone)
-        except dist.DistNetworkError as error:  # a port that is taken, or nobody there
-            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {place} ({reason}). Name an address that all "
-                "nodes reach, and a port of it that is free"
-            ) from None
+        _meet_first(limits)
     _check_world(megatron)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
@@ -44,9 +56,53 @@ def initialize(megatron: Any, *, seed: int = 0, timeout: timedelta = timedelta(m
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+        distributed_timeout_minutes=max(1, math.ceil(limits.step / 60)),
     )
     manual_seed(seed)
+
+
+def _meet_first(limits: Limits) -> None:
+    """Make the group of all ranks, and the groups in which they wait on the host."""
+    alone = {}
+    if "RANK" not in os.environ:
+        _become_a_world_of_one()
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=limits.start), **alone)
+    except dist.DistNetworkError as error:  # a port that is taken, or nobody there
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {place} ({reason}). Name an address that all "
+            "nodes reach, and a port of it that is free"
+        ) from None
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limits.step))
+    for phase in PHASES:
+        limit = timedelta(seconds=getattr(limits, phase))
+        _host_groups[phase] = dist.new_group(backend="gloo", timeout=limit)
+
+
+def _become_a_world_of_one() -> None:
+    """A process that no launcher started. vLLM's external_launcher reads these variables too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}).items():
+        if name not in os.environ:
+            os.environ[name] = value
+            _set_here.append(name)
+
+
+def host_group(phase: str) -> dist.ProcessGroup:
+    """Of all ranks, on the host, with the limit of `phase`: one of PHASES. For waits that may be longer than a step."""
+    return _host_groups[phase]
+
+
+def meet(phase: str) -> None:
+    """Wait until all ranks are here, as long as `phase` may take."""
+    dist.barrier(group=_host_groups[phase])
 
 
 def manual_seed(seed: int) -> None:
@@ -70,6 +126,9 @@ def shutdown() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        _host_groups.clear()
+    while _set_here:
+        os.environ.pop(_set_here.pop(), None)
 
 
 def _check_world(m: Any) -> None:

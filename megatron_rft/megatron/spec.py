@@ -6,7 +6,6 @@ the bucketed one is for one rank of context, the masked one (all keys gathered) 
 """
 
 import functools
-import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +21,14 @@ from torch import Tensor
 from megatron_rft.megatron.packing import zigzag
 from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
 from megatron_rft.records import segment_ids
+from megatron_rft.utils.device import has_transformer_engine as is_installed
 
 # A bucket of packed sequences is padded to its longest; its shortest is at least this share of that.
 BUCKET_RATIO = 0.75
 
 
 def has_transformer_engine() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return torch.cuda.is_available() and is_installed()
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

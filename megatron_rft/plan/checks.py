@@ -19,6 +19,7 @@ from megatron_rft.plan.layout import Layout, check_layout
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.vllm import check_vllm, choose, choose_for
+from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError, DataError, did_you_mean
 
 NO_STORE = "where there are no trajectories yet: `megatron-rft generate` makes them"
@@ -43,9 +44,9 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
     longest = check_lengths(recipe, shape)
-    engine = choose_for(recipe.rollout, shape)
+    engine = choose_for(recipe.rollout, shape, for_gpu=bool(gpu_gib))
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
-    check_speed(recipe, choose(recipe.rollout.engine, shape).name if recipe.refines else None)
+    check_speed(recipe, choose(recipe.rollout.engine, shape, bool(gpu_gib)).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])
@@ -87,11 +88,12 @@ def check_installed(recipe: Recipe) -> None:
         raise ConfigError(
             "psutil is not installed, and megatron-core's checkpoints hang without it: pip install psutil"
         )
-    with_te = find_spec("transformer_engine") is not None
+    device.check_torch_build()
+    with_te = device.has_transformer_engine()
     if recipe.model.precision == "fp8" and not with_te:
         raise ConfigError(
             "model.precision: fp8 needs Transformer Engine, which is not installed here; it runs on NVIDIA GPUs from "
-            "compute capability 8.9 on. Use bf16, or pip install 'transformer-engine[pytorch]' on such a machine"
+            f"compute capability 8.9 on. Use bf16, or install it on such a machine: {device.TRANSFORMER_ENGINE_INSTALL}"
         )
     if recipe.megatron.attention_backend != "auto" and not with_te:
         raise ConfigError(

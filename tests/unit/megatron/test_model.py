@@ -134,3 +134,14 @@ def test_a_new_critic_values_everything_at_zero(alone):
     assert values.tolist() == [[0.0, 0.0, 0.0]]
     values.sum().backward()
     assert model.output_layer.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "capability, recipe, tokens", [((8, 9), "tensorwise", 16), ((9, 0), "blockwise", 128), ((10, 0), "mxfp8", 32)]
+)
+def test_the_fp8_recipe_is_the_devices(monkeypatch, capability, recipe, tokens):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert models._precision(Megatron(), "fp8")["fp8_recipe"] == recipe
+    assert models._precision(Megatron(fp8_recipe="mxfp8"), "fp8")["fp8_recipe"] == "mxfp8"
+    assert models.token_multiple(SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)) == tokens
+    assert models.token_multiple(SimpleNamespace(fp8=None, fp8_recipe="delayed")) == 1

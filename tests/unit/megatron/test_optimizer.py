@@ -1,7 +1,11 @@
 """Moments kept apart, and the moving average of a model's weights, through a checkpoint."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from transformers import Qwen3Config
 
 from megatron_rft.config import Batching, Megatron
@@ -123,3 +127,20 @@ def test_both_survive_a_checkpoint(one_rank, tmp_path, distributed, used):
     reader.close()
     for found, wanted in zip(go_on(other, mean), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+class LayerWithExtraState(torch.nn.Linear):
+    """As Transformer Engine's layers: beside the weight an empty state of FP8 scales."""
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        shards = make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix)
+        empty = torch.empty(0, dtype=torch.uint8)
+        return shards | {f"{prefix}_extra_state": ShardedObject(f"{prefix}_extra_state", empty, (1,), (0,))}
+
+
+def test_an_average_leaves_extra_states_out(one_rank):
+    layer = LayerWithExtraState(2, 2, bias=False)
+    average = MovingAverage(SimpleNamespace(models=[layer], snapshot=lambda: [layer.weight.detach().clone()]), 0.5)
+    found = average.sharded("teacher", {})["teacher.0"]
+    assert found["teacher.weight"].data is average.weights[0]
+    assert found["teacher._extra_state"].data.numel() == 0

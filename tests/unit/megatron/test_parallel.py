@@ -5,6 +5,14 @@ import socket
 import subprocess
 import sys
 
+import torch
+import torch.distributed as dist
+
+import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
+from megatron_rft.config import Megatron
+from megatron_rft.megatron import parallel
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 MEET = """
 import megatron_rft.megatron  # prepares megatron-core for this host
 from megatron_rft.config import Megatron
@@ -29,3 +37,32 @@ def test_a_port_that_is_taken():
         done = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=240)
     assert f"the ranks cannot meet at 127.0.0.1:{port} " in done.stdout, done.stdout + done.stderr
     assert "address already in use" in done.stdout.lower()
+
+
+def test_a_process_that_no_launcher_started_has_a_ranks_variables_while_it_is_a_world(monkeypatch):
+    """vLLM's external_launcher reads them."""
+    parallel.shutdown()  # another test's world
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # what is set stays
+    parallel.initialize(Megatron())
+    try:
+        assert [os.environ.get(name) for name in VARIABLES] == ["0", "0", "1", "1"]
+        assert os.environ["MASTER_ADDR"] == "10.0.0.1" and os.environ["MASTER_PORT"].isdigit()
+    finally:
+        parallel.shutdown()
+    assert not any(name in os.environ for name in (*VARIABLES, "MASTER_PORT")) and "MASTER_ADDR" in os.environ
+
+
+def test_every_wait_has_its_own_limit():
+    parallel.shutdown()
+    parallel.initialize(Megatron(), limits=parallel.Limits(start=61, step=62, generation=63, checkpoint=64))
+    try:
+        found = {phase: seconds(parallel.host_group(phase)) for phase in parallel.PHASES}
+        assert found == {"start": 61, "generation": 63, "checkpoint": 64}
+        assert seconds(dist.group.WORLD) == 62
+        assert seconds(parallel.dp_group()) == 120  # megatron-core takes minutes
+    finally:
+        parallel.shutdown()
+
+
+def seconds(group):
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

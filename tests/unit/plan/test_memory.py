@@ -93,11 +93,14 @@ def test_a_refiner_is_a_second_engine_and_a_reference(path):
     layout = Layout(2, 2, 1, 1, 1, 2)
     recipe = load(path, REFINER)
     m, s = memory_of(recipe, sizes(path), layout), sizes(path)
-    assert m.engine == 2 * 2 * WHOLE and m.host == m.state.weights  # in bf16; the reference, as large as the policy
+    assert (
+        m.engine == m.awake == 2 * WHOLE and m.host == m.state.weights
+    )  # in bf16; the reference, as large as the policy
     assert m.cache == 128 * recipe.longest_refinement * 2 * 4 * 2 * 2
     assert recipe.longest_refinement > 512 + 64 + 64
     outside = load(path, [*REFINER, "rollout.placement=process"])
-    assert memory_of(outside, s, layout).engine == 2 * WHOLE
+    away = memory_of(outside, s, layout)
+    assert away.awake == 2 * WHOLE and away.engine == 0  # the policy's is outside, the refiner's here
     assert memory_of(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
 
 
@@ -138,7 +141,8 @@ def test_vllm_keeps_its_share_of_a_device(path, monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)
     assert memory_of(load(path), s, layout, device).engine == device / 2
-    assert memory_of(load(path, REFINER), s, layout, device).engine == device / 2  # a quarter each
+    both = memory_of(load(path, REFINER), s, layout, device)
+    assert both.engine == both.awake == device / 4
     assert "memory of vLLM's cache: not counted" in "\n".join(lines(load(path), s, layout))
 
 
@@ -160,3 +164,27 @@ def test_a_size_that_is_none(path, size, capsys):
     with pytest.raises(SystemExit):
         main.main(["plan", str(path), "--gpu-gib", size])
     assert "is not a number of GiB" in capsys.readouterr().err
+
+
+def test_the_policys_engine_sleeps_while_the_trainer_works_and_the_refiners_does_not(path, monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)
+    m = memory_of(load(path), s, layout, device)
+    assert m.phases == {"training": m.state.total + m.activations, "generation": m.state.total + m.engine}
+    m = memory_of(load(path, REFINER), s, layout, device)
+    always = m.state.total + m.awake
+    assert m.phases == {"training": always + m.activations, "generation": always + m.engine}
+
+
+def test_an_engine_takes_less_beside_a_critic(path, monkeypatch):
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
+    recipe = load(path, ["algorithm.name=ppo", "critic.lr=1e-5"])
+    assert memory_of(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1), 100.0 * (1 << 30)).engine == 33 * (1 << 30)
+
+
+def test_a_checkpoint_is_gathered_on_the_host_of_one_rank(path):
+    layout = Layout(2, 1, 1, 1, 1, 1)
+    recipe = load(path, ["optimizer.use_distributed_optimizer=true", "checkpoint.every=10"])
+    assert memory_of(recipe, sizes(path), layout).checkpoint == 12 * WHOLE
+    told = "\n".join(lines(recipe, sizes(path), layout))
+    assert "memory of the host for a checkpoint: 0.02 MiB on 1 rank of the run" in told

@@ -102,7 +102,7 @@ def test_engines_of_a_node(monkeypatch, ranks, count, mine):
 def test_who_has_a_gpu_to_itself(monkeypatch, options, gpus, expected):
     builder = EngineBuilder(Rollout(**options), Vllm())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for module in (engines, gpus):
+    for module in (engines, gpu_module):
         monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
     for name, value in {"CUDA_VISIBLE_DEVICES": gpus, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)

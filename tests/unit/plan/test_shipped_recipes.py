@@ -1,0 +1,48 @@
+"""Every shipped recipe fits the node that its script in launch/ asks for: 8 GPUs of 80 GiB, with a tenth to spare."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rft.config import load
+from megatron_rft.plan import memory, model_shape
+from megatron_rft.plan.layout import check_layout
+from megatron_rft.plan.parameters import Sizes
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = json.loads((Path(__file__).parent / "shipped_models.json").read_text())
+BUILT = ("tiny", "miniature", "quickstart")  # models that the examples make themselves
+GPUS, GIB = 8, 80
+
+
+def recipes() -> list[Path]:
+    """Whole ones: common.yaml and parts are bases."""
+    found = sorted((ROOT / "examples").glob("*/*/*.yaml"))
+    return [path for path in found if path.name != "common.yaml" and not {"parts", *BUILT} & set(path.parts)]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT / "examples"))
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """Configurations where a download would put them."""
+    for model, config in MODELS.items():
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(model_shape, "find_model", lambda path, option="": tmp_path / path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", recipes(), ids=name)
+def test_it_fits_the_node_of_its_script(path, models):
+    recipe = load(path)
+    if recipe.trainer == "generate":
+        return
+    folder = models / recipe.model.path
+    layout = check_layout(recipe.megatron, GPUS, model_shape.read_shape(folder))
+    phases = memory.memory_of(recipe, Sizes.read(folder), layout, GIB * memory.GIB).phases
+    spare = {phase: round(1 - size / (GIB * memory.GIB), 3) for phase, size in phases.items()}
+    assert min(spare.values()) >= 0.1, spare

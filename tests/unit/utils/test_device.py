@@ -1,0 +1,54 @@
+"""What is said of this machine's GPU without torch, by pretended device files and versions."""
+
+import sys
+
+import pytest
+
+from megatron_rft.utils import device
+from megatron_rft.utils.errors import ConfigError
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Of a machine with one GPU, in a process that has not imported torch."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(device, "DEVICES", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_gpu_is_seen_unless_it_is_hidden(machine, monkeypatch, hidden):
+    assert device.has_cuda_device()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert not device.has_cuda_device()
+
+
+def test_the_control_file_alone_is_no_gpu(machine):
+    (machine / "nvidia0").rename(machine / "nvidiactl")
+    assert not device.has_cuda_device()
+
+
+def test_a_cpu_build_of_torch_does_not_leave_a_gpu_unused(machine, monkeypatch):
+    monkeypatch.setattr(device.metadata, "version", lambda name: "2.13.0+cpu")
+    with pytest.raises(
+        ConfigError, match="torch 2.13.0.cpu is a CPU build, and this machine has an NVIDIA GPU: .*gpu`"
+    ):
+        device.check_torch_build()
+    monkeypatch.setattr(device.metadata, "version", lambda name: "2.13.0")
+    device.check_torch_build()
+
+
+def test_transformer_engine_without_its_extension_is_none(tmp_path, monkeypatch):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def missing(name):
+        raise device.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(device.metadata, "version", missing)
+    assert not device.has_transformer_engine()
+    (tmp_path / "transformer_engine" / "transformer_engine_torch.cpython-311.so").touch()
+    assert device.has_transformer_engine()
