@@ -43,7 +43,7 @@ WITHOUT_TORCH = {
     "__init__",
 }
 # Functions that take the whole recipe. Each number may only go down.
-TAKE_THE_RECIPE = {"outside": 80, "config and plan": 36}
+TAKE_THE_RECIPE = {"outside": 79, "config and plan": 35}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
