@@ -49,6 +49,7 @@ def build_refiner(recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any
         first=options.first,
         draft=options.drafts(build.inside(recipe, hf_config)),
         overlap=options.overlap,
+        agreeing=options.agreeing,
         most_tokens=build.longest_refinement(recipe, hf_config),
     )
 
