@@ -35,8 +35,14 @@ class Constraint(Section):
     """A term of the loss, or a penalty on the reward, without a gradient. None: loss; static: the algorithm's kl_in."""
     tokens: Literal["sum", "mean"] = "sum"
     """The constraint of a pair is the sum of its tokens' cross entropies, as in the paper, or their mean."""
+    per: Literal["responses", "pairs"] = "responses"
+    """What the sum of all pairs' constraints is divided by in the loss: the sampled responses of the mini-batch, so
+    that the constraint fades as pairs become rare, or the pairs."""
     filter: bool = True
     """Learn only refined responses that score higher than what they refine. false is the paper's ablation."""
+    agreeing: bool = False
+    """Refine also groups whose rewards are all equal, which the algorithm would leave out (dapo); a group with a pair
+    is then trained on."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Refine this share of the responses, chosen by run.seed."""
     first: Count | None = None
@@ -79,9 +85,11 @@ class Constraint(Section):
 
     def _check_dynamic(self):
         if self.eta == 0:
-            for name in ("mode", "tokens", "filter"):
+            for name in ("mode", "tokens", "per", "filter", "agreeing"):
                 if self.differs(name):
                     raise at(name, "does nothing while eta is 0: nothing is learnt of the pairs")
+        if self.mode == "reward" and self.differs("per"):
+            raise at("per", "does nothing with mode reward: each response has its own penalty")
         if self.norms_every and (not self.eta or self.mode == "reward"):
             raise at("norms_every", "there is one part only: eta is 0, or the constraint is in the reward")
         if self.differs("examples") and not self.examples_every:

@@ -47,6 +47,10 @@ CORRECT = (
     "Set algorithm.importance to truncated or masked (weights against the policy before the step), or "
     "algorithm.old_logprobs to rollout (the ratio is then against the policy that sampled)"
 )
+ON_POLICY = (
+    "does nothing where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
+    "algorithm.mini_batch_prompts or algorithm.epochs"
+)
 ROUNDED = "the engine samples from rounded numbers, which is another policy, and nothing corrects for it."
 DEFAULT_ALGORITHM = {"sft": "sft", "offline": "fpa"}  # elsewhere grpo
 
@@ -186,6 +190,10 @@ class Recipe(s.Section):
             raise at("constraint", f"is for methods with rewards, and {self.algorithm.name} has a loss of its own")
         if constraint.refines:
             constraint.template_text(self.reward.kind)
+        if constraint.agreeing and not self.algorithm.leaves_groups_out:
+            raise at(
+                "constraint.agreeing", f"does nothing: {self.algorithm.name} leaves no group out with these options"
+            )
         if constraint.first and constraint.first >= self.rollout.group_size:
             raise at("constraint.first", f"does nothing: rollout.group_size is {self.rollout.group_size}")
 
@@ -229,17 +237,19 @@ class Recipe(s.Section):
         """Where there is no ratio, or it is always 1, what it is made of and clipped to has no effect."""
         prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
         one_step = (algorithm.mini_batch_prompts or prompts) == prompts and algorithm.epochs == 1
-        keys = ("clip_low", "clip_high", "dual_clip")
-        if not algorithm.has_ratio:
-            why = f"does nothing without pipo: the loss of {algorithm.name} has no ratio"
-            keys = (*keys, "old_logprobs")
-        elif one_step and algorithm.old_logprobs == "recompute":
-            why = "does nothing where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
-            why += "algorithm.mini_batch_prompts or algorithm.epochs"
-        else:
+        on_policy = one_step and algorithm.old_logprobs == "recompute"
+        clips = ("clip_low", "clip_high", "dual_clip")
+        if algorithm.has_ratio:
+            self._refuse(clips if on_policy else (), ON_POLICY)
             return
+        weighted = algorithm.differs("importance_cap")
+        self._refuse(("importance_cap",) if on_policy else (), ON_POLICY)
+        why = f"does nothing without pipo: the loss of {algorithm.name} has no ratio"
+        self._refuse(clips if weighted else (*clips, "old_logprobs"), why)
+
+    def _refuse(self, keys: tuple[str, ...], why: str):
         for key in keys:
-            if algorithm.differs(key):
+            if self.algorithm.differs(key):
                 raise at(f"algorithm.{key}", why)
 
     def _check_length(self):

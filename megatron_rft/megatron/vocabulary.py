@@ -60,6 +60,19 @@ class Blocks:
         torch.addmm(product, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale, out=product)
         return self.cast(product, "logits", rows, self.dtype)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether `logits` come from a product that is rounded to the inputs' dtype."""
+        return self.hidden.dtype != self.dtype
+
+    def exact_logits(self, rows: slice) -> Tensor:
+        """[N, columns] fp32 from a product that is not rounded, for the caller to overwrite. Where `rounds`."""
+        columns = self.weight[rows].t()
+        if self.hidden.is_cuda:
+            return torch.mm(self.hidden, columns, out_dtype=self.dtype).mul_(self.scale)
+        out = self.buffer("exact", rows)
+        return torch.mm(self.hidden.to(self.dtype), columns.to(self.dtype), out=out).mul_(self.scale)
+
     def cast(self, values: Tensor, name: str, rows: slice, dtype: torch.dtype) -> Tensor:
         return values if values.dtype == dtype else self.buffer(name, rows, dtype).copy_(values)
 

@@ -176,6 +176,10 @@ class PolicyObjective(Objective):
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         """The clipped objective alone (no KL, no bonus), on batch.tokens["advantages"] and ["old_logprobs"]."""
 
+    def taught(self, batch: Batch) -> Tensor:
+        """[B] bool: the sequences that the policy's update has, which a plug-in should then remember."""
+        return torch.ones(len(batch), dtype=torch.bool)
+
     def improvement_attributions(self, batch: Batch) -> Tensor:
         """[R] the attribution that PIPO scales (pipo.txt 4.1): the advantages, unless the method says otherwise."""
         return self.advantages(batch)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+DIFFERENCE_BOUND, VALUE_BOUND = 20.0, 10.0
+
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log pi - log ref: unbiased, may be negative."""
@@ -20,4 +22,20 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def clamped_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 with the difference within +-20 and the value at most 10, as verl has it, for losses and penalties.
+
+    Without the bounds a token at -25 whose reference is at -0.5 has a gradient of 4e10, and one at -95 is no number in
+    fp32. Beyond a bound a token has no gradient.
+    """
+    difference = (ref_logprobs - logprobs).clamp(-DIFFERENCE_BOUND, DIFFERENCE_BOUND)
+    return (torch.expm1(difference) - difference).clamp(max=VALUE_BOUND)
+
+
+def largest(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> float:
+    """The largest k3 of the tokens with mask 1, before its value is bounded; 0 without any. All inputs [R]."""
+    difference = (ref_logprobs - logprobs).double()[mask > 0].clamp(-DIFFERENCE_BOUND, DIFFERENCE_BOUND)
+    return (torch.expm1(difference) - difference).max().item() if len(difference) else 0.0
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": clamped_k3}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config.algorithms import base as section
+from megatron_rft.objectives import kl
 from megatron_rft.objectives.advantages import group_normalised, to_tokens
 from megatron_rft.objectives.base import (
     Beside,
@@ -102,9 +103,9 @@ class PolicyGradient(PolicyObjective):
             metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
         surrogate = self.surrogate(outputs, batch)
         if self.kl_in_loss:
-            kl = self._kl(outputs, batch)
-            terms["kl_penalty"] = (self.options.kl_coefficient, self._aggregate(kl, batch))
-            metrics["kl"] = aggregate(kl.detach(), batch, "token_mean")
+            divergence = self._kl(outputs, batch)
+            terms["kl_penalty"] = (self.options.kl_coefficient, self._aggregate(divergence, batch))
+            metrics["kl"] = aggregate(divergence.detach(), batch, "token_mean")
         if self.options.entropy_coefficient:
             terms["entropy_bonus"] = (-self.options.entropy_coefficient, self._aggregate(outputs["entropy"], batch))
         if "old_logprobs" not in batch.tokens:
@@ -142,9 +143,14 @@ class PolicyGradient(PolicyObjective):
         )
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        if not self.kl_in_reward:
-            return {}
-        return {"reward/kl_penalty": sequence_sums(self.kl_penalty(batch), batch).mean().item()}
+        """Of the policy before the step; where its log-probs are not computed apart, those of the engine stand in."""
+        found = {}
+        if self.kl_in_reward:
+            found["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
+        if self.options.kl_coefficient and self.options.kl_estimator == "k3":
+            old = batch.tokens.get("old_logprobs", batch.tokens.get("rollout_logprobs"))
+            found["kl/largest"] = kl.largest(old, batch.tokens["ref_logprobs"], batch.response_mask)
+        return found
 
 
 class GroupRelative(PolicyGradient):

@@ -2,9 +2,10 @@
 
     loss = mean over tokens of KL( pi(. | q, y_<t)  ||  stopgrad pi(. | q, f, y_<t) )
 
-exact over the vocabulary. The teacher has the same weights (or a moving average of them) and reads the feedback f: a
-batch's contexts. A response without feedback is left out. The attribution of a token, for PIPO, is how much surer of it
-the teacher is: log q(y_t | q, f, y_<t) - log pi(y_t | q, y_<t); PIPO's clipped step on it is a policy gradient.
+exact over the vocabulary; with `importance_cap` c, each token's times min(pi / pi_old, c), without a gradient. The
+teacher has the same weights (or a moving average of them) and reads the feedback f: a batch's contexts. A response
+without feedback is left out. The attribution of a token, for PIPO, is how much surer of it the teacher is:
+log q(y_t | q, f, y_<t) - log pi(y_t | q, y_<t). PIPO's clipped step on it is a policy gradient.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from megatron_rft.config.algorithms import sdpo as section
 from megatron_rft.objectives.base import Beside, Loss, Outputs, PolicyObjective, Prepared, State, Update
 from megatron_rft.objectives.mismatch import mismatch_sums
-from megatron_rft.objectives.surrogates import aggregate, clipped_surrogate, log_ratio, surrogate_loss
+from megatron_rft.objectives.surrogates import LOG_RATIO_BOUND, aggregate, clipped_surrogate, log_ratio, surrogate_loss
 from megatron_rft.records import Batch
 
 OUTPUTS = frozenset({"logprobs", "entropy", "other_logprobs", "reverse_kl"})
@@ -28,6 +29,15 @@ class SDPO(PolicyObjective):
         """[R] the attribution; 0 in responses without feedback."""
         informed = (batch.context_lens > 0)[batch.sequence_ids]
         return torch.where(informed, batch.tokens["teacher_logprobs"] - batch.tokens["old_logprobs"], 0.0)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        several = self.setting.mini_batches * self.options.epochs > 1
+        return frozenset({"old_logprobs"} if self.options.importance_cap and several else ())
+
+    def taught(self, batch: Batch) -> Tensor:
+        """Those with feedback."""
+        return batch.context_lens > 0
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs = outputs["logprobs"]
@@ -44,11 +54,16 @@ class SDPO(PolicyObjective):
         }
         if "old_logprobs" not in batch.tokens and self.setting.mini_batches * self.options.epochs == 1:
             metrics |= mismatch_sums(logprobs, batch)
-        distance = aggregate(outputs["reverse_kl"], batch, self.options.aggregation, self.setting.max_response_tokens)
+        divergence = outputs["reverse_kl"]
+        if self.options.importance_cap:
+            weights = log_ratio(logprobs, batch).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+            divergence = divergence * weights.clamp(max=self.options.importance_cap)
+            metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
+        distance = aggregate(divergence, batch, self.options.aggregation, self.setting.max_response_tokens)
         return Loss({"distillation": (1.0, distance)}, metrics)
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        informed = batch.context_lens > 0
+        informed = self.taught(batch)
         update = Update(
             "policy",
             batch.select(informed),

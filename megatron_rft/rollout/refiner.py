@@ -82,6 +82,7 @@ class Refiner:
         template: over {question}, {response} and perhaps {reward}.
         maximum: of the reward; a response that has it is not refined. Infinity where no such response is to be skipped.
         only_better: learn pairs whose refined response scores higher, or all of them.
+        agreeing: also refine groups that the algorithm would leave out because their rewards are all equal.
         share, first: of the responses of a group that can be improved, how many are refined.
         draft: hand the response to the engine as a guess of its refinement.
         most_tokens: of the refiner's prompt and response together.
@@ -102,10 +103,12 @@ class Refiner:
         draft: bool = True,
         overlap: bool = True,
         most_tokens: int | None = None,
+        agreeing: bool = False,
     ):
         self.engine, self.sampling, self.tokenizer, self.encode = engine, sampling, tokenizer, encode
         self.template, self.maximum, self.seed, self.only_better = template, maximum, seed, only_better
         self.special = set(tokenizer.all_special_ids)
+        self.agreeing = agreeing
         self.share, self.first, self.draft, self.overlap, self.most_tokens = share, first, draft, overlap, most_tokens
 
     def choose(self, group: list, step: int, trained: list[bool]) -> tuple[list[Task], dict[int, str]]:

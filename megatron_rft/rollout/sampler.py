@@ -257,7 +257,8 @@ class Sampler:
             for sample, each in enumerate(zip(group.responses, texts, scores, contexts, strict=True))
         ]
         if refining:
-            left = refining.add(rollouts, worth_training(rollouts, keep))
+            wanted = None if self.refiner.agreeing else keep
+            left = refining.add(rollouts, worth_training(rollouts, wanted))
             rollouts = [replace(each, unrefined=left.get(each.sample, "")) for each in rollouts]
         return rollouts, time.perf_counter() - start
 

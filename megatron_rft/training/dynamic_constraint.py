@@ -53,6 +53,7 @@ def build_refiner(
         first=options.first,
         draft=options.drafts(engines.kind(hf_config)),
         overlap=options.overlap,
+        agreeing=options.agreeing,
         most_tokens=engines.longest_refinement_of(hf_config),
     )
 

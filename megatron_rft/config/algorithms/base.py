@@ -67,6 +67,11 @@ class Online(Algorithm):
         return self.old_logprobs == "rollout"
 
     @property
+    def leaves_groups_out(self) -> bool:
+        """Whether groups whose rewards are all equal are not trained on."""
+        return False
+
+    @property
     def sampling_rounds(self) -> int:
         """Rounds of sampling in a step, at most; more than one where groups are replaced."""
         return 1

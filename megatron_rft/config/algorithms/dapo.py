@@ -26,6 +26,10 @@ class DAPO(GRPO):
     """Of that penalty."""
 
     @property
+    def leaves_groups_out(self) -> bool:
+        return self.filter_groups
+
+    @property
     def sampling_rounds(self) -> int:
         return self.max_rounds if self.filter_groups else 1
 

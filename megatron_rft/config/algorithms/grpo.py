@@ -19,5 +19,6 @@ class DrGRPO(GRPO):
 
 class RLOO(GRPO):
     name: Literal["rloo"] = "rloo"
+    aggregation: Aggregation = "sequence_sum"
     kl_estimator: KLEstimator = "k1"
     kl_in: KLPlace = "reward"

@@ -32,6 +32,8 @@ class SDPO(Aggregating):
     """How the verifier's reason is shown."""
     teacher_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The teacher is a moving average of the policy with this rate per step. None: the policy itself."""
+    importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """A token's distillation counts pi / pi_old times, at most so often. None: once. SDPO's own code has 2."""
     clip_low: Share = 0.2
     """With pipo: the ratio of its verification step is clipped below 1 - clip_low."""
     clip_high: Positive = 0.2

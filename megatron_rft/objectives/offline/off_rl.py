@@ -2,7 +2,8 @@
 
     loss = mean over trajectories of -R pi(y|x)^(1/|y|)   + kl_coefficient KL(pi_ref || pi)
 
-The forward KL is exact over the vocabulary at every token of the data, and a mean over tokens.
+The forward KL is exact over the vocabulary at every token of the data, added up over a trajectory (Eq. 31) and averaged
+over trajectories, or a mean over tokens (`kl_aggregation`).
 """
 
 from torch import Tensor
@@ -33,5 +34,6 @@ class OffRL(Offline):
         values = self.objective(outputs, batch)
         found = {"reinforce": (1.0, over_sequences(-batch.sequences["rewards"].to(values) * values, batch))}
         if self.options.kl_coefficient:
-            found["forward_kl"] = (self.options.kl_coefficient, aggregate(outputs["forward_kl"], batch, "token_mean"))
+            divergence = aggregate(outputs["forward_kl"], batch, self.options.kl_aggregation)
+            found["forward_kl"] = (self.options.kl_coefficient, divergence)
         return found

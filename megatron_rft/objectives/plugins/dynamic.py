@@ -2,7 +2,8 @@
 
     D = sum_{t=1}^{min(|a|, |a'|)} -log pi(a'_t | s0, a'_<t)     for pairs with r(s0, a') > r(s0, a)     Eq. 6
 
-    mode loss      L = L_base + eta * mean of D over the pairs of the mini-batch, an SFT term on (s0, a')
+    mode loss      L = L_base + eta / N * sum of D over the pairs of the mini-batch, an SFT term on (s0, a'); N is the
+                   number of sampled responses, of which those without a pair count as 0, or that of the pairs (`per`)
     mode reward    eta * -log pi(a'_t | s0, a'_<t), of the policy before the step, comes off the reward of token t of a;
                    methods that compare responses take its sum off the response's reward. No gradient
 
@@ -109,10 +110,17 @@ class DynamicConstraint(PolicyObjective):
         return self.base.init()
 
     def keep(self, batch: Batch) -> Tensor:
-        return self.base.keep(batch)
+        """What the base keeps; with `agreeing`, groups with a pair as well."""
+        kept = self.base.keep(batch)
+        if not self.options.agreeing or not has_pairs(batch):
+            return kept
+        return kept | torch.isin(batch.groups, batch.groups[constrained_lens(batch) > 0])
 
     def advantages(self, batch: Batch) -> Tensor:
         return self.base.advantages(self._penalised(batch))
+
+    def taught(self, batch: Batch) -> Tensor:
+        return self.base.taught(batch)
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         return self.base.surrogate(outputs, batch)
@@ -147,10 +155,11 @@ class DynamicConstraint(PolicyObjective):
         each_step = int(batch.tokens["refined_mask"].sum()) / min(update.mini_batches, len(batch.groups.unique()))
 
         def counted(mini_batch: Batch) -> dict[str, float]:
-            sampled, _ = sampled_only(mini_batch)
-            count = {"pairs": max(float((mini_batch.sequences["refined"] == 1).sum()), 1.0)}
+            base = update.counts(sampled_only(mini_batch)[0])
+            pairs_there = max(float((mini_batch.sequences["refined"] == 1).sum()), 1.0)
+            constrained = base["sequences"] if self.options.per == "responses" else pairs_there
             # of an average mini-batch: one without pairs then takes nothing off the mean over a step's mini-batches
-            return update.counts(sampled) | count | {"refined_tokens": each_step}
+            return base | {"constrained": constrained, "refined_tokens": each_step}
 
         return replace(update, batch=batch, loss=self._with_constraint(update.loss), counts=counted)
 
@@ -161,7 +170,7 @@ class DynamicConstraint(PolicyObjective):
             terms = pair_terms(outputs["logprobs"], batch, self.options.tokens)
             total = pair_terms(outputs["logprobs"].detach(), batch, "sum").sum()
             return Loss(
-                base.terms | {"constraint": (self.eta, Sum(terms.sum(), "pairs"))},
+                base.terms | {"constraint": (self.eta, Sum(terms.sum(), "constrained"))},
                 base.metrics | {"constraint/cross_entropy": Sum(total, "refined_tokens")},
             )
 

@@ -8,7 +8,8 @@ At step t, with mu_t the mean verifier reward of everything just sampled,
     J_PI  = mean of min(nu r_PI, clip(nu) r_PI) over B_{t-1}            Eq. 11
 
 and, once K means are known, one optimizer step on J_PI comes before the base algorithm's. a_{t-1} are the base's
-attributions of the previous batch, nu the base's kind of ratio against the policy that sampled it.
+attributions of the previous batch (of the responses that the base learnt from), nu the base's kind of ratio against the
+policy that sampled it.
 
 No step is made when phi is zero (also: std zero or not finite) or when every attribution is zero: Adam would move the
 weights by its momentum even with a zero gradient. A step in which the base does not touch the policy (PPO warming up
@@ -100,9 +101,8 @@ class PIPO(PolicyObjective):
         base_state = {f"base.{k}": v for k, v in base.state.items()}
         if all(update.model != "actor" for update in base.updates):
             return Prepared(base.updates, state | base_state, base.metrics | {"pipo/mu": mu})
-        previous = batch.with_tokens(attributions=self.improvement_attributions(batch)).only(
-            KEPT_TOKENS, KEPT_SEQUENCES
-        )
+        previous = batch.with_tokens(attributions=self.improvement_attributions(batch))
+        previous = previous.only(KEPT_TOKENS, KEPT_SEQUENCES).select(self.base.taught(batch))
         memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.options.window :]
         state = {"mu": memory} | base_state
         for i, each in enumerate([*kept, previous][-self.staleness - 1 :]):

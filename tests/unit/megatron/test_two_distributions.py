@@ -199,3 +199,20 @@ def test_only_the_first_distribution_has_a_gradient():
     assert {name for name, value in found.items() if value.requires_grad} == WITH_GRADIENT
     found["forward_kl"].sum().backward()
     assert other_hidden.grad is None and other_weight.grad is None and weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("extrapolation", [1.0, 20.0])
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_bf16_logits_are_not_rounded_before_they_are_extrapolated(extrapolation, blocks):
+    """Against float64 on the same bf16 inputs, the two models close together. Rounding the products first is wrong by
+    up to 0.1 nats at lambda 1 and 2.4 at lambda 20 here, and too low in the mean."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, 256, generator=generator)
+    weight = torch.randn(PADDED, 256, generator=generator) * 0.4
+    other = hidden + 0.02 * torch.randn(TOKENS, 256, generator=generator)
+    targets = (hidden @ weight[:VOCAB].t()).argmax(-1)
+    given = [each.bfloat16() for each in (hidden, weight, other, weight)]
+    names, options = frozenset({"extrapolated_logprobs"}), {"vocab_size": VOCAB, "block_bytes": BLOCKS[blocks]}
+    found = compare(*given, targets, names=names, extrapolation=extrapolation, **options)["extrapolated_logprobs"]
+    expected = dense(*(each.double() for each in given), targets, extrapolation=extrapolation)["extrapolated_logprobs"]
+    assert (found - expected).abs().max() < 1e-3

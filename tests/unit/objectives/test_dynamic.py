@@ -58,14 +58,14 @@ def by_numpy(logprobs: np.ndarray, batch: Batch, how: str) -> np.ndarray:
 
 @pytest.mark.parametrize("how", ["sum", "mean"])
 def test_d_is_eq_6(batch, how):
-    update = policy(dynamic(made("grpo"), eta=0.25, tokens=how), batch)
+    update = policy(dynamic(made("grpo"), eta=0.25, tokens=how, per="pairs"), batch)
     (mini_batch,) = update.steps()
     out = outputs(mini_batch)
     counted = update.counts(mini_batch)
     loss = update.loss(out, mini_batch)
     weight, term = loss.terms["constraint"]
     expected = by_numpy(out["logprobs"].detach().numpy(), mini_batch, how)
-    assert weight == 0.25 and counted["pairs"] == 4
+    assert weight == 0.25 and counted["constrained"] == 4
     assert term.total.item() == pytest.approx(expected.sum(), rel=1e-6)
     base = made("grpo").prepare(batch, {}).updates[0]
     (plain,) = base.steps()
@@ -88,8 +88,8 @@ def test_lengths_shorter_longer_equal_and_the_same(batch):
 
 
 def test_the_gradient_goes_through_the_refined_tokens_alone(batch):
-    """Of -eta/4 each: four pairs; sampled tokens get the base's, as if there were no pairs."""
-    update, base = policy(dynamic(made("dapo"), eta=0.4), batch), policy(made("dapo"), batch)
+    """Of -eta/6 each: six responses; sampled tokens get the base's, as if there were no pairs."""
+    update, base = policy(dynamic(made("dapo"), eta=0.6), batch), policy(made("dapo"), batch)
     (mini_batch,), (plain,) = update.steps(), base.steps()
     out = outputs(mini_batch)
     update.loss(out, mini_batch).mean(update.counts(mini_batch)).backward()
@@ -98,6 +98,28 @@ def test_the_gradient_goes_through_the_refined_tokens_alone(batch):
     own = {name: value.detach()[:sampled].clone().requires_grad_() for name, value in out.items()}
     base.loss(own, plain).mean(base.counts(plain)).backward()
     assert torch.equal(own["logprobs"].grad, out["logprobs"].grad[:sampled])
+
+
+@pytest.mark.parametrize("pairs_left, responses, pairs_alone", [(4, 0.6 * 9 / 6, 0.6 * 9 / 4), (1, 0.6 / 6, 0.6)])
+def test_the_constraint_fades_as_pairs_become_rare(batch, pairs_left, responses, pairs_alone):
+    """Every refined token at -1: D is its number of terms. Four pairs of 2, 4, 1 and 2 terms, or the third alone."""
+    if pairs_left == 1:
+        batch = batch.with_refined([[], [], [], REFINED[3], [], []])
+    for per, expected in (("responses", responses), ("pairs", pairs_alone)):
+        update = policy(dynamic(made("grpo"), eta=0.6, per=per), batch)
+        (mini_batch,) = update.steps()
+        out = outputs(mini_batch) | {"logprobs": torch.full((len(mini_batch.response_ids),), -1.0)}
+        weight, term = update.loss(out, mini_batch).terms["constraint"]
+        assert weight * term.total.item() / update.counts(mini_batch)[term.per] == pytest.approx(expected)
+
+
+def test_a_group_that_agrees_is_kept_for_its_pair(batch):
+    """Two groups of three zeros; a refiner helped one response of the first."""
+    agreeing = batch.with_sequences(rewards=torch.zeros(6)).with_refined([[70], [], [], [], [], []])
+    for option, expected in ((False, [False] * 6), (True, [True] * 3 + [False] * 3)):
+        objective = dynamic(made("dapo"), eta=0.1, agreeing=option)
+        assert objective.keep(agreeing).tolist() == expected
+        assert not objective.keep(agreeing.with_refined([[]] * 6)).any()
 
 
 def test_refined_rows_spoil_nothing_however_unlikely(batch):
@@ -120,7 +142,7 @@ def test_counts_and_groups_stay_the_bases(batch):
     for ours, theirs in zip(constrained.steps(), plain.steps(), strict=True):
         found = constrained.counts(ours)
         assert {name: found[name] for name in counts(theirs)} == counts(theirs)
-        assert found["pairs"] == 2
+        assert found["constrained"] == 3
         sampled = ours.select(ours.sequences["refined"] == 0)
         assert torch.equal(sampled.sequences["group_tokens"], theirs.sequences["group_tokens"])
         assert torch.equal(sampled.tokens["advantages"], theirs.tokens["advantages"])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rft.objectives.kl import ESTIMATORS, k1, k2, k3
+from megatron_rft.objectives.kl import ESTIMATORS, clamped_k3, k1, k2, k3, largest
 
 
 def test_by_hand():
@@ -52,3 +52,20 @@ def test_k3_keeps_its_digits_near_zero():
     """d^2 / 2 for a small difference: 5e-9 for 1e-4, where exp(d) - d - 1 would be rounding noise in float32."""
     logprobs = torch.tensor([-1e-4])
     assert k3(logprobs, torch.zeros(1)).item() == pytest.approx(5e-9, rel=1e-2)
+
+
+@pytest.mark.parametrize("logprob, value, gradient", [(-25, 10.0, 0.0), (-95, 10.0, 0.0), (-2.5, 4.389056, -6.389056)])
+def test_k3_of_an_unlikely_token_is_bounded(logprob, value, gradient):
+    """Beside a reference of -0.5: e^24.5 and e^94.5 without bounds; within them e^2 - 2 - 1, of gradient 1 - e^2."""
+    logprobs = torch.tensor([float(logprob)], requires_grad=True)
+    found = clamped_k3(logprobs, torch.tensor([-0.5]))
+    found.sum().backward()
+    assert found.item() == pytest.approx(value) and logprobs.grad.item() == pytest.approx(gradient)
+
+
+def test_the_largest_is_that_before_the_value_is_bounded():
+    """Differences 2, 3 and 30, of which the last is masked; without a token there is none."""
+    logprobs, ref = torch.tensor([-3.0, -4.0, -31.0]), torch.full((3,), -1.0)
+    assert largest(logprobs, ref, torch.tensor([1.0, 1.0, 0.0])) == pytest.approx(math.exp(3) - 4)
+    assert largest(logprobs, ref, torch.ones(3)) == pytest.approx(math.exp(20) - 21)
+    assert largest(logprobs, ref, torch.zeros(3)) == 0.0

@@ -61,5 +61,25 @@ def test_verification_scales_the_attributions():
         prepared = plugin.prepare(sampled().with_scalars(sampled_reward_sum=mean, sampled_count=1.0), state)
         state = prepared.state
     verification = prepared.updates[0]
-    torch.testing.assert_close(verification.batch.tokens["advantages"], 2.0**1.5 * made("sdpo").advantages(sampled()))
+    expected = 2.0**1.5 * torch.tensor([0.5, -1.0, 0.0, 1.0, -2.0])  # without the token that had no feedback
+    torch.testing.assert_close(verification.batch.tokens["advantages"], expected)
+    (step,) = verification.steps()
+    assert counts(step)["response_tokens"] == 5  # Z
     assert verification.batch.context_ids is None and verification.beside is None
+
+
+@pytest.mark.parametrize(
+    "cap, expected", [(None, 1.0), (2.0, (1 + 2 + 0.5 + 1 + 1) / 5), (5.0, (1 + 4 + 0.5 + 1 + 1) / 5)]
+)
+def test_importance_weights_are_capped_and_have_no_gradient(cap, expected):
+    """Ratios to the old policy: 1, 4, 1/2, 1, 1 on divergences of 1."""
+    objective = made("sdpo", importance_cap=cap, mini_batches=2)
+    assert objective.needs == ({"old_logprobs"} if cap else frozenset())
+    (update,) = objective.prepare(sampled(), {}).updates
+    ratio = torch.tensor([1.0, 4.0, 0.5, 1.0, 1.0])
+    logprobs = (update.batch.tokens["old_logprobs"] + ratio.log()).requires_grad_()
+    kl = torch.ones(5, requires_grad=True)
+    outputs = {"reverse_kl": kl, "logprobs": logprobs, "entropy": torch.ones(5), "other_logprobs": torch.zeros(5)}
+    loss = update.loss(outputs, update.batch).mean(counts(update.batch))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected) and logprobs.grad is None

@@ -103,7 +103,7 @@ def loop(name):
         return np.mean([(1e-3 * r[i] - (REWARDS[i] - values[GROUPS[i]])) ** 2 for i in range(6)])
     if name in ("off_rl", "off_rl_kl"):
         plain = np.mean([-REWARDS[i] * math.exp(means[i]) for i in range(6)])
-        return plain + (0.04 * np.concatenate(kl).mean() if name == "off_rl_kl" else 0)
+        return plain + (0.04 * np.mean([part.sum() for part in kl]) if name == "off_rl_kl" else 0)
     future = [math.exp(part.mean()) for part in hat]
     ahead = {"fpa": (True, True), "fpa_correct": (True, False), "fpa_incorrect": (False, True)}[name]
     weight = [future[i] if ahead[REWARDS[i] < 0] else math.exp(means[i]) for i in range(6)]
@@ -322,6 +322,17 @@ def test_dynamics_by_hand():
             "dynamics/low_future_weight_incorrect": 2.0,
         }
     )
+
+
+@pytest.mark.parametrize("how, expected", [("sequence_sum", (0.1 + 0.2 + 0.6) / 2), ("token_mean", 0.9 / 3)])
+def test_the_kl_of_off_rl_is_a_sum_over_the_trajectory(how, expected):
+    """Two trajectories of 2 and 1 tokens with divergences (0.1, 0.2) and 0.6, and probabilities of 1 that cancel."""
+    tokens = {"ref_logprobs": torch.zeros(3)}
+    sequences = {"group": torch.zeros(2, dtype=torch.long), "rewards": torch.tensor([1.0, -1.0])}
+    batch = Batch.of([[1]] * 2, [[1, 2], [3]], tokens=tokens, sequences=sequences)
+    outputs = {"logprobs": torch.zeros(3), "forward_kl": torch.tensor([0.1, 0.2, 0.6])}
+    objective = made("off_rl", kl_coefficient=2.0, kl_aggregation=how)
+    assert objective.loss(outputs, batch).mean(counts(batch)).item() == pytest.approx(2 * expected)
 
 
 def test_only_what_is_needed_is_asked_for():
