@@ -13,6 +13,7 @@ from megatron_rft.config.algorithms.base import Lengths
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.sections import Optimizer, Run
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.engines import check_engines, check_speed
 from megatron_rft.plan.layout import Layout, check_layout
@@ -52,7 +53,7 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
     optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
-    check_schedule(recipe, optimizer_steps)
+    check_schedule(recipe.optimizer, optimizer_steps)
     budget = recipe.batching.micro_batch_tokens
     lines = [
         model_line,
@@ -62,7 +63,7 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
         *batch_lines,
         *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
-        _schedule_line(recipe, optimizer_steps),
+        _schedule_line(recipe.optimizer, recipe.run, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
         *_memory_lines(recipe, shape, layout, gpu_gib),
     ]
@@ -314,16 +315,14 @@ def _generation(recipe: Recipe) -> list[str]:
     ]
 
 
-def check_schedule(recipe: Recipe, total: int | None) -> None:
-    optimizer = recipe.optimizer
+def check_schedule(optimizer: Optimizer, total: int | None) -> None:
     end = optimizer.lr_decay_steps or total
     if end is not None and optimizer.lr_warmup_steps > end:
         name = "lr_decay_steps" if optimizer.lr_decay_steps else "the run's optimizer steps"
         raise ConfigError(f"optimizer.lr_warmup_steps: {optimizer.lr_warmup_steps} is beyond {name}, {end}")
 
 
-def _schedule_line(recipe: Recipe, total: int | None) -> str:
-    optimizer, run = recipe.optimizer, recipe.run
+def _schedule_line(optimizer: Optimizer, run: Run, total: int | None) -> str:
     length = (
         f"{run.epochs:g} epochs" if total is None else f"{many(total, 'optimizer step')} in {many(run.steps, 'step')}"
     )

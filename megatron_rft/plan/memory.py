@@ -15,6 +15,8 @@ from typing import Any
 
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.sections import Rollout
+from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape
@@ -179,13 +181,13 @@ def copy_of_model(recipe: Recipe, s: Sizes) -> int:
     return s.whole() * element - rounded * (element - 1)
 
 
-def links(recipe: Recipe, layout: Layout, device: float | None) -> int:
+def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) -> int:
     """What the engines outside that a rank drives take of its device, wherever they are: each the buckets through which
     its weights come and, if it is a process, a CUDA context (where `device` says that there is a GPU)."""
-    if recipe.rollout.placement == "colocated":
+    if rollout.placement == "colocated":
         return 0
-    engines = -(-engine_processes(recipe.rollout, recipe.vllm, layout.world) // layout.world)
-    context = CUDA_CONTEXT if device and recipe.rollout.placement == "process" else 0
+    engines = -(-engine_processes(rollout, vllm, layout.world) // layout.world)
+    context = CUDA_CONTEXT if device and rollout.placement == "process" else 0
     return engines * (SYNC_BUCKETS + context)
 
 
@@ -204,7 +206,7 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     teacher = recipe.algorithm.teacher_average is not None
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
-    outside = links(recipe, layout, device)
+    outside = links(recipe.rollout, recipe.vllm, layout, device)
     kept = activations(recipe, s, layout, stage)
     return Memory(stage, state, kept, engine, awake, cache, outside, host, gathered(recipe, s, layout, stage))
 
