@@ -18,7 +18,7 @@ from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.checkpoint import latest
 from megatron_rft.training import build
-from megatron_rft.training.run import RECIPE_FILE
+from megatron_rft.training.run_folder import RECIPE_FILE
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
 
 OTHER: dict[Format, Format] = {"hf": "megatron", "megatron": "hf"}

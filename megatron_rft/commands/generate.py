@@ -27,9 +27,10 @@ from megatron_rft.evaluation.evaluate import request_seed
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.training import build
-from megatron_rft.training import run as training_run
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.problems import Problems
+from megatron_rft.training.run import FINISHED
+from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.utils.errors import DataError, RunFailed
 
 
@@ -87,9 +88,9 @@ def run(recipe: Recipe) -> int:
     """This worker's shards; the index when they are all there. Returns the exit status."""
     folder = Path(recipe.run.output_dir)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    while rank and not (folder / training_run.RECIPE_FILE).is_file():  # the first worker claims the folder
+    while rank and not (folder / RECIPE_FILE).is_file():  # the first worker claims the folder
         time.sleep(0.1)
-    training_run.claim_folder(recipe)
+    claim_folder(recipe)
     tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
     found = Problems.of(recipe).prompts("train", tokenizer)
@@ -110,7 +111,7 @@ def run(recipe: Recipe) -> int:
     index = store.finish(folder, shards, recipe.generation.held_out, recipe.run.seed, facts)
     if index is not None:
         _report(folder, index)
-    return training_run.FINISHED
+    return FINISHED
 
 
 def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:

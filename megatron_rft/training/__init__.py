@@ -8,7 +8,8 @@ import torch.distributed as dist
 from megatron_rft.config import Recipe
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
-from megatron_rft.training import offline, online, run, sft
+from megatron_rft.training import offline, online, sft
+from megatron_rft.training.run_folder import claim_folder
 from megatron_rft.utils.errors import UserError
 
 TRAINERS = {"rl": online.train, "sft": sft.train, "offline": offline.train}
@@ -23,7 +24,7 @@ def train(recipe: Recipe) -> int:
     """
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
     try:
-        on_main(partial(run.claim_folder, recipe))
+        on_main(partial(claim_folder, recipe))
         return TRAINERS[recipe.trainer](recipe)
     finally:
         parallel.shutdown()

@@ -4,19 +4,15 @@ Exit statuses, the same on every rank: FINISHED, STOPPED (a signal came: a check
 goes on from it).
 """
 
-import os
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from megatron_rft.config import Recipe, difference, dump, load
+from megatron_rft.config import Recipe
 from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.checkpoint import Checkpointer, latest
@@ -31,106 +27,15 @@ from megatron_rft.training.build import tokenizer_folder
 from megatron_rft.training.early_stopping import BestModel
 from megatron_rft.training.evaluator import Evaluator, headline
 from megatron_rft.training.models import Models
-from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.training.stopping import NonFiniteGuard, StopSignal
 
 FINISHED, STOPPED = 0, 75
-RECIPE_FILE = "recipe.yaml"
 
 
 class Stream(Protocol):
     """Where the data comes from; `position` alone says what comes next."""
 
     position: int
-
-
-class StopSignal:
-    """SIGTERM, SIGUSR1 (a time limit, a preemption) and Ctrl-C ask for an orderly end after the step under way."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: Any) -> None:
-        if self.received == number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second time somebody means it
-        self.received = number
-
-    def agreed(self) -> int:
-        """The signal's number if any rank got one, else 0. All ranks call it together and hear the same."""
-        heard = torch.tensor([self.received], dtype=torch.int32)
-        if dist.get_backend() == "nccl":
-            heard = heard.cuda()
-        dist.all_reduce(heard, dist.ReduceOp.MAX)
-        return int(heard)
-
-
-class NonFiniteGuard:
-    """Allows a bounded number of skipped optimizer steps in a row, then ends the run with the batch on disk."""
-
-    def __init__(self, output_dir: Path, bound: int):
-        self.output_dir, self.bound, self.in_a_row, self.total = output_dir, bound, 0, 0
-
-    def note(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
-        if not metrics["skipped"]:
-            self.in_a_row = 0
-            return
-        self.in_a_row, self.total = self.in_a_row + 1, self.total + 1
-        if self.in_a_row <= self.bound:
-            return
-        path = self.output_dir / f"failed_batch_step_{step:06d}.safetensors"
-        if dist.get_rank() == 0:
-            save_file(batch.state_dict(), path)
-        raise RunFailed(
-            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.in_a_row} "
-            f"times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest "
-            "checkpoint is from before these steps. A lower optimizer.lr, or fp32, is what usually helps"
-        )
-
-
-def claim_folder(recipe: Recipe) -> Path:
-    """The run's folder, with its resolved recipe inside. Refuses a folder that holds another run.
-
-    Called by one process before any model is built.
-
-    Raises:
-        ConfigError: another recipe's run is in there, or one where run.resume=never, or none where it is "must".
-    """
-    folder = Path(recipe.run.output_dir)
-    stored, mode = folder / RECIPE_FILE, recipe.run.resume
-    if stored.is_file():
-        if mode == "never":
-            raise ConfigError(f"run.output_dir {folder} holds a run and run.resume is 'never': choose another folder")
-        if begun(folder) and (changed := difference(load(stored), recipe)):
-            raise ConfigError(
-                f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
-                "Choose another run.output_dir, or take these back to resume it"
-            )
-    elif mode == "must":
-        raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
-    elif folder.is_dir() and (found := sorted(p.name for p in folder.iterdir() if p.name != "launch")):
-        raise ConfigError(
-            f"run.output_dir {folder} holds something else ({', '.join(found[:3])} ...): choose another folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    new = stored.with_suffix(f".{os.getpid()}.new")  # generating workers share a folder, and read it meanwhile
-    new.write_text(dump(recipe))
-    new.replace(stored)
-    return folder
-
-
-def begun(folder: Path) -> bool:
-    """Whether a run has left more than one that was refused at its start. Others may be at work there: a generating
-    worker, the writer of a start that was killed. What vanishes meanwhile does not count."""
-    for place, folders, files in os.walk(folder):
-        if Path(place) == folder:
-            folders[:] = set(folders) - {"launch", "engines"}
-            files = set(files) - {RECIPE_FILE}
-        for name in files:
-            with suppress(FileNotFoundError):
-                if Path(place, name).stat().st_size:
-                    return True
-    return False
 
 
 class Averages:

@@ -1,0 +1,55 @@
+"""The folder of a run: claimed by one process before any model is built."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_rft.config import Recipe, difference, dump, load
+from megatron_rft.utils.errors import ConfigError
+
+RECIPE_FILE = "recipe.yaml"
+
+
+def claim_folder(recipe: Recipe) -> Path:
+    """The run's folder, with its resolved recipe inside. Refuses a folder that holds another run.
+
+    Called by one process before any model is built.
+
+    Raises:
+        ConfigError: another recipe's run is in there, or one where run.resume=never, or none where it is "must".
+    """
+    folder = Path(recipe.run.output_dir)
+    stored, mode = folder / RECIPE_FILE, recipe.run.resume
+    if stored.is_file():
+        if mode == "never":
+            raise ConfigError(f"run.output_dir {folder} holds a run and run.resume is 'never': choose another folder")
+        if begun(folder) and (changed := difference(load(stored), recipe)):
+            raise ConfigError(
+                f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
+                "Choose another run.output_dir, or take these back to resume it"
+            )
+    elif mode == "must":
+        raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
+    elif folder.is_dir() and (found := sorted(p.name for p in folder.iterdir() if p.name != "launch")):
+        raise ConfigError(
+            f"run.output_dir {folder} holds something else ({', '.join(found[:3])} ...): choose another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    new = stored.with_suffix(f".{os.getpid()}.new")  # generating workers share a folder, and read it meanwhile
+    new.write_text(dump(recipe))
+    new.replace(stored)
+    return folder
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run has left more than one that was refused at its start. Others may be at work there: a generating
+    worker, the writer of a start that was killed. What vanishes meanwhile does not count."""
+    for place, folders, files in os.walk(folder):
+        if Path(place) == folder:
+            folders[:] = set(folders) - {"launch", "engines"}
+            files = set(files) - {RECIPE_FILE}
+        for name in files:
+            with suppress(FileNotFoundError):
+                if Path(place, name).stat().st_size:
+                    return True
+    return False

@@ -1,0 +1,43 @@
+"""When the engine of an offline or supervised run sleeps, and when it gets weights."""
+
+from contextlib import nullcontext
+
+from megatron_rft.data.stream import Stream
+from megatron_rft.records import Batch
+from megatron_rft.training.stored import StoredBatches
+
+
+class Weights:
+    """Records what an engine is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def sleep(self):
+        self.told.append("sleep")
+
+    def push(self, version, verify=False):
+        self.told.append(f"push {version}{' and compare' if verify else ''}")
+        return {"sync/tensors": 1.0}
+
+
+def batches(weights: Weights | None) -> StoredBatches:
+    return StoredBatches(Stream([[1], [2], [3]]), 2, lambda ids: Batch.of(ids, ids), weights, nullcontext)
+
+
+def test_the_engine_is_awake_for_evaluations_alone():
+    weights = Weights()
+    source = batches(weights)
+    assert source.publish(0, asked=True, verify=True) == {"sync/tensors": 1.0}  # the evaluation before the first step
+    for step in (1, 2):
+        assert len(source.next(step)) == 2
+        source.publish(step, asked=step == 2)
+    source.publish(2, asked=True)  # the test at the end: the engine has these weights
+    source.publish(1, asked=True)  # the best model's
+    assert weights.told == ["push 0 and compare", "sleep", "sleep", "push 2", "push 1"]
+
+
+def test_a_run_that_evaluates_nothing_has_no_engine():
+    source = batches(None)
+    assert source.publish(1, asked=True) == {} and len(source.next(1)) == 2
+    assert source.report(1, source.next(2), []) == {"tokens/trained": 4.0}
