@@ -28,7 +28,9 @@ setup(
         "megatron-core==0.16.1",  # the newest for Python 3.11
         "psutil",  # megatron-core's checkpoints hang without it, and it does not ask for it
         "transformers>=5.16.1,<5.20",  # what vLLM 0.32 takes
-        "pyarrow>=15",  # parquet
+        "datasets>=5.2",  # files of rows
+        "huggingface_hub>=2.4",  # what recipes name on the hub
+        "pyarrow>=24",  # trajectory stores, in parquet
         "safetensors>=0.5",
         "pydantic>=2.11,<3",
         "PyYAML>=6",

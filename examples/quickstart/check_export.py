@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rft.data import arithmetic
-from megatron_rft.data.prompts import PromptFormat, prompt_set
+from megatron_rft.data.prompts import prompt_set
+from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.rewards.math import MathReward
 
 PROBLEMS = 100

@@ -16,6 +16,8 @@ REQUIRED = (
     "megatron-core",
     "psutil",
     "transformers",
+    "datasets",
+    "huggingface_hub",
     "pyarrow",
     "safetensors",
     "pydantic",

@@ -12,7 +12,7 @@ RewardKind = Literal["math", "code", "tool", "choice", "model"]
 ARITHMETIC = "arithmetic"  # made here, nothing to download
 HUB = "hub:"
 HUB_NAME = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")  # of the files that a data set is read from
+SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow", ".csv")  # of the files that a data set is read from
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
 
 ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "refining", "validation", "test")
-FOREIGN = {".csv", ".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xlsx", ".yaml", ".yml"}
+FOREIGN = {".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xlsx", ".yaml", ".yml"}
 
 
 class Section(BaseModel):
@@ -175,7 +175,7 @@ class Source(Section):
     """One data set. In a recipe its path alone will do: `train: rows.jsonl`, `train: math`, `train: hub:org/name`."""
 
     path: str
-    """A .jsonl, .json, .parquet or .arrow file; a folder of them; `hub:organisation/name`, or with a revision
+    """A .jsonl, .json, .parquet, .arrow or .csv file; a folder of them; `hub:organisation/name`, or with a revision
     `hub:organisation/name@v1`, on the Hugging Face hub; `arithmetic`, the task that this package generates; or the name
     of an adapter, for its data set on the hub."""
     adapter: str | None = None

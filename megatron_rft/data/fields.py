@@ -1,16 +1,43 @@
-"""A raw row, read field by field. What is missing or of another kind is said with the file, the row and the field.
+"""A raw row, read field by field. An error about a missing or unusable field names the file, the row and the field.
 
 Published rows write one thing in several ways: an object as JSON text or as an object, a list of one for one value, a
 field under another name in another edition. The readers here take all of them, so that an adapter says only names.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 Row = dict[str, Any]
+KINDS = {dict: "an object", bytes: "bytes", float: "NaN"}
+
+
+def is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def check_scalar(value: Any) -> None:
+    """Refuses what is no text and no number.
+
+    Raises:
+        ValueError: it is null, NaN, a list or an object. The message says which, and continues the name of the field.
+    """
+    if value is None:
+        raise ValueError("is null, not text or a number")
+    if isinstance(value, dict | list | tuple | bytes) or is_nan(value):
+        raise ValueError(f"is {KINDS.get(type(value), 'a list')}, not text or a number: {str(value)[:60]}")
+
+
+def check_characters(text: str, place: str) -> None:
+    """Refuses lone surrogates (half of a character, as \\ud83d alone): no tokenizer and no file takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise DataError(f"{place}: its text has half of a character, {half} (a lone surrogate): remove it") from None
 
 
 class Fields:
@@ -34,6 +61,8 @@ class Fields:
                 f"no field {' or '.join(repr(self.inside + name) for name in names)}; "
                 f"it has {', '.join(map(repr, self.row)) or 'none'}.{did_you_mean(names[0], self.row)}"
             )
+        if is_nan(value):
+            raise self._kind(names, "a number", value)
         return value
 
     def text(self, *names: str) -> str:
@@ -41,6 +70,14 @@ class Fields:
         if not isinstance(value, str):
             raise self._kind(names, "text", value)
         return value
+
+    def number(self, *names: str) -> float:
+        """A number, or text of one."""
+        value = self.get(*names)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise self._kind(names, "a number", value) from None
 
     def items(self, *names: str) -> list:
         """A list, or JSON text of one."""
@@ -72,7 +109,7 @@ class Fields:
             return value
         try:
             return json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.wrong(f"{self.inside}{self._name(names)} is not JSON ({error}): {value[:60]!r}") from None
 
     def _kind(self, names: tuple[str, ...], wanted: str, value: Any) -> DataError:

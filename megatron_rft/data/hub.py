@@ -1,45 +1,73 @@
 """What recipes name on the Hugging Face hub: models, and files of data sets, downloaded once into its cache and read
 like local ones.
 
-No script of a repository is run, and of a data set nothing but data files is fetched. Without network what is in the
-cache already is read from there.
+No script of a repository is run, and of a data set only data files are downloaded. Without network, what is in the
+cache is read from there. `datasets` could load a name of the hub itself, but what it keeps for offline use is a
+converted copy of every split, and adapters need the published files: their names, and those beside them.
 """
 
-import json
+from glob import escape
 from pathlib import Path
 
 from megatron_rft.config.datasets import HUB_NAME
 from megatron_rft.data.selection import Choice, select
 from megatron_rft.plan.model_shape import find_model, is_whole
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import DataError, first_line
 
-MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 BESIDE = "possible_answer/*"  # read by an adapter next to the file that it belongs to
 
 
 def download(path: str, choice: Choice) -> list[Path]:
-    """The local copies of the chosen files of `hub:organisation/name[@revision]`."""
+    """The local copies of the chosen files of `hub:organisation/name[@revision]`.
+
+    Raises:
+        DataError: the hub cannot be reached and the cache lacks some of the files, or there are none of this choice.
+    """
+    from huggingface_hub import snapshot_download
+
     named = HUB_NAME.fullmatch(path)
     if named is None:
         raise DataError(f"{path}: a hub name is written hub:organisation/name or hub:organisation/name@revision")
-    repository, revision = named["repository"], named["revision"]
+    where = {"repo_id": named["repository"], "repo_type": "dataset", "revision": named["revision"]}
     try:
-        return _fetch(repository, revision, choice)
+        names, copy = _file_names(where)
+        names = select(names, choice, f"{named['repository']} (its copy in {copy})" if copy else named["repository"])
+        folders = {escape(str(Path(name).parent)) for name in names}
+        wanted = [*(escape(name) for name in names), *(f"{folder}/{BESIDE}" for folder in sorted(folders))]
+        folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
     except DataError:
         raise
     except Exception as error:  # of several HTTP libraries, by version
-        found = _cached(repository, revision, choice)
-        if found is None:
-            raise DataError(
-                f"{repository} could not be downloaded from the Hugging Face hub ({_reason(error)}): without network, "
-                "copy its files here and give their file or folder as the path, with the same adapter"
-            ) from None
-        return found
+        raise DataError(
+            f"{named['repository']} could not be downloaded from the Hugging Face hub ({_reason(error)}): without "
+            "network, copy its files here and give their file or folder as the path, with the same adapter"
+        ) from None
+    return [folder / name for name in names]
+
+
+def _file_names(where: dict[str, str | None]) -> tuple[list[str], Path | None]:
+    """All files of the repository. Where the hub cannot be asked: those of the last download, and the folder that it is
+    in."""
+    from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
+
+    try:
+        info = HfApi().dataset_info(where["repo_id"], revision=where["revision"])
+        return [file.rfilename for file in info.siblings], None
+    except Exception as error:
+        try:
+            folder = Path(snapshot_download(**where, allow_patterns=[], local_files_only=True))
+        except errors.LocalEntryNotFoundError:
+            raise error from None
+    try:
+        return [file.path for file in get_cached_repo_tree(**where)], folder
+    except errors.CachedRepoTreeNotFoundError:  # downloaded by an older huggingface_hub
+        return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()], folder
 
 
 def is_here(path: str, option: str = "model.path") -> bool:
     """A folder, or a hub name whose download is in the cache, whole."""
-    folder = find_model(path, option)
+    folder = find_model(path, option, MODEL_FILES)
     return folder is not None and (Path(path).expanduser().is_dir() or is_whole(folder))
 
 
@@ -50,7 +78,7 @@ def model_folder(path: str, option: str = "model.path") -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=MODEL_FILES))
+        return Path(snapshot_download(path, allow_patterns=list(MODEL_FILES)))
     except Exception as error:  # of several HTTP libraries, by version
         raise DataError(
             f"{option}: {path} is no local folder, and could not be downloaded from the Hugging Face hub "
@@ -65,32 +93,4 @@ def _reason(error: Exception) -> str:
         return "its terms must be accepted on its page there, and then `hf auth login` here"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "there is none of this name, or it is private and takes `hf auth login`"
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def _fetch(repository: str, revision: str | None, choice: Choice) -> list[Path]:
-    from huggingface_hub import HfApi, snapshot_download
-
-    info = HfApi().dataset_info(repository, revision=revision)
-    names = select((file.rfilename for file in info.siblings), choice, repository)
-    wanted = sorted({*names, *(str(Path(name).parent / BESIDE) for name in names)})
-    folder = snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=wanted)
-    return [Path(folder) / name for name in names]
-
-
-def _cached(repository: str, revision: str | None, choice: Choice) -> list[Path] | None:
-    """What an earlier download left; None where there was none. An interrupted one is not taken for the whole."""
-    from huggingface_hub import constants
-
-    store = Path(constants.HF_HUB_CACHE) / f"datasets--{repository.replace('/', '--')}"
-    reference = store / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else str(revision)
-    folder, listing = store / "snapshots" / commit, store / "trees" / f"{commit}.json"
-    if not folder.is_dir():
-        return None
-    if listing.is_file():
-        every = list(json.loads(listing.read_text())["files"])
-    else:
-        every = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-    found = [folder / name for name in select(every, choice, f"{repository} (its copy in {folder})")]
-    return found if all(file.is_file() for file in found) else None
+    return first_line(error)

@@ -4,33 +4,14 @@ Everything is tokenised once, here. A prompt's index is the number of its row in
 over what is dropped, so sampling seeds and evaluation records can name problems by it.
 """
 
-import string
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from megatron_rft.config.datasets import TEMPLATES
-from megatron_rft.data.fields import Row
+from megatron_rft.data.fields import Row, check_characters, check_scalar
+from megatron_rft.data.rendering import PromptFormat, encode, field_text, question_of, template_fields
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.utils.errors import DataError, did_you_mean
-
-
-@dataclass(frozen=True)
-class PromptFormat:
-    """How a row becomes a prompt. The names are those of a recipe's `data` section."""
-
-    prompt_field: str = "question"
-    answer_field: str = "answer"
-    prompt_template: str | None = None  # format string, or one's name in TEMPLATES; None: the prompt field as it is
-    chat: bool = False  # through the tokenizer's chat template, as the user's turn
-    max_prompt_tokens: int = 512
-    overlong: Literal["drop", "error"] = "drop"
-    answered: bool = True  # rows without an answer are of no use; not so where tests or a reward model grade
-    adapted: bool = False  # the rows are an adapter's: they may have a history, or be unusable
-
-    @property
-    def template(self) -> str | None:
-        return TEMPLATES.get(self.prompt_template, self.prompt_template)
 
 
 @dataclass(frozen=True)
@@ -62,7 +43,11 @@ class DemonstrationSet:
 
 
 def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -> PromptSet:
-    """Prompts with the reference answer of each. `source` names the data set in errors."""
+    """Prompts with the reference answer of each. `source` names the data set in errors.
+
+    Raises:
+        DataError: a field is missing or of another kind than text, or no row can be used.
+    """
     prompts, dropped = _prompts(rows, tokenizer, form, source)
     answered = [prompt for prompt in prompts if prompt.answer or not form.answered]
     if not answered:
@@ -75,12 +60,21 @@ def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str)
 def demonstration_set(
     rows: list[Row], tokenizer: Any, form: PromptFormat, source: str, max_response_tokens: int | None = None
 ) -> DemonstrationSet:
-    """Prompts with the whole text of the answer field as the response to learn."""
+    """Prompts with the whole text of the answer field as the response to learn.
+
+    Raises:
+        DataError: a field is missing or no text, or no row can be used.
+    """
     prompts, dropped = _prompts(rows, tokenizer, form, source)
     end = eos_token_id(tokenizer)
-    texts = [str(rows[prompt.index][form.answer_field]) for prompt in prompts]
+    answered = [prompt for prompt in prompts if rows[prompt.index][form.answer_field] is not None]
+    if not answered:
+        raise DataError(f"{source}: the field {form.answer_field!r} is null in every row: there is nothing to learn")
+    if len(answered) < len(prompts):
+        dropped["empty answer"] = len(prompts) - len(answered)
+    texts = [_response(rows[prompt.index], form, f"{source}: row {prompt.index + 1}") for prompt in answered]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    found = [Demonstration(p, (*ids, end)) for p, ids in zip(prompts, encoded, strict=True)]
+    found = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
     if max_response_tokens is None:
         return DemonstrationSet(found, dropped)
     lengths = [len(each.response_ids) for each in found]
@@ -102,12 +96,18 @@ def as_batch(demonstrations: list[Demonstration]) -> Batch:
 
 def reference_answer(value: Any) -> str:
     """What the verifier compares with. GSM8K's worked answers end with "#### 18"; a float that is whole loses its
-    ".0"; a list of one is that one; several values are joined by commas, as they are written in an answer."""
+    ".0"; a list of one is that one; several values are joined by commas, as they are written in an answer.
+
+    Raises:
+        ValueError: it is an object or NaN.
+    """
     if isinstance(value, list | tuple):
         return ", ".join(reference_answer(each) for each in value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return "" if value is None else str(value).rpartition("####")[2].strip()
+    if value is None:
+        return ""
+    check_scalar(value)
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    return str(value).rpartition("####")[2].strip()
 
 
 def check_tokenizer(tokenizer: Any, vocabulary_size: int, model: str) -> None:
@@ -133,16 +133,16 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
     if not indexed:
         raise DataError(f"{source}: none of its {len(rows)} rows can be used: {', '.join(unusable)}")
     _check_fields(indexed, form, source)
-    questions = [_question(row, form, source) for _, row in indexed]
-    histories = [row.get("history", ()) if form.adapted else () for _, row in indexed]
-    texts = [_text(q, h, tokenizer, form.chat) for q, h in zip(questions, histories, strict=True)]
-    encoded = _encode(texts, tokenizer, form.chat)
+    places = [f"{source}: row {index + 1}" for index, _ in indexed]
+    questions = [question_of(row, form, place) for (_, row), place in zip(indexed, places, strict=True)]
+    texts = [question.rendered(tokenizer) for question in questions]
+    encoded = encode(texts, tokenizer, [bool(question.chat) for question in questions])
     lengths = [len(ids) for ids in encoded]
     limit = ("prompt", "data.max_prompt_tokens", form.max_prompt_tokens)
     _check_lengths(lengths, [index for index, _ in indexed], *limit, form.overlong, source)
     prompts = [
-        Prompt(index, tuple(ids), text, _answer(row, form), _rest(row, form), question)
-        for (index, row), text, ids, question in zip(indexed, texts, encoded, questions, strict=True)
+        Prompt(index, tuple(ids), text, _answer(row, form, place), _rest(row, form), question.text)
+        for (index, row), place, question, text, ids in zip(indexed, places, questions, texts, encoded, strict=True)
         if 0 < len(ids) <= form.max_prompt_tokens
     ]
     reasons = unusable | {
@@ -154,29 +154,33 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
     return prompts, {reason: count for reason, count in reasons.items() if count}
 
 
-def _answer(row: Row, form: PromptFormat) -> str:
+def _answer(row: Row, form: PromptFormat, place: str) -> str:
     """An adapter has taken it out of its working already: a "####" in what is left is the answer's own."""
-    return str(row[form.answer_field]) if form.adapted else reference_answer(row[form.answer_field])
+    value = row[form.answer_field]
+    if form.adapted:
+        return str(value)
+    try:
+        return reference_answer(value)
+    except ValueError as error:
+        raise DataError(f"{place}: the field {form.answer_field!r} {error} (data.answer_field)") from None
+
+
+def _response(row: Row, form: PromptFormat, place: str) -> str:
+    text = field_text(row, form.answer_field, place)
+    check_characters(text, place)
+    return text
 
 
 def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != form.prompt_field}
-
-
-def _template_fields(template: str) -> set[str]:
-    """The fields that a format string reads: {question} and {meta[level]} give question and meta."""
-    try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise DataError(f"data.prompt_template: {error}; literal braces are written {{{{ and }}}}") from None
-    return {name.partition("[")[0].partition(".")[0] for name in names}
+    """The other fields; a list of messages is kept for `rendering.ask_again`."""
+    return {name: value for name, value in row.items() if name != form.prompt_field or form.has_messages(row)}
 
 
 def _check_fields(rows: list[tuple[int, Row]], form: PromptFormat, source: str) -> None:
     """Every field that the recipe names, in every row."""
     template = form.template
     wanted = {form.answer_field: "data.answer_field"}
-    wanted |= {name: "data.prompt_template" for name in _template_fields(template)} if template else {}
+    wanted |= {name: "data.prompt_template" for name in template_fields(template)} if template else {}
     wanted |= {} if template else {form.prompt_field: "data.prompt_field"}
     for index, row in rows:
         for name, option in wanted.items():
@@ -185,45 +189,6 @@ def _check_fields(rows: list[tuple[int, Row]], form: PromptFormat, source: str) 
                     f"{source}: row {index + 1} has no field {name!r} ({option}); it has {', '.join(map(repr, row))}."
                     f"{did_you_mean(name, row)}"
                 )
-
-
-def _question(row: Row, form: PromptFormat, source: str) -> str:
-    """What is asked: the last turn of the conversation, or all of it."""
-    if form.template is None:
-        return str(row[form.prompt_field])
-    try:
-        return form.template.format(**row)
-    except (AttributeError, KeyError, IndexError, ValueError, TypeError) as error:
-        raise DataError(f"{source}: data.prompt_template {form.template!r} fails: {error!r}") from None
-
-
-def _text(question: str, history: list[dict[str, str]], tokenizer: Any, chat: bool) -> str:
-    """As the model reads it: with `chat`, through the tokenizer's chat template."""
-    messages = [*history, {"role": "user", "content": question}]
-    if not chat:
-        return as_text(messages)
-    if tokenizer.chat_template is None:
-        raise DataError("data.chat is set, but the tokenizer has no chat template: use data.prompt_template")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def _encode(texts: list[str], tokenizer: Any, chat: bool) -> list[list[int]]:
-    """A chat template writes its own special tokens; elsewhere the tokenizer adds what its model expects in front."""
-    return tokenizer(texts, add_special_tokens=not chat)["input_ids"]
-
-
-def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat) -> list[int]:
-    """The ids of `prompt`, which `form` made, with another question in the place of its own."""
-    history = prompt.fields.get("history", ()) if form.adapted else ()
-    return _encode([_text(question, history, tokenizer, form.chat)], tokenizer, form.chat)[0]
-
-
-def as_text(messages: list[dict[str, str]]) -> str:
-    """A conversation for a model without a chat template. Speakers are named where there is more than one user turn."""
-    turns = sum(message["role"] != "system" for message in messages)
-    speakers = {"user": "User: ", "assistant": "Assistant: "} if turns > 1 else {}
-    text = "\n\n".join(speakers.get(message["role"], "") + message["content"] for message in messages)
-    return text + "\n\nAssistant:" if speakers else text
 
 
 def _check_lengths(

@@ -2,7 +2,6 @@
 arithmetic; through an adapter where one is named. No tokenizer, no torch.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,9 +12,12 @@ from megatron_rft.data import arithmetic, hub
 from megatron_rft.data.adapters import adapt
 from megatron_rft.data.fields import Row
 from megatron_rft.data.selection import Choice, select
+from megatron_rft.data.tables import table
+from megatron_rft.data.text_rows import csv_file, json_file, json_lines
 from megatron_rft.utils.errors import DataError
 
-Placed = tuple[str, Row]  # where a row stands, for errors
+READERS = {".parquet": table, ".arrow": table, ".jsonl": json_lines, ".json": json_file, ".csv": csv_file}
+assert set(READERS) == set(SUFFIXES)
 
 
 def load_rows(
@@ -28,11 +30,15 @@ def load_rows(
     files: str | None = None,
     part: str = "train",
 ) -> list[Row]:
-    """The first `limit` rows. The arguments are those of a recipe's data source; `part` is where it stands there."""
+    """The first `limit` rows. The arguments are those of a recipe's data source; `part` is where it stands there.
+
+    Raises:
+        DataError: a file or a row cannot be read; the message names both.
+    """
     if str(path) == ARITHMETIC:
         return arithmetic.rows(split or part, limit)
     found = find_files(str(path), Choice(part, split, subset, files))
-    rows: Iterator[Any] = (placed for file in found for placed in _placed(file, adapter))
+    rows: Iterator[Any] = (row for file in found for row in _rows(file, adapter))
     rows = list(islice(rows, limit))
     if not rows:
         raise DataError(f"{path}: the data set is empty")
@@ -51,82 +57,11 @@ def find_files(path: str, choice: Choice) -> list[Path]:
         raise DataError(
             f"{path}: no such file or folder (a data set is a {', '.join(SUFFIXES)} file, or a folder of them)"
         )
-    if place.suffix not in READERS:
+    if place.suffix not in SUFFIXES:
         raise DataError(f"{path}: a data set is a {', '.join(SUFFIXES)} file, a folder of them, or `arithmetic`")
     return [place]
 
 
-def _placed(file: Path, adapter: str | None) -> Iterator[Row]:
+def _rows(file: Path, adapter: str | None) -> Iterator[Row]:
     rows = READERS[file.suffix](file)
     return (row for _, row in rows) if adapter is None else adapt(rows, adapter, file)
-
-
-def _json_lines(file: Path) -> Iterator[Placed]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{file}:{number}", _row(line, f"{file}:{number}")
-
-
-def _row(line: str, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg}, column {error.colno}): {line.strip()[:60]}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: a row is an object with named fields, not {type(row).__name__}: {line.strip()[:60]}")
-    return row
-
-
-def _json(file: Path) -> Iterator[Placed]:
-    """One list of objects, or (as some published .json files are) one object per line."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            yield from _json_lines(file)
-            return
-        raise DataError(f"{file}:{error.lineno}: not JSON ({error.msg}, column {error.colno})") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{file}: a .json data set is a list of objects, or one object per line")
-    yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _parquet(file: Path) -> Iterator[Placed]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{file}: not a parquet file ({error})") from None
-    yield from _numbered(file, table.iter_batches())
-
-
-def _arrow(file: Path) -> Iterator[Placed]:
-    """As the `datasets` library saves them: an Arrow stream, or an Arrow file."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(file)) as memory:
-        try:
-            yield from _numbered(file, pyarrow.ipc.open_stream(memory))
-            return
-        except pyarrow.ArrowInvalid:
-            memory.seek(0)
-        try:
-            table = pyarrow.ipc.open_file(memory)
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{file}: not an Arrow file ({error})") from None
-        yield from _numbered(file, (table.get_batch(i) for i in range(table.num_record_batches)))
-
-
-def _numbered(file: Path, batches: Any) -> Iterator[Placed]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{file}, row {number}", row
-
-
-READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".arrow": _arrow}
-assert set(READERS) == set(SUFFIXES)

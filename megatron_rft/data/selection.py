@@ -75,10 +75,10 @@ def _in_subset(name: str, subset: str) -> bool:
 
 
 def _one_kind(names: list[str], source: str) -> list[str]:
-    """Rows in two formats are most often the same rows twice; .json beside others is most often no data."""
+    """Rows in two formats are most often the same rows twice; .csv and .json beside others are most often no data."""
     kinds = sorted({PurePosixPath(name).suffix for name in names})
-    if len(kinds) > 1 and ".json" in kinds:
-        return _one_kind([name for name in names if not name.endswith(".json")], source)
+    for aside in {".csv", ".json"} & set(kinds) if len(kinds) > 1 else ():
+        return _one_kind([name for name in names if not name.endswith(aside)], source)
     if len(kinds) > 1:
         chosen = commonprefix([name for name in names if name.endswith(kinds[-1])]).removesuffix(kinds[-1])
         raise DataError(

@@ -1,8 +1,8 @@
 """What the model's config.json says about its shape: enough to know which layouts can hold it. Plain JSON, no torch."""
 
 import json
-import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,28 +31,29 @@ class ModelShape:
         return f"{self.layers} layers, {self.heads} heads, {self.kv_heads} kv heads, hidden {self.hidden}{experts}"
 
 
-def find_model(path: str, option: str = "model.path") -> Path | None:
-    """The local folder of a model; None for a hub name that is still to be downloaded."""
+def find_model(path: str, option: str = "model.path", files: Sequence[str] = ("config.json",)) -> Path | None:
+    """The local folder of a model; None for a hub name of which `files` (patterns) are still to be downloaded."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise DataError(f"{option}: {path} is a file; a model is a folder with config.json and *.safetensors")
     if HUB_NAME.fullmatch(path) and not folder.parent.is_dir():
-        return _cached(path)
+        return _cached(path, files)
     near = [str(other) for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
     raise DataError(f"{option}: there is no such model folder, {path}.{did_you_mean(str(folder), near)}")
 
 
-def _cached(name: str) -> Path | None:
-    """The snapshot of a hub model in the local cache that `main` was, else the newest. It may lack weights."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    store = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
-    main = store / "refs" / "main"
-    if main.is_file() and ((found := store / "snapshots" / main.read_text().strip()) / "config.json").is_file():
-        return found
-    snapshots = (store / "snapshots").glob("*/config.json")
-    return max((config.parent for config in snapshots), key=lambda folder: folder.stat().st_mtime, default=None)
+def _cached(name: str, files: Sequence[str]) -> Path | None:
+    """The snapshot of a hub model in the local cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(files), local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        return None
+    whole = (folder / "config.json").is_file()  # not where another program fetched the tokenizer alone
+    return folder if whole else None
 
 
 def is_whole(folder: Path) -> bool:

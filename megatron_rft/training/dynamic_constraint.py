@@ -11,7 +11,7 @@ import torch
 
 from megatron_rft.config import Recipe
 from megatron_rft.config.constraint import Constraint
-from megatron_rft.data.prompts import ask_again
+from megatron_rft.data.rendering import ask_again
 from megatron_rft.inference.engine import Engine, Sampling, request_seed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import Loss, LossFunction

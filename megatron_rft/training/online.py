@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron_rft import objectives
 from megatron_rft.config import Recipe, Rollout
 from megatron_rft.config.algorithms.base import Algorithm
-from megatron_rft.data.prompts import PromptFormat, PromptSet, ask_again, check_tokenizer
+from megatron_rft.data.prompts import PromptSet, check_tokenizer
+from megatron_rft.data.rendering import PromptFormat, ask_again
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.engine import Engine
 from megatron_rft.megatron.ema import MovingAverage

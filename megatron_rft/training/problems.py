@@ -5,7 +5,8 @@ from typing import Any
 
 from megatron_rft.config import Data, Recipe, Source
 from megatron_rft.config.datasets import DATASETS
-from megatron_rft.data.prompts import PromptFormat, PromptSet, prompt_set
+from megatron_rft.data.prompts import PromptSet, prompt_set
+from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.utils.errors import DataError
 
@@ -64,4 +65,5 @@ class Problems:
         )
 
     def prompts(self, part: str, tokenizer: Any) -> PromptSet:
-        return prompt_set(self.rows(part), tokenizer, self.prompt_format(part), self.location(part))
+        source = f"{self.location(part)}: {self.source(part).path}"
+        return prompt_set(self.rows(part), tokenizer, self.prompt_format(part), source)

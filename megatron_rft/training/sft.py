@@ -22,7 +22,7 @@ def train(recipe: Recipe) -> int:
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
     problems, limit = Problems.of(recipe), recipe.rollout.max_response_tokens
     form = problems.prompt_format("train")
-    found = demonstration_set(problems.rows("train"), tokenizer, form, "data.train", limit)
+    found = demonstration_set(problems.rows("train"), tokenizer, form, f"data.train: {recipe.data.train.path}", limit)
     stream, size = Stream(found.demonstrations, recipe.run.seed, recipe.data.shuffle), recipe.algorithm.batch_sequences
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(found) / size)
     models = Models(build.build_actor(recipe, hf_config, steps))

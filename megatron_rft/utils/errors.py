@@ -35,3 +35,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'lr'?"` when something known is close to `name`, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what another library says, to stand within a sentence of ours."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

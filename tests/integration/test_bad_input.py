@@ -5,7 +5,10 @@ and test_config.py. These runs go through the command line, in this process.
 """
 
 import json
+import re
 
+import pyarrow.parquet
+import pytest
 from safetensors.torch import load_file
 
 from megatron_rft.commands.main import main
@@ -32,6 +35,101 @@ def test_empty_data_set(tmp_path, capsys):
 def test_broken_line_is_named(tmp_path, capsys):
     recipe = write_recipe(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": "2", "answ\n')
+    assert "train.jsonl:2: not JSON" in refused(capsys, recipe)
+
+
+GOOD = b'{"question": "1", "answer": "1"}\n'
+CHOICES = {"question": "?", "choices": {"label": ["A", "B"], "text": ["x"]}, "answerKey": "A"}
+HUMANEVAL = {"task_id": 1, "prompt": "def f(x):\n", "entry_point": "f", "canonical_solution": "    return x\n"}
+CODE = {"kind": "code"}
+
+
+def one_sentence(error: str) -> bool:
+    return error.count("\n") == 1 and "Traceback" not in error and len(error) < 500
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "é", "answer": "1"}'.encode("latin-1"), "train.jsonl:2: not UTF-8 text (byte 0xe9)"),
+        (b"[" * 100_000, "train.jsonl:2: its brackets are nested more deeply than can be read"),
+        (b'{"question": 1, "answer": %s}' % (b"9" * 6000), "train.jsonl:2: an integer has more than 4300 digits"),
+        (b'{"question": "\\ud83d", "answer": "1"}', "train.jsonl:2: its text has half of a character, \\ud83d"),
+        (
+            b'{"question": "1", "question": "2", "answer": "1"}',
+            "train.jsonl:2: one object has the key 'question' twice",
+        ),
+        (b'{"question": null, "answer": "1"}', "train.jsonl: row 2: the field 'question' is null"),
+        (b'{"question": "1", "answer": {"value": 1}}', "train.jsonl: row 2: the field 'answer' is an object"),
+        (b'{"question": "1", "answer": NaN}', "train.jsonl: row 2: the field 'answer' is NaN"),
+        (b'{"question": ["1"], "answer": "1"}', "train.jsonl: row 2: the field 'question': a message has a role"),
+        (
+            b'{"question": [{"role": "user", "content": "1"}], "answer": "1"}',
+            "train.jsonl: row 2: the prompt is a list of messages, but the tokenizer has no chat template",
+        ),
+    ],
+)
+def test_a_bad_row_is_one_sentence_with_file_and_row(tmp_path, capsys, line, message):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "train.jsonl").write_bytes(GOOD + line + b"\n")
+    error = refused(capsys, recipe)
+    assert message in error and "data.train" in error and one_sentence(error)
+
+
+def test_utf_16_is_named(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "train.jsonl").write_bytes(GOOD.decode().encode("utf-16"))
+    error = refused(capsys, recipe)
+    assert "train.jsonl:1: not UTF-8 text" in error and "UTF-16" in error and one_sentence(error)
+
+
+@pytest.mark.parametrize("end", [-20, 100])
+def test_a_truncated_parquet_file_is_named(tmp_path, capsys, end):
+    recipe = write_recipe(tmp_path, data={"train": str(tmp_path / "train.parquet")})
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["1"], "answer": ["1"]}), tmp_path / "whole")
+    (tmp_path / "train.parquet").write_bytes((tmp_path / "whole").read_bytes()[:end])
+    error = refused(capsys, recipe)
+    assert "train.parquet: not a parquet file, or a broken one" in error and one_sentence(error)
+
+
+def test_a_recipe_that_is_not_utf_8_is_named(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    recipe.write_bytes(recipe.read_bytes() + "# é\n".encode("latin-1"))
+    error = refused(capsys, recipe)
+    assert re.search(r"recipe\.yaml:\d+: not UTF-8 text \(byte 0xe9\)", error) and one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "row", "reward", "message"),
+    [
+        ("sciknoweval", CHOICES, {"kind": "choice"}, "its choices have 2 labels and 1 texts"),
+        (
+            "humaneval_plus",
+            HUMANEVAL | {"base_input": [[1]], "plus_input": [[2]], "atol": "abc"},
+            CODE,
+            "atol is not a number but str: abc",
+        ),
+        ("livecodebench", {"question_content": "?", "public_test_cases": "[{"}, CODE, "public_test_cases is not JSON"),
+    ],
+)
+def test_a_bad_row_of_an_adapter_is_one_sentence(tmp_path, capsys, adapter, row, reward, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + json.dumps(row) + "\n")
+    recipe = write_recipe(tmp_path, data={"train": {"path": str(path), "adapter": adapter}}, reward=reward)
+    error = refused(capsys, recipe)
+    assert f"rows.jsonl:2 (adapter {adapter}): {message}" in error and one_sentence(error)
+
+
+def test_a_template_reads_no_attributes(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, data={"prompt_template": "{question.__class__}"})
+    error = refused(capsys, recipe)
+    assert "data.prompt_template: {question.__class__} reads an attribute" in error and one_sentence(error)
+
+
+def test_a_byte_order_mark_is_read(tmp_path, capsys):
+    """The error is of the second row: the first, behind the mark, was read."""
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD + b"{")
     assert "train.jsonl:2: not JSON" in refused(capsys, recipe)
 
 

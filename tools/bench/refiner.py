@@ -28,7 +28,8 @@ from megatron_rft import objectives
 from megatron_rft.config.algorithms.grpo import GRPO
 from megatron_rft.config.constraint import Constraint
 from megatron_rft.data import arithmetic
-from megatron_rft.data.prompts import PromptFormat, ask_again, prompt_set
+from megatron_rft.data.prompts import prompt_set
+from megatron_rft.data.rendering import PromptFormat, ask_again
 from megatron_rft.inference.engine import Engine, Sampling, request_seed
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.objectives.base import Setting

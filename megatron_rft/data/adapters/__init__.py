@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_rft.data.adapters import code, mathematics, text, tools
 from megatron_rft.data.fields import Fields, Row
-from megatron_rft.utils.errors import DataError, did_you_mean
+from megatron_rft.utils.errors import DataError, did_you_mean, first_line
 
 ADAPTERS: dict[str, Callable[[Fields], Row]] = {
     **mathematics.ADAPTERS,
@@ -31,4 +31,12 @@ def adapt(rows: Iterator[tuple[str, Row]], name: str, file: Path) -> Iterator[Ro
     if name not in ADAPTERS:
         raise DataError(f"there is no adapter {name!r}: {', '.join(ADAPTERS)}.{did_you_mean(name, ADAPTERS)}")
     for place, row in rows:
-        yield ADAPTERS[name](Fields(row, f"{place} (adapter {name})", file))
+        place = f"{place} (adapter {name})"
+        try:
+            adapted = ADAPTERS[name](Fields(row, place, file))
+        except DataError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            problem = first_line(error) if type(error) is ValueError else f"{type(error).__name__}: {first_line(error)}"
+            raise DataError(f"{place}: a field is not what this data set has there ({problem})") from None
+        yield adapted

@@ -96,7 +96,7 @@ def humaneval(fields: Fields) -> Row:
 
 def _against_reference(fields: Fields, name: str, solution: str) -> dict[str, Any]:
     inputs = [*fields.items("base_input"), *fields.items("plus_input")]
-    atol = float(fields.maybe("atol") or 0)
+    atol = fields.number("atol") if fields.has("atol") else 0
     setup = REFERENCE.format(source=solution, name=name, atol=atol or 1e-6)
     code = (ROOT if name == "find_zero" else COMPARED).format(inputs=inputs, name=name, atol=atol)
     return {"kind": "assert", "code": code, "setup": setup, "names": [name]}
@@ -215,7 +215,10 @@ def _cases(fields: Fields, name: str) -> list[dict[str, str]]:
             value = _Text(io.BytesIO(zlib.decompress(base64.b64decode(value)))).load()
         except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
             raise fields.wrong(f"{name} cannot be decoded ({error})") from None
-    cases = json.loads(value) if isinstance(value, str) else value
+    try:
+        cases = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise fields.wrong(f"{name} is not JSON ({error}): {value[:60]!r}") from None
     if not isinstance(cases, list) or not all(
         isinstance(case, dict) and {"input", "output"} <= set(case) for case in cases
     ):

@@ -1,4 +1,4 @@
-"""What all adapters give: a row with our names (see `adapters/__init__.py`)."""
+"""What adapters share: how to write a row with our names (see `adapters/__init__.py`), and conversations."""
 
 from typing import Any
 
@@ -20,12 +20,19 @@ def unusable(reason: str) -> Row:
 
 
 def conversation(messages: list[Any], fields: Fields) -> tuple[list[dict[str, str]], str]:
-    """[{role, content}] -> the turns before the last, and the last user turn's text."""
+    """[{role, content}] -> the turns before the last, and the last user turn's text.
+
+    Raises:
+        DataError: a message has no role and content, its content is no text, or the last turn is not the user's.
+    """
     turns = []
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise fields.wrong(f"a message has a role and a content, not {str(message)[:60]}")
-        turns.append({"role": str(message["role"]), "content": str(message["content"] or "")})
+        content = message["content"] or ""
+        if not isinstance(content, str):
+            raise fields.wrong(f"the content of a message is text, not {str(content)[:60]}")
+        turns.append({"role": str(message["role"]), "content": content})
     if not turns or turns[-1]["role"] != "user":
         raise fields.wrong("its messages do not end with the user's turn")
     return turns[:-1], turns[-1]["content"]

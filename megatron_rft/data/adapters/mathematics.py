@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megatron_rft.data.adapters.common import as_row
-from megatron_rft.data.fields import Fields, Row
+from megatron_rft.data.fields import Fields, Row, check_scalar
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s$]+)")
 SUFFIXES = (
@@ -76,6 +76,7 @@ def answer_text(value: Any) -> str:
         return ", ".join(answer_text(each) for each in value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    check_scalar(value)
     return str(value).strip()
 
 

@@ -21,7 +21,10 @@ def sciknoweval(fields: Fields) -> Row:
     if not fields.has("choices"):
         return _prepared(fields)
     choices = fields.object("choices")
-    options = dict(zip(map(str, choices.items("label")), map(str, choices.items("text")), strict=True))
+    labels, texts = choices.items("label"), choices.items("text")
+    if len(labels) != len(texts):
+        raise choices.wrong(f"its choices have {len(labels)} labels and {len(texts)} texts: each text needs a label")
+    options = dict(zip(map(str, labels), map(str, texts), strict=True))
     key = str(fields.maybe("answerKey") or "").strip()
     if not options or key not in options:
         return unusable("not a multiple choice")

@@ -152,7 +152,7 @@ class TestLoading:
         ("optimizer.min_lr=1e-7", "does nothing with lr_decay_style constant"),
         ("optimizer.sgd_momentum=0.5", "trains with Adam"),
         ("evaluation.every=5", "does nothing without data.validation"),
-        ("data.train=rows.csv", "'rows.csv' is neither"),
+        ("data.train=rows.tsv", "'rows.tsv' is neither"),
         ("data.train={path: a.jsonl, split: test}", "split: does nothing for a file"),
         ("no-equals-sign", "is not an override"),
         ("run.steps=[", "is not valid YAML"),
@@ -278,7 +278,7 @@ class TestPlan:
         check(load(recipe, ["model.initialise=random"]))
 
     def test_a_hub_name_is_not_checked_but_said(self, recipe, monkeypatch, tmp_path):
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         assert "from the Hugging Face hub" in check(load(recipe, ["model.path=Qwen/Qwen3-0.6B"])).lines[0]
 
 

@@ -415,3 +415,42 @@ class TestBadRows:
         (tmp_path / "a.jsonl").write_text('{"x": -Infinity}\n')
         assert load_rows(tmp_path / "a.jsonl") == [{"x": float("-inf")}]
         assert adapt("amc23", problem="?", answer=float("-inf"))["answer"] == "-inf"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "row", "message"),
+    [
+        (
+            "sciknoweval",
+            {"question": "?", "choices": {"label": ["A", "B"], "text": ["x"]}, "answerKey": "A"},
+            "its choices have 2 labels and 1 texts",
+        ),
+        (
+            "humaneval_plus",
+            {"task_id": "H/0", "prompt": "def f(x):\n", "entry_point": "f", "canonical_solution": "    return x\n"}
+            | {"base_input": [[1]], "plus_input": [[2]], "atol": "abc"},
+            "atol is not a number but str: abc",
+        ),
+        (
+            "livecodebench",
+            {"question_content": "?", "public_test_cases": '[{"input": "1", '},
+            "public_test_cases is not JSON",
+        ),
+        ("math500", {"problem": "?", "answer": {"value": 1}}, "is an object, not text or a number"),
+        ("aime25", {"problem": "?", "answer": float("nan")}, "is NaN"),
+        ("gsm8k", {"question": "?", "answer": float("nan")}, "answer is not a number but float: nan"),
+        ("apps", {"question": "?", "input_output": '{"inputs": ["1"], "outputs": 3}'}, None),  # unusable, and counted
+    ],
+)
+def test_rows_that_an_adapter_cannot_read_are_named(adapt, adapter, row, message):
+    if message is None:
+        assert adapt(adapter, **row) == {"unusable": "no tests that can be run"}
+        return
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1 \(adapter {adapter}\): .*{message}") as told:
+        adapt(adapter, **row)
+    assert "\n" not in str(told.value)
+
+
+def test_whatever_an_adapter_stumbles_over_is_one_sentence(adapt):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1 \(adapter mbpp\): a field is not what this data set has there"):
+        adapt("mbpp", task_id=1, text="?", test_list=["assert f()"], test_imports=[1], code="def f(): pass")

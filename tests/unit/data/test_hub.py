@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from huggingface_hub import constants
 
-from megatron_rft.data.hub import model_folder
+from megatron_rft.data.hub import is_here, model_folder
 from megatron_rft.data.rows import load_rows
+from megatron_rft.plan.model_shape import find_model
 from megatron_rft.utils.errors import DataError
 
 SHA = "5" * 40
@@ -78,7 +80,6 @@ class Hub(BaseHTTPRequestHandler):
 def endpoint(monkeypatch, tmp_path):
     """Switches the client to an endpoint and to an empty cache."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
 
@@ -115,6 +116,20 @@ def test_a_split_of_a_subset_is_downloaded_once_and_nothing_else(server, endpoin
         load_rows("hub:org/sums", "test", subset="easy")
 
 
+def test_an_interrupted_download_is_not_taken_for_the_whole(server, endpoint, tmp_path):
+    rows = load_rows("hub:org/sums@v1", subset="main", part="train")
+    assert any("/revision/v1" in path for path in Hub.asked)
+    endpoint("http://127.0.0.1:9")
+    (shard,) = (tmp_path / "cache").rglob("train-00001-of-00002.jsonl")
+    content = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(DataError, match="org/sums could not be downloaded .*1 file.* missing"):
+        load_rows("hub:org/sums@v1", subset="main", part="train")
+    shard.write_bytes(content)
+    shutil.rmtree(*(tmp_path / "cache").rglob("trees"))  # as downloads of older versions of huggingface_hub are
+    assert load_rows("hub:org/sums@v1", subset="main", part="train") == rows
+
+
 def test_what_is_not_there_is_listed(server):
     with pytest.raises(DataError, match="no file of the split 'dev'; there are hard/test.jsonl, main/test.jsonl"):
         load_rows("hub:org/sums", "dev")
@@ -141,6 +156,15 @@ def test_a_model_is_downloaded_once_and_a_download_that_was_cut_off_is_finished(
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(DataError, match="org/tiny is no local folder, and could not be downloaded .*1 file.* missing"):
         model_folder("org/tiny")
+
+
+def test_a_tokenizer_alone_in_the_cache_is_no_model(server, endpoint):
+    folder = model_folder("org/tiny")
+    endpoint("http://127.0.0.1:9")
+    assert find_model("org/tiny") == folder and is_here("org/tiny")
+    (folder / "config.json").unlink()
+    assert find_model("org/tiny") is None and not is_here("org/tiny")
+    assert find_model("org--x/tiny") is None  # no name that the hub allows
 
 
 def test_a_model_that_is_not_there_is_one_sentence(server):

@@ -4,13 +4,13 @@ import pytest
 
 from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import (
-    PromptFormat,
     as_batch,
     check_tokenizer,
     demonstration_set,
     prompt_set,
     reference_answer,
 )
+from megatron_rft.data.rendering import PromptFormat, ask_again
 from megatron_rft.utils.errors import DataError
 
 ROWS = [
@@ -95,6 +95,73 @@ def test_an_adapters_history_comes_before_the_question(tokenizer):
     assert chat == ["system: Be brief.|user: 3+4?|", "system: Be brief.|user: Hi|assistant: Yes?|user: 3+4?|"]
     own = prompt_set(rows, tokenizer, PromptFormat(), "rows").prompts  # a user's field of that name is only a field
     assert own[0].text == "3+4" and own[0].fields["history"] == ASKED
+
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}|{% endfor %}bot:"
+
+
+def test_a_list_of_messages_is_rendered_by_the_chat_template(tokenizer):
+    row = {"question": [*TALKED, {"role": "user", "content": "3+4"}], "answer": "7"}
+    rows = [row, {"question": "5+6", "answer": "11"}]
+    talking = arithmetic.tokenizer()
+    talking.chat_template = TEMPLATE
+    first, second = prompt_set(rows, talking, PromptFormat(), "rows").prompts
+    assert first.text == "system: Be brief.|user: Hi|assistant: Yes?|user: 3+4|bot:" and first.question == "3+4"
+    assert list(first.token_ids) == talking(first.text, add_special_tokens=False)["input_ids"]
+    assert second.text == "5+6" and list(second.token_ids) == talking("5+6")["input_ids"]
+    form = PromptFormat(prompt_template="Q: {question}")
+    (first,) = prompt_set(rows[:1], talking, form, "rows").prompts
+    assert first.text == "system: Be brief.|user: Hi|assistant: Yes?|user: Q: 3+4|bot:"
+    again = talking.decode(ask_again(first, "1+2", talking, form))
+    assert again == talking.decode(talking("system: Be brief.|user: Hi|assistant: Yes?|user: 1+2|bot:")["input_ids"])
+    with pytest.raises(
+        DataError, match="rows: row 1: the prompt is a list of messages, but the tokenizer has no chat template"
+    ):
+        prompt_set(rows, tokenizer, PromptFormat(), "rows")
+    other = [{"question": ["a", "list"], "problem": "3+4", "answer": "7"}]  # a field that the template does not read
+    assert prompt_set(other, tokenizer, PromptFormat(prompt_template="{problem}"), "rows").prompts[0].text == "3+4"
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "message"),
+    [
+        ({"question": None}, {}, "row 2: the field 'question' is null, not text or a number"),
+        ({"question": float("nan")}, {}, "row 2: the field 'question' is NaN"),
+        ({"question": {"text": "1"}}, {}, "row 2: the field 'question' is an object, .*: {'text': '1'}"),
+        ({"question": "\ud83d"}, {}, r"row 2: its text has half of a character, \\ud83d"),
+        ({"question": ["1"]}, {}, "row 2: the field 'question': a message has a role and a content, not 1"),
+        ({"question": TALKED}, {}, "row 2: the field 'question': its messages do not end with the user's turn"),
+        ({"question": [{"role": "user", "content": ["1"]}]}, {}, "row 2: .* the content of a message is text, not"),
+        ({"answer": {"value": 1}}, {}, "row 2: the field 'answer' is an object, .*data.answer_field"),
+        ({"answer": [{"value": 1}]}, {}, "row 2: the field 'answer' is an object"),
+        ({"answer": float("nan")}, {}, "row 2: the field 'answer' is NaN"),
+        ({"level": None}, {"prompt_template": "{level}{question}"}, "row 2: data.prompt_template .*'level' is null"),
+        ({"level": []}, {"prompt_template": "{level[0]}"}, "row 2: data.prompt_template .*fails: IndexError"),
+    ],
+)
+def test_what_is_no_text_is_named(tokenizer, row, form, message):
+    good = {"question": "3+4", "answer": "7", "level": ["easy"]}
+    with pytest.raises(DataError, match=message):
+        prompt_set([good, good | row], tokenizer, PromptFormat(**form), "rows")
+
+
+@pytest.mark.parametrize("template", ["{question.__class__}", "{level[0].real}", "{question:{level.real}}"])
+def test_a_template_reads_no_attributes(tokenizer, template):
+    row = {"question": "3+4", "answer": "7", "level": [1]}
+    with pytest.raises(
+        DataError, match=r"data.prompt_template: {.*} reads an attribute of a value; .*{field\[entry\]}"
+    ):
+        prompt_set([row], tokenizer, PromptFormat(prompt_template=template), "rows")
+
+
+def test_responses_to_learn_are_text(tokenizer):
+    rows = [*ROWS, {"question": "1+2", "answer": None}]
+    found = demonstration_set(rows, tokenizer, PromptFormat(), "rows")
+    assert len(found) == 2 and found.dropped == {"empty answer": 1}
+    with pytest.raises(DataError, match="'answer' is null in every row"):
+        demonstration_set(rows[2:], tokenizer, PromptFormat(answered=False), "rows")
+    with pytest.raises(DataError, match="row 1: the field 'answer' is a list, not text"):
+        demonstration_set([{"question": "1", "answer": ["2"]}], tokenizer, PromptFormat(), "rows")
 
 
 def test_an_adapters_answer_is_taken_as_it_is(tokenizer):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rft.config.datasets import DATASETS, TEMPLATES
-from megatron_rft.data.prompts import PromptFormat, as_text, prompt_set
+from megatron_rft.data.prompts import prompt_set
+from megatron_rft.data.rendering import PromptFormat, as_text
 from megatron_rft.data.rows import load_rows
 
 FOLDER = Path(os.environ.get("MEGATRON_RFT_DATA", Path(__file__).parents[4] / "shared" / "data"))

@@ -22,6 +22,8 @@ SUBJECTS = ["algebra/train-0.parquet", "algebra/test-0.parquet", "geometry/train
         (["x_l1.json", "x_l12.json"], Choice("test", subset="x_l1"), ["x_l1.json"]),
         (["a.json", "train/dataset_info.json", "state.json"], Choice("train"), ["a.json"]),
         (["q.jsonl", "possible_answer/q.jsonl"], Choice("test", files="*.jsonl"), ["q.jsonl"]),
+        (["a.csv", "b.csv"], Choice("train"), ["a.csv", "b.csv"]),
+        (["a.csv", "a.jsonl", "a.json"], Choice("train"), ["a.jsonl"]),
         (["a.jsonl", "dataset_info.json", ".cache/b.jsonl", "README.md", "stats.json"], Choice("train"), ["a.jsonl"]),
     ],
 )
@@ -49,7 +51,7 @@ def test_names_say_which_files(names, choice, expected):
         (
             ["README.md"],
             Choice("train"),
-            "no file of a data set; there is no .parquet, .jsonl, .json, .arrow file at all",
+            "no file of a data set; there is no .parquet, .jsonl, .json, .arrow, .csv file at all",
         ),
     ],
 )

@@ -1,0 +1,155 @@
+"""How a row becomes the text of a prompt: its fields through a template, a conversation through a chat template."""
+
+import re
+import string
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megatron_rft.config.datasets import TEMPLATES
+from megatron_rft.data.adapters.common import conversation
+from megatron_rft.data.fields import Fields, Row, check_characters, check_scalar, is_nan
+from megatron_rft.records import Prompt
+from megatron_rft.utils.errors import DataError
+
+INDEX = re.compile(r"\[[^\]]*\]")  # in a template: {meta[level]}
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a row becomes a prompt. The names are those of a recipe's `data` section."""
+
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    prompt_template: str | None = None  # format string, or one's name in TEMPLATES; None: the prompt field as it is
+    chat: bool = False  # through the tokenizer's chat template, as the user's turn
+    max_prompt_tokens: int = 512
+    overlong: Literal["drop", "error"] = "drop"
+    answered: bool = True  # rows without an answer are of no use; not so where tests or a reward model grade
+    adapted: bool = False  # the rows are an adapter's: they may have a history, or be unusable
+
+    @property
+    def template(self) -> str | None:
+        return TEMPLATES.get(self.prompt_template, self.prompt_template)
+
+    def has_messages(self, row: Row) -> bool:
+        """Whether the prompt is a list of messages: the prompt field is used, and is a list."""
+        used = self.template is None or self.prompt_field in template_fields(self.template)
+        return used and not self.adapted and isinstance(row.get(self.prompt_field), list)
+
+    def turns(self, row: Row, place: str) -> tuple[list[dict[str, str]], str | None]:
+        """The turns before the last, and the last one's text where the prompt is a list of messages."""
+        if not self.has_messages(row):
+            return row.get("history", []) if self.adapted else [], None
+        fields = Fields(row, f"{place}: the field {self.prompt_field!r}", Path())
+        return conversation(row[self.prompt_field], fields)
+
+
+class Question(NamedTuple):
+    """What is asked: the text of the last turn, the turns before it, and why a chat template writes them ("": none)."""
+
+    text: str
+    history: list[dict[str, str]]
+    chat: str
+
+    def rendered(self, tokenizer: Any) -> str:
+        """As the model reads it."""
+        messages = [*self.history, {"role": "user", "content": self.text}]
+        if not self.chat:
+            return as_text(messages)
+        if tokenizer.chat_template is None:
+            raise DataError(f"{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def question_of(row: Row, form: PromptFormat, place: str) -> Question:
+    """A list of messages is written by the chat template, whatever `form.chat` is.
+
+    Raises:
+        DataError: a field that is read is null, NaN, no text, or has characters that no tokenizer takes.
+    """
+    history, last = form.turns(row, place)
+    row = row if last is None else row | {form.prompt_field: last}
+    text = field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
+    check_characters(text, place)
+    return Question(text, history, _why_chat(form, last, place))
+
+
+def _why_chat(form: PromptFormat, last: str | None, place: str) -> str:
+    return "data.chat is set" if form.chat else "" if last is None else f"{place}: the prompt is a list of messages"
+
+
+def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int]]:
+    """A chat template writes its own special tokens; elsewhere the tokenizer adds what its model expects in front."""
+    found: dict[int, list[int]] = {}
+    for chat in set(chats):
+        chosen = [number for number, each in enumerate(chats) if each == chat]
+        ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not chat)["input_ids"]
+        found |= zip(chosen, ids, strict=True)
+    return [found[number] for number in range(len(texts))]
+
+
+def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat) -> list[int]:
+    """The ids of `prompt`, which `form` made, with another question in the place of its own."""
+    place = f"row {prompt.index + 1}"
+    history, last = form.turns(prompt.fields, place)
+    asked = Question(question, history, _why_chat(form, last, place))
+    return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
+
+
+def as_text(messages: list[dict[str, str]]) -> str:
+    """A conversation for a model without a chat template. Speakers are named where there is more than one user turn."""
+    turns = sum(message["role"] != "system" for message in messages)
+    speakers = {"user": "User: ", "assistant": "Assistant: "} if turns > 1 else {}
+    text = "\n\n".join(speakers.get(message["role"], "") + message["content"] for message in messages)
+    return text + "\n\nAssistant:" if speakers else text
+
+
+def field_text(row: Row, name: str, place: str) -> str:
+    """A text or a number, as text."""
+    try:
+        check_scalar(row[name])
+    except ValueError as error:
+        raise DataError(f"{place}: the field {name!r} {error}") from None
+    return str(row[name])
+
+
+@lru_cache
+def template_fields(template: str) -> set[str]:
+    """The fields that a format string reads: {question} and {meta[level]} give question and meta."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise DataError(f"data.prompt_template: {error}; literal braces are written {{{{ and }}}}") from None
+    for name in names:
+        _check_no_attribute(name)
+    return {name.partition("[")[0] for name in names}
+
+
+def _check_no_attribute(name: str) -> None:
+    if "." in INDEX.sub("", name):
+        raise DataError(
+            f"data.prompt_template: {{{name}}} reads an attribute of a value; an entry of an object is {{field[entry]}}"
+        )
+
+
+class _Formatter(string.Formatter):
+    """`str.format` without attributes of the values, and without null or NaN as text."""
+
+    def get_field(self, field_name, args, kwargs):
+        _check_no_attribute(field_name)
+        value, first = super().get_field(field_name, args, kwargs)
+        if value is None or is_nan(value):
+            raise ValueError(f"{field_name!r} is {'null' if value is None else 'NaN'}")
+        return value, first
+
+
+def _filled(template: str, row: Row, place: str) -> str:
+    try:
+        return _Formatter().vformat(template, (), row)
+    except DataError:
+        raise
+    except (AttributeError, KeyError, IndexError, ValueError, TypeError) as error:
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise DataError(f"{place}: data.prompt_template {template!r} fails: {reason}") from None

@@ -1,0 +1,161 @@
+"""Rows of .jsonl, .json and .csv files, read strictly: a row is what the file says, and an error names its line.
+
+`datasets` is not used for text because it infers one schema for a whole file: it fills a field that some rows lack with
+None, reads 1 beside 1.5 as 1.0, "025" in a CSV file as 25, a long integer as a float and text that looks like a date as
+a datetime, and turns a field of several types into JSON text. Its errors count rows within a block, not lines of the
+file, and a CSV row with a cell too many shifts the columns without an error.
+"""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.data.fields import Row, check_characters
+from megatron_rft.utils.errors import DataError
+
+WHITESPACE = re.compile(r"[ \t\r\n]*")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of half a character
+AS_WRITTEN = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # bytes that are not UTF-8 become lone surrogates
+
+
+class _Duplicate(ValueError):
+    """A key that an object has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Duplicate(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) of each line that is not blank."""
+    with file.open(**AS_WRITTEN) as lines:
+        yield from _rows_of(_checked(lines, file), file)
+
+
+def csv_file(file: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) of each row under the header. Every cell is text: an empty one is "", and "NA" is no null."""
+    csv.field_size_limit(sys.maxsize)
+    with file.open(newline="", **AS_WRITTEN) as lines:
+        reader = csv.reader(_checked(lines, file), strict=True)
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise DataError(f"{file}:1: two columns have one name: {', '.join(names)}")
+            for cells in filter(None, reader):
+                place = f"{file}:{reader.line_num}"
+                if len(cells) != len(names):
+                    raise DataError(f"{place}: {len(cells)} cells under {len(names)} columns ({', '.join(names)})")
+                yield place, dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            raise DataError(f"{file}:{reader.line_num}: not CSV ({error})") from None
+
+
+def json_file(file: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) of one list of objects, or (as some published .json files are) of one object per line."""
+    text = file.read_text(**AS_WRITTEN)
+    _check_encoding(text, file)
+    start = _skip(text, 0)
+    if text.startswith("[", start):
+        yield from _listed(text, start + 1, file)
+    elif start < len(text) and _skip(text, _decoded(text, start, file, f"{file}:1")[1]) == len(text):
+        raise _no_rows(file)  # one value is the whole file
+    else:
+        yield from _rows_of(StringIO(text), file)
+
+
+def _rows_of(lines: Iterable[str], file: Path) -> Iterator[tuple[str, Row]]:
+    for number, line in enumerate(lines, start=1):
+        line = line.rstrip(" \t\r\n")
+        if not line:
+            continue
+        place = f"{file}:{number}"
+        row, end = _decoded(line, _skip(line, 0), file, place, number)
+        if _skip(line, end) < len(line):
+            raise _not_json(json.JSONDecodeError("Extra data", line, _skip(line, end)), file, number)
+        if not isinstance(row, dict):
+            what = f"{type(row).__name__}: {line[:60]}"
+            raise DataError(f"{place}: a row is an object with named fields, not {what}")
+        yield place, row
+
+
+def _listed(text: str, at: int, file: Path) -> Iterator[tuple[str, Row]]:
+    """The objects of a JSON list, one at a time, so that an error names its row. `at` is behind the bracket."""
+    number, more = 0, not text.startswith("]", _skip(text, at))
+    while more:
+        number += 1
+        row, end = _decoded(text, _skip(text, at), file, f"{file}, row {number}")
+        if not isinstance(row, dict):
+            raise _no_rows(file)
+        yield f"{file}, row {number}", row
+        end = _skip(text, end)
+        if not text.startswith((",", "]"), end):
+            raise _not_json(json.JSONDecodeError("Expecting ',' delimiter", text, end), file)
+        more, at = text[end] == ",", end + 1
+    if number and _skip(text, at) < len(text):
+        raise _not_json(json.JSONDecodeError("Extra data", text, _skip(text, at)), file)
+
+
+def _decoded(text: str, at: int, file: Path, place: str, line: int = 1) -> tuple[Any, int]:
+    """The JSON value at a position of `text`, which begins at `line` of the file, and the position behind it."""
+    try:
+        value, end = DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise _not_json(error, file, line) from None
+    except _Duplicate as error:
+        raise DataError(
+            f"{place}: one object has the key {str(error)!r} twice; which value counts is not said"
+        ) from None
+    except RecursionError:
+        raise DataError(f"{place}: its brackets are nested more deeply than can be read") from None
+    except ValueError:  # int() of too long a text
+        limit = sys.get_int_max_str_digits()
+        raise DataError(f"{place}: an integer has more than {limit} digits: write it as text, in quotes") from None
+    if SURROGATE.search(text, at, end):
+        check_characters(json.dumps(value, ensure_ascii=False), place)
+    return value, end
+
+
+def _skip(text: str, at: int) -> int:
+    return WHITESPACE.match(text, at).end()
+
+
+def _not_json(error: json.JSONDecodeError, file: Path, line: int = 1) -> DataError:
+    shown = error.doc.splitlines()[error.lineno - 1 : error.lineno] or [""]
+    place = f"{file}:{line + error.lineno - 1}"
+    return DataError(f"{place}: not JSON ({error.msg}, column {error.colno}): {shown[0].strip()[:60]}")
+
+
+def _no_rows(file: Path) -> DataError:
+    return DataError(f"{file}: a .json data set is a list of objects, or one object per line")
+
+
+def _checked(lines: Iterable[str], file: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        _check_encoding(line, file, number)
+        yield line
+
+
+def _check_encoding(text: str, file: Path, line: int = 1) -> None:
+    """Refuses bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00
+        line += text.count("\n", 0, error.start)
+        guess = "UTF-16" if error.start == 0 and byte in (0xFE, 0xFF) else "LATIN1"
+        raise DataError(
+            f"{file}:{line}: not UTF-8 text (byte 0x{byte:02x}): save it as UTF-8, for example by `iconv -f {guess} "
+            f"-t UTF-8` if it is {guess}"
+        ) from None

@@ -1,0 +1,91 @@
+"""Text files that are not quite right: what is read, and what is refused with file and line."""
+
+import json
+import sys
+
+import pytest
+
+from megatron_rft.data.rows import load_rows
+from megatron_rft.utils.errors import DataError
+
+GOOD = b'{"q": "1+1?", "a": 2}\n'
+
+
+def test_types_are_those_of_the_file(tmp_path):
+    """No schema over all rows: no filled fields, no 1.0 for 1, no dates, no text of mixed types."""
+    rows = [{"a": 1}, {"a": 1.5, "b": "2024-01-01T00:00:00"}, {"a": "x"}, {"a": {"y": None}}, {"a": 10**30}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    for name in ("a.jsonl", "b.json"):
+        found = load_rows(tmp_path / name)
+        assert found == rows and [type(row["a"]) for row in found] == [int, float, str, dict, int]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "rows"),
+    [
+        ("a.jsonl", b"\xef\xbb\xbf" + GOOD, [{"q": "1+1?", "a": 2}]),  # a byte order mark
+        ("a.json", b'\xef\xbb\xbf [{"a": 1} , {"a": 2}] \n', [{"a": 1}, {"a": 2}]),
+        (
+            "a.csv",
+            b'\xef\xbb\xbfq,a\r\n"x, ""y""\nz",025\r\n\r\nNA,\r\n',
+            [{"q": 'x, "y"\nz', "a": "025"}, {"q": "NA", "a": ""}],
+        ),
+        ("a.jsonl", GOOD.replace(b"\n", b"\r\n\r\n") * 2, [{"q": "1+1?", "a": 2}] * 2),
+        ("a.jsonl", b'{"a": "\\ud83d\\ude00 \\\\ud800"}', [{"a": "\N{GRINNING FACE} \\ud800"}]),  # no lone surrogate
+    ],
+)
+def test_what_is_read(tmp_path, name, data, rows):
+    (tmp_path / name).write_bytes(data)
+    assert load_rows(tmp_path / name) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", GOOD + '{"q": "é"}'.encode("latin-1"), r"a\.jsonl:2: not UTF-8 text \(byte 0xe9\).*LATIN1"),
+        ("a.json", '[{"q": 1},\n{"q": "é"}]'.encode("latin-1"), r"a\.json:2: not UTF-8 text \(byte 0xe9\)"),
+        ("a.csv", "q,a\né,1\n".encode("latin-1"), r"a\.csv:2: not UTF-8 text"),
+        ("a.jsonl", GOOD.decode().encode("utf-16"), r"a\.jsonl:1: not UTF-8 text \(byte 0xf[ef]\).*UTF-16"),
+        ("a.json", GOOD.decode().encode("utf-16"), r"a\.json:1: not UTF-8 text .*UTF-16"),
+        ("a.jsonl", GOOD + b"[" * 100_000, r"a\.jsonl:2: its brackets are nested more deeply"),
+        ("a.jsonl", GOOD + b'{"q": ' * 100_000, r"a\.jsonl:2: its brackets"),
+        ("a.json", b'[{"q": 1}, ' + b"[" * 100_000, r"a\.json, row 2: its brackets"),
+        ("a.json", b'{"q": ' + b"[" * 100_000, r"a\.json:1: its brackets"),
+        ("a.jsonl", GOOD + b'{"a": %s}' % (b"9" * 6000), r"a\.jsonl:2: an integer has more than 4300 digits"),
+        ("a.json", b'[{"a": 1}, {"a": %s}]' % (b"9" * 6000), r"a\.json, row 2: an integer"),
+        ("a.jsonl", GOOD + b'{"q": 1, "a": 2, "q": 3}', r"a\.jsonl:2: one object has the key 'q' twice"),
+        ("a.jsonl", b'{"a": {"x": 1, "x": 1}}', r"a\.jsonl:1: one object has the key 'x' twice"),
+        ("a.json", b'[{"q": 1}, {"q": 1, "q": 3}]', r"a\.json, row 2: one object has the key"),
+        ("a.jsonl", GOOD + b'{"q": "\\ud83d!"}', r"a\.jsonl:2: its text has half of a character, \\ud83d"),
+        ("a.json", b'[{"q": 1}, {"q": ["\\uDC00"]}]', r"a\.json, row 2: its text has half of a character"),
+        ("a.jsonl", GOOD + b'{"q": 1} {"q": 2}', r"a\.jsonl:2: not JSON \(Extra data, column 10\)"),
+        ("a.json", b'[{"q": 1} {"q": 2}]', r"a\.json:1: not JSON \(Expecting ',' delimiter, column 11\)"),
+        ("a.json", b'[{"q": 1},\n]', r"a\.json:2: not JSON \(Expecting value, column 1\)"),
+        ("a.json", b'[{"q": 1}]\n{"q": 2}', r"a\.json:2: not JSON \(Extra data"),
+        ("a.json", b'[{"q": 1}, 2]', r"a\.json: a \.json data set is a list of objects"),
+        ("a.json", b"[]", "the data set is empty"),
+        ("a.json", b" ", "the data set is empty"),
+        ("a.csv", b"q,a\n1,2\n1,2,3\n", r"a\.csv:3: 3 cells under 2 columns \(q, a\)"),
+        ("a.csv", b"q,a\n1\n", r"a\.csv:2: 1 cells under 2 columns"),
+        ("a.csv", b"q,q\n1,2\n", r"a\.csv:1: two columns have one name: q, q"),
+        ("a.csv", b'q,a\n1,"2', r"a\.csv:2: not CSV \(unexpected end of data\)"),
+        ("a.csv", b"", "the data set is empty"),
+    ],
+)
+def test_what_is_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message) as told:
+        load_rows(tmp_path / name)
+    assert "\n" not in str(told.value) and len(str(told.value)) < 400
+
+
+def test_a_limit_reads_no_further(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 2 + b"not JSON")
+    assert len(load_rows(tmp_path / "a.jsonl", limit=2)) == 2
+
+
+def test_text_needs_no_datasets(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it would raise
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    assert load_rows(tmp_path / "a.jsonl")
