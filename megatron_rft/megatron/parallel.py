@@ -213,6 +213,11 @@ def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
+def dp_with_cp_group() -> dist.ProcessGroup:
+    """The ranks that have the same weights: data parallel and context parallel."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def ep_rank() -> int:
     return parallel_state.get_expert_model_parallel_rank()
 
