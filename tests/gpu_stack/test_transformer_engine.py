@@ -42,7 +42,8 @@ LENGTHS = (40, 33, 57, 21)  # 147 fed tokens: no multiple of 16, 32 or 128
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")  # cuDNN's attention plans on the device itself
+    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the last model's choice, which megatron-core leaves behind
+        monkeypatch.delenv(f"NVTE_{kernel}_ATTN", raising=False)
     parallel.initialize(Megatron())
     yield
     parallel.forget_layout()
@@ -130,7 +131,9 @@ def test_a_precision_aware_optimizer_is_clipped_where_it_has_its_gradients(monke
     asked = []
     plain = optimizers.clip_grad_by_total_norm_fp32
     monkeypatch.setattr(
-        optimizers, "clip_grad_by_total_norm_fp32", lambda *a, **k: asked.append(k["use_decoupled_grad"]) or plain(*a, **k)
+        optimizers,
+        "clip_grad_by_total_norm_fp32",
+        lambda *a, **k: asked.append(k["use_decoupled_grad"]) or plain(*a, **k),
     )
     monkeypatch.setattr(optimizers.math, "isfinite", lambda _: True)  # the kernels that would give the norm do nothing
     actor = build(use_precision_aware_optimizer=True)
