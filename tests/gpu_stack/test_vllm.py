@@ -1,4 +1,4 @@
-"""vLLM's CUDA build: its configuration for every option that is passed on; start, weights, sleep and wake of one engine,
+"""vLLM's CUDA build: its configuration for every option that is passed on; start, weights, sleep and wake of an engine,
 and of the two engines of a dynamic constraint. Each engine is in a process of its own. Nothing is generated."""
 
 import os
