@@ -5,7 +5,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ -z "${PYTHON:-}" ]; then
-    . "$root/tools/setup_env.sh"
-    PYTHON=python
+    [ -x "$root/.venv/bin/python" ] || . "$root/tools/setup_env.sh" gpu # an environment that is there stays as it is
+    PYTHON="$root/.venv/bin/python"
 fi
 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" "$root/tools/gpu_checks.py" "$@"

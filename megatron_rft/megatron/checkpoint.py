@@ -22,8 +22,16 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
@@ -37,7 +45,12 @@ from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
 from megatron_rft.utils.processes import die_with
 
 PARTIAL = ".partial"
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one format that can change TP and PP
+# The one format that can change TP and PP. The optimizer's state is gathered on the host of the first data-parallel
+# rank alone: without the second flag every rank gathers all of it, a buffer at a time on its GPU.
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 def latest(folder: Path) -> Path | None:
@@ -90,6 +103,8 @@ class Checkpointer:
         request = dist_checkpointing.save(
             self._sharded(loading=False),
             str(partial),
+            # the weights, which all data-parallel ranks have, are written by all of them, a part each
+            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), parallel.dp_with_cp_group()),
             async_sharded_save=self.asynchronous,
             content_metadata=METADATA,
         )
@@ -140,7 +155,9 @@ class Checkpointer:
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Weights, moments and schedule into the models; returns the run's facts and the objective's state."""
         try:
-            found = dist_checkpointing.load(self._sharded(loading=True), str(path))
+            read = get_default_load_sharded_strategy(str(path))
+            shared = FullyParallelLoadStrategyWrapper(read, parallel.dp_with_cp_group())  # each reads a part for all
+            found = dist_checkpointing.load(self._sharded(loading=True), str(path), shared)
         except Exception as error:
             raise DataError(
                 f"the checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer "

@@ -44,6 +44,9 @@ def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) ->
         ConfigError: the ranks cannot meet, or their number does not fit the layout.
     """
     limits = limits or Limits()
+    if megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1:
+        # megatron-core overlaps their communication with matrix products, in the order in which both were started
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     if not dist.is_initialized():
@@ -211,6 +214,11 @@ def dp_size() -> int:
 
 def dp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group()
+
+
+def dp_with_cp_group() -> dist.ProcessGroup:
+    """The ranks that have the same weights: data parallel and context parallel."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def ep_rank() -> int:

@@ -107,8 +107,8 @@ class Memory:
 
     `engine`: the policy's, which sleeps while the trainer works: a copy of the whole model (of vLLM on a device of
     known size what it takes there). `awake`: the same of a refiner's, which never sleeps. `cache`: keys and values of
-    the hf engine that has most. `links`: to engines outside. `host`: what waits in the machine's memory for its turn (a
-    reference, a teacher). `checkpoint`: what the first data-parallel rank gathers there to write a checkpoint.
+    the hf engine that has most. `links`: to engines outside. `host`: what waits in the machine's memory for its turn
+    (a reference, a teacher). `checkpoint`: what the first data-parallel rank gathers there to write a checkpoint.
     """
 
     stage: int

@@ -65,4 +65,5 @@ def test_every_wait_has_its_own_limit():
 
 
 def seconds(group):
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
+    return group._get_backend(device).options._timeout.total_seconds()

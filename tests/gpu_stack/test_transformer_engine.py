@@ -1,0 +1,142 @@
+"""Models and actors with Transformer Engine's layers, in bf16 and each FP8 recipe: control flow, names and shapes."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import megatron_rft
+from megatron_rft.config import Batching, Megatron
+from megatron_rft.conversion import hf_shapes
+from megatron_rft.conversion.mapping import Mapping
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import optimizer as optimizers
+from megatron_rft.megatron import parallel, spec, weights
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.checkpoint import Checkpointer, latest
+from megatron_rft.megatron.ema import MovingAverage
+from megatron_rft.objectives import SFT
+from megatron_rft.objectives.base import counts
+from megatron_rft.records import Batch
+
+SHAPE = dict(
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=2,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=2048,
+    eos_token_id=0,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1, norm_topk_prob=True
+)
+PRECISIONS = ["bf16", "fp8 blockwise", "fp8 tensorwise"]
+LENGTHS = (40, 33, 57, 21)  # 147 fed tokens: no multiple of 16, 32 or 128
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the last model's choice, which megatron-core leaves behind
+        monkeypatch.delenv(f"NVTE_{kernel}_ATTN", raising=False)
+    parallel.initialize(Megatron())
+    yield
+    parallel.forget_layout()
+
+
+def config_of(kind: str):
+    import transformers
+
+    changes = EXPERTS if kind == "Qwen3Moe" else {}
+    return getattr(transformers, f"{kind}Config")(**SHAPE | changes, tie_word_embeddings=kind != "Llama")
+
+
+def build(precision: str = "bf16", **optimizer) -> Actor:
+    kind, _, recipe = precision.partition(" ")
+    config = config_of("Qwen3")
+    options = {"lr": 1e-3, "clip_grad": 1.0, "use_distributed_optimizer": True, **optimizer}
+    actor = Actor(config, Megatron(fp8_recipe=recipe or None), Batching(), kind, optimizer=options)
+    actor.load(weights.random_tensors(config, seed=0))
+    return actor
+
+
+def some_batch() -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    texts = [torch.randint(0, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+    return Batch.of([text[:4] for text in texts], [text[4:] for text in texts])
+
+
+def step(actor: Actor) -> dict[str, float]:
+    return actor.step(some_batch(), SFT().loss, counts(some_batch()), learning_rate=1e-3)
+
+
+def test_every_module_imports_with_transformer_engine_visible():
+    assert spec.has_transformer_engine()
+    for module in pkgutil.walk_packages(megatron_rft.__path__, "megatron_rft."):
+        if ".__main__" not in module.name and ".inside." not in module.name:
+            importlib.import_module(module.name)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Qwen3Moe"])
+def test_every_weight_has_its_name_and_only_its_name(kind, precision):
+    config = config_of(kind)
+    found = weights.named_parameters(models.build(config, Megatron(), precision))
+    mapping = Mapping(config)
+    names = [name for ours in dict(found) for name in mapping.hf_names(ours)]
+    assert sorted(names) == sorted(hf_shapes(config))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_come_back_bit_for_bit(precision):
+    actor = build(precision)
+    sent = weights.random_tensors(actor.hf_config, seed=0)
+    for name, tensor in actor.stream():
+        assert torch.equal(tensor.cpu(), sent(name).to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_goes_through(precision):
+    actor = build(precision)
+    assert actor.outputs(some_batch(), frozenset({"logprobs"}))["logprobs"].shape == (sum(LENGTHS) - 16,)
+    assert {"loss", "grad_norm", "skipped"} <= step(actor).keys()
+    with actor.swapped(actor.snapshot()):
+        actor.outputs(some_batch(), frozenset({"logprobs"}))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_checkpoint_with_an_average_comes_back(precision, asynchronous, tmp_path):
+    actor = build(precision)
+    average = MovingAverage(actor, 0.25)
+    average.update()
+    writer = Checkpointer(tmp_path, {"actor": actor}, asynchronous=asynchronous, averages={"teacher": average})
+    writer.save(1, {}, {"x": torch.zeros(2)})
+    writer.close()
+    other = build(precision)
+    mean = MovingAverage(other, 0.25)
+    reader = Checkpointer(tmp_path, {"actor": other}, averages={"teacher": mean})
+    reader.load(latest(tmp_path))
+    reader.close()
+    for ours, theirs in zip(mean.weights, average.weights, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_precision_aware_optimizer_is_clipped_where_it_has_its_gradients(monkeypatch):
+    asked = []
+    plain = optimizers.clip_grad_by_total_norm_fp32
+    monkeypatch.setattr(
+        optimizers,
+        "clip_grad_by_total_norm_fp32",
+        lambda *a, **k: asked.append(k["use_decoupled_grad"]) or plain(*a, **k),
+    )
+    monkeypatch.setattr(optimizers.math, "isfinite", lambda _: True)  # the kernels that would give the norm do nothing
+    actor = build(use_precision_aware_optimizer=True)
+    actor.backward(some_batch(), SFT().loss, counts(some_batch()))
+    actor.optimizer.step(1e-3)
+    assert asked == [True]

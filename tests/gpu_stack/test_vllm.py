@@ -1,0 +1,49 @@
+"""vLLM's CUDA build: its configuration for every option that is passed on; start, weights, sleep and wake of an engine,
+and of the two engines of a dynamic constraint. Each engine is in a process of its own. Nothing is generated."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START = Path(__file__).parent / "vllm_engines.py"
+OPTIONS = {
+    "plain": {},
+    "fp8": {"quantization": "fp8"},
+    "fp8_per_tensor": {"quantization": "fp8_per_tensor"},
+    "fp8_per_channel": {"quantization": "fp8_per_channel"},
+    "fp8_per_block": {"quantization": "fp8_per_block"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}},
+    "predicted output": {"speculative_config": {"method": "predicted_output", "num_speculative_tokens": 4}},
+    "prefix cache": {"enable_prefix_caching": True},
+}
+
+
+def run(*arguments: str) -> str:
+    """In 8 GiB and without the mode that computes: vLLM's allocator and its profile look at the memory itself."""
+    environment = {name: value for name, value in os.environ.items() if name != "PRETEND_COMPUTE"}
+    environment |= {"PRETEND_GIB": "8", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, str(START), *arguments], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def test_vllm_takes_every_option():
+    told = run("configurations", repr(OPTIONS))
+    assert [line for line in told.splitlines() if line.startswith("configured: ")] == [
+        f"configured: {name}" for name in OPTIONS
+    ]
+
+
+@pytest.mark.parametrize("distributed", ["alone", "external_launcher"])
+def test_an_engine_starts_sleeps_and_wakes(distributed):
+    assert "done: sleep, wake, weights" in run("one", distributed)
+
+
+def test_the_refiners_engine_stays_awake_beside_the_policys():
+    assert "done: two engines" in run("two", "external_launcher")

@@ -1,0 +1,86 @@
+"""What tests/gpu_stack/test_vllm.py starts: python vllm_engines.py configurations OPTIONS | one HOW | two HOW."""
+
+import ast
+import sys
+import tempfile
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import megatron_rft.megatron  # noqa: F401
+from megatron_rft.config import Megatron
+from megatron_rft.inference.vllm import cpu_patches, draft_models, engine, weights
+from megatron_rft.megatron import parallel
+
+CONFIG = Qwen3Config(
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=2,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    eos_token_id=0,
+)
+
+
+def configurations(options: dict[str, dict]) -> None:
+    """vLLM's own configuration objects, without an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    cpu_patches.prepare()
+    weights.register()
+    draft_models.load_from_their_folder()
+    for name, given in options.items():
+        unstarted = object.__new__(engine.VLLMEngine)
+        unstarted.config, unstarted.device, unstarted.dtype = CONFIG, torch.device("cuda"), torch.bfloat16
+        unstarted.ranks, unstarted.max_model_len, unstarted.sleeps = 1, 1024, True
+        unstarted.counting = "speculative_config" in given
+        with tempfile.TemporaryDirectory() as folder:
+            made = EngineArgs(**unstarted._arguments(folder, 64, given, 0.5)).create_engine_config()
+        assert made.model_config.enable_sleep_mode
+        print(f"configured: {name}", flush=True)
+
+
+def start(share: float, **options) -> engine.VLLMEngine:
+    return engine.VLLMEngine(CONFIG, torch.bfloat16, "cuda", 1024, 8, {"enforce_eager": True}, share, **options)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    made = AutoModelForCausalLM.from_config(CONFIG).to(torch.bfloat16).state_dict()
+    return {name: tensor.detach().to("cuda") for name, tensor in made.items() if name != "lm_head.weight"}
+
+
+def one() -> None:
+    policy, sent = start(0.25), tensors()
+    policy.load_weights(iter(sent.items()), version=1)
+    policy.sleep()
+    assert policy.asleep
+    policy.wake()
+    policy.load_weights(iter(sent.items()), version=2)
+    policy.close()
+    print("done: sleep, wake, weights", flush=True)
+
+
+def two() -> None:
+    """As a dynamic constraint has them: the refiner's keeps its weights while the policy's sleeps."""
+    policy, sent = start(0.25), tensors()
+    policy.load_weights(iter(sent.items()), version=1)
+    refiner = start(0.25, sleeps=False)
+    refiner.load_weights(iter(sent.items()), version=0)
+    policy.sleep(), refiner.sleep()
+    assert policy.asleep and not refiner.asleep and refiner.weight_version == 0
+    policy.wake(), refiner.wake()
+    policy.load_weights(iter(sent.items()), version=2)
+    refiner.close(), policy.close()
+    print("done: two engines", flush=True)
+
+
+if __name__ == "__main__":
+    what, how = sys.argv[1:3]
+    if how == "external_launcher":
+        parallel.initialize(Megatron())
+    {"one": one, "two": two, "configurations": lambda: configurations(ast.literal_eval(how))}[what]()
+    sys.stdout.flush()
