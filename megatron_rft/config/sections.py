@@ -157,6 +157,9 @@ class Batching(Section):
     """The same for passes without backward. None: twice micro_batch_tokens."""
     pack_sequences: bool = True
     """Sequences end to end without padding. false: rectangular micro-batches, padded to the longest."""
+    share_prompts: Literal["auto", "off"] = "auto"
+    """auto: responses of one micro-batch to the same prompt share it, so that the model computes it once; not with
+    context parallelism, and not without pack_sequences. off: the prompt is computed for each response."""
     logprob_block_mib: Count = 64
     """Size of the one block of logits that exists at a time."""
 

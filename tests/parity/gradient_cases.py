@@ -23,6 +23,10 @@ from tests.made import dynamic, made
 
 KEYS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
 KEYS |= {"vpp": "virtual_pipeline_model_parallel_size"}
+RECOMPUTE = {
+    1: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    2: {"recompute_granularity": "selective"},
+}
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 1.0, "use_distributed_optimizer": False}
 LOGPROBS = frozenset({"logprobs"})
 
@@ -44,15 +48,16 @@ def model_config() -> Qwen3Config:
 
 
 def mini_batch(starved: bool = False) -> Batch:
-    """Twelve ragged responses, a third of them without a context, and seven refined ones. Starved: one token of one
-    response counts."""
+    """Twelve ragged responses to four prompts, a third of them without a context, and seven refined ones. Starved: one
+    token of one response counts."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(low: int, high: int) -> list[list[int]]:
         lengths = torch.randint(low, high, (12,), generator=generator).tolist()
         return [torch.randint(0, 99, (n,), generator=generator).tolist() for n in lengths]
 
-    batch = Batch.of(ids(2, 9), ids(1, 24))
+    prompts = ids(2, 9)
+    batch = Batch.of([prompts[11 if i == 10 else i // 4] for i in range(12)], ids(1, 24))
     contexts = ids(5, 30)
     tokens = len(batch.response_ids)
     mask = torch.ones(tokens)
@@ -88,12 +93,15 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
     """By loss, "ppo" and "ppo value" apart: (HF name -> gradient, what was logged)."""
     options = {KEYS[k]: v for k, v in case.items() if k in KEYS}
     if "recompute" in case:
-        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        options |= RECOMPUTE[case["recompute"]]
     megatron = Megatron(sequence_parallel=bool(case.get("sp")), **options)
     parallel.initialize(megatron)
     budget = case.get("budget", 1000)
     batching = Batching(
-        micro_batch_tokens=budget, forward_only_tokens=2 * budget, pack_sequences=not case.get("padded")
+        micro_batch_tokens=budget,
+        forward_only_tokens=2 * budget,
+        pack_sequences=not case.get("padded"),
+        share_prompts="auto" if case.get("shared", 1) else "off",
     )
     actors = {}
     for model in ("actor", "critic"):
@@ -173,7 +181,8 @@ def main() -> None:
                 ((found[name][n] - wanted[name][n]).abs().max() / (wanted[name][n].abs().max() + 1e-12)).item()
                 for n in wanted[name]
             )
-            off = max(abs(logged[name][n] - v) / (abs(v) + 1e-2) for n, v in wanted_logged[name].items())
+            # some are means of numbers around 1 that cancel each other: relative to 0.05 where they are smaller
+            off = max(abs(logged[name][n] - v) / (abs(v) + 5e-2) for n, v in wanted_logged[name].items())
             line = {"case": text, "loss": name, "gradient": worst, "metrics": off, "tensors": len(found[name])}
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print("RESULT", json.dumps(line | {"size": logged[name]["loss"]}), flush=True)

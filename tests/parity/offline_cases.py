@@ -39,6 +39,7 @@ class Case:
             micro_batch_tokens=options.get("budget", 1000),
             tokens_without_backward=options.get("budget", 2000),
             pack_sequences=not options.get("padded"),
+            share_prompts="auto" if options.get("shared", 1) else "off",
             logprob_block_mib=64,
         )
         optimizer = {"lr": 1e-3, "clip_grad": 1.0, "use_distributed_optimizer": False}

@@ -11,7 +11,20 @@ from tests.parity.launch import torchrun
 
 SCRIPT = Path(__file__).with_name("gradient_cases.py")
 CASES = {  # world size -> layouts; those that write are what the others are compared with
-    1: ["write=1", "write=1,starved=1", "budget=64", "budget=40", "padded=1", "padded=1,budget=50", "recompute=1"],
+    1: [
+        "write=1,shared=0",
+        "write=1,shared=0,starved=1",
+        "shared=1",
+        "starved=1",
+        "shared=0,budget=40",
+        "budget=64",
+        "budget=40",
+        "padded=1",
+        "padded=1,budget=50",
+        "recompute=1",
+        "recompute=2",
+        "shared=0,recompute=2",
+    ],
     2: [
         "dp=2",
         "dp=2,budget=40",

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rft.megatron.packing import Layout, filler, pack, plan, zigzag
+from megatron_rft.megatron.balance import plan
+from megatron_rft.megatron.packing import Layout, filler, pack, zigzag
 from megatron_rft.records import Batch
 
 CPU = torch.device("cpu")
