@@ -167,6 +167,14 @@ class Batching(Section):
     def tokens_without_backward(self) -> int:
         return self.forward_only_tokens or 2 * self.micro_batch_tokens
 
+    def why_not_shared(self, context_parallel_size: int) -> str:
+        """What keeps responses from sharing their prompt; empty where nothing does."""
+        if self.share_prompts == "off":
+            return "batching.share_prompts is off"
+        if not self.pack_sequences:
+            return "batching.pack_sequences is false"
+        return "context parallelism cuts each sequence" if context_parallel_size > 1 else ""
+
 
 def _check_template(template: str | None) -> None:
     if template is not None and "{" not in template and template not in datasets.TEMPLATES:

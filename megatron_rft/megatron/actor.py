@@ -93,7 +93,7 @@ class Actor:
             cp_rank=parallel.cp_rank(),
             total_multiple=sequence_parallel * models.token_multiple(self.config),
             packed=batching.pack_sequences,
-            share_prompts=batching.share_prompts == "auto" and batching.pack_sequences and parallel.cp_size() == 1,
+            share_prompts=not batching.why_not_shared(parallel.cp_size()),
         )
 
     def _wrap(self, chunks: list, megatron: Any, distributed: bool) -> list[DistributedDataParallel]:

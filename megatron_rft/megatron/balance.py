@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_rft.megatron.packing import fed_lens, prompt_numbers
+from megatron_rft.megatron.packing import fed_lens
 from megatron_rft.records import Batch
 
 Unit = list[int]  # positions of sequences that must stay together
@@ -22,7 +22,7 @@ class Costs:
     """Tokens that some sequences of a batch take in one micro-batch."""
 
     def __init__(self, batch: Batch, share_prompts: bool):
-        self.prompts = (prompt_numbers(batch) if share_prompts else torch.arange(len(batch))).tolist()
+        self.prompts = (batch.prompt_numbers if share_prompts else torch.arange(len(batch))).tolist()
         self.prompt_lens, self.response_lens = batch.prompt_lens.tolist(), fed_lens(batch).tolist()
 
     def prompts_of(self, unit: Unit) -> frozenset[int]:

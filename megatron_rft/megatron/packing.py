@@ -97,16 +97,6 @@ class SharedPrompts(PackedSeqParams):
         return _variable_length(self.segments, self.gathered[1], self.position_ids.device)
 
 
-def prompt_numbers(batch: Batch) -> Tensor:
-    """[B] equal numbers for equal prompts, 0 1 2 ... in the order in which they first appear."""
-    ids, known = batch.prompt_ids.numpy(), {}
-    numbers = [
-        known.setdefault(ids[end - length : end].tobytes(), len(known))
-        for end, length in zip(batch.prompt_lens.cumsum(0).tolist(), batch.prompt_lens.tolist(), strict=True)
-    ]
-    return torch.tensor(numbers, dtype=torch.long)
-
-
 def fed_lens(batch: Batch) -> Tensor:
     """[B] response tokens that are fed: all but the last."""
     return (batch.response_lens - 1).clamp(min=0)
@@ -202,7 +192,7 @@ def _local(rows: Tensor, held: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
-    groups = prompt_numbers(batch) if layout.share_prompts else torch.arange(len(batch))
+    groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
     places, padded = _group_by_group(batch, groups, layout)
     token_ids, position_ids = places.fill()
     held = zigzag(padded, layout.cp_size, layout.cp_rank)

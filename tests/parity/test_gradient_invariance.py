@@ -24,6 +24,8 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "recompute=1",
         "recompute=2",
         "shared=0,recompute=2",
+        "write=1,shared=0,moe=1",
+        "moe=1",
     ],
     2: [
         "dp=2",
@@ -37,6 +39,8 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "pp=2,vpp=2,budget=50",
         "cp=2",
         "cp=2,padded=1",
+        "moe=1,ep=2",
+        "moe=1,ep=2,budget=50",
     ],
     4: ["tp=2,pp=2,sp=1", "cp=2,tp=2,sp=1", "pp=2,cp=2,budget=60", "tp=2,pp=2,vpp=2,sp=1,budget=60"],
 }
@@ -60,7 +64,5 @@ def test_gradient_does_not_depend_on_the_layout(results, case):
     for loss, found in results[case].items():
         assert found["gradient"] < 1e-5 and found["metrics"] < 1e-5, (loss, found)
         if loss != "outputs":
-            assert found["tensors"] == (47 if loss == "ppo value" else 46) and (found["size"] or "starved" in case), (
-                loss,
-                found,
-            )
+            tensors = (86 if "moe" in case else 46) + (loss == "ppo value")
+            assert found["tensors"] == tensors and (found["size"] or "starved" in case), (loss, found)
