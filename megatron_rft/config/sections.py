@@ -163,6 +163,11 @@ class Batching(Section):
     logprob_block_mib: Count = 64
     """Size of the one block of logits that exists at a time."""
 
+    @field_validator("share_prompts", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value):
+        return "off" if value is False else value
+
     @property
     def tokens_without_backward(self) -> int:
         return self.forward_only_tokens or 2 * self.micro_batch_tokens

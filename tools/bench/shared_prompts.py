@@ -3,7 +3,7 @@
     python tools/bench/shared_prompts.py [--size 20m] [--steps 5] [--threads 1] [--precision fp32] [--shapes 1024x8x128]
 
 A shape is prompt x group x response, in tokens. Both sides have the same weights and sequences and alternate in one
-process, so that other load on the machine meets both alike; the fastest step of each counts. "arithmetic" divides the
+process; the fastest step of each counts, in processor time (on a GPU by the clock). "arithmetic" divides the
 floating-point operations of one side by the other's: layers and attention (causal, half of the square) of the tokens
 that are computed, and the output matrix of the response tokens, which does not change. "memory" divides the bytes that
 a training step keeps for its backward pass, weights among them.
@@ -53,9 +53,11 @@ def operations(size: str, prompt: int, group: int, response: int, shared: bool) 
 
 
 def seconds(function) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+    """Of the processor, so that other load does not count; of the clock on a GPU."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    begin = clock()
+    function()  # ends with numbers on the host, so that a GPU has finished
+    return clock() - begin
 
 
 def kept_bytes(function) -> int:
