@@ -17,9 +17,10 @@ import time
 import torch
 from setups import SIZES, actor_like, hf_model, qwen3, set_threads
 
+from megatron_rft.config.algorithms.sft import SFT as Options
 from megatron_rft.megatron import parallel
-from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
+from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 
 SHAPES = ("1024x8x128", "48x8x20", "64x8x4096")
@@ -79,7 +80,7 @@ def measure(size: str, shape: str, args: argparse.Namespace) -> dict:
     batch = batch_of(prompt, group, response, config.vocab_size, args.tokens)
     actor = actor_like(hf_model(config, args.precision), args.precision, micro_batch_tokens=int(batch.lengths.sum()))
     layouts = {side: dataclasses.replace(actor.layout, share_prompts=side == "shared") for side in ("apart", "shared")}
-    objective, count = SFT(), counts(batch)
+    objective, count = SFT(Options()), counts(batch)
     work = {
         "logprobs": lambda: actor.outputs(batch, LOGPROBS),
         "training": lambda: actor.step(batch, objective.loss, count),
