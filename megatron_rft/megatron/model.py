@@ -231,7 +231,7 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
 
     def get_rotary_seq_len(self, *args, **options):
         """megatron-core hands what this returns to `forward`, and tells that nothing else of the micro-batch."""
-        packed = args[-1]
+        packed = options.get("packed_seq_params", args[-1])
         return packed if isinstance(packed, SharedPrompts) else super().get_rotary_seq_len(*args, **options)
 
     def forward(self, length: int | SharedPrompts, *args, **options) -> Tensor:
