@@ -132,6 +132,14 @@ class Batch:
         return segment_ids(self.response_lens)
 
     @property
+    def prompt_numbers(self) -> Tensor:
+        """[B] equal numbers for equal prompts: 0 1 2 ... in the order in which they first appear."""
+        ids, known = self.prompt_ids.numpy(), {}
+        ends = zip(self.prompt_lens.cumsum(0).tolist(), self.prompt_lens.tolist(), strict=True)
+        numbers = [known.setdefault(ids[end - length : end].tobytes(), len(known)) for end, length in ends]
+        return torch.tensor(numbers, dtype=torch.long)
+
+    @property
     def response_mask(self) -> Tensor:
         """[R] float, 1 on tokens that the policy wrote."""
         mask = self.tokens.get("response_mask")

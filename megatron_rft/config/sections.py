@@ -157,12 +157,28 @@ class Batching(Section):
     """The same for passes without backward. None: twice micro_batch_tokens."""
     pack_sequences: bool = True
     """Sequences end to end without padding. false: rectangular micro-batches, padded to the longest."""
+    share_prompts: Literal["auto", "off"] = "auto"
+    """auto: responses of one micro-batch to the same prompt share it, so that the model computes it once; not with
+    context parallelism, and not without pack_sequences. off: the prompt is computed for each response."""
     logprob_block_mib: Count = 64
     """Size of the one block of logits that exists at a time."""
+
+    @field_validator("share_prompts", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value):
+        return "off" if value is False else value
 
     @property
     def tokens_without_backward(self) -> int:
         return self.forward_only_tokens or 2 * self.micro_batch_tokens
+
+    def why_not_shared(self, context_parallel_size: int) -> str:
+        """What keeps responses from sharing their prompt; empty where nothing does."""
+        if self.share_prompts == "off":
+            return "batching.share_prompts is off"
+        if not self.pack_sequences:
+            return "batching.pack_sequences is false"
+        return "context parallelism cuts each sequence" if context_parallel_size > 1 else ""
 
 
 def _check_template(template: str | None) -> None:

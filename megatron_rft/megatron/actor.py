@@ -35,10 +35,12 @@ from torch import Tensor
 
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.balance import plan, plan_within
 from megatron_rft.megatron.logprobs import logprobs_and_entropy
 from megatron_rft.megatron.optimizer import Optimizer
-from megatron_rft.megatron.packing import Layout, MicroBatch, filler, pack, plan, plan_within
+from megatron_rft.megatron.packing import Layout, MicroBatch, filler, pack
 from megatron_rft.megatron.second_distribution import HiddenStates, Recorded, Second
+from megatron_rft.megatron.shared_attention import take_rows
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
 from megatron_rft.megatron.two_distributions import compare
 from megatron_rft.records import Batch, take_segments
@@ -91,6 +93,7 @@ class Actor:
             cp_rank=parallel.cp_rank(),
             total_multiple=sequence_parallel * models.token_multiple(self.config),
             packed=batching.pack_sequences,
+            share_prompts=not batching.why_not_shared(parallel.cp_size()),
         )
 
     def _wrap(self, chunks: list, megatron: Any, distributed: bool) -> list[DistributedDataParallel]:
@@ -157,7 +160,7 @@ class Actor:
         self, batch: Batch, names: frozenset[str], second: Second | Recorded | None = None
     ) -> dict[str, Tensor]:
         """[R] float32 per name of `HEADS` (but "hidden"), on the host and the same on every rank."""
-        shares = plan(batch, parallel.dp_size(), self.batching.tokens_without_backward, self._count_multiple())
+        shares = self._plan(batch, self.batching.tokens_without_backward)
         beside = second and self._beside(second, shares)
         order = sorted(names)
 
@@ -179,7 +182,7 @@ class Actor:
     def hidden_states(self, batch: Batch) -> Tensor | None:
         """[R, H] final hidden states of the response tokens, on the host; None where this rank's pipeline stage has
         none. Small batches: every rank holds all of it."""
-        shares = plan(batch, parallel.dp_size(), self.batching.tokens_without_backward, self._count_multiple())
+        shares = self._plan(batch, self.batching.tokens_without_backward)
         found = self._hidden_states(Second(batch), shares)
         if found is None:
             return None
@@ -201,7 +204,8 @@ class Actor:
         """Of the sequences that `shares` gives each data-parallel rank, cut into micro-batches of their own. None where
         this rank is not on the last pipeline stage."""
         batch, budget = second.batch, self.batching.tokens_without_backward
-        cut = plan_within(batch, [torch.cat(share) for share in shares], budget, self._count_multiple())
+        mine = [torch.cat(share) for share in shares]
+        cut = plan_within(batch, mine, budget, self._count_multiple(), self.layout.share_prompts)
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
             real = micro.response_mask > 0
@@ -233,7 +237,7 @@ class Actor:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        shares = plan(batch, parallel.dp_size(), self.batching.micro_batch_tokens, self._count_multiple())
+        shares = self._plan(batch, self.batching.micro_batch_tokens)
         beside = second and self._beside(second, shares)
         numbered = batch if second is None else _numbered(batch)
 
@@ -269,6 +273,10 @@ class Actor:
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 
     # ---- the schedule
+
+    def _plan(self, batch: Batch, token_budget: int) -> list[list[Tensor]]:
+        """[data-parallel rank][micro-batch] -> positions in `batch`."""
+        return plan(batch, parallel.dp_size(), token_budget, self._count_multiple(), self.layout.share_prompts)
 
     def _run(
         self,
@@ -314,13 +322,13 @@ class Actor:
         """Hidden states [b, S, H] (1/tp of S with sequence parallelism) -> [R] per name, on every rank of the stage."""
         hidden = hidden.transpose(0, 1)  # [S, b, H], as the model holds it
         if self.value_head:
-            found = {"values": hidden.reshape(-1)[micro.rows].float()}
+            found = {"values": take_rows(hidden.reshape(-1), micro.rows).float()}
         else:
             if self.config.sequence_parallel:
                 hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
             else:
                 hidden = copy_to_tensor_model_parallel_region(hidden)
-            rows = hidden.reshape(-1, hidden.shape[-1])[micro.rows]
+            rows = take_rows(hidden.reshape(-1, hidden.shape[-1]), micro.rows)
             found = {"hidden": rows} if names == {"hidden"} else self._distributions(rows, micro, names, beside)
         return {name: self._whole(value, micro) for name, value in found.items()}
 

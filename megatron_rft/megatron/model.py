@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnBackend
@@ -20,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rft.conversion import family_of, padded_vocab
 from megatron_rft.conversion.mapping import head_dim, is_mixture
 from megatron_rft.megatron import parallel
+from megatron_rft.megatron.packing import SharedPrompts
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
 from megatron_rft.utils.device import TRANSFORMER_ENGINE_INSTALL
 from megatron_rft.utils.errors import ConfigError, DataError
@@ -210,6 +212,7 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
         rotary_base=hf_config.rope_parameters["rope_theta"],
         vp_stage=vp_stage,
     )
+    model.rotary_pos_emb.__class__ = RotaryEmbedding
     rope_type = hf_config.rope_parameters["rope_type"]
     if rope_type != "default":  # transformers' own frequencies: megatron-core knows one llama3 context length only
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, "cpu")
@@ -221,6 +224,21 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
         else:
             model.output_layer.__class__ = OutputMatrix
     return model
+
+
+class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
+    """With the angles of each token's own position where responses share prompts, instead of those of 0, 1, 2 ..."""
+
+    def get_rotary_seq_len(self, *args, **options):
+        """megatron-core hands what this returns to `forward`, and tells that nothing else of the micro-batch."""
+        packed = options.get("packed_seq_params", args[-1])
+        return packed if isinstance(packed, SharedPrompts) else super().get_rotary_seq_len(*args, **options)
+
+    def forward(self, length: int | SharedPrompts, *args, **options) -> Tensor:
+        """[positions, 1, 1, d]"""
+        if not isinstance(length, SharedPrompts):
+            return super().forward(length, *args, **options)
+        return super().forward(length.max_seqlen_q, *args, **options).index_select(0, length.position_ids)
 
 
 class OutputMatrix(ColumnParallelLinear):

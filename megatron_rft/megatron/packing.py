@@ -1,17 +1,25 @@
-"""From a ragged batch to what the model eats: micro-batches by token budget, balanced over ranks, packed or padded.
+"""From a ragged batch to what the model eats: one micro-batch, packed or padded.
 
-Layout of a micro-batch with sequences (x x y y) and (x y y y), x prompt and y response. The last token of a sequence
-predicts nothing and is not fed. `rows` names, for each response token, the position whose hidden state predicts it:
+The last token of a sequence predicts nothing and is not fed. `rows` names, for each response token, the position whose
+hidden state predicts it. Two sequences (x x y y) and (x y y y), x prompt and y response:
 
     packed     tokens x x y x y y        [1, T]    rows 1 2 3 4 5
     padded     tokens x x y / x y y      [b, S]    rows (row-major over [S, b]) 2 4 1 3 5
 
+Packed sequences that have the same prompt may share it: its tokens are there once, before all of their responses. Two
+responses (p q a b) and (p q c d e) to one prompt (p q), their last tokens b and e not fed:
+
+    shared     tokens p q a c d          positions 0 1 2 2 3       rows 1 2 1 3 4
+
+Everything in a layer but attention is computed token by token, so only attention must know (`SharedPrompts`).
 Knows no process group: the layout (context-parallel rank and size, padding multiples) is given.
 """
 
-import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,6 +37,10 @@ class Layout:
     cp_rank: int = 0
     total_multiple: int = 1
     packed: bool = True
+    share_prompts: bool = False
+
+    def __post_init__(self):
+        assert not self.share_prompts or (self.packed and self.cp_size == 1), "prompts are shared in packed sequences"
 
     @property
     def sequence_multiple(self) -> int:
@@ -53,49 +65,41 @@ class MicroBatch:
         return self.batch.response_ids.to(self.token_ids.device)[self.kept]
 
 
-def plan(batch: Batch, dp_size: int, token_budget: int, count_multiple: int = 1) -> list[list[Tensor]]:
-    """Which sequences go into which micro-batch of which data-parallel rank: [dp][micro-batch] -> positions in `batch`.
+@dataclass
+class SharedPrompts(PackedSeqParams):
+    """A packed micro-batch in which responses share prompts.
 
-    Every rank gets the same number of micro-batches (pipeline and expert parallelism need that), a multiple of
-    `count_multiple`, as few as the token budget allows, with about equal token counts. Units are not torn. The plan
-    is a pure function of the batch, so all ranks compute the same one. A micro-batch may be empty.
+    The inherited fields describe one long sequence, which is what megatron-core's rotary embedding must see. Attention
+    reads `segments` and `groups`. In the example above: segments (0, 2, 3, 5), groups ((0, 2, 5),).
     """
-    _, unit = batch.units.unique(return_inverse=True)
-    cost = torch.zeros(int(unit.max()) + 1 if len(unit) else 0, dtype=torch.long)
-    cost.index_add_(0, unit, batch.lengths - 1)
-    per_rank = max(1, math.ceil(int(cost.sum()) / (token_budget * dp_size)))
-    per_rank = math.ceil(per_rank / count_multiple) * count_multiple
-    while True:
-        bins = _balanced(cost.tolist(), dp_size * per_rank)
-        heaviest = max((sum(int(cost[u]) for u in units) for units in bins), default=0)
-        if heaviest <= token_budget or per_rank >= len(cost):
-            break
-        per_rank += count_multiple
-    members = [torch.isin(unit, torch.tensor(units, dtype=torch.long)).nonzero().flatten() for units in bins]
-    return [members[rank::dp_size] for rank in range(dp_size)]
+
+    position_ids: Tensor | None = None  # [T]
+    # Ends of the runs of tokens that attend causally among themselves: a prompt, a response, or a prompt with its only
+    # response. Begins with 0.
+    segments: tuple[int, ...] = ()
+    # (a, b, c): the tokens b ... c - 1 also attend to all of a ... b - 1, their prompt.
+    groups: tuple[tuple[int, int, int], ...] = ()
+
+    @cached_property
+    def gathered(self) -> tuple[Tensor, tuple[int, ...]]:
+        """The same as one variable-length attention call, causal from the bottom right: whose keys lie end to end, and
+        the ends of each segment's keys. In the example: (0 1 0 1 2 0 1 3 4), (0, 2, 5, 9)."""
+        keys = []
+        for start, end in pairwise(self.segments):
+            prompt = next(((a, b) for a, b, c in self.groups if b <= start < c), (0, 0))
+            keys.append(torch.cat([torch.arange(*prompt), torch.arange(start, end)]))
+        ends = torch.tensor([0, *map(len, keys)]).cumsum(0).tolist()
+        return torch.cat(keys).to(self.position_ids.device), tuple(ends)
+
+    @cached_property
+    def variable_length(self) -> PackedSeqParams:
+        """Of that call."""
+        return _variable_length(self.segments, self.gathered[1], self.position_ids.device)
 
 
-def plan_within(batch: Batch, members: list[Tensor], token_budget: int, count_multiple: int = 1) -> list[list[Tensor]]:
-    """`plan` where the sequences of each data-parallel rank are given: `members` and what is returned are positions in
-    `batch`."""
-    cuts = [plan(batch.select(mine), 1, token_budget, count_multiple)[0] for mine in members]
-    longest, nothing = max(len(cut) for cut in cuts), torch.zeros(0, dtype=torch.long)
-    return [
-        [mine[index] for index in cut] + [nothing] * (longest - len(cut))
-        for mine, cut in zip(members, cuts, strict=True)
-    ]
-
-
-def _balanced(cost: list[int], bins: int) -> list[list[int]]:
-    """Longest first onto the lightest bin; bins come back heaviest first, so that a stride over them is balanced."""
-    heap = [(0, index) for index in range(bins)]
-    content: list[list[int]] = [[] for _ in range(bins)]
-    for unit in sorted(range(len(cost)), key=lambda u: (-cost[u], u)):
-        load, index = heapq.heappop(heap)
-        content[index].append(unit)
-        heapq.heappush(heap, (load + cost[unit], index))
-    weight = {index: load for load, index in heap}
-    return [content[index] for index in sorted(range(bins), key=lambda i: (-weight[i], i))]
+def fed_lens(batch: Batch) -> Tensor:
+    """[B] response tokens that are fed: all but the last."""
+    return (batch.response_lens - 1).clamp(min=0)
 
 
 def filler(batch: Batch) -> Batch:
@@ -103,27 +107,6 @@ def filler(batch: Batch) -> Batch:
     shortest = batch.select(batch.lengths.argmin().reshape(1))
     masks = {name for name in batch.tokens if name.endswith("_mask")} | {"response_mask"}
     return shortest.with_tokens(**dict.fromkeys(masks, torch.zeros(len(shortest.response_ids))))
-
-
-def _fed(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The token ids that are fed, sequences end to end, and their lengths [B]."""
-    both = torch.cat([batch.prompt_ids, batch.response_ids])
-    lens = torch.stack([batch.prompt_lens, batch.response_lens]).flatten()  # prompts first, then responses
-    count = len(batch)
-    interleaved = torch.stack([torch.arange(count), torch.arange(count) + count], 1).flatten()
-    tokens = take_segments(both, lens, interleaved)
-    lengths = batch.lengths
-    last = torch.zeros(len(tokens), dtype=torch.bool)
-    last[lengths.cumsum(0) - 1] = True
-    return tokens[~last], lengths - 1
-
-
-def _padded_lengths(lengths: Tensor, layout: Layout) -> Tensor:
-    each = layout.sequence_multiple
-    padded = (lengths + each - 1) // each * each
-    whole = math.lcm(each, layout.cp_size * layout.total_multiple)
-    padded[-1] += -int(padded.sum()) % whole
-    return padded
 
 
 def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -145,13 +128,58 @@ def pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
     return _pack(batch, layout, device) if layout.packed else _pad(batch, layout, device)
 
 
-def _predicting(batch: Batch, starts: Tensor, stride: int = 1) -> Tensor:
-    """[R] the flat position whose hidden state predicts each response token; sequence i begins at starts[i]."""
-    offsets = (
-        torch.arange(len(batch.response_ids))
-        - (batch.response_lens.cumsum(0) - batch.response_lens)[batch.sequence_ids]
-    )
-    return starts[batch.sequence_ids] + (batch.prompt_lens[batch.sequence_ids] - 1 + offsets) * stride
+@dataclass(frozen=True)
+class _Places:
+    """Where the tokens of a batch lie in a flat row of `total` cells."""
+
+    batch: Batch
+    groups: Tensor  # [B] sequences of one number have their prompt in common
+    prompts: Tensor  # [N] where the prompt of each group begins
+    responses: Tensor  # [B] where the fed tokens of each response begin
+    total: int
+
+    @property
+    def first(self) -> Tensor:
+        """[N] the first sequence of each group."""
+        index = torch.arange(len(self.batch))
+        return torch.full_like(self.prompts, len(index)).scatter_reduce(0, self.groups, index, "amin")
+
+    def fill(self) -> tuple[Tensor, Tensor]:
+        """[total] token ids and position ids, 0 in padding."""
+        batch, lens = self.batch, fed_lens(self.batch)
+        tokens, positions = (torch.zeros(self.total, dtype=torch.long) for _ in range(2))
+        prompt_lens = batch.prompt_lens[self.first]
+        prompt, response = _cells(self.prompts, prompt_lens), _cells(self.responses, lens)
+        tokens[prompt] = take_segments(batch.prompt_ids, batch.prompt_lens, self.first)
+        tokens[response] = batch.response_ids[_cells(batch.response_lens.cumsum(0) - batch.response_lens, lens)]
+        positions[prompt] = _offsets(prompt_lens)
+        positions[response] = _cells(batch.prompt_lens, lens)
+        return tokens, positions
+
+    def predicting(self) -> Tensor:
+        """[R] the cell whose hidden state predicts each response token: the prompt's last, then the response's."""
+        ends = (self.prompts[self.groups] + self.batch.prompt_lens - 1)[self.batch.sequence_ids]
+        return torch.where(
+            _offsets(self.batch.response_lens) == 0, ends, _cells(self.responses - 1, self.batch.response_lens)
+        )
+
+
+def _offsets(lens: Tensor) -> Tensor:
+    """(3, 2) -> (0, 1, 2, 0, 1)"""
+    return torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens)[segment_ids(lens)]
+
+
+def _cells(starts: Tensor, lens: Tensor) -> Tensor:
+    """The cells of segments that begin at `starts`, (10, 20), (3, 2) -> (10, 11, 12, 20, 21)"""
+    return starts[segment_ids(lens)] + _offsets(lens)
+
+
+def _padded_lengths(lengths: Tensor, layout: Layout) -> Tensor:
+    each = layout.sequence_multiple
+    padded = (lengths + each - 1) // each * each
+    whole = math.lcm(each, layout.cp_size * layout.total_multiple)
+    padded[-1] += -int(padded.sum()) % whole
+    return padded
 
 
 def _local(rows: Tensor, held: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -164,40 +192,87 @@ def _local(rows: Tensor, held: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
-    fed, lengths = _fed(batch)
-    padded = _padded_lengths(lengths, layout)
-    starts = padded.cumsum(0) - padded
-    position_ids = torch.arange(int(padded.sum())) - starts[segment_ids(padded)]
-    token_ids = torch.zeros(int(padded.sum()), dtype=torch.long)
-    token_ids[position_ids < lengths[segment_ids(padded)]] = fed
+    groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
+    places, padded = _group_by_group(batch, groups, layout)
+    token_ids, position_ids = places.fill()
     held = zigzag(padded, layout.cp_size, layout.cp_rank)
-    rows, kept = _local(_predicting(batch, starts), held, len(token_ids))
-    ends = torch.cat([torch.zeros(1, dtype=torch.long), padded.cumsum(0)]).to(device, torch.int32)
-    longest = int(padded.max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=ends,
-        cu_seqlens_kv_padded=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    rows, kept = _local(places.predicting(), held, places.total)
     inputs = [x[held][None].to(device) for x in (token_ids, position_ids)]
+    shared = len(padded) < len(batch)
+    ends = [0, *padded.cumsum(0).tolist()]
+    packed = _shared_params(places, position_ids, device) if shared else _variable_length(ends, ends, device)
     return MicroBatch(batch, *inputs, packed, rows.to(device), kept.to(device))
 
 
+def _group_by_group(batch: Batch, groups: Tensor, layout: Layout) -> tuple[_Places, Tensor]:
+    """Each group's prompt and, behind it, its responses; and the padded lengths of the groups."""
+    count, lens = int(groups.max()) + 1, fed_lens(batch)
+    prompt_lens = torch.zeros(count, dtype=torch.long).scatter_reduce(0, groups, batch.prompt_lens, "amax")
+    lengths = prompt_lens.index_add(0, groups, lens)
+    padded = _padded_lengths(lengths, layout)
+    starts = padded.cumsum(0) - padded
+    order = groups.argsort(stable=True)
+    before = lens[order].cumsum(0) - lens[order]  # response tokens ahead, those of earlier groups among them
+    earlier = (lengths - prompt_lens).cumsum(0) - (lengths - prompt_lens)
+    responses = torch.empty_like(lens)
+    responses[order] = before + (starts + prompt_lens - earlier)[groups[order]]
+    return _Places(batch, groups, starts, responses, int(padded.sum())), padded
+
+
+def _variable_length(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Sequences end to end, from the ends of their queries and of their keys, which begin with 0."""
+    ends_q, ends_kv = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (queries, keys))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends_q,
+        cu_seqlens_kv=ends_kv,
+        cu_seqlens_q_padded=ends_q,
+        cu_seqlens_kv_padded=ends_kv,
+        max_seqlen_q=max(b - a for a, b in pairwise(queries)),
+        max_seqlen_kv=max(b - a for a, b in pairwise(keys)),
+    )
+
+
+def _shared_params(places: _Places, position_ids: Tensor, device: torch.device) -> SharedPrompts:
+    batch, groups = places.batch, places.groups
+    shared = groups.bincount() > 1
+    ends_of_prompts = places.prompts + batch.prompt_lens[places.first]
+    ends = torch.cat([places.prompts[1:], torch.tensor([places.total])])
+    cuts = [places.prompts, places.responses[shared[groups]], torch.tensor([places.total])]
+    spans = torch.stack([places.prompts, ends_of_prompts, ends], 1)[shared & (ends_of_prompts < ends)]
+    whole = torch.tensor([0, places.total], device=device, dtype=torch.int32)
+    return SharedPrompts(
+        qkv_format="thd",
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        cu_seqlens_q_padded=whole,
+        cu_seqlens_kv_padded=whole,
+        max_seqlen_q=int(position_ids.max()) + 1,
+        max_seqlen_kv=int(position_ids.max()) + 1,
+        position_ids=position_ids.to(device),
+        segments=tuple(torch.cat(cuts).unique().tolist()),
+        groups=tuple(map(tuple, spans.tolist())),
+    )
+
+
 def _pad(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
-    fed, lengths = _fed(batch)
     whole = math.lcm(layout.sequence_multiple, layout.cp_size * layout.total_multiple)
-    width, count = -int(-lengths.max() // whole) * whole, len(batch)
-    token_ids = torch.zeros(count, width, dtype=torch.long)
-    token_ids[torch.arange(width) < lengths[:, None]] = fed
+    count, longest = len(batch), int((batch.prompt_lens + fed_lens(batch)).max())
+    width = -(-longest // whole) * whole
+    starts = torch.arange(count) * width
+    places = _Places(batch, torch.arange(count), starts, starts + batch.prompt_lens, count * width)
+    token_ids, _ = places.fill()
     held = zigzag(torch.tensor([width]), layout.cp_size, layout.cp_rank)
-    rows = _predicting(batch, torch.arange(count), stride=count)  # positions of [S, b], as the model holds them
+    cells = places.predicting()
+    rows = cells % width * count + cells // width  # positions of [S, b], as the model holds them
     held_rows = (held[:, None] * count + torch.arange(count)).flatten()
     rows, kept = _local(rows, held_rows, width * count)
     position_ids = held.expand(count, -1).contiguous().to(device)
     return MicroBatch(
-        batch, token_ids[:, held].contiguous().to(device), position_ids, None, rows.to(device), kept.to(device)
+        batch,
+        token_ids.view(count, width)[:, held].contiguous().to(device),
+        position_ids,
+        None,
+        rows.to(device),
+        kept.to(device),
     )

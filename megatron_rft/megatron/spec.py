@@ -1,8 +1,9 @@
 """The layer spec: Transformer Engine's where it is there (with CUDA), else torch's attention and norm.
 
 Both are ordinary ModuleSpec substitutions of megatron-core; nothing is patched. The torch spec knows right-padded
-batches, packed sequences (thd) and context parallelism, and runs on any device. Of its attention's two packed forms
-the bucketed one is for one rank of context, the masked one (all keys gathered) for several.
+batches, packed sequences (thd), packed sequences that share prompts, and context parallelism, and runs on any device.
+Packed sequences are attended to in buckets of similar length on one rank of context, under a mask with all keys
+gathered on several.
 """
 
 import functools
@@ -18,7 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rft.megatron.packing import zigzag
+from megatron_rft.megatron.packing import SharedPrompts, zigzag
+from megatron_rft.megatron.shared_attention import SplitAttention, attend_gathered, with_shared_prompts
 from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
 from megatron_rft.records import segment_ids
 from megatron_rft.utils.device import has_transformer_engine as is_installed
@@ -36,6 +38,11 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     with_te = has_transformer_engine()
     block = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
     if with_te:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        shared = with_shared_prompts(TEDotProductAttention)
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = shared
         return block
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -132,6 +139,14 @@ class TorchAttention(MegatronModule):
             outs.append(self.attend(*parts).transpose(1, 2).flatten(0, 1).flatten(1))  # [n * longest, heads * d]
         return torch.cat(outs).index_select(0, place)
 
+    def attend_shared(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrompts) -> Tensor:
+        """[T, heads, d] -> [T, heads * d]"""
+        assert shared.segments[-1] == len(q), f"{shared.segments[-1]} tokens in segments, {len(q)} in the micro-batch"
+        if not q.is_cpu:
+            return attend_gathered(q, k, v, shared, self.softmax_scale).flatten(1)
+        cells, places = buckets(shared.segments, q.device)
+        return SplitAttention.apply(q, k, v, cells, places, shared.groups, self.softmax_scale).flatten(1)
+
     def attend_over_context(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
         """This rank's queries over every rank's keys; [s, b, heads, d] -> [s, b, heads * d]."""
         k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (k, v))
@@ -153,6 +168,8 @@ class TorchAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ) -> Tensor:
+        if isinstance(packed_seq_params, SharedPrompts):
+            return self.attend_shared(query, key, value, packed_seq_params)
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q_padded
             ends = tuple((packed_seq_params.cu_seqlens_q if ends is None else ends).tolist())

@@ -13,7 +13,7 @@ from megatron_rft.config.algorithms.base import Lengths
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.sections import Optimizer, Run
+from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.engines import check_engines, check_speed
 from megatron_rft.plan.layout import Layout, check_layout
@@ -54,7 +54,7 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
     optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
     check_schedule(recipe.optimizer, optimizer_steps)
-    budget = recipe.batching.micro_batch_tokens
+    budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     lines = [
         model_line,
         *data_lines,
@@ -63,11 +63,25 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
         *batch_lines,
         *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
+        *([_shared_prompts_line(recipe.batching, recipe.rollout, recipe.data.max_prompt_tokens, layout)] * shares),
         _schedule_line(recipe.optimizer, recipe.run, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
         *_memory_lines(recipe, shape, layout, gpu_gib),
     ]
     return Plan(layout, steps_per_batch, optimizer_steps, lines)
+
+
+def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layout: Layout) -> str:
+    if why := batching.why_not_shared(layout.cp):
+        return f"shared prompts: off, {why}; each response computes its prompt"
+    group, response = rollout.group_size, rollout.max_response_tokens
+    together, apart = prompt + group * response, group * (prompt + response)
+    line = (
+        f"shared prompts: on; a group has up to {prompt} + {group} x {response} = {together} tokens instead of {apart}"
+    )
+    if together > batching.micro_batch_tokens:
+        line += ", and is cut where they do not fit a micro-batch; each part computes the prompt"
+    return line
 
 
 def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None) -> list[str]:

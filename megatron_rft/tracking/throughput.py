@@ -9,9 +9,9 @@ computed again in the backward pass, and forward passes without one, are not cou
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron_rft.plan.parameters import Sizes
+from megatron_rft.records import Batch
 
 # Dense bf16 by the name that CUDA gives the device, from NVIDIA's and AMD's data sheets; the first that fits counts.
 PEAK_TFLOPS = {
@@ -58,12 +58,17 @@ class Throughput:
     tokens: float = 0.0
     flops: float = 0.0
 
-    def trained(self, lengths: Tensor) -> None:
-        """[B] tokens of the sequences of a mini-batch, over all ranks."""
-        lengths = lengths.double()
+    def trained(self, batch: Batch, share_prompts: bool = False) -> None:
+        """A mini-batch, over all ranks. A shared prompt costs once, as if no group were cut."""
+        prompts, lengths = batch.prompt_lens.double(), batch.lengths.double()
         self.tokens += lengths.sum().item()
-        attention = len(self.sizes.mixture) * self.sizes.q * lengths.square().sum().item()
-        self.flops += 3 * (2 * self.sizes.multiplied * lengths.sum().item() + 2 * attention)
+        again = torch.zeros(len(batch), dtype=torch.bool)  # a prompt that an earlier sequence has computed
+        if share_prompts:
+            numbers = batch.prompt_numbers
+            again[1:] = numbers[1:] <= numbers.cummax(0).values[:-1]
+        computed = (lengths.sum() - prompts[again].sum()).item()
+        pairs = (lengths.square().sum() - prompts[again].square().sum()).item()
+        self.flops += 3 * (2 * self.sizes.multiplied * computed + 2 * len(self.sizes.mixture) * self.sizes.q * pairs)
 
     def take(self, metrics: dict[str, float]) -> dict[str, float]:
         """Of the step that `metrics` describes. Counting starts afresh."""

@@ -11,12 +11,13 @@ from functools import partial
 import torch
 
 from megatron_rft import objectives
-from megatron_rft.config import Batching, Recipe
+from megatron_rft.config import Recipe
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
+from megatron_rft.megatron.balance import Costs
 from megatron_rft.objectives.offline.base import part_of
 from megatron_rft.records import Batch
 from megatron_rft.training import build, loop
@@ -37,7 +38,8 @@ def train(recipe: Recipe) -> int:
     options, objective = recipe.algorithm, objectives.build(recipe.algorithm)
     data = objective.annotate(store.to_batch(stored.train))
     examples = objective.examples(data)
-    check_examples(data, examples, options.name, path, recipe.batching)
+    cost = Costs(data, not recipe.batching.why_not_shared(recipe.megatron.context_parallel_size))
+    check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)
     source = ReferenceSource.of(recipe, stored.digest)
     source.check_cache()
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences
@@ -68,17 +70,15 @@ def check_store(stored: Stored, path: str, tokenizer: str, evaluation_every: int
         )
 
 
-def check_examples(data: Batch, examples: list[tuple[int, ...]], method: str, path: str, batching: Batching) -> None:
+def check_examples(cost: Costs, examples: list[tuple[int, ...]], method: str, path: str, token_budget: int) -> None:
     """There are some, and each fits a micro-batch: what stays together is not torn."""
     if not examples:
         raise DataError(f"algorithm.name: {method} finds nothing to learn from in {path}")
-    lengths = data.lengths.tolist()
-    longest = max(sum(lengths[position] for position in example) for example in examples)
-    if longest > batching.micro_batch_tokens:
+    longest = max(cost(list(example)) for example in examples)
+    if longest > token_budget:
         what = "pair" if len(examples[0]) == 2 else "trajectory"
         raise DataError(
-            f"batching.micro_batch_tokens: the longest {what} has {longest} tokens, and does not fit "
-            f"{batching.micro_batch_tokens}"
+            f"batching.micro_batch_tokens: the longest {what} has {longest} tokens, and does not fit {token_budget}"
         )
 
 

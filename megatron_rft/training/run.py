@@ -160,7 +160,7 @@ class Run:
             )
         self.guard.note(metrics, batch, step)
         self.averages.add(update.name, metrics)
-        self.throughput.trained(batch.lengths)
+        self.throughput.trained(batch, self.models.trained[update.model].layout.share_prompts)
         return found
 
     def evaluation_due(self, step: int) -> bool:

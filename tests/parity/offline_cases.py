@@ -6,12 +6,11 @@ The first run, on one process, writes what the others are compared with.
 
 import json
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from megatron_rft.config import Megatron
+from megatron_rft.config import Batching, Megatron
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
@@ -35,11 +34,11 @@ class Case:
             sequence_parallel=bool(options.get("sp")), **{KEYS[k]: v for k, v in options.items() if k in KEYS}
         )
         parallel.initialize(megatron)
-        batching = SimpleNamespace(
+        batching = Batching(
             micro_batch_tokens=options.get("budget", 1000),
-            tokens_without_backward=options.get("budget", 2000),
+            forward_only_tokens=options.get("budget", 2000),
             pack_sequences=not options.get("padded"),
-            logprob_block_mib=64,
+            share_prompts="auto" if options.get("shared", 1) else "off",
         )
         optimizer = {"lr": 1e-3, "clip_grad": 1.0, "use_distributed_optimizer": False}
         self.actor = Actor(model_config(), megatron, batching, "fp32", optimizer=optimizer)

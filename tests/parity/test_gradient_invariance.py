@@ -11,7 +11,22 @@ from tests.parity.launch import torchrun
 
 SCRIPT = Path(__file__).with_name("gradient_cases.py")
 CASES = {  # world size -> layouts; those that write are what the others are compared with
-    1: ["write=1", "write=1,starved=1", "budget=64", "budget=40", "padded=1", "padded=1,budget=50", "recompute=1"],
+    1: [
+        "write=1,shared=0",
+        "write=1,shared=0,starved=1",
+        "shared=1",
+        "starved=1",
+        "shared=0,budget=40",
+        "budget=64",
+        "budget=40",
+        "padded=1",
+        "padded=1,budget=50",
+        "recompute=1",
+        "recompute=2",
+        "shared=0,recompute=2",
+        "write=1,shared=0,moe=1",
+        "moe=1",
+    ],
     2: [
         "dp=2",
         "dp=2,budget=40",
@@ -24,6 +39,8 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "pp=2,vpp=2,budget=50",
         "cp=2",
         "cp=2,padded=1",
+        "moe=1,ep=2",
+        "moe=1,ep=2,budget=50",
     ],
     4: ["tp=2,pp=2,sp=1", "cp=2,tp=2,sp=1", "pp=2,cp=2,budget=60", "tp=2,pp=2,vpp=2,sp=1,budget=60"],
 }
@@ -47,7 +64,5 @@ def test_gradient_does_not_depend_on_the_layout(results, case):
     for loss, found in results[case].items():
         assert found["gradient"] < 1e-5 and found["metrics"] < 1e-5, (loss, found)
         if loss != "outputs":
-            assert found["tensors"] == (47 if loss == "ppo value" else 46) and (found["size"] or "starved" in case), (
-                loss,
-                found,
-            )
+            tensors = (86 if "moe" in case else 46) + (loss == "ppo value")
+            assert found["tensors"] == tensors and (found["size"] or "starved" in case), (loss, found)

@@ -10,7 +10,7 @@ from tests.parity.offline_cases import OBJECTIVES
 
 SCRIPT = Path(__file__).with_name("offline_cases.py")
 CASES = {  # world size -> layouts; the first of all writes the reference
-    1: ["write=1", "budget=64", "padded=1,budget=70,recorded=1"],
+    1: ["write=1,shared=0", "shared=1,recorded=1", "shared=0,budget=64", "budget=64", "padded=1,budget=70,recorded=1"],
     2: [
         "dp=2",
         "dp=2,budget=64,recorded=1",

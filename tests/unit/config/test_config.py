@@ -217,6 +217,20 @@ class TestPassthrough:
 
 
 class TestPlan:
+    def test_shared_prompts(self, recipe):
+        """A prompt of up to 512 tokens and 8 responses of up to 128, and a group that is cut."""
+        sizes = ["data.max_prompt_tokens=512", "rollout.group_size=8", "rollout.max_response_tokens=128"]
+
+        def line(*overrides: str, ranks: int = 1) -> str:
+            plan = check(load(recipe, [*sizes, *overrides]), ranks)
+            return next(line for line in plan.lines if line.startswith("shared prompts: "))
+
+        assert line() == "shared prompts: on; a group has up to 512 + 8 x 128 = 1536 tokens instead of 5120"
+        assert "and is cut where they do not fit" in line("batching.micro_batch_tokens=1024")
+        assert "off, batching.share_prompts is off" in line("batching.share_prompts=off")
+        assert "off, batching.pack_sequences is false" in line("batching.pack_sequences=false")
+        assert "off, context parallelism" in line("megatron.context_parallel_size=2", ranks=2)
+
     def test_arithmetic(self, recipe):
         plan = check(load(recipe, ["algorithm.mini_batch_prompts=8", "algorithm.epochs=2"]), 2)
         assert "global batch: 256 responses = 32 prompts x 8" in plan.lines

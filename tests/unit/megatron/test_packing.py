@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rft.megatron.packing import Layout, filler, pack, plan, zigzag
+from megatron_rft.megatron.packing import Layout, filler, pack, zigzag
 from megatron_rft.records import Batch
 
 CPU = torch.device("cpu")
@@ -55,33 +55,39 @@ def test_zigzag_by_hand():
         zigzag(torch.tensor([6]), 2, 0)
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=1, max_size=30),
-    dp=st.integers(1, 4),
-    multiple=st.sampled_from([1, 2, 4]),
-)
-def test_plan_holds_every_sequence_once_within_the_budget(lengths, dp, multiple):
+def test_shared_by_hand():
+    """Two responses to (5, 6), one of a single token to it, and one to (7) of its own; packed to a multiple of 4."""
+    whole = Batch.of([[5, 6], [7], [5, 6], [5, 6]], [[8, 9], [10, 11], [12, 13, 14], [15]])
+    micro = pack(whole, Layout(share_prompts=True, total_multiple=4), CPU)
+    assert micro.token_ids.tolist() == [[5, 6, 8, 12, 13, 7, 10, 0]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 0]]
+    assert micro.rows.tolist() == [1, 2, 5, 6, 1, 3, 4, 1]
+    assert micro.packed.segments == (0, 2, 3, 5, 8) and micro.packed.groups == ((0, 2, 5),)
+    assert micro.packed.max_seqlen_q == 4 and micro.packed.cu_seqlens_q.tolist() == [0, 8]
+    index, ends = micro.packed.gathered
+    assert index.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 6, 7] and ends == (0, 2, 5, 9, 12)
+    call = micro.packed.variable_length
+    assert call.cu_seqlens_q.tolist() == [0, 2, 3, 5, 8] and call.cu_seqlens_kv.tolist() == [0, 2, 5, 9, 12]
+    assert (call.max_seqlen_q, call.max_seqlen_kv) == (3, 4)
+
+
+def test_without_a_common_prompt_nothing_changes():
+    whole = batch((2, 4), (3, 1), (4, 2))
+    shared, apart = (pack(whole, Layout(share_prompts=share), CPU) for share in (True, False))
+    assert type(shared.packed) is type(apart.packed)
+    assert torch.equal(shared.token_ids, apart.token_ids) and torch.equal(shared.rows, apart.rows)
+
+
+@given(prompts=st.lists(st.integers(1, 3), min_size=1, max_size=8), data=st.data())
+def test_every_response_token_is_predicted_by_the_token_before_it_also_behind_a_shared_prompt(prompts, data):
+    lengths = [(prompt, data.draw(st.integers(1, 5))) for prompt in prompts]  # a prompt's length says which it is
     whole = batch(*lengths)
-    shares = plan(whole, dp, token_budget=80, count_multiple=multiple)
-    assert len(shares) == dp and len({len(share) for share in shares}) == 1
-    assert len(shares[0]) % multiple == 0
-    placed = torch.cat([index for share in shares for index in share])
-    assert sorted(placed.tolist()) == list(range(len(lengths)))
-    assert all(int((whole.lengths[index] - 1).sum()) <= 80 for share in shares for index in share)
-
-
-def test_plan_balances_tokens_over_ranks():
-    whole = batch(*[(4, n) for n in range(1, 65)])
-    loads = [sum(int(whole.lengths[i].sum()) for i in share) for share in plan(whole, 4, token_budget=400)]
-    assert max(loads) - min(loads) <= 0.02 * sum(loads)
-
-
-def test_units_stay_together():
-    whole = batch(*[(2, 5)] * 8).with_sequences(unit=torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]))
-    for share in plan(whole, 2, token_budget=12):
-        for index in share:
-            assert sorted(index.tolist()) == sorted(set(index.tolist()) & set(range(8)))
-            assert len(index) == 2 and index[1] - index[0] == 4
+    micro = pack(whole, Layout(share_prompts=True, total_multiple=2), CPU)
+    tokens, positions = micro.token_ids.flatten(), micro.position_ids.flatten()
+    assert torch.equal(tokens, positions)  # ids count up over a sequence, 0 in padding
+    assert torch.equal(tokens[micro.rows], micro.targets - 1)
+    computed = sum(set(prompts)) + sum(response - 1 for _, response in lengths)
+    assert 0 <= len(tokens) - computed < 2
 
 
 def test_filler_has_nothing_to_train():

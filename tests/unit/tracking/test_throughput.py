@@ -1,9 +1,9 @@
 """Model FLOPs by hand, and the peak of a device by its name."""
 
 import pytest
-import torch
 
 from megatron_rft.plan.parameters import Sizes
+from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Throughput, peak_tflops
 
 TINY = dict(hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocabulary=10, tied=True, qkv_bias=False, qk_norm=True)
@@ -19,7 +19,7 @@ def test_parameters_that_multiply_a_token():
 
 def test_share_of_the_peak():
     throughput = Throughput(DENSE, devices=2, peak=1e-6)  # a million FLOP/s each
-    throughput.trained(torch.tensor([3, 1]))
+    throughput.trained(Batch.of([[1], []], [[1, 2], [1]]))
     flops = 3 * (2 * DENSE.multiplied * 4 + 2 * 2 * 4 * (9 + 1))  # two layers, q = 4, squares of the lengths
     found = throughput.take({"seconds/training": 2.0, "seconds/verification": 1.0, "seconds/step": 5.0})
     assert found == {
@@ -27,6 +27,15 @@ def test_share_of_the_peak():
         "training/mfu": pytest.approx(flops / (3 * 2 * 1e6)),
     }
     assert throughput.take({"seconds/step": 1.0}) == {}
+
+
+def test_a_shared_prompt_costs_once():
+    """Lengths 3, 3, 4; the first two have a prompt of 2 tokens in common: of the second one token is computed, which
+    attends to 3."""
+    throughput = Throughput(DENSE, devices=1, peak=1e-6)
+    throughput.trained(Batch.of([[1, 2], [1, 2], [2, 1]], [[5], [6], [7, 8]]), share_prompts=True)
+    assert throughput.tokens == 10
+    assert throughput.flops == 3 * (2 * DENSE.multiplied * 8 + 2 * 2 * 4 * (9 + (9 - 4) + 16))
 
 
 def test_tokens_per_second_and_device():

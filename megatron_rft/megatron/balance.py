@@ -1,0 +1,139 @@
+"""Which sequences go into which micro-batch of which data-parallel rank.
+
+Every rank computes the same plan: it is a pure function of the batch. With shared prompts, sequences of one prompt stay
+in one micro-batch where the token budget allows it, because the prompt is then computed once. A group that does not
+fit is cut between responses, and each part computes the prompt again. Costs are the tokens that are really computed.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_rft.megatron.packing import fed_lens
+from megatron_rft.records import Batch
+
+Unit = list[int]  # positions of sequences that must stay together
+
+
+class Costs:
+    """Tokens that some sequences of a batch take in one micro-batch."""
+
+    def __init__(self, batch: Batch, share_prompts: bool):
+        self.prompts = (batch.prompt_numbers if share_prompts else torch.arange(len(batch))).tolist()
+        self.prompt_lens, self.response_lens = batch.prompt_lens.tolist(), fed_lens(batch).tolist()
+
+    def prompts_of(self, unit: Unit) -> frozenset[int]:
+        return frozenset(self.prompts[position] for position in unit)
+
+    def responses(self, unit: Unit) -> int:
+        return sum(self.response_lens[position] for position in unit)
+
+    def __call__(self, unit: Unit) -> int:
+        lens = {self.prompts[position]: self.prompt_lens[position] for position in unit}
+        return sum(lens.values()) + self.responses(unit)
+
+
+def plan(
+    batch: Batch, dp_size: int, token_budget: int, count_multiple: int = 1, share_prompts: bool = False
+) -> list[list[Tensor]]:
+    """[dp][micro-batch] -> positions in `batch`.
+
+    Every rank gets the same number of micro-batches (pipeline and expert parallelism need that), a multiple of
+    `count_multiple`, as few as the token budget allows, with about equal token counts. Units are not torn. A
+    micro-batch may be empty.
+    """
+    costs = Costs(batch, share_prompts)
+    groups = _groups(batch, costs)
+    plans = [
+        _plan(groups, costs, dp_size, count_multiple, token_budget, cap)
+        for cap in _caps(groups, costs, dp_size, count_multiple, token_budget)
+    ]
+    best = min(plans, key=lambda bins: _time(bins, costs, dp_size, count_multiple))
+    members = [torch.tensor(sorted(each), dtype=torch.long) for each in best]
+    return [members[rank::dp_size] for rank in range(dp_size)]
+
+
+def plan_within(
+    batch: Batch, members: list[Tensor], token_budget: int, count_multiple: int = 1, share_prompts: bool = False
+) -> list[list[Tensor]]:
+    """`plan` where the sequences of each data-parallel rank are given: `members` and what is returned are positions in
+    `batch`."""
+    cuts = [plan(batch.select(mine), 1, token_budget, count_multiple, share_prompts)[0] for mine in members]
+    longest, nothing = max(len(cut) for cut in cuts), torch.zeros(0, dtype=torch.long)
+    return [
+        [mine[index] for index in cut] + [nothing] * (longest - len(cut))
+        for mine, cut in zip(members, cuts, strict=True)
+    ]
+
+
+def _groups(batch: Batch, costs: Costs) -> list[list[Unit]]:
+    """The units of the batch, those that have the same prompts together."""
+    _, number = batch.units.unique(return_inverse=True)
+    units: list[Unit] = [[] for _ in range(int(number.max()) + 1 if len(number) else 0)]
+    for position, unit in enumerate(number.tolist()):
+        units[unit].append(position)
+    groups: dict[frozenset[int], list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(costs.prompts_of(unit), []).append(unit)
+    return list(groups.values())
+
+
+def _caps(groups: list[list[Unit]], costs: Costs, dp_size: int, count_multiple: int, token_budget: int) -> list[int]:
+    """Sizes at which to cut a group. Below the token budget only to give every rank as much to do."""
+    if dp_size * count_multiple == 1 or all(len(group) == 1 for group in groups):
+        return [token_budget]
+    share = sum(costs(sum(group, [])) for group in groups) / (dp_size * count_multiple)
+    return [token_budget] + [cap for parts in (1, 2, 4) if 0 < (cap := math.ceil(share / parts)) < token_budget]
+
+
+def _plan(
+    groups: list[list[Unit]], costs: Costs, dp_size: int, count_multiple: int, token_budget: int, cap: int
+) -> list[list[int]]:
+    """The micro-batches of all ranks, heaviest first."""
+    pieces = [piece for group in groups for piece in _cut(group, costs, cap)]
+    cost = [costs(piece) for piece in pieces]
+    per_rank = max(1, math.ceil(sum(cost) / (token_budget * dp_size)))
+    per_rank = math.ceil(per_rank / count_multiple) * count_multiple
+    while True:
+        bins = _balanced(cost, dp_size * per_rank)
+        heaviest = max((sum(cost[piece] for piece in content) for content in bins), default=0)
+        if heaviest <= token_budget or per_rank >= len(cost):
+            break
+        per_rank += count_multiple
+    return [[position for piece in content for position in pieces[piece]] for content in bins]
+
+
+def _cut(group: list[Unit], costs: Costs, cap: int) -> Iterable[list[int]]:
+    """A group in as few parts as `cap` tokens allow, each unit whole."""
+    whole = sum(group, [])
+    prompt, responses = costs(whole) - costs.responses(whole), [costs.responses(unit) for unit in group]
+    count = 1
+    if prompt + sum(responses) > cap:
+        count = math.ceil(sum(responses) / (cap - prompt)) if cap > prompt else len(group)
+    while True:
+        parts = _balanced(responses, min(count, len(group)))
+        if count >= len(group) or prompt + max(sum(responses[unit] for unit in part) for part in parts) <= cap:
+            return (sum((group[unit] for unit in sorted(part)), []) for part in parts)
+        count += 1
+
+
+def _time(bins: list[list[int]], costs: Costs, dp_size: int, count_multiple: int) -> int:
+    """Tokens that pass one after the other: those of the busiest rank, and a pipeline's fill by the heaviest
+    micro-batch."""
+    cost = [costs(each) for each in bins]
+    return max(sum(cost[rank::dp_size]) for rank in range(dp_size)) + (count_multiple - 1) * max(cost)
+
+
+def _balanced(cost: list[int], bins: int) -> list[list[int]]:
+    """Longest first onto the lightest bin; bins come back heaviest first, so that a stride over them is balanced."""
+    heap = [(0, index) for index in range(bins)]
+    content: list[list[int]] = [[] for _ in range(bins)]
+    for unit in sorted(range(len(cost)), key=lambda u: (-cost[u], u)):
+        load, index = heapq.heappop(heap)
+        content[index].append(unit)
+        heapq.heappush(heap, (load + cost[unit], index))
+    weight = {index: load for load, index in heap}
+    return [content[index] for index in sorted(range(bins), key=lambda i: (-weight[i], i))]

@@ -1,0 +1,131 @@
+"""Log-probs and training steps with and without shared prompts, beside the ratio of their arithmetic.
+
+    python tools/bench/shared_prompts.py [--size 20m] [--steps 5] [--threads 1] [--precision fp32] [--shapes 1024x8x128]
+
+A shape is prompt x group x response, in tokens. Both sides have the same weights and sequences and alternate in one
+process; the fastest step of each counts, in processor time (on a GPU by the clock). "arithmetic" divides the
+floating-point operations of one side by the other's: layers and attention (causal, half of the square) of the tokens
+that are computed, and the output matrix of the response tokens, which does not change. "memory" divides the bytes that
+a training step keeps for its backward pass, weights among them.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+
+import torch
+from setups import SIZES, actor_like, hf_model, qwen3, set_threads
+
+from megatron_rft.config.algorithms.sft import SFT as Options
+from megatron_rft.megatron import parallel
+from megatron_rft.objectives.base import counts
+from megatron_rft.objectives.sft import SFT
+from megatron_rft.records import Batch
+
+SHAPES = ("1024x8x128", "48x8x20", "64x8x4096")
+LOGPROBS = frozenset({"logprobs"})
+
+
+def batch_of(prompt: int, group: int, response: int, vocabulary: int, tokens: int) -> Batch:
+    """As many whole groups as fit `tokens` without sharing, at least one."""
+    generator = torch.Generator().manual_seed(0)
+    groups = max(1, tokens // (group * (prompt + response)))
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+
+    prompts = [ids(prompt) for _ in range(groups)]
+    return Batch.of(
+        [prompts[number] for number in range(groups) for _ in range(group)],
+        [ids(response) for _ in range(groups * group)],
+    )
+
+
+def operations(size: str, prompt: int, group: int, response: int, shared: bool) -> float:
+    """Of the forward pass of one group; a product of matrices counts twice its number of multiplications."""
+    vocabulary, hidden, layers, feed_forward, heads, kv_heads, head_dim = SIZES[size]
+    weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * feed_forward
+    pairs = group * ((prompt + response) ** 2 / 2 if not shared else prompt * response + response**2 / 2)
+    tokens = group * ((0 if shared else prompt) + response)
+    if shared:
+        pairs, tokens = pairs + prompt**2 / 2, tokens + prompt
+    return layers * (2 * weights * tokens + 4 * heads * head_dim * pairs) + 2 * vocabulary * hidden * group * response
+
+
+def seconds(function) -> float:
+    """Of the processor, so that other load does not count; of the clock on a GPU."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    begin = clock()
+    function()  # ends with numbers on the host, so that a GPU has finished
+    return clock() - begin
+
+
+def kept_bytes(function) -> int:
+    """What `function` keeps for its backward passes, each block of memory once."""
+    blocks: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        blocks[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function()
+    return sum(blocks.values())
+
+
+def measure(size: str, shape: str, args: argparse.Namespace) -> dict:
+    prompt, group, response = map(int, shape.split("x"))
+    config = qwen3(size)
+    batch = batch_of(prompt, group, response, config.vocab_size, args.tokens)
+    actor = actor_like(hf_model(config, args.precision), args.precision, micro_batch_tokens=int(batch.lengths.sum()))
+    layouts = {side: dataclasses.replace(actor.layout, share_prompts=side == "shared") for side in ("apart", "shared")}
+    objective, count = SFT(Options()), counts(batch)
+    work = {
+        "logprobs": lambda: actor.outputs(batch, LOGPROBS),
+        "training": lambda: actor.step(batch, objective.loss, count),
+    }
+    row = {"shape": shape, "groups": len(batch) // group}
+    row["arithmetic"] = operations(size, prompt, group, response, False) / operations(
+        size, prompt, group, response, True
+    )
+    for name, function in work.items():
+        times = {side: [] for side in layouts}
+        for _ in range(args.steps + 1):
+            for side, actor.layout in layouts.items():
+                times[side].append(seconds(function))
+        row[name] = {side: min(found[1:]) for side, found in times.items()}
+    row["memory"] = {side: kept_bytes(work["training"]) for side, actor.layout in layouts.items()}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="20m")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--tokens", type=int, default=10_000, help="about that many without sharing")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    set_threads(args.threads)
+    rows = [measure(args.size, shape, args) for shape in args.shapes]
+    parallel.shutdown()
+    if args.json:
+        print(json.dumps(rows))
+        return
+    print(f"{args.size}, {args.precision}, {args.threads} thread(s), {args.steps} steps each")
+    print("| prompt x group x response | groups | arithmetic | log-probs | ms | training | ms | memory |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        cells = [row["shape"], str(row["groups"]), f"{row['arithmetic']:.2f} x"]
+        for name in ("logprobs", "training"):
+            apart, shared = row[name]["apart"], row[name]["shared"]
+            cells += [f"{apart / shared:.2f} x", f"{apart * 1e3:.0f} -> {shared * 1e3:.0f}"]
+        cells.append(f"{row['memory']['apart'] / row['memory']['shared']:.1f} x")
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
