@@ -39,7 +39,7 @@ METHODS = {  # tables 1 and 2, figure 5, and two more
     "off_rl": "{name: off_rl, part_norms_every: 10}",
     "fpa": "{name: fpa, part_norms_every: 10}",
     "off_rl_low_lr": "{name: off_rl}",
-    "off_rl_kl": "{name: off_rl, kl_coefficient: 0.04}",
+    "off_rl_kl": "{name: off_rl, kl_coefficient: 0.04, kl_aggregation: token_mean}",
     "fpa_correct": "{name: fpa, fpa_on: correct}",
     "fpa_incorrect": "{name: fpa, fpa_on: incorrect}",
     "fpa_lambda_0.5": "{name: fpa, extrapolation: 0.5}",

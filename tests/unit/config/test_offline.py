@@ -63,6 +63,7 @@ def test_refused(recipe):
     assert "no whole number of pairs" in refusal(offline, "algorithm.name=dpo", "algorithm.batch_sequences=7")
     assert "asks for no distribution" in refusal(offline, "algorithm.name=off_rl", "algorithm.reference=cached_hidden")
     assert "unless reference is cached_hidden" in refusal(offline, "algorithm.reference_cache=x")
+    assert "while kl_coefficient is 0" in refusal(offline, "algorithm.kl_aggregation=token_mean")
     assert "evaluation.every is 0" in refusal(offline, "evaluation.patience=2")
     assert "does nothing with trainer offline" in refusal(offline, "rollout.temperature=0.7")
     assert "fpq" in refusal(offline, "algorithm.name=fpq")

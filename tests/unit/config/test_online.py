@@ -88,6 +88,19 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         (["constraint={kind: static, eta: 0.1, filter: false}"], "constraint.filter: does nothing with kind static"),
         (["constraint={kind: none, examples: 3}"], "constraint.examples: does nothing with kind none"),
         (["constraint={kind: dynamic, eta: 0, filter: false}"], "constraint.filter: does nothing while eta is 0"),
+        (["constraint={kind: dynamic, eta: 0, per: pairs}"], "constraint.per: does nothing while eta is 0"),
+        (["constraint={kind: dynamic, eta: 0.1, mode: reward, per: pairs}"], "does nothing with mode reward"),
+        (["constraint={kind: static, eta: 0.1, per: pairs}"], "constraint.per: does nothing with kind static"),
+        (["constraint={kind: dynamic, eta: 0.1, agreeing: true}"], "grpo leaves no group out"),
+        (
+            ["constraint={kind: dynamic, eta: 0.1, agreeing: true}", "algorithm={name: dapo, filter_groups: false}"],
+            "dapo leaves no group out",
+        ),
+        (["algorithm={name: sdpo, importance_cap: 0.5}"], "algorithm.importance_cap: 0.5 is not at least 1"),
+        (
+            ["algorithm={name: sdpo, importance_cap: 2}", "algorithm.mini_batch_prompts=8"],
+            "algorithm.importance_cap: does nothing where a sampled batch gets one on-policy step",
+        ),
         (["constraint={kind: dynamic, eta: 0.1, share: 0}"], "constraint.share: 0 is not above 0"),
         (["constraint={kind: dynamic, eta: 0.1, first: 4}"], "constraint.first: does nothing: rollout.group_size is 4"),
         (["constraint={kind: dynamic, eta: 0.1, template: cod}"], "Did you mean 'code'?"),
@@ -155,3 +168,15 @@ def test_templates_without_their_fields(recipe, tmp_path, text, words):
     if text:
         path.write_text(text)
     assert words in refusal(recipe, f"constraint={{kind: dynamic, eta: 0.1, template: {path}}}")
+
+
+def test_what_the_refiners_and_sdpos_new_options_allow(recipe):
+    """Each has an effect with these others."""
+    for overrides in (
+        ["algorithm.name=dapo", "constraint={kind: dynamic, eta: 0.1, agreeing: true}"],
+        ["constraint={kind: dynamic, eta: 0.1, mode: loss, per: pairs}"],
+        ["algorithm={name: sdpo, importance_cap: 2}"],
+        ["algorithm={name: sdpo, importance_cap: 2, old_logprobs: rollout, mini_batch_prompts: 8}"],
+        ["algorithm={name: sdpo, importance_cap: 2, mini_batch_prompts: 8}", "pipo.window=2"],
+    ):
+        check(load(recipe, overrides))

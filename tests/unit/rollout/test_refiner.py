@@ -19,6 +19,7 @@ from megatron_rft.rollout.refiner import (
     edit_distance,
 )
 from megatron_rft.rollout.sampler import Rollout, Sampler
+from tests.made import dynamic, made
 from tests.unit.inference.tiny import build_engine, build_model
 
 EOS = 1
@@ -149,7 +150,7 @@ class Digits:
         return [Score(float(min(sum(c.isdigit() for c in text), 2))) for text in texts]
 
 
-def sampled(overlap: bool, **named):
+def sampled(overlap: bool, keep=None, group_size: int = 4, **named):
     """A real engine of random weights beside another, both of the tokenizer's characters."""
     policy, frozen = (build_engine(build_model("llama", seed=seed, scale=1.0)) for seed in (1, 2))
     sampling = Sampling(12, stop_token_ids=(2,))
@@ -164,9 +165,9 @@ def sampled(overlap: bool, **named):
         overlap=overlap,
         **named,
     )
-    sampler = Sampler(policy, sampling, Digits(), Digit(), group_size=4, seed=1, refiner=some)
+    sampler = Sampler(policy, sampling, Digits(), Digit(), group_size=group_size, seed=1, refiner=some)
     prompts = [Prompt(i, (5 + i, 6), "p", "", question=f"{i}") for i in range(6)]
-    return sampler.sample(lambda n: prompts[:n], 6, step=1)
+    return sampler.sample(lambda n: prompts[:n], 6, step=1, keep=keep)
 
 
 class Digit:
@@ -204,3 +205,20 @@ def test_speed_alone(named):
         other = sampled(overlap, **named).batch.state_dict()
         assert state.keys() == other.keys()
         assert all((state[name] == other[name]).all() for name in state)
+
+
+def test_groups_that_agree_are_refined_where_that_is_asked_for():
+    """DAPO leaves them out; with `agreeing` those that a refiner helped are in the batch."""
+    found = {}
+    for agreeing in (False, True):
+        objective = dynamic(made("dapo"), eta=0.1, agreeing=agreeing)
+        some = sampled(overlap=False, keep=objective.keep, group_size=2, agreeing=agreeing)
+        rewards = {}
+        for each in some.rollouts:
+            rewards.setdefault(each.place, set()).add(each.score.reward)
+        alike = {place for place, values in rewards.items() if len(values) == 1}
+        refined = {each.place for each in some.rollouts if each.refined and each.refined.kept} & alike
+        found[agreeing] = (alike, refined, alike & set(some.batch.groups.tolist()))
+    alike, refined, kept = found[True]
+    assert alike == found[False][0] and found[False][1:] == (set(), set())
+    assert refined == kept and 0 < len(kept)
