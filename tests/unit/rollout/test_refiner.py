@@ -221,4 +221,4 @@ def test_groups_that_agree_are_refined_where_that_is_asked_for():
         found[agreeing] = (alike, refined, alike & set(some.batch.groups.tolist()))
     alike, refined, kept = found[True]
     assert alike == found[False][0] and found[False][1:] == (set(), set())
-    assert refined == kept and 0 < len(kept)
+    assert refined == kept and len(kept) > 0
