@@ -38,7 +38,7 @@ class Request:
     n: int
     seed: int
     max_tokens: int | None = None  # below the sampling's, for this request
-    draft: tuple[int, ...] = ()  # a guess of the response, for an engine to check at once: changes speed, never tokens
+    draft: tuple[int, ...] = ()  # of the response, for an engine with speculative decoding: changes speed, never tokens
 
 
 @dataclass(frozen=True)

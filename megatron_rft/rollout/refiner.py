@@ -84,7 +84,7 @@ class Refiner:
         only_better: learn pairs whose refined response scores higher, or all of them.
         agreeing: also refine groups that the algorithm would leave out because their rewards are all equal.
         share, first: of the responses of a group that can be improved, how many are refined.
-        draft: hand the response to the engine as a guess of its refinement.
+        draft: give the engine the response as a draft of its refinement (speculative decoding).
         most_tokens: of the refiner's prompt and response together.
     """
 
