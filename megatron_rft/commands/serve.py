@@ -4,6 +4,7 @@ One on each GPU, or on every `vllm.tensor_parallel_size` of them, at ports that 
 process. One that is lost is started again at its port, where the run waits for it; one that never was ready ends all.
 """
 
+import argparse
 import contextlib
 import os
 import signal
@@ -24,16 +25,17 @@ from megatron_rft.config import Recipe
 from megatron_rft.inference.process import last_lines
 from megatron_rft.inference.vllm.arguments import save_config
 from megatron_rft.inference.vllm.server_process import spawn
+from megatron_rft.plan import check_writable
 from megatron_rft.plan.model_shape import shape_of
 from megatron_rft.plan.vllm import check_vllm, choose_for
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.gpus import visible_gpus
 from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.exit_codes import FINISHED
 from megatron_rft.utils.files import write_whole
 from megatron_rft.utils.processes import reserved_port
 
-FINISHED = 0
 HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy leads out of this machine
 
 
@@ -61,8 +63,10 @@ class Server:
             self.process.wait()
 
 
-def run(recipe: Recipe, out: Path) -> int:
-    """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
+def run(recipe: Recipe, args: argparse.Namespace) -> int:
+    """Serve until SIGTERM. OUT/NODE_0.log ... have what the servers print; OUT/NODE.urls gets their URLs when all of
+    them answer."""
+    check_writable(args.out, "--out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = build.load_hf_config(recipe.model)
     shape = shape_of(hf_config.to_dict())
@@ -77,7 +81,7 @@ def run(recipe: Recipe, out: Path) -> int:
         start = partial(spawn, model, engines.dtype, host="0.0.0.0", arguments=arguments)
         servers = []
         for number, environment in enumerate(places(recipe.vllm.tensor_parallel_size)):
-            log = out / f"{host}_{number}.log"
+            log = args.out / f"{host}_{number}.log"
             port = stack.enter_context(reserved_port("")).getsockname()[1]
             servers.append(Server(port, log, partial(start, environment=environment)))
             stack.callback(servers[-1].stop)
@@ -85,7 +89,7 @@ def run(recipe: Recipe, out: Path) -> int:
         wait_until_ready(servers, recipe.faults.engine_start_s)
         urls = [f"http://{host}:{server.port}" for server in servers]
         print(f"rollout.servers=[{','.join(urls)}]", flush=True)
-        write_whole(out / f"{host}.urls", "".join(f"{url}\n" for url in urls))
+        write_whole(args.out / f"{host}.urls", "".join(f"{url}\n" for url in urls))
         watch(servers, recipe.faults.engine_start_s)
 
 

@@ -23,10 +23,10 @@ from megatron_rft.launching import slurm
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Place
 from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 from megatron_rft.utils.files import write_whole
 from megatron_rft.utils.processes import die_with, reserved_port
 
-FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
 PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 CAUGHT = (*STOPPING, signal.SIGINT)

@@ -71,8 +71,8 @@ def check_workers(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
 
 
 def check_speed(recipe: Recipe, refining: str | None) -> None:
-    """Rejects engine options that have no effect in this run. `refining`: the refiner's engine, if there is one; it runs
-    in the rank's process, wherever the policy's engine runs."""
+    """Rejects engine options that have no effect in this run. `refining`: the refiner's engine, if there is one. It
+    runs in the rank's process, wherever the policy's engine runs."""
     options, rollout = recipe.vllm, recipe.rollout
     drafts = refining is not None and recipe.constraint.drafts(refining)
     if rollout.servers and refining != "vllm" and (named := sorted(options.model_fields_set)):

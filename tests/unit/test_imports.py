@@ -34,6 +34,7 @@ WITHOUT_TORCH = {
     "commands/main",
     "commands/parser",
     "commands/doctor",
+    "commands/train",
     "commands/__init__",
     "launching",
     "utils",

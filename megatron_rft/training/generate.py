@@ -1,4 +1,4 @@
-"""Sample and grade responses to a data set once, into a trajectory store (`megatron-rft generate`).
+"""Sample and grade responses to a data set once, into a trajectory store (trainer: generate).
 
 Workers form no process group: each makes the shards whose number falls to it, and whoever finds all of them there
 writes the index. A shard is sampled in one go, with a random stream per (seed, problem, sample), so that the number of
@@ -32,6 +32,7 @@ from megatron_rft.training.problems import Problems
 from megatron_rft.training.run import FINISHED
 from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.utils.errors import DataError, RunFailed
+from megatron_rft.utils.exit_codes import FINISHED
 
 
 @dataclass
