@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rft.config import Model, Recipe
-from megatron_rft.config.algorithms import Critic
+from megatron_rft.config.algorithms.ppo import Critic
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
