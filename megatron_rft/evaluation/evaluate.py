@@ -4,7 +4,6 @@ It loads no model and forms no process group: `rank`, `world` and `gather` say h
 result is the same for every layout, because a completion depends on (seed, purpose, problem, its number) alone.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -21,8 +20,9 @@ from megatron_rft.evaluation.passk import (
     mean_majority_at_k,
     mean_pass_at_k,
     pass_at_1,
+    with_error,
 )
-from megatron_rft.inference.engine import Engine, Request, Sampling
+from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
@@ -75,7 +75,7 @@ class EvalResult:
 
     def line(self) -> str:
         """0.412 ± 0.009 (500 problems)"""
-        return f"{self.pass_at_1:.3f} ± {self.standard_error:.3f} ({self.problems} problems)"
+        return f"{with_error(self.pass_at_1, self.standard_error)} ({self.problems} problems)"
 
 
 def evaluate(
@@ -110,12 +110,6 @@ def evaluate(
     everything = sorted(gather(completions), key=lambda each: (each.problem, each.sample))
     assert len(everything) == len(prompts) * samples, f"{len(everything)} completions of {len(prompts)} x {samples}"
     return summarise(everything, name, samples, sampling.temperature, seed)
-
-
-def request_seed(seed: int, purpose: str, index: int) -> int:
-    """63 bits from (seed, purpose, problem): the same on every rank, in every layout, on every machine."""
-    digest = hashlib.sha256(f"{seed}/{purpose}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def summarise(completions: list[Completion], name: str, samples: int, temperature: float, seed: int) -> EvalResult:
@@ -191,7 +185,7 @@ def table(results: list[EvalResult]) -> str:
             each.name,
             str(each.problems),
             str(each.samples),
-            f"{each.pass_at_1:.3f} ± {each.standard_error:.3f}",
+            with_error(each.pass_at_1, each.standard_error),
             *(f"{each.pass_at_k[k]:.3f}" if k in each.pass_at_k else "" for k in ks),
             f"{each.majority:.3f}",
             f"{each.truncated:.1%}",
@@ -208,7 +202,7 @@ def _breakdowns(results: list[EvalResult]) -> Iterator[str]:
     for result in results:
         for what, parts in (("subject", result.by_subject), ("level", result.by_level)):
             rows = [
-                [name, str(part["problems"]), f"{part['pass_at_1']:.3f} ± {part['standard_error']:.3f}"]
+                [name, str(part["problems"]), with_error(part["pass_at_1"], part["standard_error"])]
                 for name, part in parts.items()
             ]
             if rows:

@@ -101,8 +101,8 @@ class Engine(Protocol):
         ...
 
 
-def request_seed(*parts: int) -> int:
-    """63 bits from some numbers: the same on every rank, in every layout, on every machine."""
+def request_seed(*parts: int | str) -> int:
+    """63 bits that depend on `parts` alone: the same on every rank, in every layout, on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

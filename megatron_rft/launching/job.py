@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
-from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.files import write_atomically
 
 RETRIES = 2  # starts in a row that may bring nothing after the first that did not
 PATIENCE = 20.0  # seconds that a node waits for the others' last words; Slurm kills a step 30 s after its first failure
@@ -98,7 +98,7 @@ class Job:
 
 
 def _write(path: Path, content: object) -> None:
-    write_whole(path, json.dumps(content) + "\n")
+    write_atomically(path, json.dumps(content) + "\n")
 
 
 def _read(path: Path):

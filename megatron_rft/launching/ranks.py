@@ -24,7 +24,7 @@ from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Place
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
-from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import die_with, reserved_port
 
 PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
@@ -54,7 +54,7 @@ def write_exit(output_dir: str, status: int, message: str = "") -> None:
     """A rank's last words. On a disk that is full there are none."""
     words = json.dumps({"status": status, "message": message, "time": time.time()}) + "\n"
     with contextlib.suppress(OSError):
-        write_whole(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
+        write_atomically(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
 
 
 def read_exit(output_dir: str, rank: int) -> dict:

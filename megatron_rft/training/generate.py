@@ -23,8 +23,7 @@ from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.trajectories import Trajectory
-from megatron_rft.evaluation.evaluate import request_seed
-from megatron_rft.inference.engine import Engine, Request, Sampling
+from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
