@@ -20,8 +20,8 @@ from megatron_rft.commands.convert import find_source
 from megatron_rft.config import Recipe, Reward, load
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.conversion.convert import Source
+from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.evaluate import EvalResult, table, write
-from megatron_rft.evaluation.kept import Kept
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import check, check_writable, make_folder
@@ -40,8 +40,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     source = find_source(model, args.like, "--model")
     # A Megatron checkpoint has no *.safetensors, which `check` looks for: of its folder only the rest is used.
     initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
-    place = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
-    recipe = load(args.recipe, [*args.overrides, *place])
+    model_options = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
+    recipe = load(args.recipe, [*args.overrides, *model_options])
     check(recipe)
     out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
     check_writable(out, "--out")
@@ -123,7 +123,7 @@ def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on:
     def note(answered: int, already: str = "") -> None:
         print(f"{part}: {answered} of {len(prompts)} problems are answered{already}", flush=True)
 
-    kept = Kept(_part_file(evaluator.folder, part), depends_on, samples, note)
+    kept = EvaluationCache(_part_file(evaluator.folder, part), depends_on, samples, note)
     if kept.completions:
         note(len(kept.completions), " already")
     return evaluator.measure(part, prompts, kept)

@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         if job := getattr(args, "job", None):  # the job's other nodes wait for this node's status
-            place = slurm.place()
-            Job(job, Path(), place.node, place.nodes).conclude(USER_ERROR)
+            node = slurm.this_node()
+            Job(job, Path(), node.index, node.count).conclude(USER_ERROR)
         return USER_ERROR
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)

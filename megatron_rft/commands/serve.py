@@ -84,7 +84,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         save_config(hf_config, model)
         start = partial(spawn, model, engines.dtype, host="0.0.0.0", arguments=arguments)
         servers = []
-        for number, environment in enumerate(places(recipe.vllm.tensor_parallel_size)):
+        for number, environment in enumerate(gpu_shares(recipe.vllm.tensor_parallel_size)):
             log = args.out / f"{host}_{number}.log"
             port = stack.enter_context(reserved_port("")).getsockname()[1]
             servers.append(Server(port, log, partial(start, environment=environment)))
@@ -98,7 +98,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         watch(servers, recipe.faults.engine_start_s)
 
 
-def places(workers: int) -> list[dict[str, str]]:
+def gpu_shares(workers: int) -> list[dict[str, str]]:
     """The GPUs of this node that each server sees."""
     if not torch.cuda.is_available():
         return [{}]

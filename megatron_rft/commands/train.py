@@ -26,15 +26,15 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     command = "generate" if recipe.trainer == "generate" else "train"
     if args.command not in (command, "plan"):
         raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft {command}`")
-    world_size, place = launcher.check_environment(args.nproc)
-    ranks = world_size, launcher.ranks_per_node(world_size, place)
+    world_size, node = launcher.check_environment(args.nproc)
+    ranks = world_size, launcher.ranks_per_node(world_size, node)
     plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None))
     is_rank = "RANK" in os.environ
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before gigabytes of a model are downloaded
         if fetch_models(recipe.model, recipe.critic):
             plan = check(recipe, *ranks)  # the model's configuration is known now
-    if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else place.node == 0:
+    if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else node.index == 0:
         print(plan, flush=True)
     check_user_code(recipe)
     check_writable(recipe.run.output_dir)
@@ -44,8 +44,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     if (world_size > 1 or args.job) and not is_rank:
         command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
         output_dir = recipe.run.output_dir
-        job = args.job and Job(args.job, Path(output_dir), place.node, place.nodes)
-        return launcher.launch(command, args.nproc or 1, output_dir, place, job)
+        job = args.job and Job(args.job, Path(output_dir), node.index, node.count)
+        return launcher.launch(command, args.nproc or 1, output_dir, node, job)
     if recipe.trainer == "generate":
         launcher.see_one_gpu()
     return work(recipe.run.output_dir, partial(train_or_generate, recipe))
@@ -72,9 +72,9 @@ def check_user_code(recipe: Recipe) -> None:
         online.build_objective(recipe)
     for reward in recipe.reward.everything():
         if reward.kind == "own":
-            from megatron_rft.rewards.user_reward import OwnReward
+            from megatron_rft.rewards.user_reward import UserReward
 
-            OwnReward(reward.function, reward.maximum)
+            UserReward(reward.function, reward.maximum)
 
 
 def train_or_generate(recipe: Recipe) -> int:

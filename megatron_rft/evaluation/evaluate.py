@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rft.evaluation.kept import Kept
+from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.passk import (
     breakdown,
     ks_up_to,
@@ -92,7 +92,7 @@ def evaluate(
     world: int = 1,
     batch: int = 64,
     name: str = "test",
-    kept: Kept | None = None,
+    kept: EvaluationCache | None = None,
 ) -> EvalResult:
     """`samples` completions of each prompt. `gather` gives all ranks' lists as one; `batch` prompts go to the engine
     at one time. `kept` has those of an earlier start, and takes the new ones. A `rank` of None has no engine to ask."""

@@ -50,7 +50,7 @@ class Group:
 
 
 class EngineLost(RunFailed):
-    """An engine that was killed, crashed or hangs. Another can be started in its place (`fleet.py`)."""
+    """An engine that was killed, crashed or hangs. Another can be started in its place (`pool.py`)."""
 
 
 class Engine(Protocol):

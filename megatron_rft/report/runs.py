@@ -88,10 +88,10 @@ def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
         UserError: a folder holds no run, is given twice, or no run has a step.
     """
     runs, notices = [], []
-    places = [Path(folder).resolve() for folder in folders]
-    for place in places:
-        if places.count(place) > 1:
-            raise UserError(f"{place} is given twice")
+    paths = [Path(folder).resolve() for folder in folders]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UserError(f"{path} is given twice")
     for folder in folders:
         run = read(Path(folder))
         if run.curves.records:

@@ -79,9 +79,9 @@ def _by_row(config: Any) -> Reward:
 
 
 def _own(config: Any) -> Reward:
-    from megatron_rft.rewards.user_reward import OwnReward
+    from megatron_rft.rewards.user_reward import UserReward
 
-    return OwnReward(config.function, config.maximum)
+    return UserReward(config.function, config.maximum)
 
 
 KINDS: dict[str, Callable[[Any], Reward]] = {

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rollout.refiner import Refined
-from megatron_rft.rollout.sampler import Begun, Keep, Rollout, Sampled, Sampler, Share, conclude
+from megatron_rft.rollout.sampler import Keep, PendingRound, Rollout, Sampled, Sampler, Share, conclude
 from megatron_rft.utils.errors import RunFailed
 
 KEY = "ahead"  # in a checkpoint's state
@@ -37,7 +37,7 @@ class Pending:
     """A batch that is under way (`rounds` is None) or ready."""
 
     step: int
-    begun: Begun | None
+    begun: PendingRound | None
     rounds: list[Share] | None = None
 
 

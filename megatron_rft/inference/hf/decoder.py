@@ -235,9 +235,9 @@ class Decoder:
         to, source = fill_holes(keep)
         if to:
             self.cache.move_groups(to, source, self.spans[1])
-            place = torch.arange(len(keep), device=self.device)
-            place[source] = torch.tensor(to, device=self.device)
-            slots.copy_(place[slots // self.width] * self.width + slots % self.width)
+            new_group = torch.arange(len(keep), device=self.device)
+            new_group[source] = torch.tensor(to, device=self.device)
+            slots.copy_(new_group[slots // self.width] * self.width + slots % self.width)
         _close_list(self.parts, to, source, sum(keep))
 
 

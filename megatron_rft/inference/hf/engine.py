@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, checksum
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
-from megatron_rft.inference.weight_checks import Intake
+from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.utils.errors import DataError, RunFailed
 
 FAMILIES = (
@@ -50,9 +50,11 @@ class HFEngine(Engine):
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.weight_version = -1 if given else 0
         self.targets = hf_views(self.model)
-        self.intake = Intake({name: target.shape for name, target in self.targets.items()}, config.model_type)
+        self.validator = WeightValidator(
+            {name: target.shape for name, target in self.targets.items()}, config.model_type
+        )
         if not given:
-            self.intake.before = {name: (None, not target.any()) for name, target in self.targets.items()}
+            self.validator.before = {name: (None, not target.any()) for name, target in self.targets.items()}
 
     @torch.inference_mode()
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
@@ -86,17 +88,17 @@ class HFEngine(Engine):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """In place, each tensor straight from the stream. The stream is exhausted even when a tensor is refused,
         for its collectives involve every rank; the first problem is raised then, and no `generate` is possible."""
-        self.intake.begin()
+        self.validator.begin()
         self.weight_version = -1
         problem = None
         for name, tensor in stream:
-            wrong = self.intake.problem(name, tensor)
+            wrong = self.validator.problem(name, tensor)
             if wrong is None:
                 self.targets[name].copy_(tensor)
             problem = problem or wrong
-        if problem := problem or self.intake.missing():
+        if problem := problem or self.validator.missing():
             raise RunFailed(f"weights of version {version}: {problem}")
-        self.intake.accept()
+        self.validator.accept()
         self.weight_version = version
 
     def checksums(self) -> dict[str, int]:

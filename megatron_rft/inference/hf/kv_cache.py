@@ -48,7 +48,7 @@ class SharedPrefixCache:
     def begin_decode(self, slot: Tensor, prompt_lens: Tensor, counts: Tensor, spans: tuple[int, int, int]) -> None:
         """The next forward takes the last token of each row: token `counts` - 1 of its response.
 
-        slot [L]: group * width + place in the group; prompt_lens, counts [L]; spans: live groups, the longest prompt's
+        slot [L]: group * width + index in the group; prompt_lens, counts [L]; spans: live groups, the longest prompt's
         tokens, the largest of `counts`.
         """
         self.filling, self.slot, self.spans = None, slot, spans

@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from megatron_rft.inference.acceptance import Acceptance
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
 from megatron_rft.inference.transport import network
-from megatron_rft.inference.transport.shared_memory import own_gpu
+from megatron_rft.inference.transport.shared_memory import local_gpu
 from megatron_rft.inference.vllm import server_checks
 from megatron_rft.inference.vllm.arguments import command
 from megatron_rft.records import Response
@@ -99,7 +99,7 @@ class ServerEngine(Engine):
             raise ConfigError(f"{where} {problem}")
         self.rounds = server_checks.rounds(facts)
         self.workers = int(facts["workers"])
-        self.transport = network.transport([own_gpu(), *(worker["gpu"] for worker in each)])
+        self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in each)])
 
     def _without_token_ids(self) -> str | None:
         """Where their end point is, a GET is the wrong method; else it is not found."""
@@ -317,10 +317,10 @@ def wait_until_ready(ask: Callable[[], None], limit_s: float, process: subproces
 def local_address(url: str) -> str:
     """The address of this machine that the server at `url` can reach."""
     parts = urlsplit(url)
-    places = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    family, *_, place = min(places)  # IPv4 first
+    addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, *_, address = min(addresses)  # IPv4 first
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing
+        probe.connect(address)  # sends nothing
         return probe.getsockname()[0]
 
 

@@ -13,7 +13,7 @@ from megatron_rft.inference.process import last_lines
 from megatron_rft.inference.vllm.arguments import cache_bytes, command, save_config
 from megatron_rft.inference.vllm.server_client import ServerEngine, wait_until_ready
 from megatron_rft.utils.errors import RunFailed
-from megatron_rft.utils.processes import NANNY, reserved_port
+from megatron_rft.utils.processes import REAPER, reserved_port
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
@@ -40,7 +40,7 @@ def spawn(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         return subprocess.Popen(
-            [*NANNY, str(os.getpid()), *command(str(model), dtype, port, host, arguments)],
+            [*REAPER, str(os.getpid()), *command(str(model), dtype, port, host, arguments)],
             env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -65,7 +65,7 @@ def wait_for(
         raise RunFailed(f"{name} {how}; its log ends:\n{last_lines(log)}") from None
 
 
-class OwnServer(ServerEngine):
+class LocalServer(ServerEngine):
     """A server that is started from here, on a free port of this machine, and does not outlive this process."""
 
     def __init__(
@@ -110,7 +110,7 @@ class OwnServer(ServerEngine):
         self._kill()
 
     def _kill(self) -> None:
-        """The nanny takes all that it started with it."""
+        """The reaper takes all that it started with it."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait()

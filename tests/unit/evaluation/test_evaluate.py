@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rft.data import arithmetic
 from megatron_rft.evaluation import evaluate
+from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.evaluate import table, write
-from megatron_rft.evaluation.kept import Kept
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.math import MathReward
@@ -105,7 +105,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     def go(dies_at=None, **depends_on):
         engine = ScriptedEngine()
         engine.dies_at = dies_at
-        kept = Kept(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
+        kept = EvaluationCache(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
         found = len(kept.completions)
         reward = MathReward(workers=0)
         options = dict(samples=4, seed=1, batch=2, kept=kept)
@@ -164,5 +164,5 @@ def test_accuracy_is_what_the_verifier_counts_and_not_its_partial_reward():
 
 def test_line_separators_in_a_completion_are_no_ends_of_lines(tmp_path):
     path, row = tmp_path / "toy.part.jsonl", {"problem": 0, "text": "one\u2028two\u0085three\nfour"}
-    Kept(path, {}, 1).add([row])
-    assert Kept(path, {}, 1).completions == {0: [row]}
+    EvaluationCache(path, {}, 1).add([row])
+    assert EvaluationCache(path, {}, 1).completions == {0: [row]}

@@ -8,7 +8,7 @@ import pytest
 from megatron_rft.launching import job as module
 from megatron_rft.launching.job import RETRIES, Job
 from megatron_rft.launching.ranks import launch
-from megatron_rft.launching.slurm import Place
+from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 
@@ -97,12 +97,12 @@ class TestLauncher:
         monkeypatch.setattr("megatron_rft.launching.ranks.PATIENCE", 0.5)
         job = start(0, nodes=2)
         (job.start / "node_1.json").write_text('{"status": 3}')
-        place = Place(0, 2, "127.0.0.1", 29999)
-        assert launch(["sleep", "600"], 2, str(tmp_path / "run"), place, job) == STOPPED  # a crash: worth another start
+        node = Node(0, 2, "127.0.0.1", 29999)
+        assert launch(["sleep", "600"], 2, str(tmp_path / "run"), node, job) == STOPPED  # a crash: worth another start
         assert "node 1 of this job failed; the ranks of this one were stopped" in capfd.readouterr().err
 
     def test_numbers_of_ranks_count_over_nodes(self, start, tmp_path):
         code = f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" >{tmp_path}/$RANK'
-        assert launch(["bash", "-c", code], 2, str(tmp_path / "run"), Place(1, 3, "n1", 4000)) == 0
+        assert launch(["bash", "-c", code], 2, str(tmp_path / "run"), Node(1, 3, "n1", 4000)) == 0
         assert (tmp_path / "2").read_text() == "2 0 6 n1:4000\n"
         assert (tmp_path / "3").read_text() == "3 1 6 n1:4000\n"

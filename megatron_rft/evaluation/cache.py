@@ -16,7 +16,7 @@ Row = dict[str, Any]  # a graded completion, with its `problem`
 
 
 @dataclass
-class Kept:
+class EvaluationCache:
     """`depends_on` is JSON of what must be the same for the completions of an earlier start to be taken over. `note`
     hears how many problems are answered, whenever some more are."""
 
