@@ -123,10 +123,10 @@ def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on:
     def note(answered: int, already: str = "") -> None:
         print(f"{part}: {answered} of {len(prompts)} problems are answered{already}", flush=True)
 
-    kept = EvaluationCache(_part_file(evaluator.folder, part), depends_on, samples, note)
-    if kept.completions:
-        note(len(kept.completions), " already")
-    return evaluator.measure(part, prompts, kept)
+    cache = EvaluationCache(_part_file(evaluator.folder, part), depends_on, samples, note)
+    if cache.completions:
+        note(len(cache.completions), " already")
+    return evaluator.measure(part, prompts, cache)
 
 
 def _digest(prompts: list[Prompt]) -> str:

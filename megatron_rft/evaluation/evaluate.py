@@ -30,7 +30,7 @@ from megatron_rft.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Completion:
-    """One graded response, as it is kept. `reward` is None where the grader failed; `error` then says how."""
+    """One graded response, as it is stored. `reward` is None where the grader failed; `error` then says how."""
 
     problem: int
     sample: int
@@ -92,20 +92,20 @@ def evaluate(
     world: int = 1,
     batch: int = 64,
     name: str = "test",
-    kept: EvaluationCache | None = None,
+    cache: EvaluationCache | None = None,
 ) -> EvalResult:
     """`samples` completions of each prompt. `gather` gives all ranks' lists as one; `batch` prompts go to the engine
-    at one time. `kept` has those of an earlier start, and takes the new ones. A `rank` of None has no engine to ask."""
+    at one time. `cache` has those of an earlier start, and stores the new ones. A `rank` of None has no engine to ask."""
     mine = [] if rank is None else prompts[rank::world]
-    done = kept.completions if kept else {}
+    done = cache.completions if cache else {}
     completions = [Completion(**row) for prompt in mine for row in done.get(prompt.index, [])]
     todo = [prompt for prompt in mine if prompt.index not in done]
-    most = len(todo) if kept else -(-len(prompts) // world)
+    most = len(todo) if cache else -(-len(prompts) // world)
     for start in range(0, most, batch):  # as often on every rank: where an engine is lost, all of them replace it
         part = todo[start : start + batch]
         new = list(_complete(engine, sampling, part, reward, tokenizer, samples, seed, name))
-        if kept:
-            kept.add([asdict(each) for each in new])
+        if cache:
+            cache.add([asdict(each) for each in new])
         completions += new
     everything = sorted(gather(completions), key=lambda each: (each.problem, each.sample))
     assert len(everything) == len(prompts) * samples, f"{len(everything)} completions of {len(prompts)} x {samples}"

@@ -139,7 +139,7 @@ class Sampler:
     def begin(
         self, prompts: list[Prompt], step: int, keep: Keep | None = None, number: int = 0, first: int = 0
     ) -> PendingRound:
-        """Start round `number` of a step; its prompt indices start at `first`. With `background` it runs from now on."""
+        """Start round `number` of a step; prompt indices start at `first`. With `background` it runs from now on."""
         requests = self._requests(prompts, first, step, number)
         grade = partial(self._graded, dict(enumerate(prompts, first)), step, keep)
         if self._background is None:

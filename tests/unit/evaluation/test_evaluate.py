@@ -75,9 +75,9 @@ def test_numbers_and_files(tmp_path):
 
     write([result], tmp_path)
     [saved] = json.loads((tmp_path / "results.json").read_text())
-    kept = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
+    cache = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
     assert saved["pass_at_1"] == result.pass_at_1 and "completions" not in saved
-    assert len(kept) == 28 and kept[0]["problem"] == 10 and kept[0]["text"].startswith("so\n#### ")
+    assert len(cache) == 28 and cache[0]["problem"] == 10 and cache[0]["text"].startswith("so\n#### ")
     assert saved["majority_at_k"]["4"] == result.majority and saved["by_level"]["1"]["problems"] == 3
     assert (tmp_path / "results.md").read_text() == table([result]) + "\n"
     assert table([result]).splitlines()[2].startswith(f"| toy | 7 | 4 | {result.pass_at_1:.3f} ± ")
@@ -105,10 +105,10 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     def go(dies_at=None, **depends_on):
         engine = ScriptedEngine()
         engine.dies_at = dies_at
-        kept = EvaluationCache(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
-        found = len(kept.completions)
+        cache = EvaluationCache(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
+        found = len(cache.completions)
         reward = MathReward(workers=0)
-        options = dict(samples=4, seed=1, batch=2, kept=kept)
+        options = dict(samples=4, seed=1, batch=2, cache=cache)
         return found, evaluate(engine, Sampling(8), PROMPTS, reward, TOKENIZER, **options)
 
     with pytest.raises(KeyboardInterrupt):
