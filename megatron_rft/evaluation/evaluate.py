@@ -94,8 +94,14 @@ def evaluate(
     name: str = "test",
     cache: EvaluationCache | None = None,
 ) -> EvalResult:
-    """`samples` completions of each prompt. `gather` gives all ranks' lists as one; `batch` prompts go to the engine
-    at one time. `cache` has those of an earlier start, and stores the new ones. A `rank` of None has no engine to ask."""
+    """Grade `samples` completions of each prompt.
+
+    Args:
+        gather: concatenates all ranks' lists, on every rank.
+        rank: None where this rank has no engine.
+        batch: prompts that go to the engine at one time.
+        cache: completions of an earlier start; stores the new ones.
+    """
     mine = [] if rank is None else prompts[rank::world]
     done = cache.completions if cache else {}
     completions = [Completion(**row) for prompt in mine for row in done.get(prompt.index, [])]
