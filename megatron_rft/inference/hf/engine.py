@@ -1,7 +1,7 @@
 """Generation by a transformers model in this process, on the CPU or on one GPU: the engine where vLLM is not installed.
 
-Weights come from the stream (or first from a folder), in place. Llama, Qwen2, Qwen3 and Qwen3-MoE shapes without
-sliding windows; the model's own forward computes everything except attention over the caches.
+Weights are written in place, from the stream (or first from a folder). The families of `families.py`, without sliding
+windows; the model's own forward computes everything except attention over the caches.
 """
 
 import copy
@@ -13,18 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from megatron_rft.families import family_of
 from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, checksum
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
 from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.utils.errors import DataError, RunFailed
-
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)  # logits: lm_head of the last hidden state, nothing more
 
 
 class HFEngine(Engine):
@@ -121,8 +115,8 @@ class HFEngine(Engine):
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    if config.model_type not in FAMILIES:
-        raise DataError(f"the hf engine generates with {', '.join(FAMILIES)}, not with {config.model_type!r}")
+    """The families of this package compute logits as the output matrix times the last hidden state."""
+    family_of(config)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise DataError(f"this {config.model_type} model has sliding windows in its attention; the hf engine has none")
 
