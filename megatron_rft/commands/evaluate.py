@@ -50,7 +50,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def run(recipe: Recipe, source: Source, folder: Path) -> int:
+def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalResult]:
     """The model `source` on data.validation, data.test and the benchmarks; results and completions go into `folder`.
     The recipe's tokenizer is used: model.path is where the source has its own."""
     parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
@@ -77,9 +77,7 @@ def run(recipe: Recipe, source: Source, folder: Path) -> int:
     write(results, folder)
     for part in parts:
         _part_file(folder, part).unlink(missing_ok=True)
-    print(table(results))
-    print(f"results and completions: {folder}")
-    return 0
+    return results
 
 
 def build_engine(engines: EngineBuilder, source: Source) -> Engine:
