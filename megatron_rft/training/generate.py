@@ -28,7 +28,6 @@ from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.problems import Problems
-from megatron_rft.training.run import FINISHED
 from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.utils.errors import DataError, RunFailed
 from megatron_rft.utils.exit_codes import FINISHED
