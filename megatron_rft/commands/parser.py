@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron_rft import __version__
+from megatron_rft.config.engines import ENGINES
 
 # Commands that are scripts now
 SCRIPTS = {
@@ -85,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="a YAML file")
     command.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="on top of the file")
-    command.add_argument("--engine", choices=("auto", "vllm", "hf"), help="the same as rollout.engine=...")
+    command.add_argument("--engine", choices=("auto", *ENGINES), help="the same as rollout.engine=...")
     command.set_defaults(fixed=[])
 
 

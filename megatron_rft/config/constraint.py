@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_rft.config.algorithms import SECTIONS
+from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
 from megatron_rft.utils.errors import did_you_mean
@@ -102,8 +103,8 @@ class Constraint(Section):
         return self.kind == "dynamic"
 
     def drafts(self, engine: str) -> bool:
-        """Whether the refiner's requests carry drafts, on engine "vllm" or "hf"."""
-        return engine == "vllm" and (self.temperature == 0 if self.draft is None else self.draft)
+        """Whether the refiner's requests carry drafts, on this engine."""
+        return ENGINES[engine].drafts and (self.temperature == 0 if self.draft is None else self.draft)
 
     def template_text(self, reward_kind: str) -> str:
         name = self.template or TEMPLATE_OF.get(reward_kind)

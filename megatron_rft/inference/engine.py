@@ -8,7 +8,7 @@ stream of HF-named tensors; every response says which version of them wrote it.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -99,6 +99,24 @@ class Engine(Protocol):
     def close(self) -> None:
         """Leave no process and no memory behind. May be called twice."""
         ...
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a recipe says to an engine in a process of the run. Each engine.py below `inference` has a function
+
+        builder(source, dtype, options) -> Callable[[device], Engine]
+
+    where `source` is a configuration or a folder with weights. What it returns can be sent to another process: it is a
+    partial of a class or of a module's function.
+    """
+
+    max_batch_sequences: int
+    max_tokens: int  # of a prompt and its response together
+    arguments: dict[str, Any]  # the section `vllm`
+    gpu_share: float | None  # of the device's memory; None: the device is the engine's own
+    keep_caches: bool  # rollout.cache_after_sync=keep
+    sleeps: bool  # `sleep` must give device memory back
 
 
 def request_seed(*parts: int | str) -> int:

@@ -1,5 +1,6 @@
 """Which engines a run has and where they can be, and options of theirs that would do nothing. No torch."""
 
+from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
@@ -83,9 +84,9 @@ def check_speed(recipe: Recipe, refining: str | None) -> None:
         raise ConfigError(
             "rollout.max_batch_sequences: does nothing with rollout.servers: that is their --max-num-seqs"
         )
-    if recipe.constraint and recipe.constraint.draft and refining == "hf":
+    if recipe.constraint and recipe.constraint.draft and refining and not ENGINES[refining].drafts:
         raise ConfigError(
-            "constraint.draft: does nothing with the hf engine, which has no speculative decoding. Set "
+            f"constraint.draft: does nothing with the {refining} engine, which has no speculative decoding. Set "
             "rollout.engine=vllm, or leave it out"
         )
     if drafts and recipe.constraint.temperature:

@@ -1,5 +1,6 @@
 """The generation engines of a run: which kind, how many, on which device; and the policy's weights in them."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,7 @@ from megatron_rft.config.recipe import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.conversion import hf_shapes, load_config
 from megatron_rft.inference import weight_sync
-from megatron_rft.inference.engine import Engine
-from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.arguments import speculation
@@ -103,26 +103,21 @@ class EngineBuilder:
     ) -> Callable[[torch.device | str], Engine]:
         """What makes the engine of `rollout.engine` on a device, here or in a process of its own: a partial, so that
         it can be sent there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the refiner.
-        `gpu_share`: of the device's memory, as VLLMEngine takes it."""
+        `gpu_share`: of the device's memory, None where the device is the engine's own."""
         config = source if isinstance(source, PreTrainedConfig) else load_config(source)
-        if self.kind(config) == "hf":
-            return partial(HFEngine, source, self.dtype, max_batch_sequences=self.rollout.max_batch_sequences)
-        from megatron_rft.inference.vllm.engine import VLLMEngine
-
-        return partial(
-            VLLMEngine,
-            source,
-            self.dtype,
-            max_model_len=self.longest(config),
+        options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
-            options=without_predicted_output(self.vllm) if arguments is None else arguments,
+            max_tokens=self.longest(config),
+            arguments=without_predicted_output(self.vllm) if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
             sleeps=arguments is None,  # vLLM's allocator for sleep mode serves one engine of a process: the policy's
         )
+        engine = importlib.import_module(f"megatron_rft.inference.{self.kind(config)}.engine")
+        return engine.builder(source, self.dtype, options)
 
     def kind(self, config: PreTrainedConfig) -> str:
-        """Resolves `rollout.engine` for a local engine: "vllm" or "hf"."""
+        """Resolves `rollout.engine` for a local engine: a name of ENGINES."""
         return choose(self.rollout.engine, shape_of(config.to_dict())).name
 
     def longest(self, hf_config: Any) -> int:

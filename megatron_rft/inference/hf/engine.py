@@ -5,7 +5,8 @@ windows; the model's own forward computes everything except attention over the c
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from megatron_rft.families import family_of
-from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, checksum
+from megatron_rft.inference.engine import Engine, EngineOptions, Group, Request, Sampling, check_requests, checksum
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
 from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.utils.errors import DataError, RunFailed
+
+
+def builder(
+    source: PreTrainedConfig | str | Path, dtype: torch.dtype, options: EngineOptions
+) -> Callable[[torch.device | str], Engine]:
+    return partial(HFEngine, source, dtype, max_batch_sequences=options.max_batch_sequences)
 
 
 class HFEngine(Engine):

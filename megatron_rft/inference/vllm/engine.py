@@ -6,7 +6,8 @@ vLLM, with a seed that is a function of (request seed, sample); vLLM's prefix ca
 
 import copy
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,7 +19,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
-from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, limit, request_seed
+from megatron_rft.inference.engine import (
+    Engine,
+    EngineOptions,
+    Group,
+    Request,
+    Sampling,
+    check_requests,
+    limit,
+    request_seed,
+)
 from megatron_rft.inference.hf.engine import hf_views
 from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.inference.vllm.arguments import cache_bytes, common, save_config, speculation
@@ -29,6 +39,22 @@ from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 
 STEPPING = Lock()  # one engine of this process at a time
+
+
+def builder(
+    source: PreTrainedConfig | str | Path, dtype: torch.dtype, options: EngineOptions
+) -> Callable[[torch.device | str], Engine]:
+    return partial(
+        VLLMEngine,
+        source,
+        dtype,
+        max_model_len=options.max_tokens,
+        max_batch_sequences=options.max_batch_sequences,
+        options=options.arguments,
+        gpu_share=options.gpu_share,
+        keep_caches=options.keep_caches,
+        sleeps=options.sleeps,
+    )
 
 
 class VLLMEngine(Engine):
