@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 
-from megatron_rft.report.constraints import draw
 from megatron_rft.tracking.metrics import read_metrics
 
 RECIPES = Path(__file__).parent / "dynamic" / "tiny"
@@ -30,6 +29,12 @@ ABLATIONS = {
     "no_filter": ["constraint.filter=false"],
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+
+
+def draw(folders: list[Path], picture: Path) -> Path:
+    script = RECIPES.parent / "constraints.py"
+    subprocess.run([sys.executable, str(script), *map(str, folders), "--out", str(picture)], check=True)
+    return picture
 
 
 def train(recipe: Path, folder: Path, *overrides: str) -> Path:

@@ -1,5 +1,6 @@
 """`megatron-rft convert`: what the user points at, what it is, and the comparison of logits."""
 
+import argparse
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_rft.megatron.checkpoint import latest
 from megatron_rft.training import build
 from megatron_rft.training.run_folder import RECIPE_FILE
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
+from megatron_rft.utils.exit_codes import FINISHED
 
 OTHER: dict[Format, Format] = {"hf": "megatron", "megatron": "hf"}
 
@@ -71,34 +73,26 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
         raise DataError(f"{error} (so says {stored}); if it is elsewhere now, give --like") from None
 
 
-def run(
-    path: str,
-    out: Path,
-    to: Format | None,
-    like: str | None,
-    tensor_parallel: int | None,
-    file_bytes: int,
-    logits: bool,
-) -> int:
-    source = find_source(path, like)
+def run(args: argparse.Namespace) -> int:
+    source = find_source(args.source, args.like)
     models.check_architecture(source.hf_config)
-    to = to or OTHER[source.format]
-    if tensor_parallel and to == "hf":
+    to = args.to or OTHER[source.format]
+    if args.tensor_parallel and to == "hf":
         raise ConfigError("--tensor-parallel does nothing for a Hugging Face folder: leave it out")
-    print(f"{source.path} ({source.format}) -> {out} ({to})", flush=True)
+    print(f"{source.path} ({source.format}) -> {args.out} ({to})", flush=True)
     report = conversion.convert(
         source,
-        out,
+        args.out,
         to,
-        tensor_parallel=tensor_parallel or 1,
-        file_bytes=file_bytes,
-        check=partial(compare_logits, source, to) if logits else lambda _: None,
+        tensor_parallel=args.tensor_parallel or 1,
+        file_bytes=round(args.file_gib * 2**30),
+        check=partial(compare_logits, source, to) if args.logits else lambda _: None,
     )
     print(
         f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits read back as they were read"
     )
     print(f"digest of the model: {report.digest}")
-    return 0
+    return FINISHED
 
 
 def compare_logits(source: Source, to: Format, written: Path) -> None:

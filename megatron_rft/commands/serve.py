@@ -4,7 +4,7 @@ One on each GPU, or on every `vllm.tensor_parallel_size` of them, at ports that 
 process. One that is lost is started again at its port, where the run waits for it; one that never was ready ends all.
 """
 
-import contextlib
+import argparse
 import os
 import signal
 import socket
@@ -21,20 +21,21 @@ from subprocess import Popen
 import torch
 
 from megatron_rft.config import Recipe
-from megatron_rft.inference.process import last_lines
+from megatron_rft.inference.engine import EngineLost
 from megatron_rft.inference.vllm.arguments import save_config
-from megatron_rft.inference.vllm.server_process import spawn
+from megatron_rft.inference.vllm.server_process import spawn, wait_for
+from megatron_rft.plan import check_writable
 from megatron_rft.plan.model_shape import shape_of
 from megatron_rft.plan.vllm import check_vllm, choose_for
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.gpus import visible_gpus
-from megatron_rft.utils.errors import ConfigError, RunFailed
-from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import reserved_port
 
-FINISHED = 0
-HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy leads out of this machine
+HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxy that leads out of the node
 
 
 @dataclass
@@ -50,10 +51,15 @@ class Server:
         self.stop()
         self.process = self.start(port=self.port, log=self.log)
 
-    def answers(self) -> bool:
-        with contextlib.suppress(OSError), HERE.open(f"http://127.0.0.1:{self.port}/health", timeout=5):
-            return True
-        return False
+    def ask(self) -> None:
+        try:
+            HERE.open(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+        except OSError as error:
+            raise EngineLost(f"the server does not answer: {error}") from None
+
+    def wait(self, limit_s: float) -> None:
+        name = f"the vLLM server of {self.log}"
+        wait_for(self.process, self.ask, limit_s, name, self.log, " before it was ready")
 
     def stop(self) -> None:
         if self.process is not None:
@@ -61,8 +67,10 @@ class Server:
             self.process.wait()
 
 
-def run(recipe: Recipe, out: Path) -> int:
-    """Until SIGTERM. OUT/NODE_0.log ... have what the servers print; when all answer, OUT/NODE.urls has their URLs."""
+def run(recipe: Recipe, args: argparse.Namespace) -> int:
+    """Serve until SIGTERM. OUT/NODE_0.log ... have what the servers print; OUT/NODE.urls gets their URLs when all of
+    them answer."""
+    check_writable(args.out, "--out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = build.load_hf_config(recipe.model)
     shape = shape_of(hf_config.to_dict())
@@ -76,20 +84,21 @@ def run(recipe: Recipe, out: Path) -> int:
         save_config(hf_config, model)
         start = partial(spawn, model, engines.dtype, host="0.0.0.0", arguments=arguments)
         servers = []
-        for number, environment in enumerate(places(recipe.vllm.tensor_parallel_size)):
-            log = out / f"{host}_{number}.log"
+        for number, environment in enumerate(gpu_shares(recipe.vllm.tensor_parallel_size)):
+            log = args.out / f"{host}_{number}.log"
             port = stack.enter_context(reserved_port("")).getsockname()[1]
             servers.append(Server(port, log, partial(start, environment=environment)))
             stack.callback(servers[-1].stop)
             servers[-1].run()
-        wait_until_ready(servers, recipe.faults.engine_start_s)
+        for server in servers:
+            server.wait(recipe.faults.engine_start_s)
         urls = [f"http://{host}:{server.port}" for server in servers]
         print(f"rollout.servers=[{','.join(urls)}]", flush=True)
-        write_whole(out / f"{host}.urls", "".join(f"{url}\n" for url in urls))
+        write_atomically(args.out / f"{host}.urls", "".join(f"{url}\n" for url in urls))
         watch(servers, recipe.faults.engine_start_s)
 
 
-def places(workers: int) -> list[dict[str, str]]:
+def gpu_shares(workers: int) -> list[dict[str, str]]:
     """The GPUs of this node that each server sees."""
     if not torch.cuda.is_available():
         return [{}]
@@ -98,18 +107,6 @@ def places(workers: int) -> list[dict[str, str]]:
         raise ConfigError(f"vllm.tensor_parallel_size: this node's {len(gpus)} GPUs are no multiple of {workers}")
     shares = [gpus[i : i + workers] for i in range(0, len(gpus), workers)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
-
-
-def wait_until_ready(servers: list[Server], limit_s: float) -> None:
-    """Raises RunFailed with what a server said last, where it has ended or takes longer."""
-    deadline = time.monotonic() + limit_s
-    for server in servers:
-        while not server.answers():
-            status, late = server.process.poll(), time.monotonic() > deadline
-            if status is not None or late:
-                how = f"was not ready in {limit_s:g} s" if late else f"ended with status {status} before it was ready"
-                raise RunFailed(f"the vLLM server of {server.log} {how}; its log ends:\n{last_lines(server.log)}")
-            time.sleep(0.5)
 
 
 def watch(servers: list[Server], limit_s: float) -> None:
@@ -122,4 +119,5 @@ def watch(servers: list[Server], limit_s: float) -> None:
                 flush=True,
             )
             server.run()
-        wait_until_ready(lost, limit_s)
+        for server in lost:
+            server.wait(limit_s)

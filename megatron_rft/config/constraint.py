@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_rft.config.algorithms import SECTIONS
+from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
 from megatron_rft.utils.errors import did_you_mean
@@ -55,8 +56,8 @@ class Constraint(Section):
     max_tokens: Count | None = None
     """Of a refined response. None: rollout.max_response_tokens."""
     draft: bool | None = None
-    """Give the engine the response as a guess of its refinement: copies are then checked many tokens at a time. It
-    changes the speed, never a token. None: where it pays, which is vllm at temperature 0."""
+    """Give vLLM the response as a draft of its refinement (speculative decoding). It changes the speed, never a token.
+    None: with vllm at temperature 0."""
     overlap: bool = False
     """Refine early groups while later ones are still being generated. Likewise; it pays where generation leaves the
     refiner processors of its own."""
@@ -102,9 +103,8 @@ class Constraint(Section):
         return self.kind == "dynamic"
 
     def drafts(self, engine: str) -> bool:
-        """Whether the refiner's requests carry drafts, on engine "vllm" or "hf"."""
-        pays = engine == "vllm" and self.temperature == 0  # hf on a CPU: docs/dynamic.md has what they cost there
-        return pays if self.draft is None else self.draft
+        """Whether the refiner's requests carry drafts, on this engine."""
+        return ENGINES[engine].drafts and (self.temperature == 0 if self.draft is None else self.draft)
 
     def template_text(self, reward_kind: str) -> str:
         name = self.template or TEMPLATE_OF.get(reward_kind)

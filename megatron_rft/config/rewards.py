@@ -3,6 +3,7 @@
 One flat section: an option that the chosen kind does not read is refused.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_serializer, model_validator
@@ -11,25 +12,35 @@ from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Natural, Positive, Section
 
 ALWAYS = {"kind", "on_error", "on_nonfinite"}
-# What each kind reads besides.
-READS = {
-    "math": {"timeout_s", "workers"},
-    "code": {"timeout_s", "workers", "memory_mb", "without_container"},
-    "tool": {"rules"},
-    "choice": set(),
-    "format": {"tags"},
-    "model": {"model", "template", "max_tokens", "batch"},
-    "server": {"url", "timeout_s", "batch"},
-    "sum": {"parts"},
-    "by_row": {"field", "kinds"},
-    "own": {"function", "maximum"},
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A reward. `made_by`: FILE:CLASS below `megatron_rft.rewards`. `reads`: options of the section that the class gets
+    under their names. `needs`: the one of them that has no default."""
+
+    made_by: str
+    reads: tuple[str, ...] = ()
+    needs: str | None = None
+
+
+KINDS = {
+    "math": Kind("math:MathReward", ("timeout_s", "workers")),
+    "code": Kind("code:CodeReward", ("timeout_s", "workers", "memory_mb", "without_container")),
+    "tool": Kind("tools.verifier:ToolReward", ("rules",)),
+    "choice": Kind("choice:ChoiceReward"),
+    "format": Kind("choice:FormatReward", ("tags",), needs="tags"),
+    "model": Kind("model:ModelReward", ("model", "template", "max_tokens", "batch"), needs="model"),
+    "server": Kind("model:ServerReward", ("url", "timeout_s", "batch"), needs="url"),
+    "sum": Kind("combine:SumReward", ("parts",), needs="parts"),
+    "by_row": Kind("combine:ByRowReward", ("field", "kinds"), needs="kinds"),
+    "own": Kind("user_reward:UserReward", ("function", "maximum"), needs="function"),
 }
-REQUIRED = {"format": "tags", "model": "model", "server": "url", "sum": "parts", "by_row": "kinds", "own": "function"}
 PART = ("weight", "shaping", "name")
 
 
 class Reward(Section):
-    kind: Literal["math", "code", "tool", "choice", "format", "model", "server", "sum", "by_row", "own"] = "math"
+    kind: Literal[tuple(KINDS)] = "math"
     """math: the final answer is equivalent to the reference answer; 1 or 0.
     code: the program runs in a sandbox against the row's tests; -1, -0.6, or from -0.3 to 1 by the share it passes.
     tool: tool calls against the reference's.
@@ -85,9 +96,9 @@ class Reward(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        for option in sorted(self.model_fields_set - ALWAYS - set(PART) - READS[self.kind]):
+        for option in sorted(self.model_fields_set - ALWAYS - set(PART) - set(KINDS[self.kind].reads)):
             raise at(option, f"does nothing with kind {self.kind}")
-        needed = REQUIRED.get(self.kind)
+        needed = KINDS[self.kind].needs
         if needed and not getattr(self, needed):
             raise at(needed, f"is required with kind {self.kind}")
         if self.kind == "code" and not self.workers:
@@ -121,7 +132,7 @@ class Reward(Section):
     def _only_what_is_read(self, serialise) -> dict[str, Any]:
         """So that a recipe that was written out can be read again."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        kept = READS[self.kind] | ALWAYS | {name for name in PART if getattr(self, name) != defaults[name]}
+        kept = {*KINDS[self.kind].reads} | ALWAYS | {name for name in PART if getattr(self, name) != defaults[name]}
         return {name: value for name, value in serialise(self).items() if name in kept}
 
     def _check_template(self):

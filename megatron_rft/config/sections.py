@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_rft.config import datasets, passthrough
+from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import at
 from megatron_rft.utils.errors import did_you_mean
 
@@ -322,7 +323,7 @@ def is_server(url: str) -> bool:
 class Rollout(Section):
     """How responses are sampled, in training and (with evaluation's own temperature and count) for pass@1."""
 
-    engine: Literal["auto", "hf", "vllm"] = "auto"
+    engine: Literal["auto", *ENGINES] = "auto"
     """auto: vllm where one is installed that this package supports, else hf."""
     placement: Literal["colocated", "process", "server"] = "colocated"
     """colocated: each rank drives an engine inside its own process. process: engines in processes of their own, which
@@ -362,8 +363,8 @@ class Rollout(Section):
             raise at("servers", f"does nothing with placement {self.placement}: set that to server")
         if self.servers and self.processes:
             raise at("processes", "does nothing beside servers, which the run does not start")
-        if self.placement == "server" and self.engine == "hf":
-            raise at("engine", "hf has no server: set placement to process, or engine to vllm")
+        if self.placement == "server" and self.engine != "auto" and not ENGINES[self.engine].serves:
+            raise at("engine", f"{self.engine} has no server: set placement to process, or engine to vllm")
         if self.cache_after_sync and self.staleness < 2:
             raise at("cache_after_sync", f"does nothing with staleness {self.staleness}: no sync meets a response")
         for url in self.servers:

@@ -82,7 +82,7 @@ def convert(
     lookup = source.open()
     _check_space(out, lookup, source.hf_config)
     with _whole_or_nothing(out) as partial:
-        read = Witness(lookup)
+        read = RecordingReader(lookup)
         if to == "hf":
             _write_hf(read, source, partial, file_bytes)
         else:
@@ -97,14 +97,14 @@ def convert(
     return report
 
 
-def _write_hf(read: "Witness", source: Source, partial: Path, file_bytes: int) -> None:
+def _write_hf(read: "RecordingReader", source: Source, partial: Path, file_bytes: int) -> None:
     writer = FolderWriter(partial, file_bytes)
     for name in hf_shapes(source.hf_config):
         writer.add(name, read(name))
     writer.finish(source.hf_config, source.companions)
 
 
-class Witness:
+class RecordingReader:
     """A lookup that remembers what went through it."""
 
     def __init__(self, lookup: Callable[[str], Tensor]):
@@ -128,7 +128,7 @@ def fingerprint(tensor: Tensor) -> str:
     return content.hexdigest()
 
 
-def _compare(read: Witness, written: Callable[[str], Tensor]) -> None:
+def _compare(read: RecordingReader, written: Callable[[str], Tensor]) -> None:
     different = [name for name, expected in read.seen.items() if fingerprint(written(name)) != expected]
     if different:
         raise RunFailed(

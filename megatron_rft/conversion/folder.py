@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from megatron_rft.conversion.families import family_of
 from megatron_rft.conversion.mapping import hf_shapes
+from megatron_rft.families import family_of
 from megatron_rft.utils.errors import DataError
 
 IGNORED = ("rotary_emb.inv_freq", "score.weight")  # computed; a critic's head, asked for only by a critic

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rft.conversion.families import DENSE, EXPERTS, TRANSFORMER_ENGINE, family_of
+from megatron_rft.families import DENSE, EXPERTS, TRANSFORMER_ENGINE, family_of
 
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",

@@ -11,7 +11,6 @@ shards are plain parquet: `datasets.load_dataset("parquet", data_files="STORE/sh
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import replacing, write_atomically
 
 SCHEMA = pa.schema(
     [
@@ -86,14 +86,10 @@ def missing(folder: Path, shards: int) -> list[int]:
 def write_shard(folder: Path, number: int, trajectories: list[Trajectory]) -> None:
     """By problem and sample, whatever order they come in."""
     path = shard_path(folder, number)
-    path.parent.mkdir(parents=True, exist_ok=True)
     ordered = sorted(trajectories, key=lambda each: (each.problem, each.sample))
     table = pa.Table.from_pylist([asdict(each) for each in ordered], schema=SCHEMA)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    pq.write_table(table, partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with replacing(path, sync=True) as new:
+        pq.write_table(table, new)
 
 
 def finish(folder: Path, shards: int, held_out: float, seed: int, facts: dict[str, Any]) -> dict[str, Any] | None:
@@ -118,9 +114,7 @@ def finish(folder: Path, shards: int, held_out: float, seed: int, facts: dict[st
         "held_out": apart,
         "shards": {name: sha256((folder / "shards" / name).read_bytes()) for name in names},
     }
-    partial = folder / f"{INDEX}.{os.getpid()}.partial"
-    partial.write_text(json.dumps(index, indent=1) + "\n")
-    partial.replace(folder / INDEX)
+    write_atomically(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return index
 
 

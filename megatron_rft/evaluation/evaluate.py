@@ -4,7 +4,6 @@ It loads no model and forms no process group: `rank`, `world` and `gather` say h
 result is the same for every layout, because a completion depends on (seed, purpose, problem, its number) alone.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rft.evaluation.kept import Kept
+from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.passk import (
     breakdown,
     ks_up_to,
@@ -21,8 +20,9 @@ from megatron_rft.evaluation.passk import (
     mean_majority_at_k,
     mean_pass_at_k,
     pass_at_1,
+    with_error,
 )
-from megatron_rft.inference.engine import Engine, Request, Sampling
+from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
@@ -30,7 +30,7 @@ from megatron_rft.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Completion:
-    """One graded response, as it is kept. `reward` is None where the grader failed; `error` then says how."""
+    """One graded response, as it is stored. `reward` is None where the grader failed; `error` then says how."""
 
     problem: int
     sample: int
@@ -75,7 +75,7 @@ class EvalResult:
 
     def line(self) -> str:
         """0.412 ± 0.009 (500 problems)"""
-        return f"{self.pass_at_1:.3f} ± {self.standard_error:.3f} ({self.problems} problems)"
+        return f"{with_error(self.pass_at_1, self.standard_error)} ({self.problems} problems)"
 
 
 def evaluate(
@@ -92,30 +92,30 @@ def evaluate(
     world: int = 1,
     batch: int = 64,
     name: str = "test",
-    kept: Kept | None = None,
+    cache: EvaluationCache | None = None,
 ) -> EvalResult:
-    """`samples` completions of each prompt. `gather` gives all ranks' lists as one; `batch` prompts go to the engine
-    at one time. `kept` has those of an earlier start, and takes the new ones. A `rank` of None has no engine to ask."""
+    """Grade `samples` completions of each prompt.
+
+    Args:
+        gather: concatenates all ranks' lists, on every rank.
+        rank: None where this rank has no engine.
+        batch: prompts that go to the engine at one time.
+        cache: completions of an earlier start; stores the new ones.
+    """
     mine = [] if rank is None else prompts[rank::world]
-    done = kept.completions if kept else {}
+    done = cache.completions if cache else {}
     completions = [Completion(**row) for prompt in mine for row in done.get(prompt.index, [])]
     todo = [prompt for prompt in mine if prompt.index not in done]
-    most = len(todo) if kept else -(-len(prompts) // world)
+    most = len(todo) if cache else -(-len(prompts) // world)
     for start in range(0, most, batch):  # as often on every rank: where an engine is lost, all of them replace it
         part = todo[start : start + batch]
         new = list(_complete(engine, sampling, part, reward, tokenizer, samples, seed, name))
-        if kept:
-            kept.add([asdict(each) for each in new])
+        if cache:
+            cache.add([asdict(each) for each in new])
         completions += new
     everything = sorted(gather(completions), key=lambda each: (each.problem, each.sample))
     assert len(everything) == len(prompts) * samples, f"{len(everything)} completions of {len(prompts)} x {samples}"
     return summarise(everything, name, samples, sampling.temperature, seed)
-
-
-def request_seed(seed: int, purpose: str, index: int) -> int:
-    """63 bits from (seed, purpose, problem): the same on every rank, in every layout, on every machine."""
-    digest = hashlib.sha256(f"{seed}/{purpose}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def summarise(completions: list[Completion], name: str, samples: int, temperature: float, seed: int) -> EvalResult:
@@ -191,7 +191,7 @@ def table(results: list[EvalResult]) -> str:
             each.name,
             str(each.problems),
             str(each.samples),
-            f"{each.pass_at_1:.3f} ± {each.standard_error:.3f}",
+            with_error(each.pass_at_1, each.standard_error),
             *(f"{each.pass_at_k[k]:.3f}" if k in each.pass_at_k else "" for k in ks),
             f"{each.majority:.3f}",
             f"{each.truncated:.1%}",
@@ -208,7 +208,7 @@ def _breakdowns(results: list[EvalResult]) -> Iterator[str]:
     for result in results:
         for what, parts in (("subject", result.by_subject), ("level", result.by_level)):
             rows = [
-                [name, str(part["problems"]), f"{part['pass_at_1']:.3f} ± {part['standard_error']:.3f}"]
+                [name, str(part["problems"]), with_error(part["pass_at_1"], part["standard_error"])]
                 for name, part in parts.items()
             ]
             if rows:

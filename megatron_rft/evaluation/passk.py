@@ -77,3 +77,8 @@ def ks_up_to(samples: int) -> list[int]:
     """The k that a table shows: 1, 2, 4 ... and n itself."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
     return powers if powers[-1] == samples else [*powers, samples]
+
+
+def with_error(mean: float, standard_error: float, digits: int = 3) -> str:
+    """0.412 ± 0.009"""
+    return f"{mean:.{digits}f} ± {standard_error:.{digits}f}"

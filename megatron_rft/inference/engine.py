@@ -8,7 +8,7 @@ stream of HF-named tensors; every response says which version of them wrote it.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Request:
     n: int
     seed: int
     max_tokens: int | None = None  # below the sampling's, for this request
-    draft: tuple[int, ...] = ()  # a guess of the response, for an engine to check at once: changes speed, never tokens
+    draft: tuple[int, ...] = ()  # of the response, for an engine with speculative decoding: changes speed, never tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Group:
 
 
 class EngineLost(RunFailed):
-    """An engine that was killed, crashed or hangs. Another can be started in its place (`fleet.py`)."""
+    """An engine that was killed, crashed or hangs. Another can be started in its place (`pool.py`)."""
 
 
 class Engine(Protocol):
@@ -101,8 +101,26 @@ class Engine(Protocol):
         ...
 
 
-def request_seed(*parts: int) -> int:
-    """63 bits from some numbers: the same on every rank, in every layout, on every machine."""
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a recipe says to an engine in a process of the run. Each engine.py below `inference` has a function
+
+        builder(source, dtype, options) -> Callable[[device], Engine]
+
+    where `source` is a configuration or a folder with weights. What it returns can be sent to another process: it is a
+    partial of a class or of a module's function.
+    """
+
+    max_batch_sequences: int
+    max_tokens: int  # of a prompt and its response together
+    arguments: dict[str, Any]  # the section `vllm`
+    gpu_share: float | None  # of the device's memory; None: the device is the engine's own
+    keep_caches: bool  # rollout.cache_after_sync=keep
+    sleeps: bool  # `sleep` must give device memory back
+
+
+def request_seed(*parts: int | str) -> int:
+    """63 bits that depend on `parts` alone: the same on every rank, in every layout, on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

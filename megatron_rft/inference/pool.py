@@ -1,9 +1,9 @@
-"""The engines that a run has outside of its ranks, as one engine; lost ones are replaced.
+"""Presents the engines that run outside of the ranks as one engine, and replaces lost ones.
 
-Each rank drives some of them (one, several, none: `shares`). An engine that is lost loses its weights and the requests
-it was at. New weights come from the actor, which takes all ranks, so there is one moment for it: when a rank has got
-what it could, all ranks together ask each other whether an engine was lost (`recover`), start those anew, push the
-weights that the actor has now, and the requests left over are asked again, once.
+Each rank drives none, one or several engines (`shares`). A lost engine loses its weights and its unfinished requests.
+Reloading weights is collective, because they come from the actor; so lost engines are restarted at one point only, in
+`recover`: all ranks restart their lost engines and push the actor's current weights. The unfinished requests are then
+tried once more (`retry`).
 """
 
 import queue
@@ -21,21 +21,24 @@ from megatron_rft.utils.errors import RunFailed
 
 
 class Member(Engine, Protocol):
-    """An engine that can be lost."""
+    """One engine of a pool, which may be lost."""
 
     name: str
 
     def start(self) -> None:
-        """Another in its place, without weights."""
+        """Start a new one in its place, without weights."""
         ...
 
 
-class Fleet(Engine):
-    """`members`: what this rank drives. `gather(list)` gives the concatenation of all ranks' lists on every rank.
-    `place`: this rank's among those that drive any (None: it is not one of them), and their number.
+class EnginePool(Engine):
+    """
+    Args:
+        members: the engines that this rank drives.
+        gather: concatenates all ranks' lists, on every rank.
+        driver: this rank's number among the ranks that drive engines (None: it drives none), and how many they are.
 
-    `generate`, and `recover` after a `load_weights`, are called by all ranks together. `reload` is the trainer's: it
-    pushes the actor's weights, proven, into this engine.
+    `generate`, and `recover` after `load_weights`, are collective. The trainer sets `reload`, which pushes the actor's
+    weights into this pool and verifies them.
     """
 
     def __init__(
@@ -43,9 +46,9 @@ class Fleet(Engine):
         members: list[Member],
         dtype: torch.dtype,
         gather: Callable[[list], list] = list,
-        place: tuple[int | None, int] = (0, 1),
+        driver: tuple[int | None, int] = (0, 1),
     ):
-        self.members, self.dtype, self.gather, self.place = members, dtype, gather, place
+        self.members, self.dtype, self.gather, self.driver = members, dtype, gather, driver
         self.reload: Callable[[], None] = self._no_source
         self.weight_version = -1
         self.lost: dict[int, str] = {}  # member -> what happened to it
@@ -58,11 +61,12 @@ class Fleet(Engine):
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         left: list[Request] = []
         yield from self.begin(requests, sampling, left)
-        yield from self.rest(left, sampling)
+        yield from self.retry(left, sampling)
 
     def begin(self, requests: list[Request], sampling: Sampling, left: list[Request]) -> Iterator[Group]:
-        """Groups of this rank's engines; what those leave over that were lost on the way is put into `left`.
-        No collective: one thread besides the trainer's may call it, and only `load_weights` may come in between."""
+        """Groups of this rank's engines; requests that a lost engine has not finished are appended to `left`.
+
+        Not collective: one thread besides the trainer's may call it, and only `load_weights` may run meanwhile."""
         ended: queue.Queue = queue.Queue()
         parts = [requests[i :: len(self.members)] for i in range(len(self.members))]
         assert self.members or not requests, "a rank without an engine has requests"
@@ -90,8 +94,8 @@ class Fleet(Engine):
             left += waiting.values() if member in self.lost else []
             ended.put(None)
 
-    def rest(self, left: list[Request], sampling: Sampling) -> Iterator[Group]:
-        """Collective. The groups that `begin` left over, on any rank."""
+    def retry(self, left: list[Request], sampling: Sampling) -> Iterator[Group]:
+        """Collective. Replace lost engines and generate the requests that `begin` left over on any rank."""
         self.recover()
         if any(self.gather([bool(left)])):
             yield from self.begin(left, sampling, [])
@@ -100,7 +104,7 @@ class Fleet(Engine):
     # ---- weights
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """To all members at once. `recover` must follow: a member that was lost has not got them."""
+        """Load all members at once. Call `recover` afterwards: a lost member has not got the weights."""
         living = [i for i in range(len(self.members)) if i not in self.lost]
         queues = [queue.Queue(maxsize=1) for _ in living]
         with ThreadPoolExecutor(max(len(living), 1), thread_name_prefix="weights") as pool:
@@ -123,11 +127,11 @@ class Fleet(Engine):
         except EngineLost as error:
             self.lost[member] = str(error)
         finally:
-            for _ in stream:  # the others, and the actor's collectives, go on
+            for _ in stream:  # the other members and the actor's collectives continue
                 pass
 
     def checksums(self) -> dict[str, int]:
-        """Of all members, which must agree; of a rank without any, nothing."""
+        """The members' checksums, which must agree; empty on a rank without members."""
         found: dict[str, int] = {}
         for member, held in self._of_each(lambda member: member.checksums()):
             different = [name for name in held if found.setdefault(name, held[name]) != held[name]]
@@ -139,7 +143,7 @@ class Fleet(Engine):
         return joined(counted for _, counted in self._of_each(lambda member: member.statistics()))
 
     def _of_each(self, ask: Callable[[Member], dict]) -> Iterator[tuple[Member, dict]]:
-        """Who is there, and what it answers."""
+        """Every member that is not lost, with its answer."""
         for i, member in enumerate(self.members):
             try:
                 answer = {} if i in self.lost else ask(member)
@@ -151,10 +155,10 @@ class Fleet(Engine):
     # ---- losses
 
     def recover(self) -> bool:
-        """Collective. Replace engines that were lost on any rank; whether there were any."""
+        """Collective. Replace engines that were lost on any rank. Returns whether there were any."""
         if not any(self.gather([bool(self.lost)])):
             return False
-        with self._asking:  # what a lost engine has not been asked yet is found to be left over, and waits as well
+        with self._asking:  # wait until `begin` has put all unfinished requests into its `left`
             news = self.gather(list(self.lost.values()))  # by now others may be lost too
             self.restarts += len(news)
             self.news += [f"{what}; it was started again with the actor's weights" for what in news]
@@ -178,13 +182,13 @@ class Fleet(Engine):
 
 
 def shares(engines: int, rank: int, world: int) -> tuple[range, int | None, int]:
-    """Who drives what: the engines of `rank`; its place among the ranks that drive any (None: not one of them), and
-    their number. 4 engines, 2 ranks: 0 2 and 1 3. 2 engines, 4 ranks: rank 0 and rank 2 drive one each.
+    """The engines that `rank` drives; its number among the ranks that drive any (None: it drives none); and how many
+    these are. 4 engines, 2 ranks: 0 2 and 1 3. 2 engines, 4 ranks: rank 0 and rank 2 drive one each.
     """
     if engines >= world:
         return range(rank, engines, world), rank, world
     drivers = [engine * world // engines for engine in range(engines)]
     if rank not in drivers:
         return range(0), None, engines
-    place = drivers.index(rank)
-    return range(place, place + 1), place, engines
+    number = drivers.index(rank)
+    return range(number, number + 1), number, engines

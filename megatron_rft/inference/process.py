@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_rft.inference.acceptance import joined
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
 from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets, Full
-from megatron_rft.inference.transport.shared_memory import HostMemory, own_gpu, shared
+from megatron_rft.inference.transport.shared_memory import HostMemory, local_gpu, shared
 from megatron_rft.utils.errors import RunFailed
 
 LAST_LINES = 15  # of the log, in an error
@@ -98,7 +98,7 @@ class EngineProcess(Engine):
     def _lay_buckets(self, gpus: list[str]) -> None:
         """In the memory of this rank's GPU where the process sees that one (`gpus`), too, else in the host's."""
         self._buckets, self.transport = Buckets(self._memory.slots), "shared host memory"
-        if own_gpu() not in gpus:
+        if local_gpu() not in gpus:
             return
         try:
             if self._on_gpu is None:  # kept for the next process: what a lost one had opened is never given back

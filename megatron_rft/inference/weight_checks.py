@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Intake:
+class WeightValidator:
     """Looks at the tensors of one stream after another, and remembers of each what the next one is held against."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], model_type: str):

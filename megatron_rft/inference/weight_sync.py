@@ -18,23 +18,23 @@ from megatron_rft.utils.errors import RunFailed
 def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, verify: bool = False) -> dict[str, float]:
     """Load `stream` into `engine` as weights of `version`; RunFailed, naming the tensor, where the proof fails."""
     start = time.perf_counter()
-    witness = Witness(stream, engine.dtype if verify else None)
+    recorder = ChecksumRecorder(stream, engine.dtype if verify else None)
     try:
-        engine.load_weights(witness, version)
+        engine.load_weights(recorder, version)
     finally:
-        left = witness.exhaust()
+        left = recorder.exhaust()
     if left is not None:
         raise RunFailed(f"weights of version {version}: the engine stopped reading before {left}")
     if verify and (held := engine.checksums()):
-        compare(witness.checksums, held, version)
+        compare(recorder.checksums, held, version)
     return {
         "sync/seconds": time.perf_counter() - start,
-        "sync/bytes": float(witness.bytes),
-        "sync/tensors": float(witness.tensors),
+        "sync/bytes": float(recorder.bytes),
+        "sync/tensors": float(recorder.tensors),
     }
 
 
-class Witness:
+class ChecksumRecorder:
     """Passes a stream on, and remembers what came by."""
 
     def __init__(self, stream: Iterable[tuple[str, Tensor]], checksum_dtype: torch.dtype | None):

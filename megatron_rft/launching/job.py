@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rft.utils.errors import RunFailed
-from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
+from megatron_rft.utils.files import write_atomically
 
-FINISHED, USER_ERROR, FAILED, AGAIN = 0, 2, 3, 75
 RETRIES = 2  # starts in a row that may bring nothing after the first that did not
 PATIENCE = 20.0  # seconds that a node waits for the others' last words; Slurm kills a step 30 s after its first failure
 
@@ -52,7 +52,7 @@ class Job:
     def failed_elsewhere(self) -> str | None:
         """Which other node's ranks have failed, in words."""
         failed = [
-            node for node, status in self._statuses().items() if node != self.node and status not in (FINISHED, AGAIN)
+            node for node, status in self._statuses().items() if node != self.node and status not in (FINISHED, STOPPED)
         ]
         return f"node {failed[0]} of this job failed" if failed else None
 
@@ -67,7 +67,7 @@ class Job:
             time.sleep(0.2)
         if USER_ERROR in self._statuses().values():
             return USER_ERROR, ""
-        return (FAILED, self._gave_up()) if self._in_vain() > RETRIES else (AGAIN, "")
+        return (FAILED, self._gave_up()) if self._in_vain() > RETRIES else (STOPPED, "")
 
     def _in_vain(self) -> int:
         """Starts in a row, this one included, since which nothing new was saved."""
@@ -98,7 +98,7 @@ class Job:
 
 
 def _write(path: Path, content: object) -> None:
-    write_whole(path, json.dumps(content) + "\n")
+    write_atomically(path, json.dumps(content) + "\n")
 
 
 def _read(path: Path):

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from megatron_rft.launching import slurm
 from megatron_rft.launching.job import Job
-from megatron_rft.launching.slurm import Place
+from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import ConfigError
-from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
+from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import die_with, reserved_port
 
-FINISHED, USER_ERROR, FAILED, STOPPED = 0, 2, 3, 75  # 75: EX_TEMPFAIL of sysexits.h, "run the same command again"
 PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 CAUGHT = (*STOPPING, signal.SIGINT)
@@ -54,7 +54,7 @@ def write_exit(output_dir: str, status: int, message: str = "") -> None:
     """A rank's last words. On a disk that is full there are none."""
     words = json.dumps({"status": status, "message": message, "time": time.time()}) + "\n"
     with contextlib.suppress(OSError):
-        write_whole(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
+        write_atomically(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
 
 
 def read_exit(output_dir: str, rank: int) -> dict:
@@ -79,22 +79,22 @@ def see_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[int(os.environ["LOCAL_RANK"]) % len(names)]
 
 
-def launch(command: list[str], nproc: int, output_dir: str, place: Place | None = None, job: Job | None = None) -> int:
+def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = None, job: Job | None = None) -> int:
     """Run `command` as `nproc` ranks on this node and return the exit status, with a line about any failure.
 
     Of a job of a queue it is the job's, which all nodes return alike.
     """
-    place = place or Place()
+    node = node or Node()
     ranks: list[Rank] = []
     with _signals_passed_to(ranks) as passed_on, reserved_port() as free:
         try:
             if job is not None:
                 job.begin()
-            port = place.port or free.getsockname()[1]
+            port = node.port or free.getsockname()[1]
             for local in range(nproc):
-                number = place.node * nproc + local
+                number = node.index * nproc + local
                 (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
-                ranks.append(Rank(number, _start(command, number, local, nproc, place, port)))
+                ranks.append(Rank(number, _start(command, number, local, nproc, node, port)))
                 if passed_on:  # to those that were there
                     _send(ranks[-1:], passed_on[-1])
             elsewhere = _watch(ranks, job)
@@ -130,15 +130,15 @@ def _conclude_job(job: Job, status: int) -> int:
     return status
 
 
-def _start(command: list[str], rank: int, local: int, nproc: int, place: Place, port: int) -> subprocess.Popen:
+def _start(command: list[str], rank: int, local: int, nproc: int, node: Node, port: int) -> subprocess.Popen:
     """In a session of its own: a Ctrl-C of the terminal reaches the ranks through us, once."""
     environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # several ranks with many threads each choke each other
     environment |= os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(nproc * place.nodes),
+        "WORLD_SIZE": str(nproc * node.count),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": place.address,
+        "MASTER_ADDR": node.address,
         "MASTER_PORT": str(port),
         PARENT: str(os.getpid()),
     }
@@ -224,27 +224,27 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere:
     return USER_ERROR if wrong else FAILED
 
 
-def check_environment(nproc: int | None) -> tuple[int, Place]:
-    """The number of ranks of the run, and the place of this node among those whose launchers start `nproc` each.
+def check_environment(nproc: int | None) -> tuple[int, Node]:
+    """The number of ranks of the run, and this node among those whose launchers start `nproc` ranks each.
 
-    The ranks may be there already: by another launcher, or as the tasks of a Slurm step (where nproc is not given).
+    The ranks may exist already: started by another launcher, or as the tasks of a Slurm step (if nproc is not given).
     """
     if nproc is not None:
         slurm.forget_tasks_as_ranks()
     if "RANK" not in os.environ and nproc is None:
         os.environ.update(slurm.rank_environment())
     if "RANK" not in os.environ:
-        place, nproc = slurm.place(), nproc or 1
+        node, nproc = slurm.this_node(), nproc or 1
         slurm.check_ranks_per_node(nproc)
-        return nproc * place.nodes, place
+        return nproc * node.count, node
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if nproc not in (None, world) and PARENT not in os.environ:
         raise ConfigError(f"--nproc {nproc}: a launcher has started {world} ranks already: leave it out")
-    return world, Place()
+    return world, Node()
 
 
-def ranks_per_node(world_size: int, place: Place) -> int:
+def ranks_per_node(world_size: int, node: Node) -> int:
     """Of this node, where ranks are there already. A launcher that does not say has one node."""
     if "RANK" in os.environ:
         return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return world_size // place.nodes
+    return world_size // node.count

@@ -15,11 +15,11 @@ HOOK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which of the run's nodes this is, and where rank 0 waits for the others; port None: any free one."""
+class Node:
+    """This node among the run's nodes, and where rank 0 waits for the others; port None: any free one."""
 
-    node: int = 0
-    nodes: int = 1
+    index: int = 0
+    count: int = 1
     address: str = "127.0.0.1"
     port: int | None = None
 
@@ -28,13 +28,13 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place:
+def this_node(environment: Mapping[str, str] = os.environ) -> Node:
     """MASTER_ADDR and MASTER_PORT win, for networks on which host names do not do."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1")) if in_step(environment) else 1
     if nodes == 1:
-        return Place()
+        return Node()
     address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
-    return Place(
+    return Node(
         int(environment["SLURM_NODEID"]), nodes, address, int(environment.get("MASTER_PORT") or port(environment))
     )
 
@@ -57,8 +57,8 @@ def forget_tasks_as_ranks(environment: MutableMapping[str, str] = os.environ) ->
     """For a task that starts ranks itself. In a container of a PyTorch image a hook of enroot (50-slurm-pytorch.sh,
     which many clusters enable) has set torch.distributed's variables as if each task were a rank."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    place = (environment.get("SLURM_PROCID"), environment.get("SLURM_LOCALID"), tasks)
-    if in_step(environment) and tuple(map(environment.get, HOOK_VARIABLES)) == place:
+    rank = (environment.get("SLURM_PROCID"), environment.get("SLURM_LOCALID"), tasks)
+    if in_step(environment) and tuple(map(environment.get, HOOK_VARIABLES)) == rank:
         for name in HOOK_VARIABLES:
             del environment[name]
 

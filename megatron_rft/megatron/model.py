@@ -18,8 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rft.conversion import family_of, padded_vocab
+from megatron_rft.conversion import padded_vocab
 from megatron_rft.conversion.mapping import head_dim, is_mixture
+from megatron_rft.families import family_of
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.packing import SharedPrompts
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
@@ -82,7 +83,7 @@ def check_architecture(hf_config: Any) -> None:
     c, refused = hf_config, []
     if c.hidden_act != "silu":
         refused.append(f"hidden_act {c.hidden_act!r} (only 'silu')")
-    sliding = getattr(c, "use_sliding_window", False) and getattr(c, "sliding_window", None)
+    sliding = getattr(c, "use_sliding_window", True) and getattr(c, "sliding_window", None)
     if sliding or set(getattr(c, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         refused.append("sliding-window attention (set use_sliding_window to false if the context fits in the window)")
     refused += [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(c, name, False)]

@@ -1,5 +1,6 @@
 """Which engines a run has and where they can be, and options of theirs that would do nothing. No torch."""
 
+from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
@@ -71,8 +72,8 @@ def check_workers(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
 
 
 def check_speed(recipe: Recipe, refining: str | None) -> None:
-    """Options of engines that none of this run's would hear of. `refining`: the engine of the refiner, if there is one;
-    it is in the rank's process wherever the policy's is."""
+    """Rejects engine options that have no effect in this run. `refining`: the refiner's engine, if there is one. It
+    runs in the rank's process, wherever the policy's engine runs."""
     options, rollout = recipe.vllm, recipe.rollout
     drafts = refining is not None and recipe.constraint.drafts(refining)
     if rollout.servers and refining != "vllm" and (named := sorted(options.model_fields_set)):
@@ -83,7 +84,12 @@ def check_speed(recipe: Recipe, refining: str | None) -> None:
         raise ConfigError(
             "rollout.max_batch_sequences: does nothing with rollout.servers: that is their --max-num-seqs"
         )
-    if drafts and refining == "vllm" and recipe.constraint.temperature:
+    if recipe.constraint and recipe.constraint.draft and refining and not ENGINES[refining].drafts:
+        raise ConfigError(
+            f"constraint.draft: does nothing with the {refining} engine, which has no speculative decoding. Set "
+            "rollout.engine=vllm, or leave it out"
+        )
+    if drafts and recipe.constraint.temperature:
         raise ConfigError(
             f"constraint.draft: does nothing with vllm at constraint.temperature {recipe.constraint.temperature:g}: "
             "there it would change the tokens of a seed. Leave it out"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_rft.families import ARCHITECTURES
 from megatron_rft.plan.layout import Layout
 
 ALIGNMENT, BUCKET = 64, 128  # parameters begin, and buckets end, at multiples of these
@@ -36,9 +37,9 @@ class Sizes:
     @classmethod
     def read(cls, folder: Path) -> "Sizes":
         config = json.loads((folder / "config.json").read_text())
-        kind = config["architectures"][0]
+        family = ARCHITECTURES[config["architectures"][0]]
         sparse, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        experts = config.get("num_experts") or 0
         every = range(config["num_hidden_layers"])
         return cls(
             hidden=config["hidden_size"],
@@ -48,8 +49,8 @@ class Sizes:
             ffn=config["intermediate_size"],
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings")),
-            qkv_bias=kind.startswith("Qwen2"),
-            qk_norm=kind.startswith("Qwen3"),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
             experts=experts,
             expert_ffn=config.get("moe_intermediate_size") or 0,
             experts_per_token=config.get("num_experts_per_tok") or 0,

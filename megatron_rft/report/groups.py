@@ -15,7 +15,7 @@ MOST_POINTS = 400  # of a curve: longer runs are shown as means over bins of ste
 # What does not make another experiment of a run.
 BESIDE = ("run.output_dir", "run.name", "run.seed", "run.resume", "tracking.", "checkpoint.")
 
-Points = dict[float, float]  # place -> value
+Points = dict[float, float]  # step -> value
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ def names(groups: list[list[Run]]) -> list[str]:
             return found
     found = [_folder_name(group) or _method(group) for group in groups]
     seen: Counter[str] = Counter()
-    for place, name in enumerate(found):
+    for i, name in enumerate(found):
         seen[name] += 1
-        found[place] = f"{name} ({seen[name]})" if found.count(name) > 1 or seen[name] > 1 else name
+        found[i] = f"{name} ({seen[name]})" if found.count(name) > 1 or seen[name] > 1 else name
     return found
 
 

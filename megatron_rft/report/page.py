@@ -35,7 +35,7 @@ def html(groups: list[Group], notices: list[str]) -> str:
     parts = {
         "title": escape(title(groups)),
         "notices": "".join(f'<p class="notice">{escape(notice)}</p>' for notice in notices),
-        "cards": "".join(card(place, group) for place, group in enumerate(groups)),
+        "cards": "".join(card(number, group) for number, group in enumerate(groups)),
         "differing": differences(groups),
         "recipes": "".join(recipe(group) for group in groups),
         "made": escape(f"megatron-rft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
@@ -53,7 +53,7 @@ def title(groups: list[Group]) -> str:
     return " / ".join(group.name for group in groups[:4]) + (" ..." if len(groups) > 4 else "")
 
 
-def card(place: int, group: Group) -> str:
+def card(number: int, group: Group) -> str:
     """A group's name, its numbers and its recipe in a few words."""
     numbers = "".join(
         f'<div class="number"><span class="label">{escape(n.label)}</span><span class="value">{escape(n.value)}</span>'
@@ -63,7 +63,7 @@ def card(place: int, group: Group) -> str:
     rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.recipe_facts(group))
     folders = ", ".join(str(run.folder) for run in group.runs)
     return (
-        f'<article class="card group{place % 7}"><h2>{escape(group.name)}</h2><div class="numbers">{numbers}</div>'
+        f'<article class="card group{number % 7}"><h2>{escape(group.name)}</h2><div class="numbers">{numbers}</div>'
         f'<dl>{rows}</dl><p class="folders">{escape(folders)}</p></article>'
     )
 
@@ -149,4 +149,4 @@ def samples(groups: list[Group]) -> list[dict[str, Any]]:
 def evenly(many: list, count: int) -> list:
     if len(many) <= count:
         return many
-    return [many[round(place * (len(many) - 1) / (count - 1))] for place in range(count)]
+    return [many[round(i * (len(many) - 1) / (count - 1))] for i in range(count)]

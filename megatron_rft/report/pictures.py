@@ -1,30 +1,51 @@
-"""The report's charts as PNG files: one with all of them, and each alone, for a slide or a paper."""
+"""The report's charts as PNG files: one with all of them, and each alone, for a slide or a paper. Needs no torch."""
 
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from megatron_rft.report.charts import Chart, shown
-from megatron_rft.report.groups import Group
-from megatron_rft.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, smooth
+from megatron_rft.report.charts import Chart, phases, shown
+from megatron_rft.report.groups import Group, grouped
+from megatron_rft.report.runs import read, smooth
 
+# Okabe and Ito's colours, which colour-blind readers can tell apart
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#777777"
 COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)  # of the groups, as on the page
+PHASE_COLORS = (BLUE, ORANGE, GREEN, SKY, PURPLE, YELLOW, RED, GREY)
 STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
-FEW = 20  # points: fewer are drawn as they are
+FEW = 20  # fewer points are drawn without smoothing
+MOST_BARS = 40
 
 
 def write(groups: list[Group], out: Path) -> list[Path]:
+    """`out`/report.png with all charts, and each alone in `out`/charts."""
+    whole = _together(groups, out / "report.png")
+    return [whole, *(_alone(chart, groups, out / "charts") for chart in shown(groups))]
+
+
+def draw_run(run_dir: Path) -> Path:
+    """All charts of one run in RUN/curves.png."""
+    return _together(grouped([read(Path(run_dir))]), Path(run_dir) / "curves.png")
+
+
+def _together(groups: list[Group], path: Path) -> Path:
     charts = shown(groups)
-    columns = min(len(charts), 4) or 1
-    rows = max(-(-len(charts) // columns), 1)
-    whole = Figure(figsize=(4.2 * columns, 3.0 * rows + 0.5), layout="constrained", dpi=110)
-    for place, chart in enumerate(charts):
-        draw(whole.add_subplot(rows, columns, place + 1), chart, groups)
+    with_phases = len(groups) == 1 and bool(phases(groups))
+    count = len(charts) + with_phases
+    columns = min(count, 4) or 1
+    rows = max(-(-count // columns), 1)
+    figure = Figure(figsize=(4.2 * columns, 3.0 * rows + 0.5), layout="constrained", dpi=110)
+    for number, chart in enumerate(charts, start=1):
+        draw(figure.add_subplot(rows, columns, number), chart, groups)
+    if with_phases:
+        draw_phases(figure.add_subplot(rows, columns, count), groups[0])
     handles, labels = _legend(groups)
-    whole.legend(handles, labels, loc="outside upper left", ncols=5, frameon=False)
-    whole.savefig(out / "report.png")
-    return [out / "report.png", *(_alone(chart, groups, out / "charts") for chart in charts)]
+    figure.legend(handles, labels, loc="outside upper left", ncols=5, frameon=False)
+    figure.savefig(path)
+    return path
 
 
 def _alone(chart: Chart, groups: list[Group], folder: Path) -> Path:
@@ -39,14 +60,12 @@ def _alone(chart: Chart, groups: list[Group], folder: Path) -> Path:
 
 
 def _legend(groups: list[Group]) -> tuple[list, list[str]]:
-    from matplotlib.lines import Line2D
-
     handles = [Line2D([], [], color=color, linewidth=2) for _, color in coloured(groups)]
     return handles, [group.name + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "") for group in groups]
 
 
 def coloured(groups: list[Group]) -> list[tuple[Group, str]]:
-    return [(group, COLORS[place % len(COLORS)]) for place, group in enumerate(groups)]
+    return [(group, COLORS[number % len(COLORS)]) for number, group in enumerate(groups)]
 
 
 def draw(axes: Axes, chart: Chart, groups: list[Group]) -> None:
@@ -63,8 +82,32 @@ def draw(axes: Axes, chart: Chart, groups: list[Group]) -> None:
         axes.set_yscale("log", nonpositive="mask")
     elif chart.floor is not None:
         axes.set_ylim(bottom=chart.floor)
-    axes.set_title(chart.title, fontsize=10.5, fontweight="bold", loc="left")
-    axes.set_ylabel(chart.unit, fontsize=9)
+    _finish(axes, chart.title, chart.unit)
+
+
+def draw_phases(axes: Axes, group: Group) -> None:
+    """Seconds per step, stacked by phase: means over bins of steps. Phases after the seventh are one."""
+    names = phases([group])
+    shown_alone = names if len(names) <= 7 else names[:6]
+    parts = {name.removeprefix("seconds/"): [name] for name in shown_alone} | {"others": names[len(shown_alone) :]}
+    records = [record for run in group.runs for record in run.curves.records if record.get("seconds/step") is not None]
+    width = -(-len(records) // MOST_BARS)
+    bins = [records[i : i + width] for i in range(0, len(records), width)]
+    steps = [(many[0]["step"] + many[-1]["step"]) / 2 for many in bins]
+    bottom = [0.0] * len(bins)
+    for (label, some), color in zip(parts.items(), PHASE_COLORS, strict=False):
+        if some:
+            heights = [sum(record.get(name) or 0.0 for record in many for name in some) / len(many) for many in bins]
+            axes.bar(steps, heights, bottom=bottom, width=width, color=color, label=label, alpha=0.85)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set_ylim(0, max(bottom, default=0) * 1.45 or 1)  # room for the legend
+    axes.legend(fontsize=7.5, framealpha=0.75, loc="upper center", ncols=3, columnspacing=1.0)
+    _finish(axes, "Time per step", "seconds, by phase")
+
+
+def _finish(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize=10.5, fontweight="bold", loc="left")
+    axes.set_ylabel(unit, fontsize=9)
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25, linewidth=0.6)
@@ -74,16 +117,16 @@ def draw(axes: Axes, chart: Chart, groups: list[Group]) -> None:
 def _line(axes: Axes, group: Group, metric: str, color: str, style: str) -> None:
     series = group.series(metric)
     points = [
-        (place, mean, (series.error[i] or 0.0) if series.error else 0.0)
-        for i, (place, mean) in enumerate(zip(group.places, series.mean, strict=True))
+        (step, mean, (series.error[i] or 0.0) if series.error else 0.0)
+        for i, (step, mean) in enumerate(zip(group.places, series.mean, strict=True))
         if mean is not None
     ]
-    places, means, errors = (list(part) for part in zip(*points, strict=True))
+    steps, means, errors = (list(part) for part in zip(*points, strict=True))
     if len(means) >= FEW:
         if len(group.runs) == 1:
-            axes.plot(places, means, style, color=color, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, means, style, color=color, alpha=0.25, linewidth=0.8)
         means, errors = smooth(means), smooth(errors)
-    axes.plot(places, means, style, color=color, linewidth=1.6, marker="o" if len(means) < FEW else "", markersize=3)
+    axes.plot(steps, means, style, color=color, linewidth=1.6, marker="o" if len(means) < FEW else "", markersize=3)
     if any(errors):
         low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-        axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
+        axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read back: also of a run that is still going, or whose last line was torn."""
+"""Reads what a run has written into its folder, also while it runs, or after a kill in the middle of a line."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -9,12 +9,41 @@ from typing import Any
 import yaml
 
 from megatron_rft.config.resume import flat
-from megatron_rft.report.plots import Curves
 from megatron_rft.tracking.metrics import read_metrics
 from megatron_rft.tracking.samples import SAMPLES_FILE, Sample, read_samples, shortened
 from megatron_rft.utils.errors import UserError, did_you_mean
 
 METRICS, RECIPE, REFINEMENTS = "metrics.jsonl", "recipe.yaml", "refinements.jsonl"
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A run's metrics, by name."""
+
+    records: list[dict[str, Any]]
+
+    def has(self, *names: str) -> bool:
+        """Whether any step has any of them."""
+        return any(record.get(name) is not None for record in self.records for name in names)
+
+    def of(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values where there is one: evaluations are rarer than steps, and null stands for NaN."""
+        points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    @property
+    def phases(self) -> list[str]:
+        """Names of the phases of a step, by total seconds, the longest first."""
+        names = {name for record in self.records for name in record if name.startswith("seconds/")} - {"seconds/step"}
+        total = {name: sum(self.of(name)[1]) for name in sorted(names)}
+        return sorted(total, key=total.get, reverse=True)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Mean over a centred window of a tenth of the run, which is shorter at both ends: it does not lag behind."""
+    half = len(values) // 20
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 @dataclass(frozen=True)
@@ -59,10 +88,10 @@ def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
         UserError: a folder holds no run, is given twice, or no run has a step.
     """
     runs, notices = [], []
-    places = [Path(folder).resolve() for folder in folders]
-    for place in places:
-        if places.count(place) > 1:
-            raise UserError(f"{place} is given twice")
+    paths = [Path(folder).resolve() for folder in folders]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UserError(f"{path} is given twice")
     for folder in folders:
         run = read(Path(folder))
         if run.curves.records:

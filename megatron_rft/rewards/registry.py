@@ -1,98 +1,36 @@
-"""Which rewards there are, and how a recipe's `reward` section builds one."""
+"""How a recipe's `reward` section builds a reward. The table of all kinds is `KINDS` in config/rewards.py."""
 
+import importlib
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
+from megatron_rft.config.rewards import KINDS
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 
 def build(config: Any) -> Reward:
-    """The reward of a recipe's section."""
+    """The reward of a recipe's section: its class gets the options that its kind reads, under their names."""
     if config.kind not in KINDS:
         raise ConfigError(
             f"reward.kind={config.kind!r}: there is {', '.join(KINDS)}.{did_you_mean(config.kind, KINDS)}"
         )
-    return KINDS[config.kind](config)
-
-
-def _math(config: Any) -> Reward:
-    from megatron_rft.rewards.math import MathReward
-
-    return MathReward(timeout_s=config.timeout_s, workers=config.workers)
-
-
-def _code(config: Any) -> Reward:
-    from megatron_rft.rewards.code import CodeReward
-
-    reward = CodeReward(config.timeout_s, config.memory_mb, config.workers, config.without_container)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"programs run in {reward.isolation}", file=sys.stderr, flush=True)
+    kind = KINDS[config.kind]
+    module, _, name = kind.made_by.partition(":")
+    make = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
+    reward = make(**{option: _option(config, option) for option in kind.reads})
+    if (isolation := getattr(reward, "isolation", None)) and os.environ.get("RANK", "0") == "0":
+        print(f"programs run in {isolation}", file=sys.stderr, flush=True)
     return reward
 
 
-def _tool(config: Any) -> Reward:
-    from megatron_rft.rewards.tools.verifier import ToolReward
+def _option(config: Any, name: str) -> Any:
+    """Its value; sections inside it become rewards."""
+    if name == "parts":
+        from megatron_rft.rewards.combine import Part
 
-    return ToolReward(config.rules)
-
-
-def _choice(config: Any) -> Reward:
-    from megatron_rft.rewards.choice import ChoiceReward
-
-    return ChoiceReward()
-
-
-def _format(config: Any) -> Reward:
-    from megatron_rft.rewards.choice import FormatReward
-
-    return FormatReward(config.tags)
-
-
-def _model(config: Any) -> Reward:
-    from megatron_rft.rewards.model import ModelReward
-
-    return ModelReward(config.model, config.template, config.max_tokens, config.batch)
-
-
-def _server(config: Any) -> Reward:
-    from megatron_rft.rewards.model import ServerReward
-
-    return ServerReward(config.url, config.timeout_s, config.batch)
-
-
-def _sum(config: Any) -> Reward:
-    from megatron_rft.rewards.combine import Part, SumReward
-
-    names = [part.name or part.kind for part in config.parts]
-    return SumReward(
-        [Part(name, build(part), part.weight, part.shaping) for name, part in zip(names, config.parts, strict=True)]
-    )
-
-
-def _by_row(config: Any) -> Reward:
-    from megatron_rft.rewards.combine import ByRowReward
-
-    return ByRowReward(config.field, {name: build(each) for name, each in config.kinds.items()})
-
-
-def _own(config: Any) -> Reward:
-    from megatron_rft.rewards.user_reward import OwnReward
-
-    return OwnReward(config.function, config.maximum)
-
-
-KINDS: dict[str, Callable[[Any], Reward]] = {
-    "math": _math,
-    "code": _code,
-    "tool": _tool,
-    "choice": _choice,
-    "format": _format,
-    "model": _model,
-    "server": _server,
-    "sum": _sum,
-    "by_row": _by_row,
-    "own": _own,
-}
+        return [Part(part.name or part.kind, build(part), part.weight, part.shaping) for part in config.parts]
+    if name == "kinds":
+        return {row: build(each) for row, each in config.kinds.items()}
+    return getattr(config, name)

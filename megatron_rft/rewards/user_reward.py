@@ -11,7 +11,7 @@ OPTION = "reward.function"
 ATTEMPTS = 2
 
 
-class OwnReward:
+class UserReward:
     """`function(prompt, text)` gives a number or a `Score`. What it raises is an error of the grader, not a reward."""
 
     def __init__(self, function: str, maximum: float | None = None):

@@ -41,11 +41,11 @@ def clean(text: str, response: str) -> str:
 
 def edit_distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """Levenshtein's, in tokens."""
-    other, place = np.array(b), np.arange(len(b) + 1)
-    row = place
+    other, columns = np.array(b), np.arange(len(b) + 1)
+    row = columns
     for number, token in enumerate(a, start=1):
         changed = np.minimum(row[1:] + 1, row[:-1] + (other != token))
-        row = np.minimum.accumulate(np.concatenate([[number], changed]) - place) + place
+        row = np.minimum.accumulate(np.concatenate([[number], changed]) - columns) + columns
     return int(row[-1])
 
 
@@ -66,7 +66,7 @@ class Refined:
 class Task:
     """A response to refine."""
 
-    key: tuple[int, int]  # (place, sample)
+    key: tuple[int, int]  # (prompt index, sample)
     prompt: Prompt
     response: Response
     text: str
@@ -84,7 +84,7 @@ class Refiner:
         only_better: learn pairs whose refined response scores higher, or all of them.
         agreeing: also refine groups that the algorithm would leave out because their rewards are all equal.
         share, first: of the responses of a group that can be improved, how many are refined.
-        draft: hand the response to the engine as a guess of its refinement.
+        draft: give the engine the response as a draft of its refinement (speculative decoding).
         most_tokens: of the refiner's prompt and response together.
     """
 
@@ -116,7 +116,7 @@ class Refiner:
         tasks, left = [], {}
         for rollout, worth in zip(group, trained, strict=True):
             reason = self._reason(rollout.score, worth)
-            seed = self.seed(step, rollout.place, rollout.sample, rollout.prompt.index)
+            seed = self.seed(step, rollout.prompt_index, rollout.sample, rollout.prompt.index)
             if reason is None and (seed % 1000003 >= self.share * 1000003 or len(tasks) == self.first):
                 reason = NOT_CHOSEN
             task = None if reason else self._task(rollout, seed)
@@ -145,7 +145,12 @@ class Refiner:
         draft = self._draft(rollout) if self.draft else ()
         request = Request(0, ids, 1, seed, draft=draft)
         return Task(
-            (rollout.place, rollout.sample), rollout.prompt, rollout.response, rollout.text, rollout.score, request
+            (rollout.prompt_index, rollout.sample),
+            rollout.prompt,
+            rollout.response,
+            rollout.text,
+            rollout.score,
+            request,
         )
 
     def _draft(self, rollout: Any) -> tuple[int, ...]:
@@ -218,7 +223,7 @@ class Refining:
             self.graded.append((tasks, self.scoring.submit(self.refiner.grade, tasks, written, self.reward)))
 
     def results(self) -> dict[tuple[int, int], Refined]:
-        """By place and sample. Called when all groups have come in."""
+        """By prompt index and sample. Called when all groups have come in."""
         with self.thread:
             self.jobs.append(self.thread.submit(self._write))
             for job in self.jobs:

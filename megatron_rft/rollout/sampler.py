@@ -1,4 +1,4 @@
-"""From prompts to a scored batch: every rank generates for a share of them, all get the same batch.
+"""From prompts to a scored batch: every rank generates for some of them, all ranks get the same batch.
 
 Knows no process group: `gather` joins the ranks' lists. The batch does not depend on how many ranks shared the work:
 seeds are functions of the problem and the step, and sequences are in the order of the prompts and their samples.
@@ -27,9 +27,9 @@ from megatron_rft.utils.errors import RunFailed
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored response. `place` is its prompt's among all that were drawn in the step."""
+    """One scored response. `prompt_index` numbers the prompts of the step."""
 
-    place: int
+    prompt_index: int
     sample: int
     prompt: Prompt
     response: Response
@@ -44,7 +44,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Share:
+class RoundResult:
     """What one rank, or all of them together, did in one round."""
 
     rollouts: list[Rollout]
@@ -73,13 +73,13 @@ Generate = Callable[[list[Request], Sampling], Iterator[Group]]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A round that this rank has asked its engine for. `own` waits for this rank's share; `rest` then gets what an
-    engine that was lost has left over (collective; None where `own` is all)."""
+class PendingRound:
+    """A round of sampling that has started. `local` waits for this rank's result. `retry` then generates what a lost
+    engine has not finished; it is collective, and None where `local` is all."""
 
     step: int
-    own: Callable[[], Share]
-    rest: Callable[[], Share] | None = None
+    local: Callable[[], RoundResult]
+    retry: Callable[[], RoundResult] | None = None
 
 
 class Sampler:
@@ -91,7 +91,7 @@ class Sampler:
     reward that is NaN or infinite.
 
     `background`: what `begin` begins is sampled and graded while this thread does something else. It takes an engine
-    outside of this process (`Fleet`).
+    outside of this process (`EnginePool`).
     """
 
     def __init__(
@@ -133,47 +133,47 @@ class Sampler:
         `draw(n)` gives the next n prompts, the same on every rank. When the rounds run out the batch is what was kept;
         when nothing was, it is the last round whole, whose groups then all lack a training signal.
         """
-        begun = self.begin(draw(count), step, keep)
-        return conclude(self.collect(begun, draw, count, keep, max_rounds), count, step, keep)
+        pending = self.begin(draw(count), step, keep)
+        return conclude(self.collect(pending, draw, count, keep, max_rounds), count, step, keep)
 
     def begin(
         self, prompts: list[Prompt], step: int, keep: Keep | None = None, number: int = 0, first: int = 0
-    ) -> Begun:
-        """Round `number` of a step; places count from `first`. With `background` it is under way from now on."""
+    ) -> PendingRound:
+        """Start round `number` of a step; prompt indices start at `first`. With `background` it runs from now on."""
         requests = self._requests(prompts, first, step, number)
         grade = partial(self._graded, dict(enumerate(prompts, first)), step, keep)
         if self._background is None:
-            return Begun(step, partial(grade, requests, self.engine.generate))
+            return PendingRound(step, partial(grade, requests, self.engine.generate))
         left: list[Request] = []  # what an engine that was lost leaves over
         own = self._background.submit(grade, requests, partial(self.engine.begin, left=left))
-        return Begun(step, own.result, partial(grade, left, self.engine.rest))
+        return PendingRound(step, own.result, partial(grade, left, self.engine.retry))
 
     def collect(
         self,
-        begun: Begun,
+        pending: PendingRound,
         draw: Callable[[int], list[Prompt]],
         count: int,
         keep: Keep | None = None,
         max_rounds: int = 1,
-    ) -> list[Share]:
+    ) -> list[RoundResult]:
         """The round, when it has ended, and more rounds where it has too few groups that `keep` wants. Collective."""
-        rounds = [self._round(begun)]
+        rounds = [self._round(pending)]
         drawn = count
         while (missing := count - groups_in(kept_of(rounds, keep))) > 0 and len(rounds) < max_rounds:
-            rounds.append(self._round(self.begin(draw(missing), begun.step, keep, len(rounds), drawn)))
+            rounds.append(self._round(self.begin(draw(missing), pending.step, keep, len(rounds), drawn)))
             drawn += missing
         return rounds
 
     def close(self) -> None:
-        """What has begun goes on until the engine is closed."""
+        """A round that has started continues until the engine is closed."""
         if self._background is not None:
             self._background.shutdown(wait=False, cancel_futures=True)
 
-    def _round(self, begun: Begun) -> Share:
+    def _round(self, pending: PendingRound) -> RoundResult:
         """All ranks' rollouts in order, and the seconds of the slowest."""
-        parts = [begun.own()] + ([begun.rest()] if begun.rest else [])
-        step, shares = begun.step, self.gather(parts)
-        rollouts = sorted((r for share in shares for r in share.rollouts), key=lambda r: (r.place, r.sample))
+        parts = [pending.local()] + ([pending.retry()] if pending.retry else [])
+        step, results = pending.step, self.gather(parts)
+        rollouts = sorted((r for result in results for r in result.rollouts), key=lambda r: (r.prompt_index, r.sample))
         rollouts = [self._checked(rollout, step) for rollout in rollouts]
         failed = [rollout for rollout in rollouts if rollout.score.error is not None]
         if failed and (self.on_error == "stop" or len(failed) == len(rollouts)):
@@ -184,7 +184,7 @@ class Sampler:
             )
         self._check_refined(rollouts, step)
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
-        return Share(rollouts, *(max(getattr(share, name) for share in shares) for name in clocks))
+        return RoundResult(rollouts, *(max(getattr(result, name) for result in results) for name in clocks))
 
     def _check_refined(self, rollouts: list[Rollout], step: int) -> None:
         """Where the grader fails on a refined response there is no pair; `on_error` may want more."""
@@ -211,7 +211,7 @@ class Sampler:
 
     def _graded(
         self, prompts: dict[int, Prompt], step: int, keep: Keep | None, requests: list[Request], generate: Generate
-    ) -> Share:
+    ) -> RoundResult:
         """What the engine answers; a thread of its own scores groups while later ones are generated, and another
         refines what is scored."""
         start = time.perf_counter()
@@ -228,19 +228,19 @@ class Sampler:
             if refining:
                 with self.phases("refine"):
                     found = refining.results()
-                rollouts = [replace(each, refined=found.get((each.place, each.sample))) for each in rollouts]
+                rollouts = [replace(each, refined=found.get((each.prompt_index, each.sample))) for each in rollouts]
         reward_seconds = sum(seconds for _, seconds in scored)
-        return Share(rollouts, seconds, reward_seconds, refining.seconds if refining else 0.0)
+        return RoundResult(rollouts, seconds, reward_seconds, refining.seconds if refining else 0.0)
 
     def _requests(self, prompts: list[Prompt], first: int, step: int, number: int) -> list[Request]:
         """This rank's: by length of the prompt, so that ranks have about equal work. A problem that was drawn twice
         is sampled with two seeds."""
         seen: Counter[int] = Counter()
         requests = []
-        for place, prompt in enumerate(prompts, first):
+        for index, prompt in enumerate(prompts, first):
             seed = request_seed(self.seed, step, number, prompt.index, seen[prompt.index])
             seen[prompt.index] += 1
-            requests.append(Request(place, tuple(prompt.token_ids), self.group_size, seed))
+            requests.append(Request(index, tuple(prompt.token_ids), self.group_size, seed))
         if self.rank is None:
             return []
         return sorted(requests, key=lambda request: len(request.prompt_ids))[self.rank :: self.world]
@@ -272,7 +272,7 @@ def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
     return [fine and next(kept) for fine in usable]
 
 
-def kept_of(rounds: list[Share], keep: Keep | None) -> list[Batch]:
+def kept_of(rounds: list[RoundResult], keep: Keep | None) -> list[Batch]:
     """What `keep` wants of each round."""
     batches = [to_batch(each.rollouts) for each in rounds]
     return batches if keep is None else [batch.select(keep(batch)) for batch in batches]
@@ -282,7 +282,7 @@ def groups_in(batches: list[Batch]) -> int:
     return sum(len(batch.sequences["group"].unique()) for batch in batches)
 
 
-def conclude(rounds: list[Share], count: int, step: int, keep: Keep | None = None) -> Sampled:
+def conclude(rounds: list[RoundResult], count: int, step: int, keep: Keep | None = None) -> Sampled:
     """The batch of a step, from its rounds of sampling.
 
     Its scalars: sampled_reward_sum and sampled_count of everything that was sampled, its step, and the oldest version
@@ -314,7 +314,7 @@ def to_batch(rollouts: list[Rollout]) -> Batch:
         [list(response.token_ids) for response in responses],
         tokens={"rollout_logprobs": logprobs, "response_mask": torch.ones(len(logprobs))},
         sequences={
-            "group": torch.tensor([rollout.place for rollout in rollouts]),
+            "group": torch.tensor([rollout.prompt_index for rollout in rollouts]),
             "rewards": torch.tensor([rollout.score.reward for rollout in rollouts], dtype=torch.float32),
             "shaping": torch.tensor([rollout.score.shaping for rollout in rollouts], dtype=torch.float32),
             "prompt_index": torch.tensor([rollout.prompt.index for rollout in rollouts]),
@@ -354,7 +354,7 @@ def statistics(rollouts: list[Rollout]) -> dict[str, float]:
     }
 
 
-def timings(rounds: list[Share]) -> dict[str, float]:
+def timings(rounds: list[RoundResult]) -> dict[str, float]:
     generation = sum(each.generation_seconds for each in rounds)
     refining = sum(each.refiner_seconds for each in rounds)
     tokens = sum(len(rollout.response.token_ids) for each in rounds for rollout in each.rollouts)

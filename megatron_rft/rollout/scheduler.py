@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rollout.refiner import Refined
-from megatron_rft.rollout.sampler import Begun, Keep, Rollout, Sampled, Sampler, Share, conclude
+from megatron_rft.rollout.sampler import Keep, PendingRound, Rollout, RoundResult, Sampled, Sampler, conclude
 from megatron_rft.utils.errors import RunFailed
 
 KEY = "ahead"  # in a checkpoint's state
@@ -37,8 +37,8 @@ class Pending:
     """A batch that is under way (`rounds` is None) or ready."""
 
     step: int
-    begun: Begun | None
-    rounds: list[Share] | None = None
+    begun: PendingRound | None
+    rounds: list[RoundResult] | None = None
 
 
 class Weights(Protocol):
@@ -120,7 +120,7 @@ class RolloutScheduler:
             )
         return sampled
 
-    def _collected(self, batch: Pending) -> list[Share]:
+    def _collected(self, batch: Pending) -> list[RoundResult]:
         if batch.rounds is None:
             batch.rounds = self.sampler.collect(batch.begun, self.draw, self.count, self.keep, self.max_rounds)
             batch.begun = None
@@ -133,7 +133,7 @@ class RolloutScheduler:
         self.drain(everything=True)
         if not self.pending:
             return {}
-        rows = [{"step": each.step, "rounds": [_to_json(share) for share in each.rounds]} for each in self.pending]
+        rows = [{"step": each.step, "rounds": [_to_json(result) for result in each.rounds]} for each in self.pending]
         return {KEY: torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)}
 
     def restore(self, state: dict[str, Tensor], prompts: list[Prompt]) -> dict[str, Tensor]:
@@ -141,18 +141,18 @@ class RolloutScheduler:
         if KEY in state:
             by_index = {prompt.index: prompt for prompt in prompts}
             for row in json.loads(bytes(state[KEY].numpy())):
-                rounds = [_from_json(share, by_index) for share in row["rounds"]]
+                rounds = [_from_json(result, by_index) for result in row["rounds"]]
                 self.pending.append(Pending(row["step"], None, rounds))
         return {name: value for name, value in state.items() if name != KEY}
 
 
-def _to_json(share: Share) -> dict:
-    rollouts = [asdict(replace(rollout, prompt=rollout.prompt.index)) for rollout in share.rollouts]
-    return vars(share) | {"rollouts": rollouts}
+def _to_json(result: RoundResult) -> dict:
+    rollouts = [asdict(replace(rollout, prompt=rollout.prompt.index)) for rollout in result.rollouts]
+    return vars(result) | {"rollouts": rollouts}
 
 
-def _from_json(row: dict, prompts: dict[int, Prompt]) -> Share:
-    return Share(**row | {"rollouts": [_rollout(each, prompts) for each in row["rollouts"]]})
+def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:
+    return RoundResult(**row | {"rollouts": [_rollout(each, prompts) for each in row["rollouts"]]})
 
 
 def _rollout(row: dict, prompts: dict[int, Prompt]) -> Rollout:

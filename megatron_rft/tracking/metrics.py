@@ -1,8 +1,8 @@
 """The run's numbers: one JSON object per line and step, {"step": 12, "time": 1700000000.0, "reward/mean": 0.41, ...}.
 
-Every step stands in the file exactly once, however often the run was killed: opening the file for a resume drops what
-will be done again, and a last line torn by a kill. NaN and infinities are written as null: JSON has no word for them.
-What the names mean is in docs/metrics.md.
+The file has every step exactly once, however often the run was killed: a resume drops the steps that will be done
+again, and a line that a kill left incomplete. NaN and infinities, which JSON does not have, are written as null.
+docs/metrics.md explains the names.
 """
 
 import json
@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_rft.utils.files import write_atomically
 
 
 def _valid(value: Any) -> int | float | None:
@@ -23,7 +25,7 @@ def _valid(value: Any) -> int | float | None:
 
 
 def _records(lines: list[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines that are whole and come in order, each with what it says."""
+    """The complete lines with increasing steps, each with its record."""
     last_step = -math.inf
     for line in lines:
         try:
@@ -41,24 +43,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_from(path: Path, step: int) -> None:
-    """Leave the lines of steps before `step`, and nothing torn. The file is replaced atomically, or left as it is."""
+    """Keep the whole lines of steps before `step`. The file is replaced atomically, or left as it is."""
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line, record in _records(lines) if record["step"] < step]
     if len(kept) == len(lines):
         return
-    new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    write_atomically(path, b"".join(kept), sync=True)
 
 
 class StepFile:
-    """Append-only JSONL, one record a step. `resume_step` is the first step that this process will do: 0 begins anew.
+    """Append-only JSONL, one record a step. `resume_step`: the first step that this process will do; 0 starts afresh.
 
-    A line is handed to the operating system at once, so that a killed process loses nothing; `sync` makes it survive
-    the machine too, and is called before a checkpoint that counts on the lines.
+    Each line is flushed to the operating system at once, so that a killed process loses nothing. `sync`, called before
+    a checkpoint, makes the lines survive a crash of the machine.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):

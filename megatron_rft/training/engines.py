@@ -1,5 +1,6 @@
 """The generation engines of a run: which kind, how many, on which device; and the policy's weights in them."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +17,12 @@ from megatron_rft.config.recipe import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.conversion import hf_shapes, load_config
 from megatron_rft.inference import weight_sync
-from megatron_rft.inference.engine import Engine
-from megatron_rft.inference.hf.engine import HFEngine
-from megatron_rft.inference.pool import Fleet, shares
+from megatron_rft.inference.engine import Engine, EngineOptions
+from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.arguments import speculation
 from megatron_rft.inference.vllm.server_client import ServerEngine
-from megatron_rft.inference.vllm.server_process import OwnServer
+from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.engines import engine_processes, gpu_share
@@ -103,26 +103,21 @@ class EngineBuilder:
     ) -> Callable[[torch.device | str], Engine]:
         """What makes the engine of `rollout.engine` on a device, here or in a process of its own: a partial, so that
         it can be sent there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the refiner.
-        `gpu_share`: of the device's memory, as VLLMEngine takes it."""
+        `gpu_share`: of the device's memory, None where the device is the engine's own."""
         config = source if isinstance(source, PreTrainedConfig) else load_config(source)
-        if self.kind(config) == "hf":
-            return partial(HFEngine, source, self.dtype, max_batch_sequences=self.rollout.max_batch_sequences)
-        from megatron_rft.inference.vllm.engine import VLLMEngine
-
-        return partial(
-            VLLMEngine,
-            source,
-            self.dtype,
-            max_model_len=self.longest(config),
+        options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
-            options=without_predicted_output(self.vllm) if arguments is None else arguments,
+            max_tokens=self.longest(config),
+            arguments=without_predicted_output(self.vllm) if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
             sleeps=arguments is None,  # vLLM's allocator for sleep mode serves one engine of a process: the policy's
         )
+        engine = importlib.import_module(f"megatron_rft.inference.{self.kind(config)}.engine")
+        return engine.builder(source, self.dtype, options)
 
     def kind(self, config: PreTrainedConfig) -> str:
-        """Resolves `rollout.engine` for a local engine: "vllm" or "hf"."""
+        """Resolves `rollout.engine` for a local engine: a name of ENGINES."""
         return choose(self.rollout.engine, shape_of(config.to_dict())).name
 
     def longest(self, hf_config: Any) -> int:
@@ -159,11 +154,11 @@ class EngineBuilder:
         """Engines of the whole run, where each node has `spare` GPUs without a rank."""
         return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes())
 
-    def _pool(self, hf_config: Any, build_on: Callable[[torch.device], Engine] | None) -> Fleet:
+    def _pool(self, hf_config: Any, build_on: Callable[[torch.device], Engine] | None) -> EnginePool:
         """This rank's engines outside of it. `build_on` runs in processes of the run's own, if any."""
         spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
         count = self._count(spare)
-        mine, place, places = shares(count, rank, world)
+        mine, driver, drivers = shares(count, rank, world)
         neighbours = engines_of_node(count, rank, world)
         members = []
         try:
@@ -180,10 +175,10 @@ class EngineBuilder:
             for member in members:
                 member.close()
             raise
-        fleet = Fleet(members, self.dtype, gather, (place, places))
+        pool = EnginePool(members, self.dtype, gather, (driver, drivers))
         if torch.cuda.is_available():
-            fleet.news += [f"{member.name} gets its weights by {member.transport}" for member in members]
-        return fleet
+            pool.news += [f"{member.name} gets its weights by {member.transport}" for member in members]
+        return pool
 
     def _process(self, build_on: Callable, index: int, environment: dict[str, str]) -> EngineProcess:
         return EngineProcess(
@@ -202,10 +197,10 @@ class EngineBuilder:
             raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
         return server
 
-    def _own_server(self, hf_config: Any, index: int, environment: dict[str, str]) -> OwnServer:
+    def _own_server(self, hf_config: Any, index: int, environment: dict[str, str]) -> LocalServer:
         shared = torch.cuda.is_available() and not self.alone()
         share = {"gpu_memory_utilization": self.gpu_share} if shared else {}
-        return OwnServer(
+        return LocalServer(
             log=self.folder / f"server_{index}.log",
             environment=environment,
             arguments=share | self.server_arguments(hf_config),
@@ -245,8 +240,8 @@ def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
 
 def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
     """This rank's number among those that have an engine to ask, None where it has none, and how many those are."""
-    if isinstance(engine, Fleet):
-        return engine.place
+    if isinstance(engine, EnginePool):
+        return engine.driver
     number, follows = divmod(dist.get_rank(), engine.ranks)
     return None if follows else number, dist.get_world_size() // engine.ranks
 
@@ -257,7 +252,7 @@ class EngineWeights:
     def __init__(self, actor: Actor, engine: Engine):
         self.actor, self.engine = actor, engine
         self.version = 0  # the number of steps that the actor has made
-        if isinstance(engine, Fleet):
+        if isinstance(engine, EnginePool):
             engine.reload = partial(self._push, verify=True)
 
     def sleep(self) -> None:
@@ -269,7 +264,7 @@ class EngineWeights:
         self.version = version
         self.engine.wake()
         metrics = self._push(verify)
-        if isinstance(self.engine, Fleet):
+        if isinstance(self.engine, EnginePool):
             self.engine.recover()
         return metrics
 
@@ -279,7 +274,7 @@ class EngineWeights:
 
 def engine_metrics(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:
     """What the engine counted since the last call. `note` takes a line for each engine that was replaced."""
-    if not isinstance(engine, Fleet):
+    if not isinstance(engine, EnginePool):
         return engine.statistics()
     for line in engine.news:
         note(line)

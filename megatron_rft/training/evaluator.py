@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.config import Evaluation
+from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.evaluate import EvalResult, evaluate, write
-from megatron_rft.evaluation.kept import Kept
+from megatron_rft.evaluation.passk import with_error
 from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.records import Prompt
 from megatron_rft.rewards import Reward
@@ -32,7 +33,9 @@ class Evaluator:
     world: int = 1
     given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems that no data source of the recipe has
 
-    def measure(self, part: str, prompts: list[Prompt] | None = None, kept: Kept | None = None) -> EvalResult:
+    def measure(
+        self, part: str, prompts: list[Prompt] | None = None, cache: EvaluationCache | None = None
+    ) -> EvalResult:
         """The problems of a part, or those of them that are given."""
         return evaluate(
             self.engine,
@@ -47,7 +50,7 @@ class Evaluator:
             world=self.world,
             batch=self.options.batch,
             name=part,
-            kept=kept,
+            cache=cache,
         )
 
     def prompts(self, part: str) -> list[Prompt]:
@@ -76,5 +79,5 @@ class Evaluator:
 
 def headline(before: dict[str, float] | None, after: dict[str, float]) -> str:
     """pass@1 0.31 ± 0.02 -> 0.58 ± 0.02 (500 problems)"""
-    both = [f"{r['pass_at_1']:.2f} ± {r['standard_error']:.2f}" for r in (before, after) if r]
+    both = [with_error(r["pass_at_1"], r["standard_error"], digits=2) for r in (before, after) if r]
     return f"pass@1 {' -> '.join(both)} ({after['problems']} problems)"

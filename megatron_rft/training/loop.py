@@ -9,7 +9,8 @@ from typing import Protocol
 from megatron_rft.objectives.base import Objective, State, Update
 from megatron_rft.records import Batch
 from megatron_rft.training.models import Models
-from megatron_rft.training.run import FINISHED, STOPPED, Run
+from megatron_rft.training.run import Run
+from megatron_rft.utils.exit_codes import FINISHED, STOPPED
 
 
 class Batches(Protocol):

@@ -30,6 +30,7 @@ from megatron_rft.training import build
 from megatron_rft.training.engines import DTYPES, gather
 from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import replacing
 
 CHUNK_TOKENS = 1 << 16  # response tokens that are computed, and written, together
 LOGPROBS_FILE = "reference_logprobs.safetensors"
@@ -131,9 +132,8 @@ class Reference:
             parts = [self.actor.outputs(data.select(chunk), LOGPROBS)["logprobs"] for chunk in chunks(data)]
         found = torch.cat(parts)
         if dist.get_rank() == 0:
-            partial = path.with_suffix(".partial")
-            save_file({"logprobs": found}, partial, metadata={"facts": json.dumps(self.facts)})
-            partial.replace(path)
+            with replacing(path) as new:
+                save_file({"logprobs": found}, new, metadata={"facts": json.dumps(self.facts)})
         return found
 
     def _write_cache(self, data: Batch, folder: Path) -> None:

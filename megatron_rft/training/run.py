@@ -1,7 +1,6 @@
 """What every run has besides its loop: its folder, signals, guard against non-finite steps, evaluations, checkpoints.
 
-Exit statuses, the same on every rank: FINISHED, STOPPED (a signal came: a checkpoint was written, the same command
-goes on from it).
+Exit statuses (utils/exit_codes.py) are the same on every rank: FINISHED, or STOPPED after a signal.
 """
 
 import signal
@@ -28,8 +27,6 @@ from megatron_rft.training.early_stopping import BestModel
 from megatron_rft.training.evaluator import Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.stopping import NonFiniteGuard, StopSignal
-
-FINISHED, STOPPED = 0, 75
 
 
 class Stream(Protocol):
@@ -240,9 +237,9 @@ class Run:
 
     def _plot(self) -> None:
         if self.tracking.plot:
-            from megatron_rft.report.plots import draw  # half a second that only this needs
+            from megatron_rft.report.pictures import draw_run  # half a second that only this needs
 
-            self.tracker.note(f"curves: {draw(self.folder, self.options.name)}")
+            self.tracker.note(f"curves: {draw_run(self.folder)}")
 
     def close(self) -> None:
         self.checkpoints.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_rft.config import Recipe, difference, dump, load
 from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.files import write_atomically
 
 RECIPE_FILE = "recipe.yaml"
 
@@ -35,9 +36,7 @@ def claim_folder(recipe: Recipe) -> Path:
             f"run.output_dir {folder} holds something else ({', '.join(found[:3])} ...): choose another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    new = stored.with_suffix(f".{os.getpid()}.new")  # generating workers share a folder, and read it meanwhile
-    new.write_text(dump(recipe))
-    new.replace(stored)
+    write_atomically(stored, dump(recipe))  # the workers of `generate` share a folder, and read the file meanwhile
     return folder
 
 

@@ -15,7 +15,7 @@ GROUPS = 2  # of each: its best and its worst response
 def take(batch: Batch, updates: list[Update], rollouts: list[Rollout], tokenizer: Any) -> list[Sample]:
     """From a step's batch with the models' outputs, and the updates that were made of it."""
     batch = with_credit(batch, updates)
-    found = {(rollout.place, rollout.response.token_ids): rollout for rollout in rollouts}
+    found = {(rollout.prompt_index, rollout.response.token_ids): rollout for rollout in rollouts}
     return [sample(batch.select(torch.tensor([row])), found, tokenizer) for row in chosen(batch)]
 
 

@@ -31,6 +31,12 @@ def disk_is_full(error: BaseException) -> bool:
     return no_room or "No space left" in str(error) or "unexpected pos" in str(error)
 
 
+def disk_full(error: OSError) -> str:
+    """The message for the user."""
+    where = f" where {error.filename} is" if error.filename else ""
+    return f"the disk is full{where}. Free some space and run the same command again: it goes on from what is complete"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'lr'?"` when something known is close to `name`, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

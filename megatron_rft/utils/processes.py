@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-NANNY = (sys.executable, "-m", "megatron_rft.utils.processes")  # + the pid of who starts it, + a command
+REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # + the pid of who starts it, + a command
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
@@ -22,7 +22,7 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def nanny(parent: int, command: list[str]) -> int:
+def reaper(parent: int, command: list[str]) -> int:
     """Run a command of somebody else's, which starts processes of its own, and leave none of them behind: not when it
     ends, not on SIGTERM, not when `parent` is gone. Returns its status."""
     if sys.platform.startswith("linux"):
@@ -73,4 +73,4 @@ def parent_of(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(nanny(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(reaper(int(sys.argv[1]), sys.argv[2:]))

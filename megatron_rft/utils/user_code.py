@@ -20,38 +20,38 @@ def load(named: str, option: str) -> Any:
     Raises:
         ConfigError: there is no such file, module or name, or importing it fails.
     """
-    place, colon, name = named.rpartition(":")
-    if not (place and colon and name.isidentifier()):
+    module, colon, name = named.rpartition(":")
+    if not (module and colon and name.isidentifier()):
         raise ConfigError(f"{option}: {named!r} names no code: write my_file.py:Name, or my_module:Name")
-    module = _import(place, option)
-    if not hasattr(module, name):
-        hint = did_you_mean(name, (known for known in vars(module) if not known.startswith("_")))
-        raise ConfigError(f"{option}: {place} has no {name}.{hint}")
-    return getattr(module, name)
+    imported = _import(module, option)
+    if not hasattr(imported, name):
+        hint = did_you_mean(name, (known for known in vars(imported) if not known.startswith("_")))
+        raise ConfigError(f"{option}: {module} has no {name}.{hint}")
+    return getattr(imported, name)
 
 
-def _import(place: str, option: str) -> ModuleType:
+def _import(module: str, option: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        return _of_file(Path(place), option) if place.endswith(".py") else importlib.import_module(place)
+        return _of_file(Path(module), option) if module.endswith(".py") else importlib.import_module(module)
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
-        if error.name and place.split(".")[0] == error.name.split(".")[0]:
+        if error.name and module.split(".")[0] == error.name.split(".")[0]:
             raise ConfigError(
-                f"{option}: there is no module {place}, neither installed nor in {Path.cwd()}. A file is named with "
-                f"its ending: {place.replace('.', '/')}.py:Name"
+                f"{option}: there is no module {module}, neither installed nor in {Path.cwd()}. A file is named with "
+                f"its ending: {module.replace('.', '/')}.py:Name"
             ) from None
-        raise _failed(place, option, error) from error
+        raise _failed(module, option, error) from error
     except Exception as error:
-        raise _failed(place, option, error) from error
+        raise _failed(module, option, error) from error
 
 
-def _failed(place: str, option: str, error: Exception) -> ConfigError:
+def _failed(module: str, option: str, error: Exception) -> ConfigError:
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f" ({last.filename}, line {last.lineno})" if not last.filename.startswith("<") else ""
-    return ConfigError(f"{option}: importing {place} failed: {type(error).__name__}: {error}{where}")
+    return ConfigError(f"{option}: importing {module} failed: {type(error).__name__}: {error}{where}")
 
 
 def _of_file(path: Path, option: str) -> ModuleType:

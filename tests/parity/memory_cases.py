@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Recipe
-from megatron_rft.conversion import family_of, hf_shapes
+from megatron_rft.conversion import hf_shapes
+from megatron_rft.families import family_of
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.layout import Layout

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
-from megatron_rft.inference.pool import Fleet
+from megatron_rft.inference.pool import EnginePool
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.engine import VLLMEngine
 from megatron_rft.inference.vllm.server_client import ServerEngine
-from megatron_rft.inference.vllm.server_process import OwnServer
+from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.processes import children, reserved_port
@@ -75,13 +75,13 @@ def killing(stream, pid: int):
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_a_server(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(0).items()}
-    server = OwnServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
-    fleet = Fleet([server], torch.float32)
-    fleet.reload = lambda: weight_sync(weights(2).items(), fleet, 2, verify=True)
+    server = LocalServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
+    pool = EnginePool([server], torch.float32)
+    pool.reload = lambda: weight_sync(weights(2).items(), pool, 2, verify=True)
     try:
         for version in (1, 2):
-            weight_sync(weights(version).items(), fleet, version, verify=True)
-            assert_equal(fleet, version, version)
+            weight_sync(weights(version).items(), pool, version, verify=True)
+            assert_equal(pool, version, version)
 
         with pytest.raises(ConfigError, match="serves another model: its vocab_size is 64, that of model.path 65"):
             ServerEngine(server.url, Qwen3Config(**SHAPE, vocab_size=65), shapes, torch.float32)
@@ -94,7 +94,7 @@ def test_a_server(tmp_path):
 
         answers: list = []
         asked = Request(0, (5, 6, 7), 4, 1)
-        writing = threading.Thread(target=lambda: answers.extend(fleet.generate([asked], Sampling(2000))))
+        writing = threading.Thread(target=lambda: answers.extend(pool.generate([asked], Sampling(2000))))
         writing.start()
         while not running(server):
             assert writing.is_alive(), "it was over before new weights came"
@@ -105,30 +105,30 @@ def test_a_server(tmp_path):
         assert [len(r.token_ids) for r in answers[0].responses] == [2000] * 4
         begun = sorted(r.weight_version for r in answers[0].responses)
         assert begun[0] == 2 and begun[-1] in (2, 3)  # one that the server had not begun yet has the new weights
-        assert_equal(fleet, 3, 3)
+        assert_equal(pool, 3, 3)
 
         bad = weights(4)
         bad["model.layers.1.self_attn.q_norm.weight"] *= torch.nan
         with pytest.raises(RunFailed, match="version 4: model.layers.1.self_attn.q_norm.weight has 32 non-finite"):
-            weight_sync(bad.items(), fleet, 4)
-        weight_sync(weights(2).items(), fleet, 2)
+            weight_sync(bad.items(), pool, 4)
+        weight_sync(weights(2).items(), pool, 2)
 
         processes = family(server.process.pid)
         assert len(processes) >= 2  # the server, and its engine
-        weight_sync(killing(weights(2).items(), processes[-1]), fleet, 2, verify=True)
-        assert fleet.lost and fleet.recover() and fleet.restarts == 1
-        assert_equal(fleet, 2, 2)
+        weight_sync(killing(weights(2).items(), processes[-1]), pool, 2, verify=True)
+        assert pool.lost and pool.recover() and pool.restarts == 1
+        assert_equal(pool, 2, 2)
 
         processes += family(server.process.pid)
         if EVERYTHING:  # each start takes half a minute
-            groups = fleet.generate(REQUESTS, GREEDY)
+            groups = pool.generate(REQUESTS, GREEDY)
             os.kill(family(server.process.pid)[0], signal.SIGKILL)
             assert {group.id for group in groups} == {request.id for request in REQUESTS}
-            assert fleet.restarts == 2
-            assert_equal(fleet, 2, 2)
+            assert pool.restarts == 2
+            assert_equal(pool, 2, 2)
             processes += family(server.process.pid)
     finally:
-        fleet.close()
+        pool.close()
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
 
 

@@ -24,10 +24,10 @@ from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import hf_views
-from megatron_rft.inference.pool import Fleet
+from megatron_rft.inference.pool import EnginePool
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.engine import VLLMEngine
-from megatron_rft.inference.vllm.server_process import OwnServer
+from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from tests.parity.hf_cases import section
@@ -88,13 +88,13 @@ def build(placement, hf_config, folder):
         options = {"tensor_parallel_size": 2} | TOGETHER[placement] if placement in TOGETHER else {}
         return VLLMEngine(hf_config, max_batch_sequences=PROMPTS, options=options)
     if parallel.rank():
-        return Fleet([], torch.float32)
+        return EnginePool([], torch.float32)
     if placement == "process":
         engine = partial(VLLMEngine, hf_config, max_batch_sequences=PROMPTS)
-        return Fleet([EngineProcess(engine, "the engine", folder / "log", environment=ALONE)], torch.float32)
+        return EnginePool([EngineProcess(engine, "the engine", folder / "log", environment=ALONE)], torch.float32)
     shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
     room = {"max_model_len": SHAPE["max_position_embeddings"], "max_num_seqs": PROMPTS}
-    return Fleet([OwnServer(hf_config, shapes, torch.float32, folder / "log", ALONE, room)], torch.float32)
+    return EnginePool([LocalServer(hf_config, shapes, torch.float32, folder / "log", ALONE, room)], torch.float32)
 
 
 def case(placement, family, tied, root):

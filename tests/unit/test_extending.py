@@ -1,5 +1,6 @@
 """What CONTRIBUTING says of adding something to the package, done to a copy of it: nothing else has to be edited."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, PreTrainedConfig
+
+from megatron_rft.data import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,3 +112,135 @@ def test_an_algorithm_is_two_files_and_a_line(package):
     (package.parent / "recipe.yaml").write_text(RECIPE)
     done = run(package.parent, USE)
     assert done.returncode == 0, done.stderr
+
+
+REWARD = """
+from megatron_rft.records import Prompt, Score
+
+
+class BriefReward:
+    maximum = 1.0
+
+    def __init__(self, max_tokens: int):
+        self.most = max_tokens
+
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
+        return [Score(float(len(text) <= self.most), "brief") for text in texts]
+
+    def answer(self, text: str) -> str | None:
+        return None
+
+    def close(self) -> None:
+        pass
+"""
+ENGINE = """
+from functools import partial
+
+import torch
+
+from megatron_rft.inference.engine import Engine, Group
+from megatron_rft.records import Response
+
+
+class EchoEngine(Engine):
+    def __init__(self, source, dtype, device):
+        self.dtype, self.weight_version = dtype, 0
+
+    def generate(self, requests, sampling):
+        for request in requests:
+            tokens = request.prompt_ids[: sampling.max_tokens]
+            yield Group(request.id, (Response(tokens, (0.0,) * len(tokens), "length", 0),) * request.n)
+
+    def load_weights(self, stream, version):
+        self.weight_version = len(list(stream)) and version
+
+    def checksums(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def builder(source, dtype, options):
+    return partial(EchoEngine, source, dtype)
+"""
+EVALUATED = """
+run: {output_dir: out, steps: 4}
+model: {path: model}
+data: {train: arithmetic, test: arithmetic}
+rollout: {engine: hf, max_response_tokens: 4}
+evaluation: {limit: 2}
+"""
+
+
+def add_line(table: Path, after: str, line: str) -> None:
+    text = table.read_text()
+    assert text.count(after) == 1
+    table.write_text(text.replace(after, after + line))
+
+
+def command(folder: Path, *arguments: str) -> str:
+    """The command line of the copy, in `folder`; its output."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-m", "megatron_rft", *arguments]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def write_model(folder: Path, config: PreTrainedConfig | None = None) -> None:
+    """A model of no skill with the tokenizer of the arithmetic task."""
+    arithmetic.write_model_folder(folder, num_hidden_layers=1)
+    config = config or AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.fixture
+def recipe(package) -> Path:
+    write_model(package.parent / "model")
+    (package.parent / "recipe.yaml").write_text(EVALUATED)
+    return package.parent / "recipe.yaml"
+
+
+def completions(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "results" / "test.jsonl").read_text().splitlines()]
+
+
+def test_a_reward_is_a_file_and_a_line(package, recipe):
+    (package / "rewards/brief.py").write_text(REWARD)
+    add_line(package / "config/rewards.py", "KINDS = {\n", '    "brief": Kind("brief:BriefReward", ("max_tokens",)),\n')
+    options = ["--model", "model", "--out", "results", "reward={kind: brief, max_tokens: 3}"]
+    command(package.parent, "evaluate", "recipe.yaml", *options)
+    found = completions(package.parent)
+    assert len(found) == 2 and all(each["reward"] == float(len(each["text"]) <= 3) for each in found)
+    refused = ["plan", "recipe.yaml", "reward={kind: brief, timeout_s: 2}"]
+    with pytest.raises(AssertionError, match=r"reward\.timeout_s: does nothing with kind brief"):
+        command(package.parent, *refused)
+
+
+def test_an_engine_is_a_folder_and_a_line(package, recipe):
+    (package / "inference/echo").mkdir()
+    (package / "inference/echo/__init__.py").touch()
+    (package / "inference/echo/engine.py").write_text(ENGINE)
+    add_line(package / "config/engines.py", "ENGINES = {\n", '    "echo": EngineKind(),\n')
+    options = ["--model", "model", "--out", "results", "--engine", "echo"]
+    command(package.parent, "evaluate", "recipe.yaml", *options)
+    assert all(each["prompt"].startswith(each["text"]) for each in completions(package.parent))
+    assert "engine: echo" in command(package.parent, "plan", "recipe.yaml", "--engine", "echo")
+    with pytest.raises(AssertionError, match="engine: echo has no server"):
+        command(package.parent, "plan", "recipe.yaml", "--engine", "echo", "rollout.placement=server")
+
+
+def test_a_family_is_a_table(package, recipe):
+    """`convert` compares names, shapes and bits of both formats, and with --logits megatron-core with transformers."""
+    line = '    "mistral": Family("MistralForCausalLM", ATTENTION | MLP_NORM | DENSE),\n'
+    add_line(package / "families.py", "FAMILIES = {  # by `model_type`\n", line)
+    known = AutoConfig.from_pretrained(package.parent / "model")
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    shape = {name: getattr(known, name) for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings")}
+    write_model(package.parent / "model", MistralConfig(**shape, sliding_window=None, pad_token_id=None))
+    told = command(package.parent, "convert", "model", "converted", "--logits")
+    assert "logits differ by at most" in told and "read back as they were read" in told
+    assert "parameters" in command(package.parent, "plan", "recipe.yaml")
+    command(package.parent, "evaluate", "recipe.yaml", "--model", "converted", "--out", "results")
+    assert len(completions(package.parent)) == 2

@@ -8,12 +8,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_rft"
 # Each part, and the parts that it may import beside itself. `commands` and `training` tie the others together.
-BELOW = {"records", "utils", "config", "plan"}
+BELOW = {"records", "utils", "families", "config", "plan"}
 ALLOWED = {
     "utils": set(),
     "records": set(),
+    "families": {"utils"},
     "config": {"utils"},
-    "plan": {"utils", "config"},
+    "plan": {"utils", "families", "config"},
     "objectives": {"records", "utils", "config"},
     "conversion": BELOW,
     "megatron": BELOW | {"conversion"},
@@ -34,9 +35,11 @@ WITHOUT_TORCH = {
     "commands/main",
     "commands/parser",
     "commands/doctor",
+    "commands/train",
     "commands/__init__",
     "launching",
     "utils",
+    "families",
     "config",
     "plan",
     "__main__",

@@ -5,7 +5,7 @@
 
 A step is sampling, grading and refining, the log-probs before the step and two optimizer steps; weights do not change,
 so that every variant does the same work on the same tokens. Variants take turns. none: everything is refined, token by
-token, when sampling is over. skip: nothing that has full marks. draft: the response is the guess of its refinement.
+token, when sampling is over. skip: nothing that has full marks. draft (vLLM): the response is the refinement's draft.
 overlap: while later groups are being sampled. prefix (vllm): what prompts have in common is computed once, in blocks of
 BLOCK tokens; the policy's engine always does that. The task's questions are shorter than a block; `--prompt-template`
 makes them longer, for models that were trained with it. Wall seconds, and this process's CPU seconds, which others on
@@ -41,7 +41,7 @@ from megatron_rft.training.build import PREDICTED
 
 TEMPLATE = "{question}{response}\nRefine:\n"  # of examples/dynamic/tiny
 BLOCK = 32  # tokens; the smallest of vLLM's CPU build
-MEASURES = {"hf": ("skip", "draft", "overlap"), "vllm": ("skip", "prefix", "draft", "overlap")}
+MEASURES = {"hf": ("skip", "overlap"), "vllm": ("skip", "prefix", "draft", "overlap")}
 CLOCKS = ("wall", "cpu", "sampling")  # seconds; sampling: of the CPU, until all is refined
 OF_THE_ENGINE = {"prefix", "draft"}  # with vLLM
 

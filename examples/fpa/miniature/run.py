@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from megatron_rft.data import arithmetic
-from megatron_rft.report import dynamics
 
 HERE = Path(__file__).resolve().parent
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -63,6 +62,11 @@ LONG = {  # learning rate, steps, and the seeds that each method gets
     "weak": (1e-3, 300, {"off_rl": 3, "fpa": 3, "fpa_incorrect": 3, "fpa_correct": 1, "fpa_lambda_5": 1}),
     "strong": (1e-3, 600, {"off_rl": 1, "fpa": 1}),
 }
+
+
+def draw(folders: list[Path], picture: Path) -> None:
+    script = HERE.parent / "dynamics.py"
+    subprocess.run([sys.executable, str(script), *map(str, folders), "--out", str(picture)], check=True)
 
 
 def parse() -> argparse.Namespace:
@@ -126,7 +130,7 @@ class Miniature:
                 run = self.train(f"long/seed{seed}/{name}", start, how, f"run.seed={seed}", *options)
                 runs.setdefault(name, []).append(run)
             write(self.out / f"long_{start}.md", long_table(runs))
-        dynamics.draw([of_seeds[0] for of_seeds in runs.values()], self.out / f"long_{start}.png")
+        draw([of_seeds[0] for of_seeds in runs.values()], self.out / f"long_{start}.png")
 
 
 def tested(run: Path, first: bool = False) -> float:
@@ -192,7 +196,7 @@ def report(out: Path, runs: dict[str, list[Path]]) -> None:
     pictures["lambda.png"] = [runs[name] for name in LAMBDAS if name in runs]
     for picture, shown in pictures.items():
         if shown:
-            dynamics.draw(sum(shown, []), out / picture)
+            draw(sum(shown, []), out / picture)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""The decode loop of the in-process engine: rows enter together with their prompt's prefill, leave when they end.
+"""The decode loop of the in-process engine: continuous batching over a cache with shared prompts.
 
-All rows take one token a step, or, where requests have drafts, as many as a guess is right about. When an eighth of
-them has ended, those are handed out, the remaining ones close up, and waiting requests take the free places: the cost
-follows the rows that live. Knows a decoder's forward pass and nothing of its weights.
+Rows enter together with their prompt's prefill, and every row takes one token a step. When an eighth of the rows has
+ended, their responses are returned, the remaining rows move together, and waiting requests take the free rows: the cost
+follows the live rows. The loop knows a decoder's forward pass and nothing of its weights.
 """
 
 import hashlib
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
-from megatron_rft.inference.hf.drafts import SUFFIX, Guess
 from megatron_rft.inference.hf.kv_cache import SharedPrefixCache
 from megatron_rft.records import Response
 
 PREFILL_TOKENS = 16384  # of one forward pass over prompts, padding included
-MOST_SCORES = 1 << 26  # attention scores of a layer, or logits, that checking guesses makes at a time
 GPU_STEPS_PER_LOOK = 8  # looking at what has ended makes the host wait for the device
 
 
@@ -103,8 +101,6 @@ class Decoder:
         )
         self.parts: list[Part] = []  # of the live groups
         self.owners: list[tuple[Request, int, int]] = []  # of the live rows: request, sample and version of the weights
-        self.guesses: list[Guess | None] = []  # likewise
-        self.heads = config.num_attention_heads
         self.most_rows = rows
 
         def column(*shape: int, dtype=torch.long) -> Tensor:
@@ -122,9 +118,8 @@ class Decoder:
             self._admit()
             ended = int(self.done[: len(self.owners)].sum())
             while ended == 0 or ended < len(self.owners) // 8:
-                if not self._check_guesses():
-                    for _ in range(look_every):
-                        self._step()
+                for _ in range(look_every):
+                    self._step()
                 ended = int(self.done[: len(self.owners)].sum())
             yield from self._hand_out()
             self._close_up()
@@ -144,7 +139,6 @@ class Decoder:
         sizes = torch.tensor([len(part.samples) for part in entering], device=self.device)
         self._register(entering)
         self._write(slice(first, len(self.owners)), logits.repeat_interleave(sizes, dim=0))
-        self._follow(first, [1] * (len(self.owners) - first))
         self._measure()
 
     def _prefill(self, group: int, parts: list[Part]) -> Tensor:
@@ -167,7 +161,6 @@ class Decoder:
             row[:most] = uniforms(request.seed, sample, most)
         self.parts += entering
         self.owners += owners
-        self.guesses += [Guess(owner[0].draft) if owner[0].draft else None for owner in owners]
         self.slot[new : len(self.owners)] = torch.tensor(slots)
         self.prompt_len[new : len(self.owners)] = torch.tensor([len(request.prompt_ids) for request, *_ in owners])
         self.limit[new : len(self.owners)] = torch.tensor(limits)
@@ -196,76 +189,6 @@ class Decoder:
         self.last[rows] = torch.where(done, self.last[rows], token)
         count += ~done
         done |= torch.isin(token, self.stop) | (count >= self.limit[rows])
-
-    # --- guesses
-
-    def _check_guesses(self) -> bool:
-        """One pass over the last token of each row and those that are guessed to come next. False: nobody guesses."""
-        if not any(self.guesses):
-            return False
-        live = slice(0, len(self.owners))
-        room = (self.limit[live] - self.count[live] - 1).tolist()
-        wanted = [
-            min(len(guess.tokens()), most) if guess else 0 for guess, most in zip(self.guesses, room, strict=True)
-        ]
-        affordable = MOST_SCORES // (len(room) * self.heads * (sum(self.spans[1:]) + max(wanted)))
-        # the pass is rectangular: as wide as the rows want on the average, for others' sake none goes much further
-        ahead = min(-(-sum(wanted) // len(wanted)), max(affordable - 1, 0))
-        if ahead == 0:
-            return False
-        guessed = [
-            guess.next(min(ahead, most)) if guess else () for guess, most in zip(self.guesses, room, strict=True)
-        ]
-        lens = torch.tensor([len(each) for each in guessed], device=self.device)
-        drafted = torch.tensor([(*each, *[0] * (ahead - len(each))) for each in guessed], device=self.device)
-        if self.on_step is not None:
-            self.on_step()
-        self._follow(0, self._take(live, drafted, lens).tolist())
-        self._measure()
-        return True
-
-    def _take(self, rows: slice, drafted: Tensor, lens: Tensor) -> Tensor:
-        """[L] how many tokens each row gets from a guess [L, Q - 1] of `lens` [L] tokens: those that hold, and one."""
-        count, done = self.count[rows], self.done[rows]
-        places = torch.arange(drafted.shape[1] + 1, device=self.device)  # [Q]
-        self.cache.begin_decode(self.slot[rows], self.prompt_len[rows], count, self.spans, len(places))
-        ids = torch.cat([self.last[rows, None], drafted], dim=1)
-        first = self.prompt_len[rows] + count - 1
-        hidden = self.forward(ids, first[:, None] + torch.minimum(places, lens[:, None]), self.cache)  # [L, Q, H]
-        at = (count[:, None] + places).clamp(max=self.u.shape[1] - 1)
-        token, logprob = self._choose(hidden, self.u[rows].gather(1, at))
-        held = ((token[:, :-1] == drafted) & (places[:-1] < lens[:, None])).long().cumprod(1).sum(1)
-        stops = torch.isin(token, self.stop)
-        ended_before = stops.cumsum(1) - stops.long() > 0
-        taken = (places <= held[:, None]) & ~ended_before & ~done[:, None]
-        row, place = taken.nonzero(as_tuple=True)
-        self.tokens[rows][row, count[row] + place] = token[row, place]
-        self.logprobs[rows][row, count[row] + place] = logprob[row, place]
-        new = taken.sum(1)
-        self.last[rows] = torch.where(done, self.last[rows], token.gather(1, (new - 1).clamp(min=0)[:, None])[:, 0])
-        count += new
-        done |= (taken & stops).any(1) | (count >= self.limit[rows])
-        return new
-
-    def _choose(self, hidden: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """[L, Q, H] hidden states, [L, Q] uniform numbers -> tokens and their log-probs [L, Q]."""
-        size = max(1, MOST_SCORES // self.head.out_features)
-        parts = zip(hidden.flatten(0, 1).split(size), u.flatten().split(size), strict=True)
-        found = [choose(self.head(some), numbers, self.sampling) for some, numbers in parts]
-        token, logprob = (torch.cat(column).view(u.shape) for column in zip(*found, strict=True))
-        return token, logprob
-
-    def _follow(self, first: int, new: list[int]) -> None:
-        """The guesses of rows from `first` on hear what their rows got."""
-        if not any(self.guesses[first:]):
-            return
-        counts = self.count[first : len(self.owners)].tolist()
-        table = self.tokens[first : len(self.owners)].cpu().numpy()
-        for guess, written, count, got in zip(self.guesses[first:], table, counts, new, strict=True):
-            if guess and got:
-                guess.took(written[max(0, count - got - SUFFIX) : count].tolist(), got)
-
-    # ---
 
     def _measure(self) -> None:
         """What part of the caches the live rows use: groups, columns of prompts, columns of responses."""
@@ -302,7 +225,6 @@ class Decoder:
             for table in (self.u, self.tokens, self.logprobs):
                 table[to] = table[source]
         _close_list(self.owners, to, source, sum(keep))
-        _close_list(self.guesses, to, source, sum(keep))
         self._close_groups()
         self._measure()
 
@@ -313,9 +235,9 @@ class Decoder:
         to, source = fill_holes(keep)
         if to:
             self.cache.move_groups(to, source, self.spans[1])
-            place = torch.arange(len(keep), device=self.device)
-            place[source] = torch.tensor(to, device=self.device)
-            slots.copy_(place[slots // self.width] * self.width + slots % self.width)
+            new_group = torch.arange(len(keep), device=self.device)
+            new_group[source] = torch.tensor(to, device=self.device)
+            slots.copy_(new_group[slots // self.width] * self.width + slots % self.width)
         _close_list(self.parts, to, source, sum(keep))
 
 

@@ -1,11 +1,12 @@
 """Generation by a transformers model in this process, on the CPU or on one GPU: the engine where vLLM is not installed.
 
-Weights come from the stream (or first from a folder), in place. Llama, Qwen2, Qwen3 and Qwen3-MoE shapes without
-sliding windows; the model's own forward computes everything except attention over the caches.
+Weights are written in place, from the stream (or first from a folder). The families of `families.py`, without sliding
+windows; the model's own forward computes everything except attention over the caches.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,18 +14,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, checksum
+from megatron_rft.families import family_of
+from megatron_rft.inference.engine import Engine, EngineOptions, Group, Request, Sampling, check_requests, checksum
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
-from megatron_rft.inference.weight_checks import Intake
+from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.utils.errors import DataError, RunFailed
 
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)  # logits: lm_head of the last hidden state, nothing more
+
+def builder(
+    source: PreTrainedConfig | str | Path, dtype: torch.dtype, options: EngineOptions
+) -> Callable[[torch.device | str], Engine]:
+    return partial(HFEngine, source, dtype, max_batch_sequences=options.max_batch_sequences)
 
 
 class HFEngine(Engine):
@@ -50,9 +51,11 @@ class HFEngine(Engine):
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.weight_version = -1 if given else 0
         self.targets = hf_views(self.model)
-        self.intake = Intake({name: target.shape for name, target in self.targets.items()}, config.model_type)
+        self.validator = WeightValidator(
+            {name: target.shape for name, target in self.targets.items()}, config.model_type
+        )
         if not given:
-            self.intake.before = {name: (None, not target.any()) for name, target in self.targets.items()}
+            self.validator.before = {name: (None, not target.any()) for name, target in self.targets.items()}
 
     @torch.inference_mode()
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
@@ -86,17 +89,17 @@ class HFEngine(Engine):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """In place, each tensor straight from the stream. The stream is exhausted even when a tensor is refused,
         for its collectives involve every rank; the first problem is raised then, and no `generate` is possible."""
-        self.intake.begin()
+        self.validator.begin()
         self.weight_version = -1
         problem = None
         for name, tensor in stream:
-            wrong = self.intake.problem(name, tensor)
+            wrong = self.validator.problem(name, tensor)
             if wrong is None:
                 self.targets[name].copy_(tensor)
             problem = problem or wrong
-        if problem := problem or self.intake.missing():
+        if problem := problem or self.validator.missing():
             raise RunFailed(f"weights of version {version}: {problem}")
-        self.intake.accept()
+        self.validator.accept()
         self.weight_version = version
 
     def checksums(self) -> dict[str, int]:
@@ -119,8 +122,8 @@ class HFEngine(Engine):
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    if config.model_type not in FAMILIES:
-        raise DataError(f"the hf engine generates with {', '.join(FAMILIES)}, not with {config.model_type!r}")
+    """The families of this package compute logits as the output matrix times the last hidden state."""
+    family_of(config)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise DataError(f"this {config.model_type} model has sliding windows in its attention; the hf engine has none")
 

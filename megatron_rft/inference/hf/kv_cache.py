@@ -2,7 +2,6 @@
 
     L  rows being decoded            S  columns of a cache (tokens)        g  query heads per key head
     N  groups (prompts) of the rows  W  rows a group may have at most      K  key and value heads,  D  their size
-    Q  tokens a row takes at once: one, or a guess of the next ones
 
 A row attends to its group's prompt and to its own tokens. The prompt part is one product for all rows of a group
 (as in cascade or prefix-shared attention), so that its keys are neither copied nor read G times: decoding is bound by
@@ -46,27 +45,21 @@ class SharedPrefixCache:
         """The next forward writes the prompts of groups first ... first + count - 1, padded on the right."""
         self.filling = slice(first, first + count)
 
-    def begin_decode(
-        self, slot: Tensor, prompt_lens: Tensor, counts: Tensor, spans: tuple[int, int, int], block: int = 1
-    ) -> None:
-        """The next forward takes `block` tokens a row: token `counts` - 1 of its response and those behind it.
+    def begin_decode(self, slot: Tensor, prompt_lens: Tensor, counts: Tensor, spans: tuple[int, int, int]) -> None:
+        """The next forward takes the last token of each row: token `counts` - 1 of its response.
 
-        slot [L]: group * width + place in the group; prompt_lens, counts [L]; spans: live groups, the longest prompt's
+        slot [L]: group * width + index in the group; prompt_lens, counts [L]; spans: live groups, the longest prompt's
         tokens, the largest of `counts`.
         """
-        columns = spans[2] + block - 1
-        self.filling, self.slot, self.spans = None, slot, (*spans[:2], columns)
+        self.filling, self.slot, self.spans = None, slot, spans
         self.rows = torch.arange(len(slot), device=slot.device)
-        self.row_of_slot = slot.new_zeros(spans[0] * self.width)  # a free slot shows row 0, and nobody reads its result
+        self.row_of_slot = slot.new_zeros(spans[0] * self.width)  # a free slot shows row 0; its result is not read
         self.row_of_slot[slot] = self.rows
-        self._grow(columns)
-        seen = counts[:, None] + torch.arange(
-            block, device=slot.device
-        )  # [L, Q] tokens of the response, its own among them
-        self.column = seen - 1
-        prompt = torch.arange(spans[1], device=slot.device) >= prompt_lens[:, None, None]
-        response = torch.arange(columns, device=slot.device) >= seen[:, :, None]
-        hidden = torch.cat([prompt.expand(-1, block, -1), response], dim=2)[:, None, None]  # [L, 1, 1, Q, S]
+        self._grow(spans[2])
+        self.column = counts - 1  # [L]
+        prompt = torch.arange(spans[1], device=slot.device) >= prompt_lens[:, None]
+        response = torch.arange(spans[2], device=slot.device) >= counts[:, None]
+        hidden = torch.cat([prompt, response], dim=1)[:, None, None]  # [L, 1, 1, S]
         self.bias = torch.zeros_like(hidden, dtype=self.keys[0].dtype).masked_fill_(hidden, float("-inf"))
 
     def prefill(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -79,28 +72,22 @@ class SharedPrefixCache:
         return out.transpose(1, 2)
 
     def decode(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """query [L, K*g, Q, D], keys and values [L, K, Q, D] -> [L, Q, K*g, D]."""
-        live, kv_heads, block = keys.shape[:3]
+        """query [L, K*g, 1, D], keys and values [L, K, 1, D] -> [L, 1, K*g, D]."""
+        live, kv_heads = keys.shape[:2]
         groups, in_prompt, in_response = self.spans
-        own_keys, own_values = self.keys[layer][:live], self.values[layer][:live]
-        own_keys[self.rows[:, None], :, :, self.column] = keys.transpose(1, 2)
-        own_values[self.rows[:, None], :, self.column] = values.transpose(1, 2)
+        row_keys, row_values = self.keys[layer][:live], self.values[layer][:live]
+        row_keys[self.rows, :, :, self.column] = keys[:, :, 0]
+        row_values[self.rows, :, self.column] = values[:, :, 0]
         prompt_keys = self.prompt_keys[layer][:groups, ..., :in_prompt]
         prompt_values = self.prompt_values[layer][:groups, :, :in_prompt]
 
-        query = query.reshape(live, kv_heads, -1, self.head_dim) * scaling  # [L, K, g*Q, D]
-        scores = torch.cat(
-            [
-                self._by_row(self._by_group(query) @ prompt_keys, query.shape[2]),
-                query @ own_keys[..., :in_response],
-            ],
-            dim=-1,
-        )  # [L, K, g*Q, S of the prompt + S of the response]
-        scores.unflatten(2, (-1, block)).add_(self.bias)
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        out = weights[..., in_prompt:] @ own_values[:, :, :in_response]
+        query = query.reshape(live, kv_heads, -1, self.head_dim) * scaling  # [L, K, g, D]
+        to_prompt = self._by_row(self._by_group(query) @ prompt_keys, query.shape[2])
+        scores = torch.cat([to_prompt, query @ row_keys[..., :in_response]], dim=-1)  # [L, K, g, S]
+        weights = scores.add_(self.bias).softmax(-1, dtype=torch.float32).to(query.dtype)
+        out = weights[..., in_prompt:] @ row_values[:, :, :in_response]
         out += self._by_row(self._by_group(weights[..., :in_prompt]) @ prompt_values, query.shape[2])
-        return out.view(live, -1, block, self.head_dim).transpose(1, 2)
+        return out.view(live, 1, -1, self.head_dim)
 
     def _by_group(self, values: Tensor) -> Tensor:
         """[L, K, g, X] -> [N, K, W*g, X]."""

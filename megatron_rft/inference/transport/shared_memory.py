@@ -66,6 +66,6 @@ def gpu_name(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def own_gpu() -> str | None:
+def local_gpu() -> str | None:
     """Of this rank."""
     return gpu_name(torch.cuda.current_device()) if torch.cuda.is_available() else None

@@ -27,7 +27,7 @@ ENVIRONMENT = {
 FAULTY = ("0.32.",)
 
 _live = 0  # engines in this process
-_own_world = False  # there was no trainer: vLLM made the group of the whole world too
+_created_world = False  # there was no trainer: vLLM made the group of the whole world too
 
 
 def prepare() -> None:
@@ -148,12 +148,12 @@ def after_reload(model: nn.Module) -> None:
 
 def start(arguments: dict[str, Any]) -> Any:
     """vLLM's engine, in this process."""
-    global _live, _own_world
+    global _live, _created_world
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if not _live:
-        _own_world = not torch.distributed.is_initialized()
+        _created_world = not torch.distributed.is_initialized()
     bear_other_libraries()
     tell_runs_apart()
     with bystanders():
@@ -179,7 +179,7 @@ def shut_down(engine: Any) -> None:
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()
             parallel_state._WORLD = None
-        if _own_world and torch.distributed.is_initialized():
+        if _created_world and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     gc.collect()
     if torch.cuda.is_available():

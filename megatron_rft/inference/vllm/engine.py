@@ -6,7 +6,8 @@ vLLM, with a seed that is a function of (request seed, sample); vLLM's prefix ca
 
 import copy
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,17 +19,42 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
-from megatron_rft.inference.engine import Engine, Group, Request, Sampling, check_requests, limit, request_seed
+from megatron_rft.inference.engine import (
+    Engine,
+    EngineOptions,
+    Group,
+    Request,
+    Sampling,
+    check_requests,
+    limit,
+    request_seed,
+)
 from megatron_rft.inference.hf.engine import hf_views
 from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.inference.vllm.arguments import cache_bytes, common, save_config, speculation
 from megatron_rft.inference.vllm.proposer import PredictedOutput
-from megatron_rft.inference.weight_checks import Intake
+from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.plan.vllm import GPU_SHARE
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 
 STEPPING = Lock()  # one engine of this process at a time
+
+
+def builder(
+    source: PreTrainedConfig | str | Path, dtype: torch.dtype, options: EngineOptions
+) -> Callable[[torch.device | str], Engine]:
+    return partial(
+        VLLMEngine,
+        source,
+        dtype,
+        max_model_len=options.max_tokens,
+        max_batch_sequences=options.max_batch_sequences,
+        options=options.arguments,
+        gpu_share=options.gpu_share,
+        keep_caches=options.keep_caches,
+        sleeps=options.sleeps,
+    )
 
 
 class VLLMEngine(Engine):
@@ -65,7 +91,7 @@ class VLLMEngine(Engine):
         self.versions: set[str] = set()  # of the weights that the responses under way may have been written with
         self.asleep, self.acceptance, self.counting = False, Acceptance(), "speculative_config" in options
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
-        self.intake = Intake(shapes, self.config.model_type)
+        self.validator = WeightValidator(shapes, self.config.model_type)
         cpu_patches.prepare()
         from megatron_rft.inference.vllm import draft_models, weights
 
@@ -201,7 +227,7 @@ class VLLMEngine(Engine):
         problem is raised then, and no `generate` is possible."""
         from megatron_rft.inference.vllm import weights
 
-        self.intake.begin()
+        self.validator.begin()
         self.weight_version = -1
         problems: list[str | None] = []
         stream = iter(stream)
@@ -209,10 +235,10 @@ class VLLMEngine(Engine):
         self.sender.send_weights()
         for _ in stream:
             pass
-        problems += [self.intake.missing(), weights.problem(self.llm)]
+        problems += [self.validator.missing(), weights.problem(self.llm)]
         if problem := next(filter(None, problems), None):
             raise RunFailed(f"weights of version {version}: {problem}")
-        self.intake.accept()
+        self.validator.accept()
         self.llm.set_weight_version(str(version))
         if not self.keep_caches:  # of the former weights; those of responses that are under way are computed again
             self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -221,7 +247,7 @@ class VLLMEngine(Engine):
 
     def _good(self, stream: Iterator[tuple[str, Tensor]], problems: list[str | None]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
-            problem = self.intake.problem(name, tensor)
+            problem = self.validator.problem(name, tensor)
             if problem is None:
                 yield name, tensor.detach()
             else:

@@ -1,26 +1,68 @@
-"""A request's guess of its response (`Request.draft`) as a method of vLLM's speculative decoding: its next tokens are
-checked by the model in one pass, like any draft's. Where one is in the guess, `drafts.Guess` knows."""
+"""Predicted output as a method of vLLM's speculative decoding: the draft is a prediction of the whole response.
+
+A request may carry a draft (`Request.draft`). Its next tokens are proposed, and the model verifies them in one pass,
+as it does with the drafts of any other method.
+"""
 
 from typing import Any
 
-from megatron_rft.inference.hf.drafts import SUFFIX, Guess
+FIRST_REACH = 4  # tokens to propose after a mismatch; each fully accepted proposal doubles this
+SUFFIX = 3  # tokens of the response that are searched for in the draft after a mismatch
+
+
+class DraftPosition:
+    """The position of one response in its draft, and how many tokens to propose next."""
+
+    def __init__(self, draft: tuple[int, ...]):
+        self.draft, self.position, self.reach = draft, 0, len(draft)
+
+    def proposal(self) -> tuple[int, ...]:
+        return self.draft[self.position : self.position + self.reach]
+
+    def update(self, written: list[int], new: int) -> None:
+        """Move on. `written`: the last tokens of the response, of which the last `new` have just been generated.
+
+        When they match the draft, the position moves by `new`. After a mismatch the last tokens of the response are
+        searched for in the draft; the match nearest to the expected position counts. Without a match the position
+        moves by `new` too, as if one token had been replaced.
+        """
+        expected = self.draft[self.position : self.position + new]
+        if expected == tuple(written[-new:]):
+            self.position, self.reach = self.position + new, max(2 * self.reach, FIRST_REACH)
+            return
+        accepted = next(i for i, token in enumerate(written[-new:]) if expected[i : i + 1] != (token,))
+        self.reach = max(FIRST_REACH, 2 * accepted)
+        after = self.position + new
+        found = (self._end_of(tuple(written[-size:]), after) for size in range(SUFFIX, 1, -1))
+        self.position = next((end for end in found if end), after)
+
+    def _end_of(self, suffix: tuple[int, ...], expected: int) -> int | None:
+        """Where `suffix` ends in the draft; the end nearest to `expected`, None without any."""
+        size = len(suffix)
+        ends = [end for end in range(size, len(self.draft) + 1) if self.draft[end - size : end] == suffix]
+        return min(ends, key=lambda end: abs(end - expected), default=None)
 
 
 class PredictedOutput:
-    """vLLM's interface of a custom proposer. `runner`, which knows the requests, is set once the engine stands."""
+    """vLLM's interface for a custom proposer. `runner` knows the requests; it is set when the engine is complete."""
 
     def __init__(self, vllm_config: Any):
         self.count = vllm_config.speculative_config.num_speculative_tokens
         self.longest = vllm_config.model_config.max_model_len
         self.runner: Any = None
-        self.guesses: dict[str, Guess] = {}  # of the requests under way
+        self.positions: dict[str, DraftPosition] = {}  # by request id
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """There is none."""
+        """This method has no model."""
 
     def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None) -> list[list[int]]:
-        """For each row of the batch the tokens to check next. `sampled_token_ids`: those that have just come;
-        `token_ids_cpu`: prompt and response [rows, longest], of which `num_tokens_no_spec` [rows] are written."""
+        """The tokens to verify next, for each row of the batch.
+
+        Args:
+            sampled_token_ids: by row, the tokens of the last step.
+            num_tokens_no_spec: [rows] length of prompt and response.
+            token_ids_cpu: [rows, longest] prompt and response.
+        """
         if self.runner is None:  # vLLM warms up
             return [[] for _ in sampled_token_ids]
         ids, found = self.runner.input_batch.req_ids, []
@@ -29,13 +71,13 @@ class PredictedOutput:
             last = token_ids_cpu[row, max(0, length - len(sampled) - SUFFIX) : length].tolist()
             room = max(0, min(self.count, self.longest - length - 1))
             found.append(self._next(ids[row], last, len(sampled))[:room] if sampled else [])
-        self.guesses = {id: self.guesses[id] for id in ids if id in self.guesses}
+        self.positions = {id: self.positions[id] for id in ids if id in self.positions}
         return found
 
     def _next(self, id: str, last: list[int], new: int) -> list[int]:
         draft = (self.runner.requests[id].sampling_params.extra_args or {}).get("draft")
         if not draft:
             return []
-        guess = self.guesses.setdefault(id, Guess(tuple(draft)))
-        guess.took(last, new)
-        return list(guess.tokens())
+        position = self.positions.setdefault(id, DraftPosition(tuple(draft)))
+        position.update(last, new)
+        return list(position.proposal())

@@ -120,9 +120,9 @@ def experts(path: str, layer: RoutedExperts) -> Iterator[Piece]:
     if layer.use_ep:
         owners = [places.argsort()[(places < 0).sum() :].tolist() for places in gathered(layer._expert_map)]
     size = layer.moe_config.intermediate_size_per_partition_unpadded
-    for place, same in enumerate(zip(*owners, strict=True)):
-        gate, up = unpacked(layer, layer.w13_weight[place]).chunk(2)  # [I, H] each
-        down = unpacked(layer, layer.w2_weight[place])  # [H, I]
+    for slot, same in enumerate(zip(*owners, strict=True)):
+        gate, up = unpacked(layer, layer.w13_weight[slot]).chunk(2)  # [I, H] each
+        down = unpacked(layer, layer.w2_weight[slot])  # [H, I]
         if layer.quant_method.unquantized_backend == UnquantizedMoeBackend.FLASHINFER_CUTLASS:
             gate, up = up, gate
         for name, values, dim in (("gate", gate[:size], 0), ("up", up[:size], 0), ("down", down[:, :size], 1)):

@@ -14,9 +14,10 @@ import queue
 import re
 import shlex
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ from transformers import PreTrainedConfig
 from megatron_rft.inference.acceptance import Acceptance
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
 from megatron_rft.inference.transport import network
-from megatron_rft.inference.transport.shared_memory import own_gpu
+from megatron_rft.inference.transport.shared_memory import local_gpu
 from megatron_rft.inference.vllm import server_checks
 from megatron_rft.inference.vllm.arguments import command
 from megatron_rft.records import Response
@@ -74,18 +75,16 @@ class ServerEngine(Engine):
         self._connect()
 
     def _wait_until_ready(self) -> None:
-        """A server that was there once may come back; one that was never there is a mistake."""
-        deadline = time.monotonic() + (self.start_timeout_s if self.workers else 0)
-        while True:
-            try:
-                self._text("GET", "/health", timeout_s=ANSWER_S)
-                return
-            except (EngineLost, RunFailed) as error:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"rollout.servers: no vLLM server answers at {self.url} ({error}). {self._how()}"
-                    ) from None
-                time.sleep(1)
+        """A server that answered before may come back; one that never answered is a mistake in the recipe."""
+        try:
+            wait_until_ready(self._health, self.start_timeout_s if self.workers else 0)
+        except RunFailed as error:
+            raise ConfigError(
+                f"rollout.servers: no vLLM server answers at {self.url} ({error}). {self._how()}"
+            ) from None
+
+    def _health(self) -> None:
+        self._text("GET", "/health", timeout_s=ANSWER_S)
 
     def _check_facts(self) -> None:
         """It serves this model, and can take its weights."""
@@ -100,7 +99,7 @@ class ServerEngine(Engine):
             raise ConfigError(f"{where} {problem}")
         self.rounds = server_checks.rounds(facts)
         self.workers = int(facts["workers"])
-        self.transport = network.transport([own_gpu(), *(worker["gpu"] for worker in each)])
+        self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in each)])
 
     def _without_token_ids(self) -> str | None:
         """Where their end point is, a GET is the wrong method; else it is not found."""
@@ -117,7 +116,7 @@ class ServerEngine(Engine):
 
     def _connect(self) -> None:
         """The group that weights go through: this process, and the server's workers."""
-        host, size, limit_s = own_address(self.url), 1 + self.workers, self.silence_timeout_s
+        host, size, limit_s = local_address(self.url), 1 + self.workers, self.silence_timeout_s
         store = network.meeting(host, size, limit_s)
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         address = {"host": host, "port": store.port, "size": size, "shapes": shapes, "timeout_s": limit_s}
@@ -302,13 +301,26 @@ class ServerEngine(Engine):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def own_address(url: str) -> str:
-    """This machine's, on the way to the server at `url`."""
+def wait_until_ready(ask: Callable[[], None], limit_s: float, process: subprocess.Popen | None = None) -> None:
+    """Returns when `ask` does. Raises its last RunFailed (EngineLost is one) after `limit_s`, or when the server's
+    `process` has ended."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return ask()
+        except RunFailed:
+            if time.monotonic() > deadline or (process is not None and process.poll() is not None):
+                raise
+        time.sleep(0.5)
+
+
+def local_address(url: str) -> str:
+    """The address of this machine that the server at `url` can reach."""
     parts = urlsplit(url)
-    places = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    family, *_, place = min(places)  # IPv4 first
+    addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, *_, address = min(addresses)  # IPv4 first
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing
+        probe.connect(address)  # sends nothing
         return probe.getsockname()[0]
 
 

@@ -2,19 +2,18 @@
 
 import os
 import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from megatron_rft.inference.engine import EngineLost
 from megatron_rft.inference.process import last_lines
 from megatron_rft.inference.vllm.arguments import cache_bytes, command, save_config
-from megatron_rft.inference.vllm.server_client import ServerEngine
+from megatron_rft.inference.vllm.server_client import ServerEngine, wait_until_ready
 from megatron_rft.utils.errors import RunFailed
-from megatron_rft.utils.processes import NANNY, reserved_port
+from megatron_rft.utils.processes import REAPER, reserved_port
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
@@ -41,7 +40,7 @@ def spawn(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         return subprocess.Popen(
-            [*NANNY, str(os.getpid()), *command(str(model), dtype, port, host, arguments)],
+            [*REAPER, str(os.getpid()), *command(str(model), dtype, port, host, arguments)],
             env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -50,7 +49,23 @@ def spawn(
         )
 
 
-class OwnServer(ServerEngine):
+def wait_for(
+    process: subprocess.Popen, ask: Callable[[], None], limit_s: float, name: str, log: Path, when: str = ""
+) -> None:
+    """Wait until the server answers to `ask`.
+
+    Raises:
+        RunFailed: its process has ended, or it does not answer in time; with the last lines of its log.
+    """
+    try:
+        wait_until_ready(ask, limit_s, process)
+    except RunFailed:
+        status = process.poll()
+        how = f"was not ready in {limit_s:g} s" if status is None else f"ended with status {status}{when}"
+        raise RunFailed(f"{name} {how}; its log ends:\n{last_lines(log)}") from None
+
+
+class LocalServer(ServerEngine):
     """A server that is started from here, on a free port of this machine, and does not outlive this process."""
 
     def __init__(
@@ -84,26 +99,18 @@ class OwnServer(ServerEngine):
         super().start()
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self.start_timeout_s
-        while True:
-            try:
-                self._text("GET", "/health", timeout_s=5.0)
-                return
-            except EngineLost:
-                status, late = self.process.poll(), time.monotonic() > deadline
-                if status is None and not late:
-                    time.sleep(0.5)
-                    continue
-            how = f"was not ready in {self.start_timeout_s:g} s" if late else f"ended with status {status}"
+        try:
+            wait_for(self.process, self._health, self.start_timeout_s, self.name, self.log)
+        except RunFailed:
             self._kill()
-            raise RunFailed(f"{self.name} {how}; its log ends:\n{last_lines(self.log)}")
+            raise
 
     def close(self) -> None:
         super().close()
         self._kill()
 
     def _kill(self) -> None:
-        """The nanny takes all that it started with it."""
+        """The reaper takes all that it started with it."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait()

@@ -12,12 +12,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rft.config.vllm import installed
 from megatron_rft.inference.transport import network
-from megatron_rft.inference.transport.shared_memory import own_gpu
+from megatron_rft.inference.transport.shared_memory import local_gpu
 from megatron_rft.inference.vllm import cpu_patches, draft_models
 from megatron_rft.inference.vllm.readback import checksums
 from megatron_rft.inference.vllm.server_checks import MODEL
 from megatron_rft.inference.vllm.weights import Receiver
-from megatron_rft.inference.weight_checks import Intake
+from megatron_rft.inference.weight_checks import WeightValidator
 
 WIRE = "wire"
 
@@ -45,7 +45,7 @@ class WireReceiver(Receiver):
         here = self.parallel_config
         rank = 1 + here.data_parallel_index * here.world_size + here.rank
         shapes = {name: torch.Size(shape) for name, shape in init_info.shapes.items()}
-        self.intake = Intake(shapes, self.model_config.hf_config.model_type)
+        self.validator = WeightValidator(shapes, self.model_config.hf_config.model_type)
         self.shutdown()  # of a trainer before
         device = self.device if init_info.transport == network.GPU else None
         size, limit_s = init_info.size, init_info.timeout_s
@@ -59,11 +59,11 @@ class WireReceiver(Receiver):
         self.link = None
 
     def receive_weights(self, update_info: Listen) -> None:
-        self.intake.begin()
+        self.validator.begin()
 
         def good():
             for name, tensor in network.receive(self.link):
-                self.problems.append(self.intake.problem(name, tensor))
+                self.problems.append(self.validator.problem(name, tensor))
                 if self.problems[-1] is None:
                     yield name, tensor
 
@@ -74,12 +74,12 @@ class WireReceiver(Receiver):
             self.problems.append(f"{type(error).__name__}: {error}")
         for _ in stream:  # the trainer sends all of it
             pass
-        self.problems.append(self.intake.missing())
+        self.problems.append(self.validator.missing())
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         if self.problem is None:
-            self.intake.accept()
+            self.validator.accept()
 
 
 if WIRE not in WeightTransferEngineFactory._registry:
@@ -99,7 +99,7 @@ class Extension:
         facts |= {"transfer": transfer and transfer.backend, "logprobs_mode": self.model_config.logprobs_mode}
         facts |= {"chunked_prefill": self.scheduler_config.enable_chunked_prefill}
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
-        facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": own_gpu()}
+        facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": local_gpu()}
         facts |= {"quantization": self.model_config.quantization, "kv_cache_dtype": self.cache_config.cache_dtype}
         return facts | {"workers": here.world_size, "replicas": here.data_parallel_size}
 

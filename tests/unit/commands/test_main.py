@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.commands import main
+from megatron_rft.commands import doctor, main, train
 from megatron_rft.config import vllm
 from megatron_rft.launching import ranks
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
@@ -136,24 +136,16 @@ class TestWords:
         assert main.main(["harness", "model", "--tasks", "gsm8k", "--out", "/proc/version/out"]) == 2
         assert "--out: /proc/version/out cannot be made" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("command", ["dynamics", "constraints"])
-    @pytest.mark.parametrize("out, words", [("x.gif", "is no .png, .pdf, .svg"), ("no/x.png", "cannot be written")])
-    def test_a_picture_that_cannot_be_written(self, tmp_path, capsys, command, out, words):
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "dynamics/margin": 0.5}\n')
-        (tmp_path / "recipe.yaml").write_text("algorithm: {name: dpo}\n")
-        assert main.main([command, str(tmp_path), "--out", str(tmp_path / out)]) == 2
-        assert words in capsys.readouterr().err
-
-    def test_dynamics_wants_an_offline_run(self, tmp_path, capsys):
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-        (tmp_path / "recipe.yaml").write_text("algorithm: {name: grpo}\n")
-        assert main.main(["dynamics", str(tmp_path), "--out", str(tmp_path / "x.png")]) == 2
-        assert f"no offline run is among {tmp_path}" in capsys.readouterr().err
-        assert not (tmp_path / "x.png").exists()
+    @pytest.mark.parametrize("command, script", [("dynamics", "fpa/dynamics"), ("constraints", "dynamic/constraints")])
+    def test_a_command_that_is_a_script_now(self, capsys, command, script):
+        with pytest.raises(SystemExit) as caught:
+            main.main([command, "run", "--out", "x.png"])
+        assert caught.value.code == 2
+        assert f"{command} is a script now: python examples/{script}.py RUN ... --out FILE" in capsys.readouterr().err
 
     def test_a_full_disk(self, capsys, monkeypatch):
         """Whichever command met it. /dev/full is one."""
-        monkeypatch.setitem(main.COMMANDS, "doctor", lambda _args: Path("/dev/full").write_text("x" * 10))
+        monkeypatch.setattr(doctor, "run", lambda _args: Path("/dev/full").write_text("x" * 10))
         assert main.main(["doctor"]) == 3
         assert capsys.readouterr().err.startswith("error: the disk is full. Free some space")
 
@@ -175,8 +167,6 @@ class TestWords:
 
     def test_doctor_says_what_is_in_the_way_and_the_fix(self, capsys, monkeypatch, tmp_path):
         import torch
-
-        from megatron_rft.commands import doctor
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.version, "cuda", None)
@@ -221,8 +211,6 @@ class TestWords:
         assert "--no-build-isolation" in told
 
     def test_doctor_knows_the_other_apex(self, tmp_path, monkeypatch):
-        from megatron_rft.commands import doctor
-
         (tmp_path / "apex").mkdir()
         (tmp_path / "apex" / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
@@ -255,9 +243,9 @@ def test_evaluate_measures_a_folder(tmp_path, capsys):
 
 SWALLOWED = """
 import os, signal, sys, time
-from megatron_rft.commands import main as cli
+from megatron_rft.commands import train
 number = int(sys.argv[1])
-signal.signal(number, cli._stop_at_once)
+signal.signal(number, train.stop_at_once)
 try:
     os.kill(os.getpid(), number)
 except BaseException:
@@ -276,24 +264,15 @@ class TestOneProcess:
     def test_last_words(self, tmp_path, monkeypatch, capsys, error, status):
         monkeypatch.setattr(signal, "signal", lambda *_: None)
 
-        def run(_recipe):
+        def run():
             if error:
                 raise error
             return 0
 
-        assert main._work(_recipe_stub(tmp_path), run) == status
+        assert train.work(str(tmp_path), run) == status
         words = json.loads((tmp_path / "launch" / "rank_0.json").read_text())
         assert words["status"] == status
         assert ("Traceback" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
-
-
-def _recipe_stub(out: Path):
-    from megatron_rft.config import Data, Model, Recipe, Run, Source
-
-    run = Run(output_dir=str(out), steps=1)
-    return Recipe(
-        run=run, model=Model(path="x"), data=Data(train=Source(path="arithmetic")), algorithm={"name": "grpo"}
-    )
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
+import importlib
+import inspect
+
 import pytest
 import yaml
 
 from megatron_rft import config
-from megatron_rft.config.rewards import READS, Reward
-from megatron_rft.rewards.registry import KINDS
+from megatron_rft.config.rewards import KINDS, Reward
 from megatron_rft.utils.errors import ConfigError
 
 BASE = {"run": {"output_dir": "x", "steps": 1}, "model": {"path": "m"}, "data": {"train": "arithmetic"}}
@@ -41,8 +43,11 @@ def test_what_would_do_nothing_or_fail_is_refused(reward, problem, tmp_path):
 
 
 def test_every_kind_can_be_built_and_has_options():
-    assert KINDS.keys() == READS.keys() == set(Reward.model_fields["kind"].annotation.__args__)
-    assert set().union(*READS.values()) <= Reward.model_fields.keys()
+    assert KINDS.keys() == set(Reward.model_fields["kind"].annotation.__args__)
+    for kind in KINDS.values():
+        module, _, name = kind.made_by.partition(":")
+        made_by = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
+        assert set(kind.reads) <= inspect.signature(made_by).parameters.keys() & Reward.model_fields.keys()
 
 
 def test_a_nested_section_can_be_written_and_read_again(tmp_path):

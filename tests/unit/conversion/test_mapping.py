@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_rft.conversion import Mapping, family_of, hf_shapes
+from megatron_rft.conversion import Mapping, hf_shapes
+from megatron_rft.families import family_of
 from megatron_rft.utils.errors import DataError
 
 SMALL = dict(

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_rft.data import arithmetic
-from megatron_rft.evaluation import evaluate, request_seed
+from megatron_rft.evaluation import evaluate
+from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.evaluate import table, write
-from megatron_rft.evaluation.kept import Kept
-from megatron_rft.inference.engine import Group, Sampling
+from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.math import MathReward
 from megatron_rft.utils.errors import DataError
@@ -75,9 +75,9 @@ def test_numbers_and_files(tmp_path):
 
     write([result], tmp_path)
     [saved] = json.loads((tmp_path / "results.json").read_text())
-    kept = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
+    cache = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
     assert saved["pass_at_1"] == result.pass_at_1 and "completions" not in saved
-    assert len(kept) == 28 and kept[0]["problem"] == 10 and kept[0]["text"].startswith("so\n#### ")
+    assert len(cache) == 28 and cache[0]["problem"] == 10 and cache[0]["text"].startswith("so\n#### ")
     assert saved["majority_at_k"]["4"] == result.majority and saved["by_level"]["1"]["problems"] == 3
     assert (tmp_path / "results.md").read_text() == table([result]) + "\n"
     assert table([result]).splitlines()[2].startswith(f"| toy | 7 | 4 | {result.pass_at_1:.3f} ± ")
@@ -105,10 +105,10 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     def go(dies_at=None, **depends_on):
         engine = ScriptedEngine()
         engine.dies_at = dies_at
-        kept = Kept(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
-        found = len(kept.completions)
+        cache = EvaluationCache(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
+        found = len(cache.completions)
         reward = MathReward(workers=0)
-        options = dict(samples=4, seed=1, batch=2, kept=kept)
+        options = dict(samples=4, seed=1, batch=2, cache=cache)
         return found, evaluate(engine, Sampling(8), PROMPTS, reward, TOKENIZER, **options)
 
     with pytest.raises(KeyboardInterrupt):
@@ -135,8 +135,9 @@ def test_failed_gradings_are_counted_apart():
 
 
 def test_request_seeds_are_stable():
-    # sha256("1/test/10"), first 8 bytes, halved: written down, so that a change of it is a choice
-    assert request_seed(1, "test", 10) == int(hashlib.sha256(b"1/test/10").hexdigest()[:16], 16) // 2
+    # written down, so that a change of it is a choice
+    digest = hashlib.blake2b(b"1/test/10", digest_size=8).digest()
+    assert request_seed(1, "test", 10) == int.from_bytes(digest, "little") // 2
     assert len({request_seed(s, p, i) for s in (0, 1) for p in ("test", "train") for i in range(50)}) == 200
 
 
@@ -163,5 +164,5 @@ def test_accuracy_is_what_the_verifier_counts_and_not_its_partial_reward():
 
 def test_line_separators_in_a_completion_are_no_ends_of_lines(tmp_path):
     path, row = tmp_path / "toy.part.jsonl", {"problem": 0, "text": "one\u2028two\u0085three\nfour"}
-    Kept(path, {}, 1).add([row])
-    assert Kept(path, {}, 1).completions == {0: [row]}
+    EvaluationCache(path, {}, 1).add([row])
+    assert EvaluationCache(path, {}, 1).completions == {0: [row]}

@@ -1,4 +1,4 @@
-"""Real engine processes, killed and stopped at bad moments: the fleet's answers are those of one engine in here."""
+"""Real engine processes, killed and stopped at bad moments: the pool's answers are those of one engine in here."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from megatron_rft.inference import weight_sync
 from megatron_rft.inference.acceptance import metrics
 from megatron_rft.inference.engine import Engine, EngineLost, Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
-from megatron_rft.inference.pool import Fleet, shares
+from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.processes import children
@@ -48,14 +48,14 @@ def gate(tmp_path) -> Path:
 
 
 @pytest.fixture
-def fleet(model, tmp_path, gate):
+def pool(model, tmp_path, gate):
     """Two processes; new weights for a lost one come from `model`."""
     build = partial(Gated, model.config, gate)
     members = [EngineProcess(build, f"engine process {i}", tmp_path / f"{i}.log") for i in range(2)]
-    fleet = Fleet(members, torch.float32)
-    fleet.reload = lambda: weight_sync.push(hf_stream(model), fleet, 3, verify=True)
-    yield fleet
-    fleet.close()
+    pool = EnginePool(members, torch.float32)
+    pool.reload = lambda: weight_sync.push(hf_stream(model), pool, 3, verify=True)
+    yield pool
+    pool.close()
 
 
 def kill(engine: EngineProcess) -> None:
@@ -69,22 +69,22 @@ def answers(groups) -> dict[int, list]:
     return {group.id: [r.token_ids for r in group.responses] for group in found}
 
 
-def test_killed_in_generation_and_in_a_sync(fleet, model, engine, gate):
+def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
     """One fixture, one sequence: starting a process takes seconds."""
     expected = answers(engine.generate(REQUESTS, SAMPLING))
-    weight_sync.push(hf_stream(model), fleet, 3, verify=True)
-    assert not fleet.recover()
-    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
-    first, second = fleet.members
-    readers = [member._reader for member in fleet.members]
+    weight_sync.push(hf_stream(model), pool, 3, verify=True)
+    assert not pool.recover()
+    assert answers(pool.generate(REQUESTS, SAMPLING)) == expected
+    first, second = pool.members
+    readers = [member._reader for member in pool.members]
 
     gate.touch()
-    found = fleet.generate(REQUESTS, SAMPLING)
+    found = pool.generate(REQUESTS, SAMPLING)
     groups = [next(found), next(found)]  # one of each
     kill(second)
     gate.unlink()
     assert answers([*groups, *found]) == expected
-    assert fleet.restarts == 1 and "engine process 1 was killed by SIGKILL" in fleet.news[0]
+    assert pool.restarts == 1 and "engine process 1 was killed by SIGKILL" in pool.news[0]
 
     def killing(stream):
         for number, pair in enumerate(stream):
@@ -92,24 +92,24 @@ def test_killed_in_generation_and_in_a_sync(fleet, model, engine, gate):
                 kill(first)
             yield pair
 
-    weight_sync.push(killing(hf_stream(model)), fleet, 4, verify=True)
-    assert fleet.lost and fleet.recover() and fleet.restarts == 2
-    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
+    weight_sync.push(killing(hf_stream(model)), pool, 4, verify=True)
+    assert pool.lost and pool.recover() and pool.restarts == 2
+    assert answers(pool.generate(REQUESTS, SAMPLING)) == expected
 
     def reload():
         first.silence_timeout_s = 300
-        weight_sync.push(hf_stream(model), fleet, 3, verify=True)
+        weight_sync.push(hf_stream(model), pool, 3, verify=True)
 
-    fleet.reload = reload
+    pool.reload = reload
     first.silence_timeout_s = 4
     os.kill(first.process.pid, signal.SIGSTOP)
-    assert answers(fleet.generate(REQUESTS, SAMPLING)) == expected
-    assert fleet.restarts == 3 and "engine process 0 is silent for 4 s" in fleet.news[-1]
+    assert answers(pool.generate(REQUESTS, SAMPLING)) == expected
+    assert pool.restarts == 3 and "engine process 0 is silent for 4 s" in pool.news[-1]
 
     # The next process's connection may have the descriptor of the lost one's: nobody may read there any more.
     assert not any(reader.is_alive() for reader in readers)
-    pids = [member.process.pid for member in fleet.members]
-    fleet.close()
+    pids = [member.process.pid for member in pool.members]
+    pool.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -140,22 +140,22 @@ class Doomed(Engine):
 
 
 def test_requests_are_asked_again_once(model):
-    fleet = Fleet([Doomed()], torch.float32)
-    fleet.reload = lambda: weight_sync.push(hf_stream(model), fleet, 3)
+    pool = EnginePool([Doomed()], torch.float32)
+    pool.reload = lambda: weight_sync.push(hf_stream(model), pool, 3)
     with pytest.raises(RunFailed, match="the doomed was killed a second time"):
-        list(fleet.generate(REQUESTS, SAMPLING))
-    assert fleet.restarts == 1
+        list(pool.generate(REQUESTS, SAMPLING))
+    assert pool.restarts == 1
 
 
 def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
     engine = EngineProcess(partial(HFEngine, model.config), "engine process 0", tmp_path / "log", 120, 120)
-    fleet = Fleet([engine], torch.float32)
+    pool = EnginePool([engine], torch.float32)
     bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
     with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has 12 non-finite"):
-        weight_sync.push(bad, fleet, 7)
-    weight_sync.push(hf_stream(model), fleet, 8, verify=True)  # it is alive, and takes good ones
-    assert fleet.weight_version == 8 and next(fleet.generate(REQUESTS, SAMPLING)).responses[0].weight_version == 8
-    fleet.close()
+        weight_sync.push(bad, pool, 7)
+    weight_sync.push(hf_stream(model), pool, 8, verify=True)  # it is alive, and takes good ones
+    assert pool.weight_version == 8 and next(pool.generate(REQUESTS, SAMPLING)).responses[0].weight_version == 8
+    pool.close()
 
 
 def test_an_engine_that_is_lost_while_others_are_counted(model):
@@ -164,26 +164,26 @@ def test_an_engine_that_is_lost_while_others_are_counted(model):
     class Other(Doomed):
         name = "the other"
 
-    fleet = Fleet([Doomed(), Other()], torch.float32)
-    fleet.reload = lambda: None
-    fleet.lost = {0: "the doomed was killed"}
+    pool = EnginePool([Doomed(), Other()], torch.float32)
+    pool.reload = lambda: None
+    pool.lost = {0: "the doomed was killed"}
     asked = []
 
     def gather(mine):
         if not asked:
-            fleet.lost[1] = "the other was killed"
+            pool.lost[1] = "the other was killed"
         asked.append(mine)
         return mine
 
-    fleet.gather = gather
-    assert fleet.recover() and fleet.restarts == 2 and not fleet.lost
-    assert [line.partition(";")[0] for line in fleet.news] == ["the doomed was killed", "the other was killed"]
+    pool.gather = gather
+    assert pool.recover() and pool.restarts == 2 and not pool.lost
+    assert [line.partition(";")[0] for line in pool.news] == ["the doomed was killed", "the other was killed"]
 
 
 def test_a_rank_without_an_engine_keeps_up(model):
-    fleet = Fleet([], torch.float32, place=(None, 1))
-    weight_sync.push(hf_stream(model), fleet, 3, verify=True)
-    assert list(fleet.generate([], SAMPLING)) == []
+    pool = EnginePool([], torch.float32, driver=(None, 1))
+    weight_sync.push(hf_stream(model), pool, 3, verify=True)
+    assert list(pool.generate([], SAMPLING)) == []
 
 
 @pytest.mark.parametrize(
@@ -208,5 +208,5 @@ class Drafting(Doomed):
 
 
 def test_drafts_are_counted_over_all_engines():
-    fleet = Fleet([Drafting(2, 8, 2), Drafting(), Drafting(6, 24, 10)], torch.float32)
-    assert fleet.statistics() == metrics(8, 32, 12) and metrics(8, 32, 12)["speculation/tokens_per_step"] == 2.5
+    pool = EnginePool([Drafting(2, 8, 2), Drafting(), Drafting(6, 24, 10)], torch.float32)
+    assert pool.statistics() == metrics(8, 32, 12) and metrics(8, 32, 12)["speculation/tokens_per_step"] == 2.5

@@ -6,10 +6,11 @@ import time
 import pytest
 
 from megatron_rft.launching import job as module
-from megatron_rft.launching.job import AGAIN, FAILED, FINISHED, RETRIES, USER_ERROR, Job
+from megatron_rft.launching.job import RETRIES, Job
 from megatron_rft.launching.ranks import launch
-from megatron_rft.launching.slurm import Place
+from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def save(tmp_path, name: str) -> None:
 
 def test_a_job_that_saves_nothing_is_given_up(start):
     for number in range(RETRIES):
-        assert start(number).conclude(FAILED) == (AGAIN, "")
+        assert start(number).conclude(FAILED) == (STOPPED, "")
     status, message = start(RETRIES).conclude(FAILED)
     assert status == FAILED and "3 starts of this job in a row" in message
     with pytest.raises(RunFailed, match="not started again"):
@@ -39,7 +40,7 @@ def test_a_job_that_saves_nothing_is_given_up(start):
 
 
 def test_stops_before_anything_is_saved_count_as_well(start):
-    assert [start(number).conclude(AGAIN)[0] for number in range(3)] == [AGAIN, AGAIN, FAILED]
+    assert [start(number).conclude(STOPPED)[0] for number in range(3)] == [STOPPED, STOPPED, FAILED]
 
 
 def test_starts_that_were_killed_without_a_word_count(start):
@@ -54,9 +55,9 @@ def test_a_new_checkpoint_earns_new_tries(start, tmp_path):
         job = start(number)
         save(tmp_path, f"step_{number:06d}")
         save(tmp_path, f"step_{number:06d}.1f.partial")  # half-written: says nothing
-        assert job.conclude(FAILED) == (AGAIN, "")
+        assert job.conclude(FAILED) == (STOPPED, "")
     for number in range(10, 12):
-        assert start(number).conclude(FAILED) == (AGAIN, "")
+        assert start(number).conclude(FAILED) == (STOPPED, "")
     assert start(12).conclude(FAILED)[0] == FAILED
 
 
@@ -80,7 +81,7 @@ def test_a_mistake_on_another_node_is_the_jobs(start, monkeypatch):
 def test_nodes_wait_for_each_others_last_words(start, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.5)
     job, before = start(0, nodes=2), time.monotonic()
-    assert job.conclude(AGAIN) == (AGAIN, "")
+    assert job.conclude(STOPPED) == (STOPPED, "")
     assert time.monotonic() - before >= 0.5
 
 
@@ -90,18 +91,18 @@ class TestLauncher:
     def test_the_stop_file_reaches_the_ranks(self, start, tmp_path):
         job = start(0)
         threading.Timer(1.5, (job.start / "stop").touch).start()
-        assert launch(self.WAIT, 2, str(tmp_path / "run"), job=job) == AGAIN
+        assert launch(self.WAIT, 2, str(tmp_path / "run"), job=job) == STOPPED
 
     def test_a_failure_elsewhere_ends_this_nodes_ranks(self, start, tmp_path, monkeypatch, capfd):
         monkeypatch.setattr("megatron_rft.launching.ranks.PATIENCE", 0.5)
         job = start(0, nodes=2)
         (job.start / "node_1.json").write_text('{"status": 3}')
-        place = Place(0, 2, "127.0.0.1", 29999)
-        assert launch(["sleep", "600"], 2, str(tmp_path / "run"), place, job) == AGAIN  # a crash: worth another start
+        node = Node(0, 2, "127.0.0.1", 29999)
+        assert launch(["sleep", "600"], 2, str(tmp_path / "run"), node, job) == STOPPED  # a crash: worth another start
         assert "node 1 of this job failed; the ranks of this one were stopped" in capfd.readouterr().err
 
     def test_numbers_of_ranks_count_over_nodes(self, start, tmp_path):
         code = f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" >{tmp_path}/$RANK'
-        assert launch(["bash", "-c", code], 2, str(tmp_path / "run"), Place(1, 3, "n1", 4000)) == 0
+        assert launch(["bash", "-c", code], 2, str(tmp_path / "run"), Node(1, 3, "n1", 4000)) == 0
         assert (tmp_path / "2").read_text() == "2 0 6 n1:4000\n"
         assert (tmp_path / "3").read_text() == "3 1 6 n1:4000\n"

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching import slurm
-from megatron_rft.launching.slurm import Place
+from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import ConfigError
 
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
@@ -47,15 +47,15 @@ def test_first_host(nodes, first):
 
 
 def test_a_batch_script_is_alone():
-    assert slurm.place(BATCH) == Place()
+    assert slurm.this_node(BATCH) == Node()
     assert slurm.rank_environment(BATCH) == {}
     slurm.check_ranks_per_node(8, BATCH)
 
 
 def test_a_node_of_a_step():
-    assert slurm.place(STEP) == Place(1, 2, "gpu07", slurm.port(STEP))
+    assert slurm.this_node(STEP) == Node(1, 2, "gpu07", slurm.port(STEP))
     given = STEP | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"}
-    assert slurm.place(given) == Place(1, 2, "10.0.0.7", 4000)
+    assert slurm.this_node(given) == Node(1, 2, "10.0.0.7", 4000)
 
 
 def test_ports_differ_between_steps_and_starts_and_are_not_the_systems():
@@ -77,13 +77,13 @@ def test_tasks_of_a_node():
 
 class TestEnvironment:
     def test_launchers_of_several_nodes(self, in_step):
-        assert launcher.check_environment(4) == (8, slurm.place(STEP))
+        assert launcher.check_environment(4) == (8, slurm.this_node(STEP))
 
     def test_launchers_in_containers_whose_hook_calls_every_task_a_rank(self, in_step, monkeypatch):
         """enroot's 50-slurm-pytorch.sh; torchrun's ranks, which have other numbers, stay."""
         for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
-        assert launcher.check_environment(4) == (8, slurm.place(STEP))
+        assert launcher.check_environment(4) == (8, slurm.this_node(STEP))
         assert "RANK" not in os.environ
         for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
@@ -91,7 +91,7 @@ class TestEnvironment:
             launcher.check_environment(4)
 
     def test_tasks_that_are_the_ranks(self, in_step):
-        assert launcher.check_environment(None) == (2, Place())
+        assert launcher.check_environment(None) == (2, Node())
         assert os.environ["RANK"] == "1" and os.environ["MASTER_ADDR"] == "gpu07"
         assert os.environ["LOCAL_WORLD_SIZE"] == "1"
 
@@ -102,4 +102,4 @@ class TestEnvironment:
 
     def test_a_launcher_that_does_not_say_has_one_node(self, in_step, monkeypatch):
         monkeypatch.setenv("RANK", "0")
-        assert launcher.ranks_per_node(8, Place()) == 8
+        assert launcher.ranks_per_node(8, Node()) == 8

@@ -118,9 +118,11 @@ def test_drafts_where_they_pay(monkeypatch, recipe):  # noqa: F811
     options = load(recipe, REFINES).constraint
     assert options.drafts("vllm") and not options.drafts("hf")
     assert not load(recipe, [*REFINES, "constraint.temperature=0.5"]).constraint.drafts("vllm")
-    assert load(recipe, [*REFINES, "constraint.draft=true"]).constraint.drafts("hf")
+    assert load(recipe, [*REFINES, "constraint.draft=true", "constraint.temperature=0.5"]).constraint.drafts("vllm")
     assert not load(recipe, [*REFINES, "constraint.draft=false"]).constraint.drafts("vllm")
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     warm = [*REFINES, "constraint.draft=true", "constraint.temperature=0.5"]
     assert "constraint.draft: does nothing with vllm at constraint.temperature 0.5" in refusal(recipe, *warm)
-    assert check(load(recipe, [*warm, "rollout.engine=hf"])).layout
+    told = refusal(recipe, *warm, "rollout.engine=hf")
+    assert told.startswith("constraint.draft: does nothing with the hf engine, which has no speculative decoding")
+    assert check(load(recipe, [*REFINES, "constraint.draft=false", "rollout.engine=hf"])).layout

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.hf.engine import HFEngine
-from megatron_rft.inference.pool import Fleet
+from megatron_rft.inference.pool import EnginePool
 from megatron_rft.rollout.scheduler import RolloutScheduler
 from megatron_rft.utils.errors import RunFailed
 from tests.unit.inference.tiny import hf_stream
@@ -37,22 +37,22 @@ class Member(HFEngine):
 class Weights:
     """What the trainer pushes, and when the engine was told to sleep."""
 
-    def __init__(self, fleet, model):
-        self.fleet, self.model, self.version, self.slept = fleet, model, 0, 0
+    def __init__(self, pool, model):
+        self.pool, self.model, self.version, self.slept = pool, model, 0, 0
 
     def sleep(self):
         self.slept += 1
 
     def push(self, version, verify=False):
-        self.fleet.load_weights(weights(self.model, version), version)
+        self.pool.load_weights(weights(self.model, version), version)
         return {}
 
 
 def build(model, staleness: int, keep=None, rounds: int = 1) -> RolloutScheduler:
-    fleet = Fleet([Member(model.config)], torch.float32)
-    fleet.load_weights(weights(model, 0), 0)
-    sampler = Sampler(fleet, SAMPLING, EvenLength(), Letters(), group_size=3, seed=1, background=staleness > 0)
-    return RolloutScheduler(sampler, Weights(fleet, model), Stream(PROMPTS).next, COUNT, STEPS, staleness, keep, rounds)
+    pool = EnginePool([Member(model.config)], torch.float32)
+    pool.load_weights(weights(model, 0), 0)
+    sampler = Sampler(pool, SAMPLING, EvenLength(), Letters(), group_size=3, seed=1, background=staleness > 0)
+    return RolloutScheduler(sampler, Weights(pool, model), Stream(PROMPTS).next, COUNT, STEPS, staleness, keep, rounds)
 
 
 def run(scheduler: RolloutScheduler, first: int = 1, last: int = STEPS):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.utils.processes import NANNY, children, reserved_port
+from megatron_rft.utils.processes import REAPER, children, reserved_port
 
 
 def test_a_reserved_port_is_for_a_server_that_is_told():
@@ -65,12 +65,12 @@ def test_a_nanny_leaves_nobody_behind_however_often_it_is_told(tmp_path):
     deaf = "trap '' TERM; echo $$ >>pids; while :; do sleep 1; done"
     script = f'setsid sh -c "{deaf.replace("$", chr(92) + "$")}" & (sh -c "{deaf.replace("$", chr(92) + "$")}" &); wait'
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    nanny = subprocess.Popen([*NANNY, str(os.getpid()), "sh", "-c", script], cwd=tmp_path, env=environment)
+    reaper = subprocess.Popen([*REAPER, str(os.getpid()), "sh", "-c", script], cwd=tmp_path, env=environment)
     pids, deadline = tmp_path / "pids", time.monotonic() + 120
     while not pids.exists() or len(pids.read_text().splitlines()) < 2:
-        assert time.monotonic() < deadline and nanny.poll() is None
+        assert time.monotonic() < deadline and reaper.poll() is None
         time.sleep(0.02)
     for _ in range(20):
-        nanny.send_signal(signal.SIGTERM)
-    assert nanny.wait(timeout=120) == 128 + signal.SIGTERM
+        reaper.send_signal(signal.SIGTERM)
+    assert reaper.wait(timeout=120) == 128 + signal.SIGTERM
     assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]

@@ -111,7 +111,7 @@ class Process(EngineProcess):
     ],
 )
 def test_where_the_buckets_of_an_engine_process_lie(monkeypatch, own, answer, transport):
-    monkeypatch.setattr(process_engine, "own_gpu", lambda: own)
+    monkeypatch.setattr(process_engine, "local_gpu", lambda: own)
     monkeypatch.setattr(process_engine, "shared", lambda slots: Handle("GPU-1", ()))
     process = Process(answer)
     if transport is None:

@@ -1,10 +1,10 @@
-"""What is proposed to vLLM from the guesses of the requests in a batch."""
+"""What is proposed to vLLM from the drafts of the requests in a batch."""
 
 from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_rft.inference.vllm.proposer import PredictedOutput
+from megatron_rft.inference.vllm.proposer import DraftPosition, PredictedOutput
 
 DRAFT = [10, 11, 12, 13, 14, 15, 16, 17]
 
@@ -34,7 +34,7 @@ def step(made: PredictedOutput, *rows: tuple[list[int], int]) -> list[list[int]]
     return made.propose(sampled, np.array([len(tokens) for tokens, _ in rows]), table)
 
 
-def test_each_row_has_its_own_guess():
+def test_each_row_has_its_own_draft():
     made = serve(proposer(), a=DRAFT, b=None, c=DRAFT)
     assert step(made, ([1, 10], 1), ([1, 5], 1), ([1, 1, 99], 1)) == [[11, 12, 13, 14], [], [11, 12, 13, 14]]
     first = ([1, 10, 11, 12, 13, 14, 15], 5)
@@ -47,13 +47,27 @@ def test_within_the_longest_sequence():
     assert step(serve(proposer(longest=3), a=DRAFT), ([1, 10], 1)) == [[]]
 
 
-def test_a_guess_goes_with_its_request():
+def test_a_position_goes_with_its_request():
     made = serve(proposer(), a=DRAFT)
     step(made, ([1, 10], 1))
-    assert list(made.guesses) == ["a"]
+    assert list(made.positions) == ["a"]
     step(serve(made, b=DRAFT), ([1, 10], 1))
-    assert list(made.guesses) == ["b"]
+    assert list(made.positions) == ["b"]
 
 
 def test_nothing_is_proposed_while_vllm_warms_up():
     assert proposer().propose([[1], []], np.array([2, 2]), np.zeros((2, 4))) == [[], []]
+
+
+def test_the_position_in_a_draft_by_hand():
+    """Draft 1 2 3 4 5 6; the response changes 3 to 9, then leaves out 4."""
+    position = DraftPosition((1, 2, 3, 4, 5, 6))
+    assert position.proposal() == (1, 2, 3, 4, 5, 6)
+    position.update([1], 1)
+    assert position.proposal() == (2, 3, 4, 5, 6)
+    position.update([1, 2, 9], 2)
+    assert position.proposal() == (4, 5, 6)  # one token is taken to have been changed
+    position.update([2, 9, 5], 1)
+    assert position.proposal() == (5, 6)  # and one more
+    position.update([9, 5, 6], 2)
+    assert position.proposal() == ()  # 5 6 is found again, at the end

@@ -18,7 +18,7 @@ from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.vllm import server_client
 from megatron_rft.inference.vllm.arguments import command, flag
-from megatron_rft.inference.vllm.server_client import ServerEngine, own_address
+from megatron_rft.inference.vllm.server_client import ServerEngine, local_address
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.utils.errors import ConfigError
 
@@ -189,7 +189,7 @@ def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
 
 
 def test_the_address_that_a_server_reaches_this_machine_by():
-    assert own_address("http://127.0.0.1:8000/v1") == own_address("http://localhost") == "127.0.0.1"
+    assert local_address("http://127.0.0.1:8000/v1") == local_address("http://localhost") == "127.0.0.1"
     assert flag("enforce_eager", False) == ["--no-enforce-eager"]
 
 

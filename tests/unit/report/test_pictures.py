@@ -1,4 +1,7 @@
-from megatron_rft.report.plots import Curves, draw, panels_of, smooth
+from megatron_rft.report.charts import shown
+from megatron_rft.report.groups import grouped
+from megatron_rft.report.pictures import draw_run
+from megatron_rft.report.runs import Curves, read, smooth
 from megatron_rft.tracking.metrics import MetricsFile
 
 RL_STEP = {
@@ -35,18 +38,22 @@ def test_null_and_missing_leave_gaps():
     assert curves.has("a", "b") and not curves.has("b")
 
 
-def test_panels_follow_the_metrics():
-    rl = panels_of(Curves([{"step": 1, **RL_STEP}]))
-    assert [panel.title for panel in rl] == [
-        "Reward", "KL divergence", "PIPO feedback", "Response length", "Gradient norm", "Time per step",
+def charts_of(run_dir, step: dict) -> list[str]:
+    write(run_dir, [step])
+    return [chart.title for chart in shown(grouped([read(run_dir)]))]
+
+
+def test_charts_follow_the_metrics(tmp_path):
+    assert charts_of(tmp_path / "rl", RL_STEP) == [
+        "Reward", "PIPO's improvement", "KL to the reference", "Response length", "Gradient norm",
     ]  # fmt: skip
-    sft = panels_of(Curves([{"step": 1, "policy/loss": 1.0, "policy/grad_norm": 1.0}]))
-    assert [panel.title for panel in sft] == ["Loss", "Gradient norm"]
+    sft = {"policy/loss": 1.0, "policy/grad_norm": 1.0}
+    assert charts_of(tmp_path / "sft", sft) == ["Loss", "Gradient norm"]
 
 
 def test_pictures_of_any_length(tmp_path):
     for steps in (0, 1, 2, 300):
         run = tmp_path / f"run{steps}"
         write(run, [{"evaluation/pass@1": 0.25, "evaluation/pass@1_se": 0.01}, *[RL_STEP] * (steps - 1)][:steps])
-        picture = draw(run)
+        picture = draw_run(run)
         assert picture == run / "curves.png" and picture.read_bytes().startswith(b"\x89PNG")

@@ -5,8 +5,7 @@ import json
 import pytest
 import yaml
 
-from megatron_rft.commands.main import main
-from megatron_rft.report.dynamics import OfflineRun, ahead_of, draw, sweep
+from examples.fpa.dynamics import OfflineRun, ahead_of, draw, main, sweep
 
 
 def run(folder, name, future, **options):
@@ -30,7 +29,7 @@ def run(folder, name, future, **options):
 def test_one_figure_of_all_runs(tmp_path, capsys):
     folders = [run(tmp_path / "fpa", "fpa", True), run(tmp_path / "dpo", "dpo", False)]
     assert draw(folders, tmp_path / "figure.png").stat().st_size > 10_000
-    assert main(["dynamics", *map(str, folders), "--out", str(tmp_path / "again.svg")]) == 0
+    main([*map(str, folders), "--out", str(tmp_path / "again.svg")])
     text = (tmp_path / "again.svg").read_text()
     assert "again.svg" in capsys.readouterr().out and "<svg" in text
 
@@ -52,8 +51,22 @@ def test_what_a_run_weights_by_and_where_it_stands_over_lambda(tmp_path, name, o
     assert found.extrapolation == extrapolation
 
 
-def test_a_folder_without_a_run(tmp_path, capsys):
-    assert main(["dynamics", str(tmp_path)]) == 2 and "is not the folder of a run" in capsys.readouterr().err
+def refusal(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([*map(str, arguments)])
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_drawn(tmp_path, capsys):
+    assert "is not the folder of a run" in refusal(capsys, tmp_path)
+    offline = run(tmp_path / "dpo", "dpo", False)
+    assert "docx" in refusal(capsys, offline, "--out", tmp_path / "x.docx")
+    assert "No such file" in refusal(capsys, offline, "--out", tmp_path / "no" / "x.png")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (tmp_path / "recipe.yaml").write_text("algorithm: {name: grpo}\n")
+    assert f"no offline run is among {tmp_path}" in refusal(capsys, tmp_path, "--out", tmp_path / "x.png")
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_accuracy_over_lambda_by_hand(tmp_path):

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.utils.files import write_whole
+from megatron_rft.utils.files import write_atomically
 
 Row = dict[str, Any]  # a graded completion, with its `problem`
 
 
 @dataclass
-class Kept:
+class EvaluationCache:
     """`depends_on` is JSON of what must be the same for the completions of an earlier start to be taken over. `note`
     hears how many problems are answered, whenever some more are."""
 
@@ -31,7 +31,7 @@ class Kept:
         self.completions = self._read()
         # Written anew: the line that a kill tore is gone, and so is what belongs to another evaluation.
         lines = [{"depends_on": self.depends_on}, *(each for many in self.completions.values() for each in many)]
-        write_whole(self.path, "".join(map(_line, lines)))
+        write_atomically(self.path, "".join(map(_line, lines)))
 
     def add(self, completions: list[Row]) -> None:
         """Whole problems. On disk when this returns."""

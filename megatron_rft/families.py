@@ -1,8 +1,8 @@
-"""One small table per model family: megatron-core parameter of a layer -> the HF tensors that make it up.
+"""The model families: one table each, megatron-core parameter of a layer -> the HF tensors that make it up.
 
 `{a,b}` stands for several tensors, concatenated in that order; `{e}` for the number of an expert. The names on the left
-are those of the local spec; Transformer Engine's fused norms have a second line of their own, its grouped experts are
-renamed by `mapping`.
+are those of megatron-core's local spec. Transformer Engine's fused norms have a second line; `conversion.mapping`
+renames its grouped experts. Imports no torch: the arithmetic of `plan` reads the same tables.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ TRANSFORMER_ENGINE = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear
 
 @dataclass(frozen=True)
 class Family:
-    """`layer` is the table above; `experts` says that its feed-forward may be a mixture."""
+    """`layer`: the table. `experts`: its feed-forward layers may be mixtures of experts."""
 
     architecture: str
     layer: dict[str, str]
@@ -54,12 +54,13 @@ class Family:
         return QK_NORM.keys() <= self.layer.keys()
 
 
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", ATTENTION | MLP_NORM | DENSE),
+FAMILIES = {  # by `model_type`
     "qwen2": Family("Qwen2ForCausalLM", ATTENTION | QKV_BIAS | MLP_NORM | DENSE),
     "qwen3": Family("Qwen3ForCausalLM", ATTENTION | QK_NORM | MLP_NORM | DENSE),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", ATTENTION | QK_NORM | MLP_NORM | DENSE | EXPERTS, experts=True),
+    "llama": Family("LlamaForCausalLM", ATTENTION | MLP_NORM | DENSE),
 }
+ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
 
 
 def family_of(hf_config: Any) -> Family:

@@ -1,19 +1,22 @@
-"""Runs under different constraints side by side, as dynamic_constraint.txt draws them (figures 4, 5b and 7). No torch.
+"""Draws runs under different constraints side by side, as figures 4, 5b and 7 of the dynamic constraint's paper do.
+
+usage: python examples/dynamic/constraints.py RUN ... [--out FILE]      default: constraints.png; also .pdf or .svg
 
 Runs whose recipes have the same constraint are seeds of one line: their mean, in their range. A panel is there when a
 run has its metric. KL and cross entropy are measured at intervals: `constraint.kl_every`, and where there are pairs.
 """
 
+import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_rft.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Curves, smooth
-from megatron_rft.tracking.metrics import read_metrics
+from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
+from megatron_rft.report.runs import Curves, read, smooth
 
 KIND_COLORS = {"static": BLUE, "none": RED, "dynamic": ORANGE}  # the paper's
 MORE_COLORS = (GREEN, PURPLE, SKY, GREY)
@@ -46,18 +49,14 @@ class Line:
 
 def lines_of(folders: list[Path]) -> list[Line]:
     """In the order in which their constraints come first."""
-    options = [_constraint(folder) for folder in folders]
+    runs = [read(Path(folder)) for folder in folders]
+    options = [run.recipe.get("constraint") or {} for run in runs]
     etas = {each.get("eta") for each in options if each.get("kind") == "dynamic"}
     joined: dict[str, list[Curves]] = {}
-    for folder, each in zip(folders, options, strict=True):
-        curves = Curves(read_metrics(folder / "metrics.jsonl"))
-        joined.setdefault(_name(each, len(etas) > 1), []).append(curves)
+    for run, each in zip(runs, options, strict=True):
+        joined.setdefault(_name(each, len(etas) > 1), []).append(run.curves)
     more = iter(MORE_COLORS * len(joined))
     return [Line(name, KIND_COLORS.get(name) or next(more), runs) for name, runs in joined.items()]
-
-
-def _constraint(folder: Path) -> dict:
-    return yaml.safe_load((Path(folder) / "recipe.yaml").read_text()).get("constraint") or {}
 
 
 def _name(options: dict, several: bool) -> str:
@@ -72,14 +71,14 @@ def _name(options: dict, several: bool) -> str:
 
 
 def draw(folders: list[Path], path: Path) -> Path:
-    """One figure, into `path`."""
-    lines = lines_of([Path(folder) for folder in folders])
+    """One figure, into `path`. Raises UserError where a folder holds no run."""
+    lines = lines_of(folders)
     panels = [panel for panel in PANELS if any(line.of(panel[0])[0] for line in lines)]
     columns = 2 if len(panels) == 4 else min(len(panels), 3) or 1
     rows = max(-(-len(panels) // columns), 1)
     figure = Figure(figsize=(4.6 * columns, 3.3 * rows + 0.4), layout="constrained", dpi=120)
-    for place, (metric, title, unit) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, place + 1)
+    for number, (metric, title, unit) in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, columns, number)
         _draw(axes, lines, metric)
         axes.set_title(title, fontsize=10.5, fontweight="bold", loc="left")
         axes.set(xlabel="step", ylabel=unit)
@@ -97,3 +96,18 @@ def _draw(axes: Axes, lines: list[Line], metric: str) -> None:
         axes.plot(steps, means, color=line.color, linewidth=1.6)
         if len(line.runs) > 1:
             axes.fill_between(steps, lowest, highest, color=line.color, alpha=0.18, linewidth=0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
+    parser.add_argument("--out", type=Path, default=Path("constraints.png"), metavar="FILE", help=".png, .pdf or .svg")
+    args = parser.parse_args(arguments)
+    try:
+        print(draw(args.runs, args.out))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

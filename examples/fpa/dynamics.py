@@ -1,4 +1,6 @@
-"""The dynamics of offline runs side by side, as fpa.txt draws them (figures 2, 3, 4, 5 and 8). Needs no torch.
+"""Draws the dynamics of offline runs side by side, as figures 2, 3, 4, 5 and 8 of the FPA paper do. Needs no torch.
+
+usage: python examples/fpa/dynamics.py RUN ... [--out FILE]      default: dynamics.png; FILE is a .png, .pdf or .svg
 
 log-ratio       log pi(y|x) - log pi_ref(y|x) of right and of wrong trajectories
 weight          what the gradient of each is weighted by: pi^(1/|y|), or pi_hat^(1/|y|) where the run is FPA
@@ -10,19 +12,19 @@ accuracy        on the held-out problems over steps; and over lambda: the best o
 Runs whose folders have one name, as seeds of one method have, share a color and, over lambda, a point.
 """
 
-import json
+import argparse
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from megatron_rft.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Curves, smooth
-from megatron_rft.tracking.metrics import read_metrics
+from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
+from megatron_rft.report.runs import Curves, Run, read, smooth
 from megatron_rft.utils.errors import DataError
 
 COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, GREY)
@@ -39,9 +41,9 @@ class OfflineRun:
 
     @classmethod
     def of(cls, folder: Path) -> "OfflineRun":
-        algorithm = yaml.safe_load((folder / "recipe.yaml").read_text())["algorithm"]
-        records = read_metrics(folder / "metrics.jsonl")
-        return cls(folder.name, Curves(records), _extrapolation(algorithm), _looks_ahead(algorithm), _tested(folder))
+        run = read(folder)
+        algorithm = run.recipe.get("algorithm") or {"name": None}
+        return cls(folder.name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run))
 
     def weight(self, side: str) -> str:
         """The metric of what the gradient of that side is weighted by."""
@@ -71,19 +73,18 @@ def _looks_ahead(algorithm: dict) -> frozenset[str]:
     return frozenset({"correct", "incorrect"} if on == "both" else {on})
 
 
-def _tested(folder: Path) -> tuple[float, float] | None:
-    results = sorted(folder.glob("evaluation/test_step_*/results.json"))
-    if len(results) < 2:  # the start's alone
+def _tested(run: Run) -> tuple[float, float] | None:
+    results = run.tested()
+    if len(results) < 2:  # only the start was tested
         return None
-    (found,) = json.loads(results[-1].read_text())
-    return found["pass_at_1"], found["standard_error"]
+    return results[-1][1]["pass_at_1"], results[-1][1]["standard_error"]
 
 
 def draw(folders: list[Path], path: Path) -> Path:
     """One figure of all runs, into `path`.
 
     Raises:
-        DataError: none of them is an offline run.
+        UserError: a folder holds no run, or none of them is an offline run.
     """
     runs = [OfflineRun.of(Path(folder)) for folder in folders]
     if not any(name.startswith("dynamics/") for run in runs for record in run.curves.records for name in record):
@@ -218,3 +219,18 @@ def _mean(measured: list[tuple[float, float]]) -> tuple[float, float]:
     values = [value for value, _ in measured]
     error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else measured[0][1]
     return fmean(values), error
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of offline runs")
+    parser.add_argument("--out", type=Path, default=Path("dynamics.png"), metavar="FILE", help="a .png, .pdf or .svg")
+    args = parser.parse_args(arguments)
+    try:
+        print(draw(args.runs, args.out))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Sample and grade responses to a data set once, into a trajectory store (`megatron-rft generate`).
+"""Sample and grade responses to a data set once, into a trajectory store (trainer: generate).
 
 Workers form no process group: each makes the shards whose number falls to it, and whoever finds all of them there
 writes the index. A shard is sampled in one go, with a random stream per (seed, problem, sample), so that the number of
@@ -23,15 +23,14 @@ from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.trajectories import Trajectory
-from megatron_rft.evaluation.evaluate import request_seed
-from megatron_rft.inference.engine import Engine, Request, Sampling
+from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.problems import Problems
-from megatron_rft.training.run import FINISHED
 from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.utils.errors import DataError, RunFailed
+from megatron_rft.utils.exit_codes import FINISHED
 
 
 @dataclass

@@ -1,13 +1,11 @@
-"""Runs under different constraints in one figure, and the page of what a refiner changed."""
+"""Runs under different constraints in one figure."""
 
 import json
 
 import pytest
 import yaml
 
-from megatron_rft.commands.main import main
-from megatron_rft.report.constraints import lines_of
-from megatron_rft.report.refinements import render
+from examples.dynamic.constraints import lines_of, main
 
 
 def run(folder, constraint, reward=0.5):
@@ -45,37 +43,16 @@ def test_runs_of_one_constraint_are_one_line(folders):
 
 
 def test_the_command(folders, tmp_path, capsys):
-    assert main(["constraints", *map(str, folders), "--out", str(tmp_path / "figure.svg")]) == 0
+    main([*map(str, folders), "--out", str(tmp_path / "figure.svg")])
     text = (tmp_path / "figure.svg").read_text()
     assert "<svg" in text and "figure.svg" in capsys.readouterr().out
-    assert main(["constraints", str(tmp_path / "nowhere")]) == 2
 
 
-EXAMPLE = {
-    "problem": 4,
-    "prompt": "Is <b> & 'c' fine?",
-    "response": "no",
-    "refined": "<script>",
-    "reward": -0.3,
-    "refined_reward": 1.0,
-    "response_tokens": ["n", "o"],
-    "response_cross_entropy": [0.0, 2.5],
-    "refined_tokens": ["<scr", "ipt>"],
-    "refined_cross_entropy": [0.1, 9.0],
-}
-
-
-def test_a_page_of_tokens_by_how_unlikely_they_were():
-    page = render("my <run>", [{"step": 3, "examples": [EXAMPLE]}])
-    assert "Step 3, problem 4" in page and "my &lt;run&gt;" in page
-    assert "Is &lt;b&gt; &amp; &#x27;c&#x27; fine?" in page and "&lt;scr" in page and "<script" not in page
-    assert 'rgba(213,94,0,0.50)" title="2.50 nats">o<' in page and 'rgba(213,94,0,1.00)" title="9.00 nats"' in page
-    assert "reward -0.3" in page and "http" not in page and "src=" not in page
-
-
-def test_the_page_of_a_run(tmp_path, capsys):
-    assert main(["heatmap", str(tmp_path)]) == 2 and "refinements.jsonl" in capsys.readouterr().err
-    torn = json.dumps({"step": 1, "examples": [EXAMPLE]}) + "\n" + '{"step": 2, "exam'
-    (tmp_path / "refinements.jsonl").write_text(torn)
-    assert main(["heatmap", str(tmp_path)]) == 0
-    assert "Step 1" in (tmp_path / "refinements.html").read_text()
+@pytest.mark.parametrize(
+    "run, out, words",
+    [("nowhere", "x.png", "there is no folder"), ("a", "x.docx", "docx"), ("a", "no/x.png", "No such file")],
+)
+def test_what_cannot_be_drawn(folders, tmp_path, capsys, run, out, words):
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path / run), "--out", str(tmp_path / out)])
+    assert caught.value.code == 2 and words in capsys.readouterr().err

@@ -1,0 +1,20 @@
+"""`megatron-rft heatmap`: a page of what a run's refiner changed, token by token."""
+
+import argparse
+
+from megatron_rft.report import refinements
+from megatron_rft.utils.errors import UserError
+from megatron_rft.utils.exit_codes import FINISHED
+
+
+def run(args: argparse.Namespace) -> int:
+    data = args.run / "refinements.jsonl"
+    if not data.is_file():
+        raise UserError(
+            f"{args.run} has no refinements.jsonl: constraint.examples_every of a dynamic constraint writes it"
+        )
+    try:
+        print(refinements.write(args.run, data))
+    except OSError as error:
+        raise UserError(f"{args.run} cannot be written: {error.strerror}") from None
+    return FINISHED

@@ -1,0 +1,124 @@
+"""`megatron-rft train`, `generate` and `plan`: check a recipe, and run it in this process or start its ranks.
+
+Torch is imported after all checks."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megatron_rft.config import Model, Recipe
+from megatron_rft.config.algorithms.ppo import Critic
+from megatron_rft.launching import ranks as launcher
+from megatron_rft.launching.job import Job
+from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
+from megatron_rft.utils.errors import RunFailed, UserError, disk_full, disk_is_full
+from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
+
+
+def run(recipe: Recipe, args: argparse.Namespace) -> int:
+    """`train` and `generate` check the recipe, print its plan and run it; `plan` has `args.dry_run` and stops there."""
+    command = "generate" if recipe.trainer == "generate" else "train"
+    if args.command not in (command, "plan"):
+        raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft {command}`")
+    world_size, node = launcher.check_environment(args.nproc)
+    ranks = world_size, launcher.ranks_per_node(world_size, node)
+    plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None))
+    is_rank = "RANK" in os.environ
+    if not args.dry_run and not is_rank:
+        check_store_is_there(recipe)  # before gigabytes of a model are downloaded
+        if fetch_models(recipe.model, recipe.critic):
+            plan = check(recipe, *ranks)  # the model's configuration is known now
+    if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else node.index == 0:
+        print(plan, flush=True)
+    check_user_code(recipe)
+    check_writable(recipe.run.output_dir)
+    if args.dry_run:
+        return FINISHED
+    make_folder(recipe.run.output_dir)
+    if (world_size > 1 or args.job) and not is_rank:
+        command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
+        output_dir = recipe.run.output_dir
+        job = args.job and Job(args.job, Path(output_dir), node.index, node.count)
+        return launcher.launch(command, args.nproc or 1, output_dir, node, job)
+    if recipe.trainer == "generate":
+        launcher.see_one_gpu()
+    return work(recipe.run.output_dir, partial(train_or_generate, recipe))
+
+
+def fetch_models(model: Model, critic: Critic | None) -> bool:
+    """Download models from the hub before any rank starts. Returns whether there was anything to download."""
+    from megatron_rft.data.hub import is_here, model_folder
+
+    named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "model.reference": model.reference}
+    named["critic.path"] = critic and critic.path
+    missing = {option: path for option, path in named.items() if path and not is_here(path)}
+    for option, path in missing.items():
+        print(f"{option}: {path} comes from the Hugging Face hub", flush=True)
+        model_folder(path, option)
+    return bool(missing)
+
+
+def check_user_code(recipe: Recipe) -> None:
+    """Load the user's algorithm and rewards, if the recipe names any, before any rank starts."""
+    if recipe.algorithm.of_user:
+        from megatron_rft.training import online
+
+        online.build_objective(recipe)
+    for reward in recipe.reward.everything():
+        if reward.kind == "own":
+            from megatron_rft.rewards.user_reward import UserReward
+
+            UserReward(reward.function, reward.maximum)
+
+
+def train_or_generate(recipe: Recipe) -> int:
+    if recipe.trainer == "generate":
+        from megatron_rft.training import generate  # imports torch
+
+        return generate.run(recipe)
+    from megatron_rft import training
+
+    return training.train(recipe)
+
+
+def work(output_dir: str, run: Callable[[], int]) -> int:
+    """Run this process's part, and write its exit status and message where the launcher reads them."""
+    launcher.die_with_launcher()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # until the trainer has something to save
+        signal.signal(number, stop_at_once)
+    try:
+        status, message = run(), ""
+    except UserError as error:
+        status, message = USER_ERROR, str(error)
+    except RunFailed as error:
+        status, message = FAILED, str(error)
+    except Exception as error:
+        status, message = FAILED, f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and disk_is_full(error):
+            message = disk_full(error)
+        else:
+            traceback.print_exc()
+    launcher.write_exit(output_dir, status, message)
+    if message and launcher.PARENT not in os.environ:  # a launcher prints it once for all ranks
+        print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+def stop_at_once(number: int, _frame: object) -> None:
+    """Ends the process when there is nothing to save.
+
+    Raising an exception would not do: the signal may arrive inside an import of torch's that catches everything. A
+    normal exit would not do either: it waits for the threads of libraries. What this process has started ends with it.
+    """
+    interrupted = number == signal.SIGINT
+    with contextlib.suppress(RuntimeError, OSError):  # the signal arrived in the middle of a print
+        sys.stdout.flush()
+        if interrupted:
+            print("interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number if interrupted else STOPPED)

@@ -1,0 +1,9 @@
+"""Exit statuses of every command, every rank, and every job of a queue. docs/running.md explains them to users."""
+
+FINISHED = 0
+USER_ERROR = 2
+"""Something that the user gave is wrong; running the same command again gives the same error."""
+FAILED = 3
+"""The run failed: a killed rank, a numerical failure, a full disk."""
+STOPPED = 75
+"""Stopped after a checkpoint; the same command continues from there (EX_TEMPFAIL of sysexits.h)."""
