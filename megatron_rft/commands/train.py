@@ -9,7 +9,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from megatron_rft.config import Model, Recipe
@@ -48,7 +47,13 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         return launcher.launch(command, args.nproc or 1, output_dir, node, job)
     if recipe.trainer == "generate":
         launcher.see_one_gpu()
-    return work(recipe.run.output_dir, partial(train_or_generate, recipe))
+
+    def start() -> int:
+        from megatron_rft import training  # imports torch
+
+        return training.train(recipe)
+
+    return work(recipe.run.output_dir, start)
 
 
 def fetch_models(model: Model, critic: Critic | None) -> bool:
@@ -75,16 +80,6 @@ def check_user_code(recipe: Recipe) -> None:
             from megatron_rft.rewards.user_reward import UserReward
 
             UserReward(reward.function, reward.maximum)
-
-
-def train_or_generate(recipe: Recipe) -> int:
-    if recipe.trainer == "generate":
-        from megatron_rft.training import generate  # imports torch
-
-        return generate.run(recipe)
-    from megatron_rft import training
-
-    return training.train(recipe)
 
 
 def work(output_dir: str, run: Callable[[], int]) -> int:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_rft.config import Recipe
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
-from megatron_rft.training import offline, online, sft
+from megatron_rft.training import generate, offline, online, sft
 from megatron_rft.training.run_folder import claim_folder
 from megatron_rft.utils.errors import UserError
 
@@ -16,12 +16,14 @@ TRAINERS = {"rl": online.train, "sft": sft.train, "offline": offline.train}
 
 
 def train(recipe: Recipe) -> int:
-    """Train until the end or a signal; returns the exit status (training/run.py).
+    """Train, or generate trajectories, until the end or a signal; returns the exit status (training/run.py).
 
     Raises:
         UserError: the recipe does not fit the folder, the data or the model.
         RunFailed: the run cannot go on.
     """
+    if recipe.trainer == "generate":  # its workers form no process group
+        return generate.run(recipe)
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
     try:
         on_main(partial(claim_folder, recipe))

@@ -133,7 +133,7 @@ def build_objective(recipe: Recipe) -> Objective:
     in_step = mini_batches(recipe.rollout, recipe.algorithm)
     setting = Setting(in_step, recipe.rollout.max_response_tokens, recipe.critic)
     if recipe.algorithm.of_user:
-        objective = user_algorithm.build_objective(recipe, setting)
+        objective = user_algorithm.build_objective(recipe.algorithm, setting, recipe.model.reference is not None)
     else:
         objective = objectives.build(recipe.algorithm, setting)
     if recipe.refines:

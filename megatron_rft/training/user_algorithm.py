@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rft.config import Recipe
 from megatron_rft.config.algorithms.own import Own
 from megatron_rft.config.messages import explain
 from megatron_rft.config.sections import Section
@@ -19,19 +18,19 @@ CAN_NEED = ("old_logprobs", "ref_logprobs", "ref_kl", "reference", "values")
 OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `Own` has for every class
 
 
-def build_objective(recipe: Recipe, setting: Setting) -> PolicyObjective:
-    """The user's objective with its options.
+def build_objective(section: Own, setting: Setting, reference: bool) -> PolicyObjective:
+    """The user's objective with its options. `reference`: whether the recipe names one.
 
     Raises:
         ConfigError: the class or an option cannot be used.
     """
-    cls = _class(recipe.algorithm.objective)
-    options = _options(cls, recipe.algorithm)
+    cls = _class(section.objective)
+    options = _options(cls, section)
     try:
         objective = cls(options, setting)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{OPTION}: {cls.__name__} cannot be made with these options: {error}") from None
-    _check_needs(objective, recipe.critic is not None, recipe.model.reference is not None)
+    _check_needs(objective, setting.critic is not None, reference)
     return objective
 
 
