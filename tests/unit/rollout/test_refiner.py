@@ -208,17 +208,13 @@ def test_speed_alone(named):
 
 
 def test_groups_that_agree_are_refined_where_that_is_asked_for():
-    """DAPO leaves them out; with `agreeing` those that a refiner helped are in the batch."""
+    """Groups of one agree with themselves: DAPO leaves all of them out. The refiner helps one, which is then kept."""
     found = {}
     for agreeing in (False, True):
         objective = dynamic(made("dapo"), eta=0.1, agreeing=agreeing)
-        some = sampled(overlap=False, keep=objective.keep, group_size=2, agreeing=agreeing)
-        rewards = {}
-        for each in some.rollouts:
-            rewards.setdefault(each.place, set()).add(each.score.reward)
-        alike = {place for place, values in rewards.items() if len(values) == 1}
-        refined = {each.place for each in some.rollouts if each.refined and each.refined.kept} & alike
-        found[agreeing] = (alike, refined, alike & set(some.batch.groups.tolist()))
-    alike, refined, kept = found[True]
-    assert alike == found[False][0] and found[False][1:] == (set(), set())
-    assert refined == kept and len(kept) > 0
+        found[agreeing] = sampled(overlap=False, keep=objective.keep, group_size=1, agreeing=agreeing)
+    left_out, refined = found[False], found[True]
+    assert {each.unrefined for each in left_out.rollouts} == {NOT_TRAINED}
+    assert left_out.metrics["rollout/kept_groups"] == 0 and refined.metrics["rollout/kept_groups"] == 1
+    (helped,) = [each.place for each in refined.rollouts if each.refined]
+    assert refined.batch.groups.tolist() == [helped] and refined.batch.refined_lens.tolist() != [0]
