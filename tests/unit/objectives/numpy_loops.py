@@ -30,7 +30,8 @@ def estimate(kind: str, logp: float, ref: float, exact: float) -> float:
     if kind == "k2":
         return (logp - ref) ** 2 / 2
     if kind == "k3":
-        return math.exp(ref - logp) - (ref - logp) - 1
+        difference = min(max(ref - logp, -20.0), 20.0)
+        return min(math.exp(difference) - difference - 1, 10.0)
     return exact
 
 

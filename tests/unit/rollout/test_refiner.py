@@ -216,5 +216,5 @@ def test_groups_that_agree_are_refined_where_that_is_asked_for():
     left_out, refined = found[False], found[True]
     assert {each.unrefined for each in left_out.rollouts} == {NOT_TRAINED}
     assert left_out.metrics["rollout/kept_groups"] == 0 and refined.metrics["rollout/kept_groups"] == 1
-    (helped,) = [each.place for each in refined.rollouts if each.refined]
+    (helped,) = [each.prompt_index for each in refined.rollouts if each.refined]
     assert refined.batch.groups.tolist() == [helped] and refined.batch.refined_lens.tolist() != [0]
