@@ -13,7 +13,7 @@ from megatron_rft.config.sections import Count, Natural, Positive, Section
 ALWAYS = {"kind", "on_error", "on_nonfinite"}
 # What each kind reads besides.
 READS = {
-    "math": {"timeout_s", "workers"},
+    "math": {"timeout_s", "workers", "answer"},
     "code": {"timeout_s", "workers", "memory_mb", "without_container"},
     "tool": {"rules"},
     "choice": set(),
@@ -48,6 +48,9 @@ class Reward(Section):
     workers: Natural = 1
     """math: grading processes; 0: in this process, without a time limit. code: programs that run at one time,
     per rank."""
+    answer: Literal["boxed", "marked", "any"] = "marked"
+    """math: where an answer is read. boxed: the last \\boxed{} alone. marked: also "#### 5", "the answer is 5", and the
+    value that the response ends with. any: else the last number or formula. Votes read the same answer."""
     memory_mb: Count = 1024
     """code: address space of a program."""
     without_container: bool = False

@@ -69,7 +69,7 @@ class CodeReward:
         }
         return [scores[job] for job in jobs]
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None  # programs are not put to a vote
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def build(config: Any) -> Reward:
 def _math(config: Any) -> Reward:
     from megatron_rft.rewards.math import MathReward
 
-    return MathReward(timeout_s=config.timeout_s, workers=config.workers)
+    return MathReward(config.timeout_s, config.workers, config.answer)
 
 
 def _code(config: Any) -> Reward:

@@ -22,7 +22,7 @@ class ToolReward:
         except (BrokenReference, RecursionError) as error:
             return Score(0.0, error=f"the reference of problem {prompt.index}: {error}")
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         try:
             calls = tool_calls(text)
             return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True) if calls else None
