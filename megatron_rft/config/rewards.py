@@ -14,7 +14,7 @@ ALWAYS = {"kind", "on_error", "on_nonfinite"}
 # What each kind reads besides.
 READS = {
     "math": {"timeout_s", "workers", "answer"},
-    "code": {"timeout_s", "workers", "memory_mb", "without_container"},
+    "code": {"timeout_s", "row_timeout_s", "workers", "memory_mb", "without_container"},
     "tool": {"rules"},
     "choice": set(),
     "format": {"tags"},
@@ -43,8 +43,10 @@ class Reward(Section):
     on_nonfinite: Literal["drop", "stop"] = "stop"
     """When a reward is NaN or infinite: end the run, naming the response, or leave it out like a grader's failure."""
     timeout_s: Positive = 5.0
-    """math: of one response's grading. code: processor seconds of one run of a program, and twice that by the clock.
-    server: of one request."""
+    """math: of one response's grading. code: processor seconds of one test (one input of a script, one call of a
+    function), and twice that by the clock. server: of one request."""
+    row_timeout_s: Positive = 60.0
+    """code: processor seconds of all tests of a row together, and twice that by the clock."""
     workers: Natural = 1
     """math: grading processes; 0: in this process, without a time limit. code: programs that run at one time,
     per rank."""
@@ -95,6 +97,11 @@ class Reward(Section):
             raise at(needed, f"is required with kind {self.kind}")
         if self.kind == "code" and not self.workers:
             raise at("workers", "kind code runs programs in processes of their own: it takes 1 or more")
+        if self.kind == "code" and self.row_timeout_s < self.timeout_s:
+            raise at(
+                "row_timeout_s",
+                f"{self.row_timeout_s:g} s for all tests of a row is less than timeout_s={self.timeout_s:g} for one of them",
+            )
         if self.kind == "server" and not self.url.startswith(("http://", "https://")):
             raise at("url", f"{self.url!r} is no http:// or https:// address")
         if self.kind == "model":

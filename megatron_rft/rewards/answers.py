@@ -42,7 +42,9 @@ VALUE = re.compile(
     r"(?:[ -](?!(?:is|are|was|and|or|plus|minus|times|by|of|to|from|than)\b)[A-Za-z'²³]+){0,4}"
 )
 # Of a question: what stands between its formulas.
-PROSE = re.compile(r"(?<![\\{a-zA-Z])(?:[A-Za-z]{3,}|is|of|if|to|in|at|by|we|as|be|do|an|or|on|so|it|no)(?![a-zA-Z{])[,.?]?")
+PROSE = re.compile(
+    r"(?<![\\{a-zA-Z])(?:[A-Za-z]{3,}|is|of|if|to|in|at|by|we|as|be|do|an|or|on|so|it|no)(?![a-zA-Z{])[,.?]?"
+)
 FIRST = re.compile(
     r"(?:so|thus|therefore|hence|then)?,?\s*(?P<value>[-+]?\$?\d[\d,.]*)\s+is\s+(?:the|our|your)\s+(?:\w+\s+)?"
     r"(?:answer|result|solution|sum|difference|total|product)\b",
@@ -58,7 +60,9 @@ LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
 COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b.*", re.IGNORECASE)
 LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
-HEDGES = re.compile(r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|unknown|undefined|either|if|unless|between)\b", re.I)
+HEDGES = re.compile(
+    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|unknown|undefined|either|if|unless|between)\b", re.I
+)
 
 
 def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
@@ -216,7 +220,7 @@ def _sentence(text: str) -> str:
 
 def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
     """The text where it is a value: mathematics, a number with its unit, or, where it is stated, a few words."""
-    text = text.strip().strip("*_`\"").strip()
+    text = text.strip().strip('*_`"').strip()
     if not text or len(text) > LONGEST or HEDGES.search(text):
         return None
     if math := MATHS.match(text):

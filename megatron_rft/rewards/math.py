@@ -16,18 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
-<<<<<<< HEAD
-from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.answers import as_latex, compare_exactly, final_answer, normalise
-from megatron_rft.rewards.verify_worker import judge
-from megatron_rft.utils.errors import ConfigError
-=======
 import megatron_rft
-from megatron_rft.errors import ConfigError
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo, vote
 from megatron_rft.rewards.equivalence.worker import judge
->>>>>>> 453aa80 (Mathematics: reward.answer says where an answer is read; an own comparison part by part instead of math-verify's)
+from megatron_rft.utils.errors import ConfigError
 
 LONGEST = 1000  # characters of an answer that may be right, or four times its reference: 10^6 digits are not compared
 WORKER = "megatron_rft.rewards.equivalence.worker"

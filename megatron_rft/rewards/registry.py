@@ -27,7 +27,9 @@ def _math(config: Any) -> Reward:
 def _code(config: Any) -> Reward:
     from megatron_rft.rewards.code import CodeReward
 
-    reward = CodeReward(config.timeout_s, config.memory_mb, config.workers, config.without_container)
+    reward = CodeReward(
+        config.timeout_s, config.memory_mb, config.workers, config.without_container, config.row_timeout_s
+    )
     if os.environ.get("RANK", "0") == "0":
         print(f"programs run in {reward.isolation}", file=sys.stderr, flush=True)
     return reward

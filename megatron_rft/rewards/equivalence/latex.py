@@ -14,7 +14,9 @@ SYMBOLS = {
 ROOT = re.compile(r"√\s*(\d+|[a-z]|\([^()]*\))")
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\}|,\\!|\\,\\!)\s*(?=\d{3}(?!\d))")  # 4\,060 and 11,\! 111
 SPACED = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+")  # 4 060
-SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|quad|qquad|thinspace|medspace|hspace\{[^{}]*\}|hfill|displaystyle|textstyle)|~")
+SPACES = re.compile(
+    r"(?<!\\)\\(?:[,;:! ]|quad|qquad|thinspace|medspace|hspace\{[^{}]*\}|hfill|displaystyle|textstyle)|~"
+)
 DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]")  # \( \) \[ \]
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|bigl|bigr|limits|nolimits)(?![a-z])\.?")
 WORDS = re.compile(r"\\(?:text|mbox|textbf|textrm|textit|textsf|texttt|mathrm|mathsf|operatorname|hbox)\s*\{([^{}]*)\}")

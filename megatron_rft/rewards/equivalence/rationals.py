@@ -26,8 +26,16 @@ SLASHED = re.compile(
 NEGATIVE = re.compile(r"\\frac\{\s*(\d+)\s*\}\{\s*-\s*(\d+)\s*\}", re.ASCII)
 MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 LARGE = re.compile(rf"(?P<number>[+-]?{PLAIN})\s*(?:\\text\{{\s*)?(?P<word>{'|'.join(MULTIPLIERS)})\s*\}}?", re.ASCII)
-BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]*\d[0-9A-Za-z]*(?:\.[0-9]+)?)\s*_\s*(?:\{\s*(?P<b>\d+)\s*\}|(?P<d>\d+))", re.ASCII)
-NAMED = dict(zip("zero one two three four five six seven eight nine ten eleven twelve".split(), range(13), strict=True))
+BASED = re.compile(
+    r"(?P<digits>-?[0-9A-Za-z]*\d[0-9A-Za-z]*(?:\.[0-9]+)?)\s*_\s*(?:\{\s*(?P<b>\d+)\s*\}|(?P<d>\d+))", re.ASCII
+)
+NAMED = dict(
+    zip(
+        ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
+        range(13),
+        strict=True,
+    )
+)
 
 
 @dataclass(frozen=True)

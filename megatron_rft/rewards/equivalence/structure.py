@@ -11,32 +11,23 @@ in the answer. Only the smallest parts are asked of the algebra.
 import re
 
 from megatron_rft.rewards.equivalence import algebra
+from megatron_rft.rewards.equivalence.intervals import BUILDER, intervals, is_name
 from megatron_rft.rewards.equivalence.latex import one_spelling, split, squeeze
 from megatron_rft.rewards.equivalence.rationals import based, number, rounds_to, same_number
+from megatron_rft.rewards.equivalence.units import differ, without_unit
 
 SEVERAL = r",(?!\d{3}(?!\d))|,\s|;|\\text\{\s*(?:,?\s*(?:and|or)),?\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])"
 COMMAS = r",|;"
 RELATION = r"\\approx(?![a-z])|=|\\equiv(?![a-z])"
-ORDER = r"\\le(?![a-z])|\\ge(?![a-z])|<|>"
-MATRIX = re.compile(r"\\begin\{(p|b|B|v|V|small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\w*(?:matrix|array)\}", re.S)
-BUILDER = re.compile(r"\\\{\s*\(?\s*(?P<name>[a-zA-Z])\s*\)?\s*(?:\\in\s*\S+\s*)?[|:]\s*(?P<condition>.*)\\\}", re.S)
-MEMBER = re.compile(r"^\(?[a-zA-Z]\)?\s*\\in(?![a-z])\s*")
+MATRIX = re.compile(
+    r"\\begin\{(p|b|B|v|V|small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\w*(?:matrix|array)\}", re.S
+)
 LETTER = re.compile(r"\(?\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?")
 WORDS = re.compile(r"(?:\\text\{)?\s*([A-Za-z][A-Za-z' -]+)\}?(?:\s+[A-Z])?")
-UNIT = re.compile(
-    r"(?P<value>.*[\d})!\]])\s*(?P<unit>(?:\\text\{[^{}\d]*\}|(?<=[\d})\s])(?:[a-zA-Z]{2,}|[mgshLNJWVAKCFl](?![a-zA-Z]))"
-    r"(?:[ ./]+[a-zA-Z]+)*)(?:\s*\^\s*\{?(?P<power>[23])\}?)?|°\s*[CF]?)"
+FILLER = set(
+    "the final answer is are value values of so thus therefore hence result equals equal we get total a an it solution "
+    "solutions sum there approximately about".split()
 )
-NO_UNIT = {"or", "and", "not", "maybe", "perhaps", "possibly", "either", "else", "but", "if", "mod", "base", "plus",
-           "minus", "times", "over", "less", "is", "are", "was", "by", "of", "from", "more", "than", "to", "dozen", "hundred", "thousand", "million", "billion",
-           "trillion", "pi", "sqrt", "sin", "cos", "tan", "log", "ln"}  # fmt: skip
-FILLER = set("the final answer is are value values of so thus therefore hence result equals equal we get total a an it "
-             "solution solutions sum there approximately about".split())  # fmt: skip
-MEASURES = [{"cm", "centimeter", "centimetre"}, {"mm", "millimeter", "millimetre"}, {"m", "meter", "metre"},
-            {"km", "kilometer", "kilometre"}, {"in", "inch", "inche"}, {"ft", "foot", "feet"}, {"mi", "mile"},
-            {"s", "sec", "second"}, {"min", "minute"}, {"h", "hr", "hour"}, {"day"}, {"week"}, {"year", "yr"},
-            {"g", "gram"}, {"kg", "kilogram"}, {"l", "liter", "litre"}, {"ml", "milliliter"}, {"cent"},
-            {"dollar"}]  # fmt: skip
 ASKS_PERCENT = re.compile(
     r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"
     r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|%|\\%)",
@@ -56,7 +47,7 @@ def value_of(answer: str) -> str:
     if len(several := _several(text)) > 1:
         return ", ".join(map(value_of, several))
     text = split(text, RELATION)[-1]
-    found = number(text) or number(_without_unit(text)[0])
+    found = number(text) or number(without_unit(text)[0])
     if found is not None:
         return f"{found.value}"
     return squeeze(text)
@@ -97,15 +88,15 @@ def _words(wanted: str, got: str, percent: bool) -> bool | None:
 
 
 def _numbers(wanted: str, got: str, percent: bool) -> bool | None:
-    reference = number(wanted) or number(_without_unit(wanted)[0])
+    reference = number(wanted) or number(without_unit(wanted)[0])
     if reference is None:
         return None
     answer = number(got)
     if answer is None:
         if len(split(got, RELATION)) > 1:
             return None
-        value, unit = _without_unit(got)
-        if _differ(_without_unit(wanted)[1], unit):
+        value, unit = without_unit(got)
+        if differ(without_unit(wanted)[1], unit):
             return False
         answer = number(value)
     if answer is None:
@@ -116,31 +107,6 @@ def _numbers(wanted: str, got: str, percent: bool) -> bool | None:
         parts = (reference, answer) if answer.percent else (answer, reference)
         return parts[0].value == parts[1].value * 100
     return False if "," not in wanted or "," not in got or (", " in wanted) == (", " in got) else None
-
-
-def _without_unit(text: str) -> tuple[str, str]:
-    """"864 \\text{inches}^2" -> ("864", "inches^2"). The unit is "" where there is none."""
-    found = UNIT.fullmatch(text)
-    if found is None:
-        return text, ""
-    unit = re.sub(r"\\text|[{}]|\s+", " ", found["unit"]).strip()
-    words = re.findall("[a-z]+", unit.lower())
-    if set(words) & NO_UNIT or len(words) > 4:
-        return text, ""
-    return found["value"].strip(), unit
-
-
-def _differ(unit: str, other: str) -> bool:
-    """Two units of measure that cannot be the same: cm and m, cm^2 and cm^3."""
-
-    def measure(text: str) -> tuple[int, str] | None:
-        name = re.sub(r"[^a-z]", "", text.lower()).removesuffix("s") or text
-        power = re.search(r"[23]$", text)
-        known = next((k for k, names in enumerate(MEASURES) if name in names or text.lower() in names), None)
-        return None if known is None else (known, power[0] if power else "1")
-
-    first, second = measure(unit), measure(other)
-    return first is not None and second is not None and first != second
 
 
 def _bases(wanted: str, got: str, percent: bool) -> bool | None:
@@ -172,22 +138,18 @@ def _members(wanted: str, got: str, percent: bool) -> bool | None:
             return True
         return len(ours) == len(theirs) == 3 and algebra.proportional((ours[0], ours[2]), (theirs[0], theirs[2]))
     if len(ours) > 1:
-        return _is_name(ours[0]) and _same(ours[-1], got, percent)
+        return is_name(ours[0]) and _same(ours[-1], got, percent)
     if _same(wanted, theirs[-1], percent):
         return True
     return _is_rounded(theirs) and not unevaluated(theirs[-3], wanted) and _same(wanted, theirs[-3], percent)
 
 
-def _is_name(text: str) -> bool:
-    """x, f(x), C, S_n: what an equation defines."""
-    return re.fullmatch(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\([a-z](?:, ?[a-z])*\))?", text.strip()) is not None
-
-
 def _contradicts(chain: list[str]) -> bool:
     """18 = 17. A rounding contradicts nothing, nor do sums whose value is not written."""
-    numbers = [found for member in chain[::2] if (found := number(_without_unit(member)[0]))]
+    numbers = [found for member in chain[::2] if (found := number(without_unit(member)[0]))]
+    rounded = "\\approx" in chain
     return any(
-        not (same_number(a, b) or (b.places and rounds_to(a.value, b)) or ("\\approx" in chain and rounds_to(a.value, b)))
+        not same_number(a, b) and not ((b.places or rounded) and rounds_to(a.value, b))
         for a, b in zip(numbers, numbers[1:], strict=False)
     )
 
@@ -204,41 +166,10 @@ def _is_rounded(chain: list[str]) -> bool:
 
 def _unions(wanted: str, got: str, percent: bool) -> bool | None:
     """Intervals, however they are written, and unions of them."""
-    ours, theirs = _intervals(wanted), _intervals(got)
+    ours, theirs = intervals(wanted), intervals(got)
     if len(ours) == 1 and len(theirs) == 1 and (ours[0], theirs[0]) == (wanted, got):
         return None
     return _any_order(ours, theirs, percent)
-
-
-def _intervals(text: str) -> list[str]:
-    text = MEMBER.sub("", text)
-    if found := BUILDER.fullmatch(text):
-        text = MEMBER.sub("", found["condition"].strip())
-    parts = split(text, r"\\cup(?![a-z])")[::2]
-    if len(parts) == 1:
-        alternatives = split(text, r"\\text\{\s*or\s*\}|(?<![a-z])or(?![a-z])|\\lor(?![a-z])|,(?=[^,]*[<>])|,(?=[^,]*\\[lg]e)")[::2]
-        if all(len(split(each, ORDER)) > 1 for each in alternatives):
-            parts = alternatives
-    return [_interval(part) for part in parts]
-
-
-def _interval(text: str) -> str:
-    r"""-2 \le x < 1 -> [-2, 1). What is no such inequality stays as it is."""
-    parts = split(text, ORDER)
-    less = {"<": ("(", ")"), r"\le": ("[", "]")}
-    if len(parts) == 5 and parts[1] in less and parts[3] in less and _is_name(parts[2]):
-        return f"{less[parts[1]][0]}{parts[0]}, {parts[4]}{less[parts[3]][1]}"
-    if len(parts) == 5 and parts[1] in (">", r"\ge") and parts[3] in (">", r"\ge"):
-        back = {">": "<", r"\ge": r"\le"}
-        return _interval(f"{parts[4]} {back[parts[3]]} {parts[2]} {back[parts[1]]} {parts[0]}")
-    if len(parts) == 3:
-        left, sign, right = parts
-        if _is_name(right) and not _is_name(left):
-            left, right, sign = right, left, {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}[sign]
-        if _is_name(left):
-            lower = {">": "(", r"\ge": "["}.get(sign)
-            return f"{lower}{right}, \\infty)" if lower else rf"(-\infty, {right}{less[sign][1]}"
-    return text
 
 
 def _several(text: str) -> list[str]:
@@ -263,21 +194,17 @@ def _signs(part: str) -> list[str]:
 def _listed(wanted: str, got: str, percent: bool) -> bool | None:
     ours, theirs = _several(wanted), _several(got)
     a_set = wanted.startswith(r"\{") or got.startswith(r"\{")
-    if len(ours) == 1 and len(theirs) == 1:
-        if not a_set:
-            return None
-        return None if (ours[0], theirs[0]) == (wanted, got) else _same(ours[0], theirs[0], percent)
+    if len(ours) == len(theirs) == 1:
+        return _same(ours[0], theirs[0], percent) if (ours[0], theirs[0]) != (wanted, got) else None
     if len(theirs) == 1 and not a_set:  # (3, 5) for 3, 5
-        bare = _bare(got)
-        theirs = _parts(bare) if bare else theirs
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+        return _in_order(ours, _parts(_bare(got) or got))
     if len(ours) == 1:
-        bare = _bare(wanted)
-        if a_set or not bare or "[" in wanted[:1] or "]" in wanted[-1:]:
-            return False
-        ours = _parts(bare)
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+        return not a_set and not re.search(r"^\[|\]$", wanted) and _in_order(_parts(_bare(wanted) or wanted), theirs)
     return _any_order(ours, theirs, percent)
+
+
+def _in_order(ours: list[str], theirs: list[str]) -> bool:
+    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
 
 
 def _any_order(ours: list[str], theirs: list[str], percent: bool) -> bool:
@@ -294,10 +221,14 @@ def _any_order(ours: list[str], theirs: list[str], percent: bool) -> bool:
 
 def _bare(text: str) -> str:
     r"""Inside of (a, b), [a, b] or \langle a, b \rangle; "" for what is none of them."""
-    text = text.strip().replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = _round(text)
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or len(_parts(text[1:-1])) < 2:
         return ""
-    return text[1:-1] if split(text[1:-1], "$ ")[-1] and _balanced(text[1:-1]) else ""
+    return text[1:-1] if _balanced(text[1:-1]) else ""
+
+
+def _round(text: str) -> str:
+    return text.replace(r"\langle", "(").replace(r"\rangle", ")").strip()
 
 
 def _balanced(text: str) -> bool:
@@ -316,16 +247,11 @@ def _parts(text: str) -> list[str]:
 def _ordered(wanted: str, got: str, percent: bool) -> bool | None:
     """Points, vectors and intervals."""
     first, second = _bare(wanted), _bare(got)
-    if not first and not second:
-        return None
     if not first or not second:
-        matrix = MATRIX.fullmatch(got if first else wanted)
-        return None if matrix else False
+        return None if not first and not second or MATRIX.fullmatch(got if first else wanted) else False
     ours, theirs = _parts(first), _parts(second)
-    brackets = [text.replace(r"\langle", "(").replace(r"\rangle", ")") for text in (wanted, got)]
-    if len(ours) == 2 and (brackets[0][0], brackets[0][-1]) != (brackets[1][0], brackets[1][-1]):
-        return False
-    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    brackets = [_round(text)[0] + _round(text)[-1] for text in (wanted, got)]
+    return (len(ours) != 2 or brackets[0] == brackets[1]) and _in_order(ours, theirs)
 
 
 def _matrices(wanted: str, got: str, percent: bool) -> bool | None:
@@ -372,28 +298,23 @@ def _ratios(wanted: str, got: str, percent: bool) -> bool | None:
 
 
 def _formulas(wanted: str, got: str, percent: bool) -> bool:
-    ours, unit = _without_unit(wanted)
-    theirs, other = _without_unit(got)
-    if _differ(unit, other):
+    (ours, unit), (theirs, other) = without_unit(wanted), without_unit(got)
+    if differ(unit, other):
         return False
-    wanted, got = (ours, theirs) if unit or (other and not re.search("[a-zA-Z]", re.sub(r"\\[a-z]+", "", ours))) else (wanted, got)
-    texts = [text for text in (wanted, got) if "\\text" in text]
-    if texts or re.search(r"[=<>]|\\[lg]e(?![a-z])|\\ne(?![a-z])", got):
-        return False
-    if unevaluated(got, wanted):
+    if unit or (other and not re.search("[a-zA-Z]", re.sub(r"\\[a-z]+", "", ours))):
+        wanted, got = ours, theirs
+    if "\\text" in wanted + got or re.search(r"[=<>]|\\(?:le|ge|ne)(?![a-z])", got) or unevaluated(got, wanted):
         return False
     return algebra.equal(wanted, got)
 
 
 def unevaluated(got: str, wanted: str) -> bool:
-    """A sum or product of plain numbers, where the reference is its value: 57 + 87 for 144. A power is a value."""
-    if re.search(r"[+\-]|\\cdot|/", number_free(wanted)) or not number(_without_unit(wanted)[0]):
+    """A sum or product of plain numbers, where the reference is its value: 57 + 87 for 144. A power is a value, and so
+    are a quotient and a mixed number where the reference is a fraction."""
+    reference = number(without_unit(wanted)[0])
+    if not reference or number(got) or re.search(r"[a-zA-Z!^]", re.sub(r"\\(?:cdot|frac|div)(?![a-z])", "", got)):
         return False
-    if re.search(r"[a-zA-Z!^]", re.sub(r"\\(?:cdot|frac|div|left|right)(?![a-z])", "", got)):
+    if reference.value.denominator > 1 and re.fullmatch(r"\d+ ?\+ ?\\frac\{\d+\}\{\d+\}", got):
         return False
-    return re.search(r"[\d)}]\s*(?:[+\-/]|\\cdot|\\div)\s*[-+({\d\\.]", got) is not None and number(got) is None
-
-
-def number_free(text: str) -> str:
-    """The operators of a text that is more than one number."""
-    return "" if number(_without_unit(text)[0]) else text
+    signs = r"[+\-/]|\\cdot|\\div" if reference.value.denominator == 1 else r"[+\-]"
+    return re.search(rf"[\d)}}]\s*(?:{signs})\s*[-+({{\d\\.]", got) is not None

@@ -70,7 +70,10 @@ SAME = [
     (r"\left[ \frac{\pi}{4}, \frac{3 \pi}{4} \right]", r"[0.25\pi, 0.75\pi]"),
     ("2500,7500", "7500 and 2500"),
     ("-3,0", "x = -3 or x = 0"),
-    (r"$\frac{1}{4}\overrightarrow{a} + \frac{1}{2}\overrightarrow{b}$ and $\frac{13}{24}$", r"\frac14\vec{a}+\frac12\vec{b}, \frac{13}{24}"),
+    (
+        r"$\frac{1}{4}\overrightarrow{a} + \frac{1}{2}\overrightarrow{b}$ and $\frac{13}{24}$",
+        r"\frac14\vec{a}+\frac12\vec{b}, \frac{13}{24}",
+    ),
     ("46r", "46 r"),
     ("n(n-1)", "n^2-n"),
     (r"\text{empty}", "empty"),

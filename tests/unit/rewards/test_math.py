@@ -7,21 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-<<<<<<< HEAD
-=======
 from megatron_rft.config.rewards import Reward
-from megatron_rft.errors import ConfigError
->>>>>>> 453aa80 (Mathematics: reward.answer says where an answer is read; an own comparison part by part instead of math-verify's)
 from megatron_rft.records import Prompt
 from megatron_rft.rewards import build
 from megatron_rft.rewards.answers import compare_exactly
-from megatron_rft.rewards.math import MathReward
-<<<<<<< HEAD
-from megatron_rft.rewards.verify_worker import judge
-from megatron_rft.utils.errors import ConfigError
-=======
 from megatron_rft.rewards.equivalence.worker import judge
->>>>>>> 453aa80 (Mathematics: reward.answer says where an answer is read; an own comparison part by part instead of math-verify's)
+from megatron_rft.rewards.math import MathReward
+from megatron_rft.utils.errors import ConfigError
 
 
 def prompts(*answers: str) -> list[Prompt]:
