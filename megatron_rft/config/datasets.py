@@ -53,6 +53,7 @@ DATASETS = {
     "rlla": Known("tool", "emrecanacikgoz/ToolRL", rules="rlla"),
     "bfcl": Known("tool", "gorilla-llm/Berkeley-Function-Calling-Leaderboard", files="BFCL_*.json", rules="bfcl"),
     "api_bank": Known("tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"),
+    "sdpo_tools": Known("tool", rules="exact"),
     "sciknoweval": Known("choice", "hicai-zju/SciKnowEval", subset="v2"),
     "prompt_collection": Known("model", "OpenRLHF/prompt-collection-v0.1"),
 }

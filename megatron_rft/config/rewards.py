@@ -57,8 +57,9 @@ class Reward(Section):
     """code: address space of a program."""
     without_container: bool = False
     """code: run programs even where no container works. They can then read this machine's files."""
-    rules: Literal["rlla", "bfcl"] = "rlla"
-    """tool: rlla, partial credit from -3 to 4 as ToolRL has it. bfcl: 1 or 0 by the Berkeley leaderboard's rules."""
+    rules: Literal["rlla", "bfcl", "exact"] = "rlla"
+    """tool: rlla, partial credit from -3 to 4 as ToolRL has it. bfcl: 1 or 0 by the Berkeley leaderboard's rules.
+    exact: 1 where the calls are the reference's, in any order, else 0."""
     tags: list[str] = []
     """format: each of them once, in this order, such as [think, answer]."""
     model: str | None = None
@@ -100,7 +101,7 @@ class Reward(Section):
         if self.kind == "code" and self.row_timeout_s < self.timeout_s:
             raise at(
                 "row_timeout_s",
-                f"{self.row_timeout_s:g} s for all tests of a row is less than timeout_s={self.timeout_s:g} for one of them",
+                f"{self.row_timeout_s:g} s for all tests of a row, less than timeout_s={self.timeout_s:g} for one",
             )
         if self.kind == "server" and not self.url.startswith(("http://", "https://")):
             raise at("url", f"{self.url!r} is no http:// or https:// address")

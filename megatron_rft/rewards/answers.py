@@ -1,8 +1,8 @@
 r"""What a response gives as its answer. Text only: nothing here imports sympy.
 
     boxed    the last \boxed{...} alone
-    marked   a box; else "#### ..."; else <answer>...</answer>; else "the answer is ..."; else the last line, where it is
-             a bare value or says one ("57 + 87 = 144.", "She has 12 apples."); else what the response says that a
+    marked   a box; else "#### ..."; else <answer>...</answer>; else "the answer is ..."; else the last line, where it
+             is a bare value or says one ("57 + 87 = 144.", "She has 12 apples."); else what the response says that a
              formula of the question is
     any      as marked, else the last number or formula
 
@@ -32,7 +32,8 @@ MARK = re.compile(
 )
 END = re.compile(r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b")
 VERB = re.compile(
-    r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|costs?|"
+    r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
+    r"costs?|"
     r"earns?|needs?|takes?|paid|pays?|spends?|spent|same as|(?:equal|equals|up|comes|amounts|adds|sums) to|total of)\b"
     r"\s*(?:exactly|simply|therefore|then|now)?|:|→|⇒|=>",
     re.IGNORECASE,
@@ -53,7 +54,8 @@ FIRST = re.compile(
 SENTENCES = re.compile(r"(?<=[^\d\s])[.!?](?:\s|$)|(?<=\d)[.?](?:\s|$)")
 EQUALS = re.compile(r"=|≈|\\approx")
 EQUATION = re.compile(
-    r"(?P<formula>[-(]?\d[\d\s.()+*/^×÷−-]*[\d)])\s*(?:=|,? which is|is|equals|is equal to)\s*\$?(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
+    r"(?P<formula>[-(]?\d[\d\s.()+*/^×÷−-]*[\d)])\s*(?:=|,? which is|is|equals|is equal to)\s*\$?"
+    r"(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
 )
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
@@ -211,10 +213,8 @@ def _chain(sentence: str) -> str | None:
 
 def _sentence(text: str) -> str:
     """Up to its end, which is not within mathematics."""
-    if math := MATHS.match(text):
-        end = END.search(text, math.end())
-    else:
-        end = END.search(text)
+    math = MATHS.match(text)
+    end = END.search(text, math.end() if math else 0)
     return text[: end.start()] if end else text
 
 
@@ -223,7 +223,7 @@ def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None
     text = text.strip().strip('*_`"').strip()
     if not text or len(text) > LONGEST or HEDGES.search(text):
         return None
-    if math := MATHS.match(text):
+    if MATHS.match(text):
         rest = MATHS.sub("", text).strip(" .,")
         return _clean(text) if not rest or len(rest.split()) <= 4 else None
     number_of_words = len(re.findall(r"(?<![\\a-zA-Z])[A-Za-z]{2,}", re.sub(r"\\[a-zA-Z]+\{?", "", text)))

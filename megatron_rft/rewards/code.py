@@ -40,8 +40,8 @@ class BrokenTests(ValueError):
 
 
 class CodeReward:
-    """`timeout_s`, `row_timeout_s`: processor seconds of one test (an input of a script, a call of a function) and of all
-    tests of a row; twice that by the clock."""
+    """`timeout_s`, `row_timeout_s`: processor seconds of one test (an input of a script, a call of a function) and of
+    all tests of a row; twice that by the clock."""
 
     maximum = 1.0
 

@@ -52,7 +52,9 @@ def equivalents(reference: str) -> Iterator[tuple[str, str]]:
     yield "boxed", rf"So the answer is $\boxed{{{bare}}}$."
     yield "answer is", f"Therefore, the answer is ${bare}$."
     yield "display", f"\\[\\boxed{{{bare}}}\\]"
-    spaced = bare if "begin" in bare or "\\!" in bare or number(one_spelling(bare)) else re.sub("([+=,])", r" \1 ", bare)
+    spaced = (
+        bare if "begin" in bare or "\\!" in bare or number(one_spelling(bare)) else re.sub("([+=,])", r" \1 ", bare)
+    )
     yield "more spaces", rf"\boxed{{ {spaced} }}"
     if "\\frac" in bare:
         yield "dfrac", "\\boxed{" + bare.replace("\\frac", "\\dfrac") + "}"
@@ -138,7 +140,9 @@ def cases(folder: Path, rows: int) -> list[Case]:
     found: dict[Case, None] = {}
     for (question, reference), (_, other) in zip(table, table[1:] + table[:1], strict=True):
         found |= {(how, question, reference, text, True): None for how, text in equivalents(reference)}
-        found |= {(how, question, reference, text, False): None for how, text in wrong_answers(question, reference, other)}
+        found |= {
+            (how, question, reference, text, False): None for how, text in wrong_answers(question, reference, other)
+        }
     return list(found)
 
 
@@ -175,7 +179,9 @@ def _extracted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    text = re.sub(r"\\!|\\left|\\right|\\\$|\$|\^\{?\\circ\}?|\\%|%|\\text\{.*?\}$|\\mbox\{.*?\}|\n", "", text.rstrip("."))
+    text = re.sub(
+        r"\\!|\\left|\\right|\\\$|\$|\^\{?\\circ\}?|\\%|%|\\text\{.*?\}$|\\mbox\{.*?\}|\n", "", text.rstrip(".")
+    )
     text = re.sub(r"\\[td]frac", r"\\frac", text).replace("\\{", "{").replace("\\}", "}").replace("bmatrix", "pmatrix")
     text = re.sub(r"\\text\{(.*?)\}", r"\1", text)
     text = re.sub(r"[xyz]\s*=|\band\b|\bunits\b", "", text)
@@ -238,7 +244,9 @@ def main() -> None:
         kinds = Counter((case[4], case[0]) for case, _ in errors)
         negatives = sum(case[4] for case, _ in errors)
         print(f"\n{name}: {negatives} false negatives, {len(errors) - negatives} false positives, {seconds:.0f} s")
-        print("  " + ", ".join(f"{how} {count} ({'-' if is_right else '+'})" for (is_right, how), count in kinds.items()))
+        print(
+            "  " + ", ".join(f"{how} {count} ({'-' if is_right else '+'})" for (is_right, how), count in kinds.items())
+        )
         for (how, _, reference, text, is_right), _ in errors[: 40 if name == "ours" else 0]:
             print(f"  {'false negative' if is_right else 'false positive'}, {how}: {reference!r}: {text!r}")
 

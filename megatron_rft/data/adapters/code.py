@@ -89,7 +89,8 @@ def humaneval(fields: Fields) -> Row:
     if fields.has("plus_input"):
         tests = _against_reference(fields, name, solution)
     else:
-        tests = {"kind": "assert", "code": f"{_without_numpy(fields.text('test'))}\ncheck({name})", "names": [name]}
+        code = f"{_without_numpy(fields.text('test'))}\ncheck({name})"
+        tests = {"kind": "assert", "code": code, "names": [name]}
         if not _asserts(tests["code"]):
             return NO_ASSERTION
     # Imports and helpers that stand before the function which is asked for.

@@ -1,4 +1,4 @@
-r"""One spelling for what an answer may be written in: "\dfrac12", "\frac{1}{2}" and "½" become "\frac{1}{2}". Text only."""
+r"""One spelling of an answer: "\dfrac12", "\frac{1}{2}" and "½" become "\frac{1}{2}". Text only."""
 
 import re
 import unicodedata

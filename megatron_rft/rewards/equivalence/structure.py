@@ -1,5 +1,5 @@
-r"""Answers part by part: what is a list, a set, a tuple, an interval, a matrix or an equation in the reference must be so
-in the answer. Only the smallest parts are asked of the algebra.
+r"""Answers part by part: what is a list, a set, a tuple, an interval, a matrix or an equation in the reference must be
+so in the answer. Only the smallest parts are asked of the algebra.
 
     3, 5          several values, in any order; \{3, 5\} is the same
     (3, 5)        in this order; brackets must be the same where one of them is square
@@ -25,8 +25,35 @@ MATRIX = re.compile(
 LETTER = re.compile(r"\(?\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?")
 WORDS = re.compile(r"(?:\\text\{)?\s*([A-Za-z][A-Za-z' -]+)\}?(?:\s+[A-Z])?")
 FILLER = set(
-    "the final answer is are value values of so thus therefore hence result equals equal we get total a an it solution "
-    "solutions sum there approximately about".split()
+    [
+        "the",
+        "final",
+        "answer",
+        "is",
+        "are",
+        "value",
+        "values",
+        "of",
+        "so",
+        "thus",
+        "therefore",
+        "hence",
+        "result",
+        "equals",
+        "equal",
+        "we",
+        "get",
+        "total",
+        "a",
+        "an",
+        "it",
+        "solution",
+        "solutions",
+        "sum",
+        "there",
+        "approximately",
+        "about",
+    ]
 )
 ASKS_PERCENT = re.compile(
     r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"

@@ -3,21 +3,77 @@
 import re
 
 UNIT = re.compile(
-    r"(?P<value>.*[\d})!\]])\s*(?P<unit>(?:\\text\{[^{}\d]*\}|(?<=[\d})\s])(?:[a-zA-Z]{2,}|[mgshLNJWVAKCFl](?![a-zA-Z]))"
+    r"(?P<value>.*[\d})!\]])\s*(?P<unit>(?:\\text\{[^{}\d]*\}|(?<=[\d})\s])"
+    r"(?:[a-zA-Z]{2,}|[mgshLNJWVAKCFl](?![a-zA-Z]))"
     r"(?:[ ./]+[a-zA-Z]+)*)(?:\s*\^\s*\{?(?P<power>[23])\}?)?|°\s*[CF]?)"
 )
 # Words behind a number that are no unit of it: they say something else about it.
 NO_UNIT = set(
-    "or and not maybe perhaps possibly either else but if mod base plus minus times over less more than is are was by of "
-    "from to dozen hundred thousand million billion trillion pi sqrt sin cos tan log ln".split()
+    [
+        "or",
+        "and",
+        "not",
+        "maybe",
+        "perhaps",
+        "possibly",
+        "either",
+        "else",
+        "but",
+        "if",
+        "mod",
+        "base",
+        "plus",
+        "minus",
+        "times",
+        "over",
+        "less",
+        "more",
+        "than",
+        "is",
+        "are",
+        "was",
+        "by",
+        "of",
+        "from",
+        "to",
+        "dozen",
+        "hundred",
+        "thousand",
+        "million",
+        "billion",
+        "trillion",
+        "pi",
+        "sqrt",
+        "sin",
+        "cos",
+        "tan",
+        "log",
+        "ln",
+    ]
 )
 MEASURES = [
     set(names.split())
-    for names in (
-        "cm centimeter centimetre|mm millimeter millimetre|m meter metre|km kilometer kilometre|in inch inche|"
-        "ft foot feet|mi mile|s sec second|min minute|h hr hour|day|week|yr year|g gram|kg kilogram|l liter litre|"
-        "ml milliliter|cent|dollar"
-    ).split("|")
+    for names in [
+        "cm centimeter centimetre",
+        "mm millimeter millimetre",
+        "m meter metre",
+        "km kilometer kilometre",
+        "in inch inche",
+        "ft foot feet",
+        "mi mile",
+        "s sec second",
+        "min minute",
+        "h hr hour",
+        "day",
+        "week",
+        "yr year",
+        "g gram",
+        "kg kilogram",
+        "l liter litre",
+        "ml milliliter",
+        "cent",
+        "dollar",
+    ]
 ]
 
 

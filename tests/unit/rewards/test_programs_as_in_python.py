@@ -1,4 +1,4 @@
-"""Tests of a row work across the two processes as they would in one: arguments that change, objects, iterators, callbacks."""
+"""Tests of a row work across two processes as in one: arguments that change, objects, iterators, callbacks."""
 
 import json
 import time
@@ -50,11 +50,13 @@ RIGHT = {
     "generators": (
         "def gen():\n    n = 0\n    while True:\n        yield n\n        n += 1\ndef three(): return iter([1, 2, 3])",
         "g = gen()\nassert next(g) == 0\nassert next(g) == 1\nfrom itertools import islice\n"
-        "assert list(islice(g, 600)) == list(range(2, 602))\nassert sorted(three()) == [1, 2, 3]\nassert three() == [1, 2, 3]",
+        "assert list(islice(g, 600)) == list(range(2, 602))\nassert sorted(three()) == [1, 2, 3]\n"
+        "assert three() == [1, 2, 3]",
     ),
     "a generator that raises": (
         "def gen():\n    yield 1\n    yield 2\n    raise ValueError('end')",
-        "got = []\ntry:\n    for x in gen(): got.append(x)\n    assert False\nexcept ValueError: pass\nassert got == [1, 2]",
+        "got = []\ntry:\n    for x in gen(): got.append(x)\n    assert False\n"
+        "except ValueError: pass\nassert got == [1, 2]",
     ),
     "a callback": (
         "def apply(f, xs): return [f(x) for x in xs]\ndef twice(f): return lambda x: f(f(x))",
@@ -126,8 +128,9 @@ def test_judging_has_a_limit_of_its_own(keys, reward):
 
 
 def test_a_limit_for_each_test_and_one_for_the_row(reward):
-    """Ten calls of 0.4 s are right under 1 s a test and 6 s a row; 20 are too long for the row, and one of 2 s for a test."""
-    busy = "import time\ndef f(s):\n    end = time.process_time() + s\n    while time.process_time() < end: pass\n    return 1"
+    """Eight calls of 0.4 s are right under 1 s a test and 6 s a row; 30 are too long for the row, 2 s for a test."""
+    busy = "import time\ndef f(s):\n    end = time.process_time() + s\n"
+    busy += "    while time.process_time() < end: pass\n    return 1"
     assert grade(reward, busy, "for _ in range(8): assert f(0.4) == 1").reward == 1.0
     row = grade(reward, busy, "for _ in range(30): assert f(0.4) == 1")
     assert row.details["tier"] == "time-out" and "not all tests ended within 6 s" in row.reason

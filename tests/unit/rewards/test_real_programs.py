@@ -90,7 +90,9 @@ def adapted(name: str, adapter: str) -> list[tuple[dict, str]]:
     return [(row["tests"], row["solution"]) for row in found if "unusable" not in row]
 
 
-@pytest.mark.parametrize(("name", "adapter"), [("humaneval_plus_full_sample", "humaneval_plus"), ("humaneval", "humaneval")])
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("humaneval_plus_full_sample", "humaneval_plus"), ("humaneval", "humaneval")]
+)
 def test_canonical_solutions_pass_with_the_default_limits(name, adapter):
     try:
         reward = CodeReward(workers=2)

@@ -169,7 +169,10 @@ class _Module:
 
     def _call(self, message: dict) -> dict:
         function = self._target(message["target"])
-        arguments, named = wire.decode(message["args"], self._target), dict(wire.decode(message["kwargs"], self._target))
+        arguments, named = (
+            wire.decode(message["args"], self._target),
+            dict(wire.decode(message["kwargs"], self._target)),
+        )
         value = function(*arguments, **named)
         same = next((k for k, each in enumerate(arguments) if each is value and _changes(each)), None)
         answer = {"value": wire.encode(value, self._reference) if same is None else {"argument": same}}

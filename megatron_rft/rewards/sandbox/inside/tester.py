@@ -188,7 +188,9 @@ class Client:
         except wire.Closed:
             raise
         except Exception as error:
-            known = next((each.__name__ for each in type(error).__mro__ if hasattr(builtins, each.__name__)), "Exception")
+            known = next(
+                (each.__name__ for each in type(error).__mro__ if hasattr(builtins, each.__name__)), "Exception"
+            )
             return {"returned": None, "error": known, "message": str(error)[:500]}
 
     def _object(self, what: Any) -> Any:
