@@ -1,7 +1,7 @@
 r"""Mathematics graders side by side, on references of real benchmarks: python tools/bench/graders.py FOLDER [ROWS]
 
-Each reference is written in other ways that mean the same, and as answers that are wrong; a grader errs by a false negative on
-the former and a false positive on the latter. FOLDER holds rows as JSON lines (math500.jsonl, olympiadbench.jsonl ...).
+Each reference is written in other ways that mean the same, and as answers that are wrong; a grader errs by a false
+negative on the former and a false positive on the latter. FOLDER holds rows as JSON lines (math500.jsonl ...).
 
     ours           reward.kind=math with reward.answer=marked
     math-verify    its `parse` and `verify`, as its README calls them
@@ -120,9 +120,9 @@ def wrong_answers(question: str, reference: str, other: str) -> Iterator[tuple[s
         yield "rounded", rf"\boxed{{{_rounded(clean) or 3.14159265}}}"
     if re.fullmatch(r"\[.*\]|\(.*\]|\[.*\)", clean):
         yield "open", rf"\boxed{{({clean[1:-1]})}}"
-    if points := re.fullmatch(r"\(([^(),]+),([^(),]+)\)", clean):
-        if points[1].strip() != points[2].strip():
-            yield "swapped", rf"\boxed{{({points[2]}, {points[1]})}}"
+    points = re.fullmatch(r"\(([^(),]+),([^(),]+)\)", clean)
+    if points and points[1].strip() != points[2].strip():
+        yield "swapped", rf"\boxed{{({points[2]}, {points[1]})}}"
     parts = clean.split(",")
     if len(parts) > 1 and not re.search(r"[()\[\]\\{=]", clean) and found is None:
         yield "one is missing", rf"\boxed{{{', '.join(parts[:-1])}}}"

@@ -131,8 +131,8 @@ def _without_numpy(tests: str) -> str:
 
 
 def mbpp(fields: Fields) -> Row:
-    """The task shows its asserts. `sanitized` and MBPP+ have `prompt` and `test_imports`; MBPP+ has a longer `test`, or,
-    as released, inputs and a canonical solution instead."""
+    """The task shows its asserts. `sanitized` and MBPP+ have `prompt` and `test_imports`; MBPP+ has a longer `test`,
+    or, as released, inputs and a canonical solution instead."""
     if fields.has("plus_input"):
         return _released_mbpp(fields)
     asserts = [str(each) for each in fields.items("test_list")]

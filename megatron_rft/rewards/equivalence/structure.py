@@ -24,37 +24,11 @@ MATRIX = re.compile(
 )
 LETTER = re.compile(r"\(?\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?")
 WORDS = re.compile(r"(?:\\text\{)?\s*([A-Za-z][A-Za-z' -]+)\}?(?:\s+[A-Z])?")
-FILLER = set(
-    [
-        "the",
-        "final",
-        "answer",
-        "is",
-        "are",
-        "value",
-        "values",
-        "of",
-        "so",
-        "thus",
-        "therefore",
-        "hence",
-        "result",
-        "equals",
-        "equal",
-        "we",
-        "get",
-        "total",
-        "a",
-        "an",
-        "it",
-        "solution",
-        "solutions",
-        "sum",
-        "there",
-        "approximately",
-        "about",
-    ]
+FILLER_WORDS = (
+    "the final answer is are value values of so thus therefore hence result equals equal we get total a an it "
+    "solution solutions sum there approximately about "
 )
+FILLER = set(FILLER_WORDS.split())
 ASKS_PERCENT = re.compile(
     r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"
     r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|%|\\%)",

@@ -8,73 +8,17 @@ UNIT = re.compile(
     r"(?:[ ./]+[a-zA-Z]+)*)(?:\s*\^\s*\{?(?P<power>[23])\}?)?|°\s*[CF]?)"
 )
 # Words behind a number that are no unit of it: they say something else about it.
-NO_UNIT = set(
-    [
-        "or",
-        "and",
-        "not",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "either",
-        "else",
-        "but",
-        "if",
-        "mod",
-        "base",
-        "plus",
-        "minus",
-        "times",
-        "over",
-        "less",
-        "more",
-        "than",
-        "is",
-        "are",
-        "was",
-        "by",
-        "of",
-        "from",
-        "to",
-        "dozen",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "pi",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-        "log",
-        "ln",
-    ]
+OTHER_WORDS = (
+    "or and not maybe perhaps possibly either else but if mod base plus minus times over less more than is are was "
+    "by of from to dozen hundred thousand million billion trillion pi sqrt sin cos tan log ln "
 )
-MEASURES = [
-    set(names.split())
-    for names in [
-        "cm centimeter centimetre",
-        "mm millimeter millimetre",
-        "m meter metre",
-        "km kilometer kilometre",
-        "in inch inche",
-        "ft foot feet",
-        "mi mile",
-        "s sec second",
-        "min minute",
-        "h hr hour",
-        "day",
-        "week",
-        "yr year",
-        "g gram",
-        "kg kilogram",
-        "l liter litre",
-        "ml milliliter",
-        "cent",
-        "dollar",
-    ]
-]
+NO_UNIT = set(OTHER_WORDS.split())
+MEASURE_NAMES = (
+    "cm centimeter centimetre | mm millimeter millimetre | m meter metre | km kilometer kilometre | in inch inche "
+    "| ft foot feet | mi mile | s sec second | min minute | h hr hour | day | week | yr year | g gram | kg "
+    "kilogram | l liter litre | ml milliliter | cent | dollar"
+)
+MEASURES = [set(names.split()) for names in MEASURE_NAMES.split("|")]
 
 
 def without_unit(text: str) -> tuple[str, str]:
