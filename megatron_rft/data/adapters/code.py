@@ -159,7 +159,7 @@ def _released_mbpp(fields: Fields) -> Row:
         [_like(value, shown[k] if k < len(shown) else None) for k, value in enumerate(given)]
         for given in [*fields.items("base_input"), *fields.items("plus_input")]
     ]
-    atol = float(fields.maybe("atol") or 0)
+    atol = fields.number("atol") if fields.has("atol") else 0
     setup = REFERENCE.format(source=solution, name=name, atol=atol or 1e-6)
     tests = {"kind": "assert", "code": COMPARED.format(inputs=inputs, name=name), "setup": setup, "names": [name]}
     return as_row(f"{prompt}\n\n{FORM}", "", id=fields.get("task_id"), solution=solution, tests=tests)
