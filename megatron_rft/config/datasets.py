@@ -49,9 +49,11 @@ DATASETS = {
     "mbpp": Known("code", "google-research-datasets/mbpp", subset="full"),
     "mbpp_plus": Known("code", "evalplus/mbppplus"),
     "livecodebench": Known("code", "livecodebench/code_generation_lite", files="test*.jsonl"),
+    "leetcode": Known("code", "newfacade/LeetCodeDataset", files="LeetCodeDataset-*.jsonl"),
     "rlla": Known("tool", "emrecanacikgoz/ToolRL", rules="rlla"),
     "bfcl": Known("tool", "gorilla-llm/Berkeley-Function-Calling-Leaderboard", files="BFCL_*.json", rules="bfcl"),
     "api_bank": Known("tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"),
+    "sdpo_tools": Known("tool", rules="exact"),
     "sciknoweval": Known("choice", "hicai-zju/SciKnowEval", subset="v2"),
     "prompt_collection": Known("model", "OpenRLHF/prompt-collection-v0.1"),
 }

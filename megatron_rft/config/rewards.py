@@ -25,8 +25,8 @@ class Kind:
 
 
 KINDS = {
-    "math": Kind("math:MathReward", ("timeout_s", "workers")),
-    "code": Kind("code:CodeReward", ("timeout_s", "workers", "memory_mb", "without_container")),
+    "math": Kind("math:MathReward", ("timeout_s", "workers", "answer")),
+    "code": Kind("code:CodeReward", ("timeout_s", "row_timeout_s", "workers", "memory_mb", "without_container")),
     "tool": Kind("tools.verifier:ToolReward", ("rules",)),
     "choice": Kind("choice:ChoiceReward"),
     "format": Kind("choice:FormatReward", ("tags",), needs="tags"),
@@ -54,17 +54,23 @@ class Reward(Section):
     on_nonfinite: Literal["drop", "stop"] = "stop"
     """When a reward is NaN or infinite: end the run, naming the response, or leave it out like a grader's failure."""
     timeout_s: Positive = 5.0
-    """math: of one response's grading. code: processor seconds of one run of a program, and twice that by the clock.
-    server: of one request."""
+    """math: of one response's grading. code: processor seconds of one test (one input of a script, one call of a
+    function), and twice that by the clock. server: of one request."""
+    row_timeout_s: Positive = 60.0
+    """code: processor seconds of all tests of a row together, and twice that by the clock."""
     workers: Natural = 1
     """math: grading processes; 0: in this process, without a time limit. code: programs that run at one time,
     per rank."""
+    answer: Literal["boxed", "marked", "any"] = "marked"
+    """math: where an answer is read. boxed: the last \\boxed{} alone. marked: also "#### 5", "the answer is 5", and the
+    value that the response ends with. any: else the last number or formula. Votes read the same answer."""
     memory_mb: Count = 1024
     """code: address space of a program."""
     without_container: bool = False
     """code: run programs even where no container works. They can then read this machine's files."""
-    rules: Literal["rlla", "bfcl"] = "rlla"
-    """tool: rlla, partial credit from -3 to 4 as ToolRL has it. bfcl: 1 or 0 by the Berkeley leaderboard's rules."""
+    rules: Literal["rlla", "bfcl", "exact"] = "rlla"
+    """tool: rlla, partial credit from -3 to 4 as ToolRL has it. bfcl: 1 or 0 by the Berkeley leaderboard's rules.
+    exact: 1 where the calls are the reference's, in any order, else 0."""
     tags: list[str] = []
     """format: each of them once, in this order, such as [think, answer]."""
     model: str | None = None
@@ -103,6 +109,11 @@ class Reward(Section):
             raise at(needed, f"is required with kind {self.kind}")
         if self.kind == "code" and not self.workers:
             raise at("workers", "kind code runs programs in processes of their own: it takes 1 or more")
+        if self.kind == "code" and self.row_timeout_s < self.timeout_s:
+            raise at(
+                "row_timeout_s",
+                f"{self.row_timeout_s:g} s for all tests of a row, less than timeout_s={self.timeout_s:g} for one",
+            )
         if self.kind == "server" and not self.url.startswith(("http://", "https://")):
             raise at("url", f"{self.url!r} is no http:// or https:// address")
         if self.kind == "model":

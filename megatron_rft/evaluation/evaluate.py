@@ -159,7 +159,7 @@ def _complete(engine, sampling, prompts, reward, tokenizer, samples, seed, name)
     texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for _, _, response in answered]
     scores = reward([prompt for prompt, _, _ in answered], texts) if answered else []
     for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True):
-        yield _completion(prompt, number, response, text, score, reward.answer(text))
+        yield _completion(prompt, number, response, text, score, reward.answer(prompt, text))
 
 
 def _completion(

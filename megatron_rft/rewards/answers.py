@@ -1,60 +1,258 @@
-r"""Where a response says its answer, and the comparisons that need no algebra.
+r"""What a response gives as its answer. Text only: nothing here imports sympy.
 
-The answer is what the last marker holds, "\boxed{...}" or "#### ...". Both are then brought to one form, so that
-"#### $1,234 dollars." and "\boxed{1234}" compare equal. Text only: nothing here imports sympy.
+    boxed    the last \boxed{...} alone
+    marked   a box; else "#### ..."; else <answer>...</answer>; else "the answer is ..."; else the last line, where it
+             is a bare value or says one ("57 + 87 = 144.", "She has 12 apples."); else what the response says that a
+             formula of the question is
+    any      as marked, else the last number or formula
+
+Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with several values. Code blocks are no prose.
 """
 
 import re
 
-BOXES = ("\\boxed{", "\\fbox{")
-INTEGER = re.compile(r"-?(\d{1,15}|[1-9]\d{0,2}(,\d{3}){1,4})")  # 17, -3, 1,234: not 12,34
-QUANTITY = re.compile(  # $1,234.50 dollars: a number between a currency sign and plain words
-    r"(?P<sign>-?)[$€£]?\s*(?P<number>-?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?)(?P<percent>\s*%)?(\s+[A-Za-z][A-Za-z ]*)?"
+from megatron_rft.rewards.equivalence.latex import one_spelling, split, squeeze
+from megatron_rft.rewards.equivalence.rationals import number
+from megatron_rft.rewards.equivalence.structure import RELATION, unevaluated, value_of
+
+HOW = ("boxed", "marked", "any")
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s${}]+)")
+FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+# Between two boxes of one list: "or", "and", commas, delimiters; not "no, it is".
+JOINED = re.compile(
+    r"(?:\s|[$,;.:/&*()\[\]|~-]|\\[()\[\],;!: ]|\\\\|\\q?quad|\\text\{\s*(?:or|and)\s*\}"
+    r"|\b(?:or|and|also|maybe|perhaps|possibly|alternatively|either|it|could|might|may|be|is|equivalently)\b)*",
+    re.IGNORECASE,
 )
-SCIENTIFIC = re.compile(r"(-?(?:\d+\.?\d*|\.\d+))[eE]\+?(-?\d{1,3})")  # 4.5e33; e alone is Euler's number
-WORDS = re.compile(r"[A-Za-z][A-Za-z']+( [A-Za-z']+)*")
+MARK = re.compile(
+    r"\banswers?\b(?:[^.\n=:]|\.\d){0,80}?(?:(?<!\w)(?:is|are|was|be|equals|becomes|would be|will be|must be)(?!\w)"
+    r"\s*(?:therefore|thus|then|simply|just|also|equal to)?\s*[:=]?|:|=)[ \t*]*",
+    re.IGNORECASE,
+)
+END = re.compile(r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b")
+VERB = re.compile(
+    r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
+    r"costs?|"
+    r"earns?|needs?|takes?|paid|pays?|spends?|spent|same as|(?:equal|equals|up|comes|amounts|adds|sums) to|total of)\b"
+    r"\s*(?:exactly|simply|therefore|then|now)?|:|→|⇒|=>",
+    re.IGNORECASE,
+)
+VALUE = re.compile(
+    r"[-+]?[$€£]?\s?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+)?(?:\s?%|°)?"
+    r"(?:[ -](?!(?:is|are|was|and|or|plus|minus|times|by|of|to|from|than)\b)[A-Za-z'²³]+){0,4}"
+)
+# Of a question: what stands between its formulas.
+PROSE = re.compile(
+    r"(?<![\\{a-zA-Z])(?:[A-Za-z]{3,}|is|of|if|to|in|at|by|we|as|be|do|an|or|on|so|it|no)(?![a-zA-Z{])[,.?]?"
+)
+FIRST = re.compile(
+    r"(?:so|thus|therefore|hence|then)?,?\s*(?P<value>[-+]?\$?\d[\d,.]*)\s+is\s+(?:the|our|your)\s+(?:\w+\s+)?"
+    r"(?:answer|result|solution|sum|difference|total|product)\b",
+    re.IGNORECASE,
+)
+SENTENCES = re.compile(r"(?<=[^\d\s])[.!?](?:\s|$)|(?<=\d)[.?](?:\s|$)")
+EQUALS = re.compile(r"=|≈|\\approx")
+EQUATION = re.compile(
+    r"(?P<formula>[-(]?\d[\d\s.()+*/^×÷−-]*[\d)])\s*(?:=|,? which is|is|equals|is equal to)\s*\$?"
+    r"(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
+)
+MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
+COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b.*", re.IGNORECASE)
+LONGEST = 400  # characters of an answer that is no box
+TAIL = 4000  # characters of an unmarked response that are searched
+HEDGES = re.compile(
+    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|unknown|undefined|either|if|unless|between)\b", re.I
+)
 
 
-def final_answer(text: str) -> str | None:
-    """The marked answer of a response in its one form; None where it marks none (or leaves the box open)."""
-    box = max(text.rfind(opening) for opening in BOXES)
-    hashes = text.rfind("####")
-    if box < 0 and hashes < 0:
+def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
+    """The answer as the response writes it; None where it gives none, or ends within the box."""
+    thoughts, closed, said = text.rpartition("</think>")
+    text = said if closed and said.strip() else text
+    box, hashes = _last_box(text), text.rfind("####")
+    if how == "boxed" or (box is not None and box[0] > hashes):
+        return (box[1] or None) if box else None
+    if hashes >= 0:
+        return _clean(text[hashes:].lstrip("#").strip(" \t").partition("\n")[0]) or None
+    prose = FENCED.sub("\n", text)
+    if tagged := TAGGED.findall(prose):
+        return _clean(tagged[-1])
+    prose = prose[-TAIL:]
+    found = _stated(prose) or _concluded(prose) or _asked(prose, question)
+    return found or (_last(prose) if how == "any" else None)
+
+
+def is_echo(answer: str, reference: str, question: str) -> bool:
+    """Whether the answer repeats a formula of the question, or leaves a sum to be done: "57 + 87" for 144.
+
+    The reference's own text is no echo: some questions name the value that is asked for.
+    """
+    reference, answer = one_spelling(reference), split(one_spelling(answer), RELATION)[-1]
+    if not answer or squeeze(answer) == squeeze(reference):
+        return False
+    if unevaluated(answer, reference):
+        return True
+    plain = number(answer)
+    if plain and not ("\\frac" in answer or "/" in answer):
+        return False
+    if not re.search(r"[+\-^!]|\\(?:frac|sqrt|cdot|binom|sin|cos|tan|log|ln|times)(?![a-z])|/", answer.lstrip("-")):
+        return False
+    if re.search(r"[,;=<>]|\\text|\\cup", answer) or not _contains(one_spelling(question), answer):
+        return False
+    value = number(reference)
+    if plain and value and value.value == plain.value:  # a probability of 1/2 that the question speaks of
+        return value.value.denominator == 1 or "decimal" in question or squeeze(answer) != squeeze(f"{plain.value}")
+    return True
+
+
+def vote(answer: str) -> str:
+    """One text for equal answers, as majority votes count them."""
+    try:
+        return value_of(answer) or answer
+    except (ValueError, RecursionError):
+        return answer
+
+
+def _contains(question: str, answer: str) -> bool:
+    """As a formula of its own: 7 + 8 is not in 57 + 87."""
+    question, answer = squeeze(PROSE.sub("?", question)), squeeze(answer).strip("()")
+    if not re.search(r"\W|_", answer):
+        return False
+    pattern = rf"(?<![\w.\\]){re.escape(answer)}(?![\w^]|\.\d)"
+    return re.search(pattern, question) is not None
+
+
+def _last_box(text: str) -> tuple[int, str | None] | None:
+    """Where the last box begins, and what it and the boxes of its list hold; None for a box that is left open."""
+    found = [(match.start(), *_content(text, match)) for match in list(BOX.finditer(text))[-20:]]
+    found = [each for k, each in enumerate(found) if not (k and found[k - 1][2] and each[0] < found[k - 1][2])]
+    if not found:
         return None
-    found = _boxed(text[box:]) if box > hashes else text[hashes:].lstrip("#").strip(" \t").partition("\n")[0]
-    return None if found is None else normalise(found) or None
+    place, content, _ = found[-1]
+    if content is None:
+        return place, None
+    values = [_clean(content)]
+    for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
+        if before[1] is None or after[0] - before[2] > 80 or not JOINED.fullmatch(text[before[2] : after[0]]):
+            break
+        values.append(_clean(before[1]))
+    return place, ", ".join(dict.fromkeys(reversed(values)))
 
 
-def _boxed(text: str) -> str | None:
-    r"""The content of the box that `text` begins with, braces in balance: "\boxed{\frac{1}{2}} cm" -> "\frac{1}{2}"."""
-    start = text.index("{")
+def _content(text: str, match: re.Match) -> tuple[str | None, int]:
+    """What a box holds, braces in balance, and where it ends."""
+    if match["bare"]:
+        return match["bare"], match.end()
     depth = 0
-    for place in range(start, len(text)):
+    for place in range(match.end(), len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
-            return text[start + 1 : place]
+            return text[match.end() + 1 : place], place + 1
+    return None, len(text)
+
+
+def _stated(text: str) -> str | None:
+    """What follows the last "answer is" or "Answer:"."""
+    for match in reversed(list(MARK.finditer(text))):
+        rest = text[match.end() :].lstrip(" *_\n").removeprefix("that ")
+        if found := _value(_sentence(rest), stated=True):
+            return found
     return None
 
 
-def normalise(answer: str) -> str:
-    """Without outer dollar signs, a final full stop, and the currency or unit words around a plain number."""
-    answer = answer.strip()
+def _concluded(text: str) -> str | None:
+    """What the last line says; sentences without a number behind it are comments."""
+    lines = [line.strip(" \t*#>_`") for line in text.splitlines()]
+    lines = [line for line in lines if line and not COURTESY.match(line)]
+    if not lines:
+        return None
+    bare = None if FIRST.match(lines[-1]) else _value(lines[-1].rstrip("."), bare=True)
+    if bare and (len(lines) == 1 or re.search(r"[\d\\$]", bare)):
+        return bare
+    sentences = [each.strip(" *_\"'") for each in SENTENCES.split(lines[-1])]
+    for sentence in reversed([each for each in sentences if each and not COURTESY.match(each)]):
+        if found := _said(sentence):
+            return found
+        if re.search(r"\d", sentence):
+            return None
+    return None
+
+
+def _said(sentence: str) -> str | None:
+    """The value that a sentence ends with: of its equation, or after its verb."""
+    if HEDGES.search(sentence):
+        return None
+    if first := FIRST.match(sentence):
+        return _clean(first["value"])
+    if EQUALS.search(sentence):
+        return _chain(sentence)
+    for match in reversed(list(VERB.finditer(sentence))):
+        if found := _value(sentence[match.end() :].strip(" *:")):
+            return found
+    return None
+
+
+def _asked(text: str, question: str) -> str | None:
+    """The last value that the response gives to a formula of the question: "61 - 48 is 13. Subtraction is ..."."""
+    for match in reversed(list(EQUATION.finditer(text))):
+        if _contains(one_spelling(question), one_spelling(match["formula"])):
+            return _clean(match["value"].rstrip(",."))
+    return None
+
+
+def _chain(sentence: str) -> str | None:
+    """The last member of the equation that ends a sentence."""
+    maths = [next(filter(None, groups)) for groups in MATHS.findall(sentence)]
+    if maths and "=" in maths[-1]:
+        return _clean(maths[-1])
+    last = EQUALS.split(sentence)[-1].strip(" *$()")
+    return _value(last)
+
+
+def _sentence(text: str) -> str:
+    """Up to its end, which is not within mathematics."""
+    math = MATHS.match(text)
+    end = END.search(text, math.end() if math else 0)
+    return text[: end.start()] if end else text
+
+
+def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
+    """The text where it is a value: mathematics, a number with its unit, or, where it is stated, a few words."""
+    text = text.strip().strip('*_`"').strip()
+    if not text or len(text) > LONGEST or HEDGES.search(text):
+        return None
+    if MATHS.match(text):
+        rest = MATHS.sub("", text).strip(" .,")
+        return _clean(text) if not rest or len(rest.split()) <= 4 else None
+    number_of_words = len(re.findall(r"(?<![\\a-zA-Z])[A-Za-z]{2,}", re.sub(r"\\[a-zA-Z]+\{?", "", text)))
+    if VALUE.fullmatch(text):
+        return _clean(text)
+    if bare:
+        return _clean(text) if number_of_words == 0 or len(text.split()) <= 2 else None
+    if stated and (number_of_words <= 5 or number(text.split()[0])):
+        return _clean(text)
+    return _clean(text) if number_of_words == 0 else None
+
+
+def _last(text: str) -> str | None:
+    """The last formula or number."""
+    maths = [(match.end(), next(filter(None, match.groups()))) for match in MATHS.finditer(text)]
+    numbers = [(match.end(), match[0]) for match in LAST.finditer(text)]
+    found = max([*maths[-1:], *numbers[-1:]], default=None)
+    return _clean(found[1]) if found else None
+
+
+def _clean(answer: str) -> str:
+    """Without outer dollar signs, emphasis and a final full stop."""
+    answer = answer.strip().strip("*_`").strip()
     if len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1]:
         answer = answer[1:-1].strip()
-    answer = answer.removesuffix(".").strip()
-    quantity = QUANTITY.fullmatch(answer)
-    if quantity is None:
-        return answer
-    return quantity["sign"] + quantity["number"] + ("%" if quantity["percent"] else "")
+    return answer.removesuffix(".").strip()
 
 
-def as_latex(answer: str) -> str:
-    r"""What the algebra reads. Words are text: otherwise "Paris" is a product of letters, and "Pairs" is the same."""
-    if WORDS.fullmatch(answer):
-        answer = f"\\text{{{answer}}}"
-    elif scientific := SCIENTIFIC.fullmatch(answer):
-        answer = f"{scientific[1]} \\times 10^{{{int(scientific[2])}}}"
-    return f"\\boxed{{{answer}}}"
+INTEGER = re.compile(r"-?(\d{1,15}|[1-9]\d{0,2}(,\d{3}){1,4})", re.ASCII)  # 17, -3, 1,234: not 12,34
 
 
 def compare_exactly(reference: str, answer: str) -> bool | None:

@@ -14,8 +14,8 @@ class Reward(Protocol):
         """One score per (prompt, text), in order. `texts` are decoded responses without special tokens."""
         ...
 
-    def answer(self, text: str) -> str | None:
-        """What the response gives as its answer, for majority votes; None where it gives none."""
+    def answer(self, prompt: Prompt, text: str) -> str | None:
+        """The answer that the response is graded by, for majority votes; None where it gives none."""
         ...
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class ChoiceReward:
             return Score(0.0, "no option is chosen")
         return Score(float(choice == wanted), "correct" if choice == wanted else f"{choice} is wrong")
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return chosen(text)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class FormatReward:
         right, wrong = Score(1.0, "format followed"), Score(0.0, f"the format is not {wanted}")
         return [right if has_sections(text, self.tags) else wrong for text in texts]
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None
 
     def close(self) -> None:

@@ -15,19 +15,23 @@ its JSON) in the field `tests`, else the reference answer itself. Its `kind` is 
 and any kind may have a `preamble`: Python that precedes the program (imports and helpers that its prompt shows).
 """
 
+import ast
 import json
 import re
+import warnings
 from typing import Any
 
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
 from megatron_rft.rewards.sandbox.pool import Sandbox
-from megatron_rft.rewards.sandbox.runner import Limits, Run, run_script, run_tests
+from megatron_rft.rewards.sandbox.runner import CALL_LATE, Limits, Run, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
 
 DOES_NOT_COMPILE, RUNTIME_ERROR, NONE_PASSED = -1.0, -0.6, -0.3
 FIELDS = {"stdin": ("inputs", "outputs"), "call": ("name", "inputs", "outputs"), "assert": ("code",)}
-FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = ("python", "python3", "py", "py3")
+OPENING = re.compile(r"^(?P<indent>[ \t>]*).*?(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+#.-]*)[^`\n]*$")
+MOST_ENDS = 20  # fences that are tried as the end of a block
 SHOWN = 400  # characters of an input or output in a reason
 
 
@@ -36,14 +40,21 @@ class BrokenTests(ValueError):
 
 
 class CodeReward:
-    """`timeout_s`: processor seconds of one run (one input, or all calls of the tests); twice that by the clock."""
+    """`timeout_s`, `row_timeout_s`: processor seconds of one test (an input of a script, a call of a function) and of
+    all tests of a row; twice that by the clock."""
 
     maximum = 1.0
 
     def __init__(
-        self, timeout_s: float = 5.0, memory_mb: int = 1024, workers: int = 2, without_container: bool = False
+        self,
+        timeout_s: float = 5.0,
+        memory_mb: int = 1024,
+        workers: int = 2,
+        without_container: bool = False,
+        row_timeout_s: float = 60.0,
     ):
-        self.limits = Limits(timeout_s, 2 * timeout_s, memory_mb)
+        self.limits = Limits(timeout_s, 2 * timeout_s, memory_mb, test_s=timeout_s)
+        self.row_limits = Limits(row_timeout_s, 2 * row_timeout_s, memory_mb, test_s=timeout_s)
         try:
             self.sandbox = Sandbox(self.limits, workers, without_container)
         except SandboxError as error:
@@ -69,7 +80,7 @@ class CodeReward:
         }
         return [scores[job] for job in jobs]
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None  # programs are not put to a vote
 
     def close(self) -> None:
@@ -83,7 +94,7 @@ class CodeReward:
             return Score(0.0, error=str(error))
         source = f"{table['preamble']}\n{source}" if table.get("preamble") else source
         grade = _grade_script if table["kind"] == "stdin" else _grade_module
-        return grade(server, source, table, self.limits)
+        return grade(server, source, table, self.limits, self.row_limits)
 
 
 def tests_of(prompt: Prompt) -> str:
@@ -107,16 +118,54 @@ def read_tests(text: str) -> dict[str, Any]:
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block that is Python's or nobody's, else the last block, else all; thoughts are left out."""
+    """The last block that is tagged as Python, else the last without a tag, else the last, else all; no thoughts."""
     text = text.rpartition("</think>")[2]
-    blocks = FENCE.findall(text)
-    python = [body for language, body in blocks if language.lower() in ("", "python", "python3", "py")]
-    return (python or [body for _, body in blocks] or [text])[-1]
+    blocks = fenced(text)
+    tagged = [body for language, body in blocks if language in PYTHON]
+    untagged = [body for language, body in blocks if not language]
+    return (tagged or untagged or [body for _, body in blocks] or [text])[-1]
 
 
-def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Limits) -> Score:
+def fenced(text: str) -> list[tuple[str, str]]:
+    """(language, content) of the blocks between fences of ``` or ~~~, which may be indented or in a quotation."""
+    lines, blocks, place = text.splitlines(keepends=True), [], 0
+    while place < len(lines):
+        opening = OPENING.search(lines[place])
+        place += 1
+        if opening is None:
+            continue
+        ends = [k for k in range(place, len(lines)) if _closes(lines[k], opening["fence"])] or [len(lines)]
+        bodies = [_unindented(lines[place:end], opening["indent"]) for end in ends[:MOST_ENDS]]
+        language = opening["language"].lower()
+        # A fence may stand within a text of the program: the first that leaves Python is the end.
+        chosen = 0 if language not in (*PYTHON, "") else next((k for k, body in enumerate(bodies) if _parses(body)), 0)
+        blocks.append((language, bodies[chosen]))
+        place = ends[chosen] + 1
+    return blocks
+
+
+def _closes(line: str, fence: str) -> bool:
+    text = line.strip().lstrip("> ")
+    return len(text) >= len(fence) and set(text) == {fence[0]}
+
+
+def _unindented(lines: list[str], indent: str) -> str:
+    return "".join(line.removeprefix(indent) if line.startswith(indent) else line.lstrip(" \t>") for line in lines)
+
+
+def _parses(source: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(source)
+        return True
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Limits, row: Limits) -> Score:
     """One run per input. An error decides the tier, so that no further input is run."""
     outcomes: list[str] = []
+    used_s = 0.0
     for given, expected in zip(table["inputs"], table["outputs"], strict=True):
         given, expected = _lines(given), _lines(expected)
         ended = run_script(server, source, given, limits)
@@ -124,6 +173,9 @@ def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Li
         score = _failure(ended, limits, where, outcomes)
         if score is not None:
             return score
+        used_s += ended.cpu_s
+        if used_s > row.cpu_s:
+            return _tier(RUNTIME_ERROR, "time-out", f"{where}{_all_tests(row)}", outcomes)
         passed = same_output(ended.output, expected)
         outcomes.append(
             "" if passed else f"{where}expected output:\n{_short(expected)}\noutput:\n{_short(ended.output)}"
@@ -131,23 +183,32 @@ def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Li
     return _share_passed(outcomes)
 
 
-def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Limits) -> Score:
+def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Limits, row: Limits) -> Score:
     if table["kind"] == "call":
         task = {"name": table["name"], "cases": list(zip(table["inputs"], table["outputs"], strict=True))}
     else:
         task = {"code": table["code"], "setup": table.get("setup", ""), "names": table.get("names", [])}
-    tested = run_tests(server, source, task, limits)
+    tested = run_tests(server, source, task, row)
     outcomes = [f"{test}\n{detail}".strip() if what == "fail" else "" for what, test, detail in tested.tests]
     what, _, detail = tested.tests[-1] if tested.tests else ("broken", "", "there is no test among the tests")
     if what == "broken":
         return Score(0.0, error=f"the row's tests: {detail}")
     if what == "error":
         return _tier(RUNTIME_ERROR, "runtime error", detail, outcomes[:-1])
+    if what == "gone" and tested.judge_late:
+        reason = f"its results take more than {row.cpu_s:g} s to judge"
+        return _tier(RUNTIME_ERROR, "time-out", reason, outcomes[:-1])
+    if what == "gone" and tested.run.timeout and tested.run.status not in CALL_LATE:
+        return _tier(RUNTIME_ERROR, "time-out", _all_tests(row), outcomes[:-1])
     if what == "gone":
         ended = tested.run
         ended = ended if ended.status or ended.timeout else Run(1, ended.timeout, "", "it ended before its tests did")
         return _failure(ended, limits, "", outcomes[:-1]) or _share_passed(outcomes)
     return _share_passed(outcomes)
+
+
+def _all_tests(row: Limits) -> str:
+    return f"not all tests ended within {row.cpu_s:g} s of computing and {row.wall_s:g} s in all"
 
 
 def _failure(ended: Run, limits: Limits, where: str, outcomes: list[str]) -> Score | None:

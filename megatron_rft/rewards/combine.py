@@ -46,8 +46,8 @@ class SumReward:
             details={part.name: {"reward": score.reward, **score.details} for part, score in terms},
         )
 
-    def answer(self, text: str) -> str | None:
-        return next((found for part in self.parts if (found := part.reward.answer(text)) is not None), None)
+    def answer(self, prompt: Prompt, text: str) -> str | None:
+        return next((found for part in self.parts if (found := part.reward.answer(prompt, text)) is not None), None)
 
     def close(self) -> None:
         for part in self.parts:
@@ -80,8 +80,8 @@ class ByRowReward:
             )
         return kind
 
-    def answer(self, text: str) -> str | None:
-        return next((found for each in self.kinds.values() if (found := each.answer(text)) is not None), None)
+    def answer(self, prompt: Prompt, text: str) -> str | None:
+        return self.kinds[self._kind(prompt)].answer(prompt, text)
 
     def close(self) -> None:
         for each in self.kinds.values():

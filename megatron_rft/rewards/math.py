@@ -1,12 +1,13 @@
 """The mathematics verifier: 1 where the final answer is equivalent to the reference, 0 where it is not.
 
-Equality of integers and of equal texts is decided here, thousands in a second. The rest is math-verify's (sympy), in
-processes of its own with a hard time limit: its built-in limits are signals, which work in a main thread only. A
-response on which the grader dies twice gets a Score with an error, not a 0.
+`answers.py` reads the answer, and says whether it only repeats the question. Equality of integers and of equal texts is
+decided here, thousands in a second; the rest by `equivalence`, in processes of its own with a hard time limit, since
+nothing else stops sympy. A response on which the grader dies twice gets a Score with an error, not a 0.
 """
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,40 +16,61 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
+import megatron_rft
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.answers import as_latex, compare_exactly, final_answer, normalise
-from megatron_rft.rewards.verify_worker import judge
+from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo, vote
+from megatron_rft.rewards.equivalence.worker import judge
 from megatron_rft.utils.errors import ConfigError
 
-TAIL = 2000  # characters of an unmarked response that are searched for an answer
 LONGEST = 1000  # characters of an answer that may be right, or four times its reference: 10^6 digits are not compared
-WORKER = Path(__file__).with_name("verify_worker.py")
+WORKER = "megatron_rft.rewards.equivalence.worker"
+ROOT = Path(megatron_rft.__file__).parents[1]
+NOTHING = "the response marks no answer"
+TAIL = 400  # characters of the problem that say what is asked for
+Question = tuple[str, str, str]  # reference, answer, problem
 
 
 class MathReward:
-    """`workers=0` grades in this process, without a time limit. Processes start when the first answer needs one."""
+    """`answer`: where an answer is read (answers.py). `workers=0` grades in this process, without a time limit.
+    Processes start when the first answer needs one."""
 
     maximum = 1.0
 
-    def __init__(self, timeout_s: float = 5.0, workers: int = 1):
-        if importlib.util.find_spec("math_verify") is None:
+    def __init__(self, timeout_s: float = 5.0, workers: int = 1, answer: str = "marked"):
+        if importlib.util.find_spec("latex2sympy2_extended") is None:
             raise ConfigError("reward.kind=math needs the package math-verify: pip install math-verify")
-        self.timeout_s, self.workers = timeout_s, workers
+        self.timeout_s, self.workers, self.how = timeout_s, workers, answer
         self._idle: SimpleQueue[VerifyProcess] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
-        references = {answer: reference_form(answer) for answer in {prompt.answer for prompt in prompts}}
-        scores = [score_exactly(references[prompt.answer], text) for prompt, text in zip(prompts, texts, strict=True)]
+        asked = [self._read(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         # Equal questions are asked once: a group's responses often end in the same answer.
-        hard = [place for place, score in enumerate(scores) if score is None]
-        questions = {place: question(references[prompts[place].answer], texts[place]) for place in hard}
-        verdicts = self._judge_all(sorted(set(questions.values())))
-        return [score or verdicts[questions[place]] for place, score in enumerate(scores)]
+        verdicts = self._judge_all(sorted({each for each in asked if isinstance(each, tuple)}))
+        return [verdicts[each] if isinstance(each, tuple) else each for each in asked]
 
-    def answer(self, text: str) -> str | None:
-        return final_answer(text)
+    def answer(self, prompt: Prompt, text: str) -> str | None:
+        """What the response is graded by, in one form for equal answers."""
+        found = final_answer(text, self.how, problem(prompt))
+        if found is None or len(found) > LONGEST or is_echo(found, reference_form(prompt.answer), problem(prompt)):
+            return None
+        return vote(found)
+
+    def _read(self, prompt: Prompt, text: str) -> Score | Question:
+        """The score where texts settle it, else what the algebra is asked."""
+        reference, asked = reference_form(prompt.answer), problem(prompt)
+        answer = final_answer(text, self.how, asked)
+        if answer is None:
+            return Score(0.0, NOTHING)
+        if len(answer) > max(LONGEST, 4 * len(reference)):
+            return Score(0.0, f"an answer of {len(answer)} characters")
+        same = compare_exactly(reference, answer)
+        if same is not None:
+            return verdict(same)
+        if is_echo(answer, reference, asked):
+            return Score(0.0, "the answer repeats the question or leaves a sum to be done")
+        return reference, answer, asked[-TAIL:]
 
     def close(self) -> None:
         if self._threads is not None:
@@ -57,7 +79,7 @@ class MathReward:
         while not self._idle.empty():
             self._idle.get().close()
 
-    def _judge_all(self, questions: list[tuple[str, str]]) -> dict[tuple[str, str], Score]:
+    def _judge_all(self, questions: list[Question]) -> dict[Question, Score]:
         if self.workers == 0:
             return {each: _judge_here(*each) for each in questions}
         if questions and self._threads is None:
@@ -66,7 +88,7 @@ class MathReward:
                 self._idle.put(VerifyProcess(self.timeout_s))
         return dict(zip(questions, self._threads.map(self._judge, questions), strict=True)) if questions else {}
 
-    def _judge(self, asked: tuple[str, str]) -> Score:
+    def _judge(self, asked: Question) -> Score:
         process = self._idle.get()
         try:
             score = process.ask(*asked)
@@ -82,11 +104,11 @@ class VerifyProcess:
         self.timeout_s = timeout_s
         self.process: subprocess.Popen | None = None
 
-    def ask(self, reference: str, answer: str) -> Score:
+    def ask(self, *question: str) -> Score:
         try:
             if self.process is None:
                 self.process = self._start()
-            self.process.stdin.write(json.dumps([reference, answer]) + "\n")
+            self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         except BrokenPipeError:
@@ -97,10 +119,11 @@ class VerifyProcess:
         return Score(0.0, error=result["error"]) if "error" in result else verdict(result["correct"])
 
     def _start(self) -> subprocess.Popen:
-        # -P: the folder of the file has modules named like those of the standard library.
-        command = [sys.executable, "-P", str(WORKER), str(self.timeout_s)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        command = [sys.executable, "-P", "-m", WORKER, str(self.timeout_s)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        pipe, errors = subprocess.PIPE, subprocess.DEVNULL
+        environment = os.environ | {"PYTHONPATH": path}
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment)
 
     def _cause_of_death(self) -> str:
         code = self.process.wait()
@@ -120,33 +143,21 @@ class VerifyProcess:
 
 
 def reference_form(reference: str) -> str:
-    """A reference answer as `final_answer` would give it; a worked reference counts by its own last marker."""
-    return final_answer(reference) or normalise(reference)
+    """A worked reference counts by its own last box or "####"."""
+    marked = final_answer(reference) if "boxed" in reference or "####" in reference else None
+    return marked or reference.strip()
 
 
-def score_exactly(reference: str, text: str) -> Score | None:
-    """The score where equality of texts or integers settles it, or their lengths, else None."""
-    answer = final_answer(text)
-    if answer is None:
-        return None
-    if len(answer) > max(LONGEST, 4 * len(reference)):
-        return Score(0.0, f"an answer of {len(answer)} characters")
-    same = compare_exactly(reference, answer)
-    return None if same is None else verdict(same)
-
-
-def question(reference: str, text: str) -> tuple[str, str]:
-    """What the algebra is asked: the marked answer, or for an unmarked response its end, searched for an answer."""
-    answer = final_answer(text)
-    return as_latex(reference), text[-TAIL:] if answer is None else as_latex(answer)
+def problem(prompt: Prompt) -> str:
+    return prompt.question or prompt.text
 
 
 def verdict(correct: bool) -> Score:
     return Score(1.0, "correct") if correct else Score(0.0, "wrong answer")
 
 
-def _judge_here(reference: str, answer: str) -> Score:
+def _judge_here(*question: str) -> Score:
     try:
-        return verdict(judge(reference, answer))
+        return verdict(judge(*question))
     except Exception as error:
         return Score(0.0, error=f"{type(error).__name__}: {error}")

@@ -58,7 +58,7 @@ class ModelReward:
         with torch.inference_mode():
             return self.model(**padded.to(self.model.device)).logits[:, 0].float().tolist()  # [B]
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class ServerReward:
             raise ValueError(f"{len(rewards)} rewards for {len(body['responses'])} responses")
         return rewards
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class UserReward:
         except (TypeError, ValueError):
             return Score(0.0, error=f"{self.name}: gave {result!r:.80}, which is neither a number nor a Score")
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None
 
     def close(self) -> None:

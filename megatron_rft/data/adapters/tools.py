@@ -1,7 +1,7 @@
 """Tool use: a conversation, and the calls that are right in it. The answer is
 
     RLLA      the reference response itself, with its <think>, <tool_call> and <response>
-    API-Bank  JSON: [{"name": ..., "parameters": {...}}]
+    API-Bank, SDPO  JSON: [{"name": ..., "parameters": {...}}]
     BFCL      JSON: [{name: {parameter: [values that count as right]}}], [] where no function fits the request
               (irrelevance), "any" where some call is wanted, whichever (relevance); the functions' descriptions are
               the field `function`, as there
@@ -25,6 +25,10 @@ KINDS = "simple|multiple|parallel_multiple|parallel|irrelevance|relevance"
 CATEGORY = re.compile(rf"(?:live_)?({KINDS})(?:_python)?_\d")
 WITHOUT_REFERENCE = {"irrelevance": [], "relevance": "any"}
 OTHER_LANGUAGES = re.compile(r"(?:simple_)?(?:javascript|java)_\d")
+RAW_DIALOGUE = unusable(
+    "a raw dialogue, without the descriptions of its tools: take API-Bank's test-data/level-*-api.json, or convert it "
+    "to rows of system (with the tools), user and answer, as ToolRL's level-*-api_processed.json has them"
+)
 NOT_SINGLE_TURN = unusable("a conversation of several turns with tools that run, not single calls")
 
 BFCL_SYSTEM = """You can call these functions:
@@ -54,7 +58,7 @@ def rlla(fields: Fields) -> Row:
 def api_bank(fields: Fields) -> Row:
     """As ToolRL prepares it, with a dict in level 2 and a list of one elsewhere; or as published, with API-Request."""
     if fields.has("turns"):
-        return unusable("a raw dialogue, without the descriptions of its tools")
+        return RAW_DIALOGUE
     level = LEVEL.search(fields.file.name)
     about = {"level": level and level[1]}
     if fields.has("system"):
@@ -67,6 +71,25 @@ def api_bank(fields: Fields) -> Row:
     calls = parse_calls(requested[1], fields)
     history = system(fields.text("instruction"))
     return as_row(fields.text("input"), json.dumps(calls), history=history, **about)
+
+
+def sdpo_tools(fields: Fields) -> Row:
+    """SDPO's tool rows, raw (prompt, answer) or as its preprocess.py gives them: [{Action, Action_Input}] is right."""
+    if fields.has("reward_model"):
+        history, question = conversation(fields.items("prompt"), fields)
+        answer = fields.object("reward_model").get("ground_truth")
+    else:
+        history, question, answer = system(fields.maybe("system") or ""), fields.text("prompt"), fields.get("answer")
+    try:
+        actions = json.loads(answer) if isinstance(answer, str) else answer
+        calls = [{"name": each["Action"], "parameters": _arguments(each["Action_Input"])} for each in actions]
+    except (ValueError, KeyError, TypeError):
+        raise fields.wrong(f"its answer is no list of Action and Action_Input: {str(answer)[:80]!r}") from None
+    return as_row(question, json.dumps(calls), history=history, id=fields.maybe("idx"))
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    return json.loads(given or "{}") if isinstance(given, str) else dict(given or {})
 
 
 def _call(value: Any, fields: Fields) -> dict[str, Any]:
@@ -134,4 +157,4 @@ def _answers(file: Path) -> dict[str, list]:
         return {row["id"]: row["ground_truth"] for row in map(json.loads, filter(str.strip, lines))}
 
 
-ADAPTERS = {"rlla": rlla, "api_bank": api_bank, "bfcl": bfcl}
+ADAPTERS = {"rlla": rlla, "api_bank": api_bank, "bfcl": bfcl, "sdpo_tools": sdpo_tools}

@@ -7,10 +7,11 @@ the tests, and a socket between them carries calls and plain values. No expected
 import json
 import math
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server
@@ -18,18 +19,20 @@ from megatron_rft.rewards.sandbox.launch import SandboxError, Server
 COMPILES_NOT = 90  # inside/program.py
 PATIENCE = 3  # inside/cell.py
 GRACE_S = 5.0  # beyond a cell's own limit, after which its server is replaced
+CALL_LATE = (signal.SIGPROF, signal.SIGALRM)  # exit statuses of inside/program.py
 TOLD = 2000  # characters of standard error that are read
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run of a program: one input of a script, or all calls that its tests make."""
+    """Of one process: a script on one input, or a module under all tests of its row."""
 
     cpu_s: float = 5.0
     wall_s: float = 10.0  # by the clock, less the time that it waits for a processor
     memory_mb: int = 1024
     disk_mb: int = 32
     output_mb: int = 8
+    test_s: float = 5.0  # processor seconds of one call of a module's function
 
     def order(self) -> dict[str, Any]:
         return {
@@ -38,6 +41,7 @@ class Limits:
             "memory": self.memory_mb << 20,
             "disk": self.disk_mb << 20,
             "output": self.output_mb << 20,
+            "test_s": self.test_s,
         }
 
 
@@ -49,6 +53,7 @@ class Run:
     timeout: bool
     output: str
     errors: str  # the end of what it wrote to standard error
+    cpu_s: float = 0.0
 
     @property
     def compiled(self) -> bool:
@@ -61,6 +66,7 @@ class Tested:
 
     run: Run
     tests: list[tuple[str, str, str]]
+    judge_late: bool = False  # the judging of its results took all of the row's time
 
 
 def run_script(server: Server, source: str, text: str, limits: Limits) -> Run:
@@ -74,8 +80,8 @@ def run_script(server: Server, source: str, text: str, limits: Limits) -> Run:
 
 def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits) -> Tested:
     """One program under the tests that `task` describes (inside/tester.py: main)."""
-    longest = (1 + PATIENCE) * limits.wall_s + 1  # the program's time ends before that of its tests
-    ours = Limits(longest, longest, limits.memory_mb, 1, 2 * limits.output_mb)
+    longest = (1 + PATIENCE) * limits.wall_s + 1  # by the clock, the program's time ends before that of its tests
+    ours = Limits(limits.cpu_s, longest, limits.memory_mb, 1, 2 * limits.output_mb)
     with ExitStack() as stack:
         ends = [stack.enter_context(end) for end in socket.socketpair()]
         empty, out, err, payload, tests, report, mute = (
@@ -87,7 +93,10 @@ def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits)
             end.close()  # so that each side sees when the other one ends
         ended = _collect(server, {0, 1}, ours.wall_s)
         judged = _read(ended[1], report, mute, ours)
-        return Tested(_read(ended[0], out, err, limits), _outcomes(judged))
+        ran = _read(ended[0], out, err, limits)
+        late = ran.timeout or ran.status in CALL_LATE
+        ran = replace(ran, timeout=late)
+        return Tested(ran, _outcomes(judged), judged.timeout and not late)
 
 
 @contextmanager
@@ -132,7 +141,8 @@ def _read(ended: dict, out: int, err: int, limits: Limits) -> Run:
     late = ended["timeout"] or (ended["code"] == -9 and ended["cpu_s"] >= 0.7 * math.ceil(limits.cpu_s))
     size = os.fstat(err).st_size
     errors = os.pread(err, TOLD, max(size - TOLD, 0)).decode(errors="replace")
-    return Run(ended["code"], late, os.pread(out, limits.output_mb << 20, 0).decode(errors="replace"), errors)
+    output = os.pread(out, limits.output_mb << 20, 0).decode(errors="replace")
+    return Run(ended["code"], late, output, errors, ended["cpu_s"])
 
 
 def _outcomes(judged: Run) -> list[tuple[str, str, str]]:

@@ -1,8 +1,18 @@
 """Tool calls in a text, in the forms that models write. Text and JSON only: nothing of a response is ever evaluated.
 
-<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>     one or several, one or several calls in each
-[{"name": "f", "parameters": {"a": 1}}, {"f": {"a": 1}}]        JSON, with or without a code fence
-[f(a=1), g.h(b="x")]                                            Python calls with keyword arguments
+One parser for each format, tried in this order; the first whose marker is in the text reads it:
+
+    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>       Hermes, Qwen; one or more, each with one or more
+    <|python_tag|>{"name": "f", "parameters": {"a": 1}}               Llama 3: JSON, or Python calls, up to <|eom_id|>
+    [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]               Mistral; also [TOOL_CALLS]f[ARGS]{"a": 1}
+    <function=f>{"a": 1}</function>                                   Llama 3.1, Qwen3-Coder (<parameter=a>)
+    Action: f / Action Input: {"a": 1}                                ReAct, on lines of their own
+    {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}  OpenAI's message, or the list alone
+    [{"name": "f", "parameters": {"a": 1}}, {"f": {"a": 1}}]          JSON, with or without a code fence
+    [f(a=1), g.h(b="x")]                                              Python calls with keyword arguments
+
+The last three may follow prose, from the beginning of a line on or after a colon. A marker without a readable call
+is an attempt at one.
 """
 
 import ast
@@ -13,12 +23,29 @@ from typing import Any
 
 TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+LLAMA = re.compile(r"<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|(?=<\|python_tag\|>)|\Z)", re.DOTALL)
+MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{))?")
+FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+ACTION = re.compile(r"^[ \t>*]*Action[ \t*]*:[ \t*]*`?([\w.-]+)`?[ \t]*$", re.MULTILINE)
+INPUT = re.compile(r"[ \t>*]*Action[ _]Input[ \t*]*:[ \t*]*(?:```\w*)?\s*")
+MARKERS = re.compile(
+    r"</?\s*tool_?calls?\b|<\|python_tag\|>|\[TOOL_CALLS\]|</?function\b|^[ \t>*]*Action(?:[ _]Input)?[ \t*]*:"
+    r"|\"(?:tool_calls|function_call)\"\s*:|\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:arguments|parameters)\"\s*:",
+    re.MULTILINE | re.IGNORECASE,
+)
+BARE = re.compile(r"(?:^|:)[ \t]*(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
 ARGUMENTS = ("arguments", "parameters", "args")
 LONGEST = 20_000  # characters that are read as calls
+MOST_STARTS = 20  # places in prose from which calls are read
 
 
 class Malformed(ValueError):
-    """There is an attempt at a call that cannot be read."""
+    """There is what cannot be read as calls. `attempt`: it was meant as one, and is not just other JSON."""
+
+    def __init__(self, message: str, attempt: bool = True):
+        super().__init__(message)
+        self.attempt = attempt
 
 
 class BrokenReference(ValueError):
@@ -39,16 +66,92 @@ def equal(a: Any, b: Any) -> bool:
 def tool_calls(text: str) -> list[Call]:
     """The calls of a response, none where it makes none. Raises Malformed."""
     text = text.rpartition("</think>")[2]
+    for parse in (_tagged, _llama, _mistral, _functions, _actions, _bare):
+        calls = parse(text)
+        if calls is not None:
+            return calls
+    if marker := MARKERS.search(text):
+        raise Malformed(f"a broken call: {text[marker.start() :][:80]}")
+    return []
+
+
+def _tagged(text: str) -> list[Call] | None:
+    if "<tool_call>" not in text:
+        return None
     tagged = TAGGED.findall(text)
-    if tagged:
-        return [call for part in tagged for call in _several(part)]
-    if "<tool_call>" in text:
+    if text.count("<tool_call>") > len(tagged):
         raise Malformed("a <tool_call> is not closed")
+    return [call for part in tagged for call in (_functions(part) if "<function=" in part else _several(part))]
+
+
+def _llama(text: str) -> list[Call] | None:
+    parts = LLAMA.findall(text)
+    return [call for part in parts for call in _several(part)] if parts else None
+
+
+def _mistral(text: str) -> list[Call] | None:
+    found = list(MISTRAL.finditer(text))
+    if not found:
+        return None
+    calls = []
+    for match, after in zip(found, [*found[1:], None], strict=True):
+        content = text[match.end() : after.start() if after else None].replace("</s>", "")
+        calls += [_call({"name": match["name"], "arguments": content})] if match["name"] else _several(content)
+    return calls
+
+
+def _functions(text: str) -> list[Call] | None:
+    if "<function=" not in text:
+        return None
+    found = FUNCTION.findall(text)
+    if text.count("<function=") > len(found):
+        raise Malformed("a <function=...> is not closed")
+    return [
+        Call(name, {key: _value(value) for key, value in PARAMETER.findall(content)})
+        if "<parameter=" in content
+        else _call({"name": name, "arguments": content.strip()})
+        for name, content in found
+    ]
+
+
+def _value(text: str) -> Any:
+    """JSON where it is, else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _actions(text: str) -> list[Call] | None:
+    found = list(ACTION.finditer(text))
+    if not found:
+        return None
+    calls = []
+    for match in found:
+        given = INPUT.match(text, match.end() + 1)
+        if given is None:
+            raise Malformed(f"Action: {match[1]} without an Action Input")
+        try:
+            arguments, _ = json.JSONDecoder().raw_decode(text, given.end())
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"Action Input of {match[1]}: {error}") from None
+        calls.append(_call({"name": match[1], "arguments": arguments}))
+    return calls
+
+
+def _bare(text: str) -> list[Call] | None:
+    """JSON or Python calls: in the last fence, or all of the text, or its end after prose."""
     fenced = FENCE.findall(text)
     text = (fenced[-1] if fenced else text).strip()
-    if not text.startswith(("{", "[")) and not _is_call(text):
-        return []  # prose
-    return _several(text)
+    if text.startswith(("{", "[")) or _is_call(text):
+        return _several(text)
+    for start in [match.end() for match in BARE.finditer(text)][:MOST_STARTS]:
+        try:
+            if calls := _several(text[start:]):
+                return calls
+        except Malformed:
+            continue
+    return None
 
 
 def _several(text: str) -> list[Call]:
@@ -63,10 +166,17 @@ def _several(text: str) -> list[Call]:
     except (ValueError, RecursionError) as error:
         calls = _python_calls(text)
         if calls is None:
-            raise Malformed(f"neither JSON nor calls: {error}") from None
+            attempt = bool(MARKERS.search(text) or re.search(r"[A-Za-z_][\w.]*\(", text))
+            raise Malformed(f"neither JSON nor calls: {error}", attempt) from None
         return calls
-    flat = [each for value in values for each in (value if isinstance(value, list) else [value])]
-    return [_call(value) for value in flat]
+    return [_call(each) for value in values for each in _flat(value)]
+
+
+def _flat(value: Any) -> list[Any]:
+    """The calls of a list, and of OpenAI's message."""
+    if isinstance(value, dict) and isinstance(value.get("tool_calls"), list):
+        return value["tool_calls"]
+    return value if isinstance(value, list) else [value]
 
 
 def _json_values(text: str) -> list[Any]:
@@ -80,7 +190,11 @@ def _json_values(text: str) -> list[Any]:
 
 
 def _call(value: Any) -> Call:
-    """{"name": ..., "arguments": {...}} or {name: {...}}."""
+    """{"name": ..., "arguments": {...}} or {name: {...}}; within "function" or "function_call", as OpenAI writes it."""
+    if isinstance(value, dict) and isinstance(value.get("function") or value.get("function_call"), dict):
+        inner = value.get("function") or value.get("function_call")
+        if isinstance(inner.get("name"), str):
+            value = inner
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         arguments = next((value[key] for key in ARGUMENTS if key in value), {})
         if isinstance(arguments, str):  # some write the arguments as JSON in a string
@@ -94,7 +208,8 @@ def _call(value: Any) -> Call:
         ((name, arguments),) = value.items()
         if isinstance(arguments, dict):
             return Call(name, arguments)
-    raise Malformed(f"no call: {json.dumps(value)[:80]}")
+    text = json.dumps(value)
+    raise Malformed(f"no call: {text[:80]}", attempt='"name"' in text or bool(MARKERS.search(text)))
 
 
 def _is_call(text: str) -> bool:

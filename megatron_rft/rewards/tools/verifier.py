@@ -1,16 +1,17 @@
-"""The tool-call verifier: `rlla`, graded credit for training, or `bfcl`, right or wrong by the leaderboard's rules."""
+"""The tool-call verifier: `rlla`, credit in part; `bfcl`, right or wrong by the leaderboard's rules; `exact`."""
 
 import json
 
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.tools.bfcl import bfcl
 from megatron_rft.rewards.tools.calls import BrokenReference, Malformed, tool_calls
+from megatron_rft.rewards.tools.exact import exact
 from megatron_rft.rewards.tools.rlla import rlla
 
 
 class ToolReward:
     def __init__(self, rules: str = "rlla"):
-        self.grade, self.maximum = {"rlla": (rlla, 4.0), "bfcl": (bfcl, 1.0)}[rules]
+        self.grade, self.maximum = {"rlla": (rlla, 4.0), "bfcl": (bfcl, 1.0), "exact": (exact, 1.0)}[rules]
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
@@ -22,7 +23,7 @@ class ToolReward:
         except (BrokenReference, RecursionError) as error:
             return Score(0.0, error=f"the reference of problem {prompt.index}: {error}")
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         try:
             calls = tool_calls(text)
             return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True) if calls else None

@@ -179,9 +179,17 @@ class TestCode:
             "assert two() < 3" in full["question"] and full["solution"] == "def two(): return 2" and full["id"] == "1"
         )
         plus = adapt(
-            "mbpp_plus", prompt="Give two.", code="", task_id=2, test_list=tests, test_imports=["import re"], test="x()"
+            "mbpp_plus",
+            prompt="Give two.",
+            code="",
+            task_id=2,
+            test_list=tests,
+            test_imports=["import re"],
+            test="assert x()",
         )
-        assert plus["tests"] == {"kind": "assert", "code": "x()", "setup": "import re"} and "solution" not in plus
+        assert (
+            plus["tests"] == {"kind": "assert", "code": "assert x()", "setup": "import re"} and "solution" not in plus
+        )
         assert "unusable" in adapt("mbpp", text="?", code="", task_id=3, test_list=[])
 
     def test_apps_and_taco(self, adapt):
@@ -454,3 +462,85 @@ def test_rows_that_an_adapter_cannot_read_are_named(adapt, adapter, row, message
 def test_whatever_an_adapter_stumbles_over_is_one_sentence(adapt):
     with pytest.raises(DataError, match=r"rows\.jsonl:1 \(adapter mbpp\): a field is not what this data set has there"):
         adapt("mbpp", task_id=1, text="?", test_list=["assert f()"], test_imports=[1], code="def f(): pass")
+
+
+class TestProgramsOfOtherSets:
+    def test_mbpp_plus_as_released_has_tuples_where_its_assert_shows_them(self, adapt):
+        row = adapt(
+            "mbpp_plus",
+            task_id="Mbpp/2",
+            prompt='"""\nFind shared elements.\nassert shared((1, 2), [(3, 4)]) == {1}\n"""\n',
+            entry_point="shared",
+            canonical_solution="def shared(a, b): return set(a)",
+            base_input=[[[1, 2], [[3, 4]]]],
+            plus_input=[[[5], [[6, 7], [8, 9]]]],
+            atol=0,
+        )
+        assert "[[(1, 2), [(3, 4)]], [(5,), [(6, 7), (8, 9)]]]" in row["tests"]["code"]
+        assert row["tests"]["names"] == ["shared"] and "Find shared" in row["question"]
+
+    @pytest.mark.parametrize("code", ["x = 1", "assert True", "print(f(1))", "def check(f): f(1)", "assert ("])
+    def test_tests_without_an_assertion_are_left_out(self, adapt, code):
+        row = adapt("mbpp", task_id=1, text="?", code="def f(x): pass", test_list=[code], test_setup_code="")
+        assert row == {"unusable": "no assertion among the tests"}
+        row = adapt(
+            "humaneval", task_id="1", prompt="def f(x):\n", canonical_solution=" pass", entry_point="f", test=code
+        )
+        assert row == {"unusable": "no assertion among the tests"}
+
+    LEETCODE = {
+        "task_id": "two-sum",
+        "difficulty": "Easy",
+        "problem_description": "Find two.",
+        "starter_code": "class Solution:\n    def twoSum(self, nums, target):\n        ",
+        "completion": "class Solution:\n    def twoSum(self, nums, target): return [0, 1]",
+        "entry_point": "Solution().twoSum",
+    }
+
+    def test_leetcode_with_a_check(self, adapt):
+        test = "def check(candidate):\n    assert candidate(nums = [3, 3], target = 6) == [0, 1]\n"
+        row = adapt("leetcode", **self.LEETCODE, prompt="from typing import *", test=test)
+        assert row["tests"]["code"].endswith("check(Solution().twoSum)") and row["tests"]["names"] == ["Solution"]
+        assert "class Solution" in row["question"] and row["level"] == "Easy" and "[0, 1]" in row["solution"]
+
+    def test_leetcode_with_examples(self, adapt):
+        examples = [{"input": "nums = [3,3], target = 6", "output": "[0, 1]"}]
+        row = adapt("leetcode", **self.LEETCODE, input_output=examples)
+        assert row["tests"]["code"] == "assert Solution().twoSum(nums = [3,3], target = 6) == ([0, 1])"
+
+    def test_leetcode_in_several_languages(self, adapt):
+        row = adapt(
+            "leetcode",
+            content="Find two.",
+            code_snippets=[
+                {"lang": "Java", "code": "class Solution { int[] twoSum() }"},
+                {"lang": "Python3", "code": "class Solution:\n    def twoSum(self, nums): pass"},
+            ],
+            python="```python\nclass Solution: pass\n```\nExplained.",
+            input_output=[{"input": "nums = [3]", "output": "true"}],
+        )
+        assert row["tests"]["code"] == "assert Solution().twoSum(nums = [3]) == (true)"
+        assert "Java" not in row["question"] and row["solution"] == "class Solution: pass\n"
+
+    def test_leetcode_without_what_can_be_run(self, adapt):
+        nodes = "def check(candidate):\n    assert is_same_list(candidate(list_node([1])), list_node([1]))"
+        assert "linked lists" in adapt("leetcode", **self.LEETCODE, test=nodes)["unusable"]
+        assert adapt("leetcode", content="?", python="class Solution: pass") == {"unusable": "no tests that can be run"}
+
+
+class TestOtherTools:
+    ANSWER = '[{"Action": "find", "Action_Input": "{\\"page\\": 1}"}]'
+
+    def test_sdpo_tool_rows_raw_and_prepared(self, adapt):
+        raw = adapt("sdpo_tools", prompt="Use tools.", answer=self.ANSWER, idx=3, kind="tooluse", system=None)
+        assert json.loads(raw["answer"]) == [{"name": "find", "parameters": {"page": 1}}] and raw["id"] == "3"
+        prepared = adapt(
+            "sdpo_tools",
+            prompt=[{"role": "user", "content": "Use tools."}],
+            reward_model={"style": "tooluse", "ground_truth": self.ANSWER},
+        )
+        assert (prepared["question"], prepared["answer"]) == (raw["question"], raw["answer"])
+
+    def test_a_raw_dialogue_says_what_to_convert(self, adapt):
+        row = adapt("api_bank", turns=[{"role": "User", "text": "?"}], file="x", level_dir="y")
+        assert "level-*-api.json, or convert it to rows of system (with the tools), user and answer" in row["unusable"]

@@ -152,7 +152,7 @@ class Tiers:
     def __call__(self, prompts, texts):
         return [Score(4.0, correct=True) if prompt.index % 2 else Score(-0.3, correct=False) for prompt in prompts]
 
-    def answer(self, text):
+    def answer(self, prompt, text):
         return None
 
 

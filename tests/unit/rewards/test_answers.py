@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_rft.rewards.answers import as_latex, compare_exactly, final_answer, normalise
+from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo, vote
 
 
 @pytest.mark.parametrize(
@@ -8,35 +8,80 @@ from megatron_rft.rewards.answers import as_latex, compare_exactly, final_answer
     [
         (r"so \boxed{\frac{1}{2}} cm", r"\frac{1}{2}"),
         (r"\boxed{1} no, \boxed{2}", "2"),  # the last one counts
+        (r"\boxed{5} or \boxed{7}", "5, 7"),  # one answer with two values
+        (r"$\boxed{5}$ and $\boxed{5}$", "5"),
+        (r"\boxed{1}. So the answer is not that but \boxed{2}", "2"),
         ("\\boxed{1} then\n#### 2", "2"),
         (r"#### 2 then \boxed{1}", "1"),
         (r"first \boxed{1}, then \boxed{2", None),  # cut off while answering
         ("3+4=7\n#### 7\nQuestion: 9+9", "7"),
-        ("#### $1,234.50 dollars.", "1,234.50"),
-        ("#### -$5", "-5"),
-        ("#### 40 %", "40%"),
+        ("#### $1,234.50 dollars.", "$1,234.50 dollars"),
         (r"\boxed{}", None),
         ("#### ", None),
-        ("the answer is 5", None),
+        ("<think>\\boxed{3}</think> It is 4.", "4"),
+        ("<answer> 7 </answer>", "7"),
+        ("the answer is 5", "5"),
+        ("The final answer is: $\\frac{1}{2}$. I hope it is correct.", r"\frac{1}{2}"),
+        ("**Answer:** 42 apples", "42 apples"),
+        ("Answer:\n\n\\(x = 5\\)", r"\(x = 5\)"),
+        ("The answer is 5, since 2 + 3 is 5.", "5,"),
+        ("The answer is not 5.", None),
+        ("To find the answer, we add: 57 + 87 = 144.", "57 + 87 = 144"),
+        ("57 + 87 = 144", "57 + 87 = 144"),
+        ("So she has 12 apples left.", "12 apples left"),
+        ("42 is the answer.", "42"),
+        ("x\n\n17", "17"),
+        ("It is 17. This is a sum.", "17"),
+        ("It is 17. We add 5 and 12 to see it", None),
+        ("First 10, then 11.", None),
+        ("```python\nprint(144)\n```", None),
+        ("I cannot do that.", None),
+        ("", None),
     ],
 )
 def test_the_marked_answer(text, answer):
     assert final_answer(text) == answer
 
 
+def test_only_a_box_or_any_number():
+    assert final_answer("The answer is 5.", "boxed") is None and final_answer(r"\boxed{5}", "boxed") == "5"
+    assert final_answer("#### 5", "boxed") is None
+    assert final_answer("First 10, then 11.", "any") == "11"
+    assert final_answer("We add $3 x$ to", "any") == "3 x"
+
+
+def test_what_a_response_says_of_the_question():
+    text = "61 - 48 is 13. Subtraction takes 48 away from 61"
+    assert final_answer(text, question="What is 61 - 48?") == "13"
+    assert final_answer(text, question="What is 61 - 4?") is None  # 61 - 4 is another formula
+
+
 @pytest.mark.parametrize(
-    ("text", "form"),
+    ("answer", "reference", "question", "echo"),
     [
-        ("$145$", "145"),
-        ("72 apples", "72"),
-        ("12,34", "12,34"),
-        ("5x", "5x"),
-        ("$1$ or $2$", "$1$ or $2$"),
-        ("3.", "3"),
+        ("57 + 87", "144", "What is 57 + 87?", True),
+        ("87+57", "144", "", True),  # a sum that is left to be done
+        ("57 + 87 = 144", "144", "What is 57 + 87?", False),
+        ("(x+1)^2", "x^2+2x+1", "Expand $(x+1)^2$.", True),
+        ("x^2 + 2x + 1", "x^2+2x+1", "Is it $x^2+2x+1$ or $x^2$?", False),  # the reference's own text
+        (r"\frac{144}{12}", "12", r"What is $\frac{144}{12}$?", True),
+        (r"\frac12", "0.5", r"A coin shows heads with probability $\frac{1}{2}$. Is it fair, and why?", False),
+        (r"\frac12", "0.5", r"Write $\frac{1}{2}$ as a decimal.", True),
+        ("2^{10}", "1024", "How many subsets?", False),
+        ("7", "7", "Is it 7?", False),
+        ("-3", "-3", "", False),
     ],
 )
-def test_one_form(text, form):
-    assert normalise(text) == form
+def test_what_repeats_the_question(answer, reference, question, echo):
+    assert is_echo(answer, reference, question) is echo
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [("1,234 apples", "1234"), ("x = 0.50", "1/2"), (r"\dfrac24", "1/2"), ("3, 5", "3, 5"), ("x+1", "x+1")],
+)
+def test_one_form_for_votes(answer, form):
+    assert vote(answer) == form
 
 
 @pytest.mark.parametrize(
@@ -53,7 +98,3 @@ def test_one_form(text, form):
 )
 def test_what_text_and_integers_settle(reference, answer, verdict):
     assert compare_exactly(reference, answer) is verdict
-
-
-def test_words_are_not_products_of_letters():
-    assert as_latex("Paris") == r"\boxed{\text{Paris}}" and as_latex("x") == r"\boxed{x}"

@@ -91,7 +91,7 @@ def scores(request, outside) -> Iterator[dict[str, Score]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "MODES", (request.param,))
         try:
-            reward = CodeReward(timeout_s=1.0, memory_mb=512, workers=4)
+            reward = CodeReward(timeout_s=1.0, memory_mb=512, workers=4, row_timeout_s=4.0)
         except ConfigError as error:
             pytest.skip(f"no {request.param} here: {error}")
     script = {"kind": "stdin", "inputs": ["1", "2"], "outputs": ["ESCAPED"] * 2}

@@ -14,7 +14,7 @@ from megatron_rft.utils.errors import ConfigError
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeReward]:
     try:
-        reward = CodeReward(timeout_s=1.0, workers=2)
+        reward = CodeReward(timeout_s=1.0, workers=2, row_timeout_s=10.0)
     except ConfigError as error:
         pytest.skip(str(error))
     yield reward
@@ -194,6 +194,17 @@ def test_the_field_of_the_row_comes_first(reward):
         ("```python\na", "a"),  # cut off
         ("print(1)", "print(1)"),
         ("<think>```python\nx\n```</think>print(1)", "print(1)"),
+        ("```python\na\n```\nOutput:\n```\n7\n```", "a\n"),  # a tagged block beats an untagged one
+        ("1. First\n\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("~~~~\na\n~~~~\nOutput", "a\n"),
+        ("> ```python\n> a = 1\n> ```", "a = 1\n"),
+        ("Here it is: ```python\na\n```", "a\n"),
+        ("```python\ns = '```'\nprint(s)\n```", "s = '```'\nprint(s)\n"),
+        ('```python\ns = """\n```\nx\n```\n"""\nprint(s)\n```\nDone.', 's = """\n```\nx\n```\n"""\nprint(s)\n'),
+        ("````python\ns = 1\n```\n````", "s = 1\n```\n"),
+        ("```javascript\nlet a\n```\n```\na\n```", "a\n"),
+        ("Use ``x`` and `y`:\nprint(1)", "Use ``x`` and `y`:\nprint(1)"),
     ],
 )
 def test_the_code_of_a_response(text, code):

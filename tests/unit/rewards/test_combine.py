@@ -32,7 +32,7 @@ def test_a_weighted_sum_keeps_shaping_apart():
     assert (right.reward, right.shaping) == (2.5, 0.0)
     assert (wrong.reward, wrong.shaping) == (0.5, 0.0) and "choice: B is wrong" in wrong.reason
     assert (terse.reward, terse.shaping) == (2.0, 0.25)
-    assert terse.details["form"]["reward"] == 0.0 and reward.answer(RIGHT) == "A"
+    assert terse.details["form"]["reward"] == 0.0 and reward.answer(prompts({})[0], RIGHT) == "A"
     reward.close()
 
 
@@ -47,7 +47,7 @@ class Fixed:
     def __call__(self, prompts, texts):
         return [self.score] * len(texts)
 
-    def answer(self, text):
+    def answer(self, prompt, text):
         return None
 
     def close(self):

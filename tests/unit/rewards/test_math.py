@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from megatron_rft.config.rewards import Reward
 from megatron_rft.records import Prompt
 from megatron_rft.rewards import build
-from megatron_rft.rewards.answers import as_latex, compare_exactly
+from megatron_rft.rewards.answers import compare_exactly
+from megatron_rft.rewards.equivalence.worker import judge
 from megatron_rft.rewards.math import MathReward
-from megatron_rft.rewards.verify_worker import judge
 from megatron_rft.utils.errors import ConfigError
 
 
@@ -36,6 +38,7 @@ CASES = [
     ("1,234", "#### $1234 dollars", 1),
     ("10", "The answer is 10.", 1),  # unmarked: the last number
     ("10", "First 10, then 11.", 0),
+    ("11", "First 10, then 11.", 0),  # a number, but nothing says that it is the answer
     (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
     ("Paris", r"\boxed{Pairs}", 0),
     ("3x+1", r"\boxed{1+3x}", 1),
@@ -63,7 +66,7 @@ written = st.builds(lambda n, commas: f"{n:,}" if commas else str(n), integers, 
 @given(written, written, st.booleans())
 def test_the_short_way_agrees_with_the_algebra(reference, answer, same):
     answer = reference.replace(",", "") if same else answer
-    assert compare_exactly(reference, answer) is judge(as_latex(reference), as_latex(answer))
+    assert compare_exactly(reference, answer) is judge(reference, answer)
 
 
 def test_a_hanging_answer_is_an_error_and_the_next_is_graded():
@@ -116,10 +119,44 @@ def test_without_workers_the_same_scores():
 def test_processes_start_only_when_needed():
     reward = MathReward()
     assert [s.reward for s in reward(prompts("7", "7"), ["#### 7", "#### 8"])] == [1.0, 0.0]
-    assert reward._threads is None and reward.answer("x\n#### 8") == "8"
+    assert reward._threads is None and reward.answer(prompts("7")[0], "x\n#### 8") == "8"
 
 
 def test_kinds_are_listed():
     with pytest.raises(ConfigError, match="reward.kind='maths': there is math, code, .*own. Did you mean 'math'"):
         build(SimpleNamespace(kind="maths"))
-    assert isinstance(build(SimpleNamespace(kind="math", timeout_s=1.0, workers=1)), MathReward)
+    assert isinstance(build(SimpleNamespace(kind="math", timeout_s=1.0, workers=1, answer="any")), MathReward)
+
+
+READ = {
+    r"so \boxed{8}": (1, 1, 1),
+    "The answer is 8.": (0, 1, 1),
+    "First 7, then 8.": (0, 0, 1),
+    "Seven or so.": (0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("how", ["boxed", "marked", "any"])
+def test_where_an_answer_is_read_is_an_option(how):
+    """Votes read what the grader reads."""
+    column = ["boxed", "marked", "any"].index(how)
+    reward = build(Reward(answer=how, workers=0))
+    scores = reward(prompts(*["8"] * len(READ)), list(READ))
+    assert [score.reward for score in scores] == [row[column] for row in READ.values()]
+    votes = [reward.answer(prompts("8")[0], text) for text in READ]
+    assert votes == ["8" if row[column] else None for row in READ.values()]
+
+
+def test_another_way_to_read_is_refused():
+    with pytest.raises(ValidationError, match="boxed"):
+        Reward(answer="last")
+    with pytest.raises(ValidationError, match="does nothing with kind code"):
+        Reward(kind="code", answer="any")
+
+
+def test_votes_count_equal_answers_together():
+    reward, prompt = MathReward(workers=0), prompts("1/2")[0]
+    texts = [r"\boxed{\frac{2}{4}}", "The answer is 0.5.", r"x = \boxed{x = 0.50}"]
+    assert {reward.answer(prompt, text) for text in texts} == {"1/2"}
+    asked = Prompt(0, (1,), "", "144", {}, "What is 57 + 87?")
+    assert reward.answer(asked, "The answer is 57 + 87.") is None  # no answer, so no vote

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rft.data.adapters.code import ADAPTERS
+from megatron_rft.data.fields import Fields
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.code import CodeReward
 from megatron_rft.utils.errors import ConfigError
@@ -80,6 +82,27 @@ def test_reference_solutions_pass_everything(source, reward):
     scores = grade(reward, source())
     assert [(i, score) for i, score in enumerate(scores) if score.reward != 1.0 or score.error] == []
     assert all(score.details["tests"] for score in scores)
+
+
+def adapted(name: str, adapter: str) -> list[tuple[dict, str]]:
+    path = FOLDER / f"{name}.jsonl"
+    found = [ADAPTERS[adapter](Fields(row, f"row {k}", path)) for k, row in enumerate(rows(name), start=1)]
+    return [(row["tests"], row["solution"]) for row in found if "unusable" not in row]
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("humaneval_plus_full_sample", "humaneval_plus"), ("humaneval", "humaneval")]
+)
+def test_canonical_solutions_pass_with_the_default_limits(name, adapter):
+    try:
+        reward = CodeReward(workers=2)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    problems = adapted(name, adapter)
+    prompts = [Prompt(index, (1,), "", json.dumps(tests)) for index, (tests, _) in enumerate(problems)]
+    scores = reward(prompts, [solution for _, solution in problems])
+    reward.close()
+    assert [(i, score) for i, score in enumerate(scores) if score.reward != 1.0] == []
 
 
 FAULTS = {

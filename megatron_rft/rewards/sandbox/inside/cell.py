@@ -143,5 +143,5 @@ def _work(order: dict) -> int:
         return program.run_script(text)
     channel = socket.socket(fileno=CHANNEL)
     if order["role"] == "module":
-        return program.serve(text, channel)
+        return program.serve(text, channel, order["test_s"])
     return tester.main(json.loads(text), channel, output=1)

@@ -91,6 +91,9 @@ FORBIDDEN = {
         "shmat": 30, "msgget": 68, "semget": 64, "mq_open": 240, "io_uring_setup": 425, "pidfd_open": 434,
         "pidfd_send_signal": 424, "pidfd_getfd": 438, "kcmp": 312, "personality": 135, "setpriority": 141,
         "sched_setscheduler": 144, "sched_setattr": 314, "kexec_load": 246, "init_module": 175, "reboot": 169,
+        "fanotify_init": 300, "fanotify_mark": 301, "listmount": 458, "statmount": 457, "name_to_handle_at": 303,
+        "modify_ldt": 154, "io_setup": 206, "io_destroy": 207, "io_getevents": 208, "io_submit": 209,
+        "io_cancel": 210, "io_pgetevents": 333,
     },
     "aarch64": {
         "execve": 221, "execveat": 281, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271,
@@ -101,6 +104,8 @@ FORBIDDEN = {
         "msgget": 186, "semget": 190, "mq_open": 180, "io_uring_setup": 425, "pidfd_open": 434,
         "pidfd_send_signal": 424, "pidfd_getfd": 438, "kcmp": 272, "personality": 92, "setpriority": 140,
         "sched_setscheduler": 119, "sched_setattr": 274, "kexec_load": 104, "init_module": 105, "reboot": 142,
+        "fanotify_init": 262, "fanotify_mark": 263, "listmount": 458, "statmount": 457, "name_to_handle_at": 264,
+        "io_setup": 0, "io_destroy": 1, "io_submit": 2, "io_cancel": 3, "io_getevents": 4, "io_pgetevents": 292,
     },
 }  # fmt: skip
 ON_ITSELF = {"x86_64": (62, 200, 234, 129, 297), "aarch64": (129, 130, 131, 138, 240)}  # kill, tkill, tgkill, ...

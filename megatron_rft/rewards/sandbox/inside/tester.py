@@ -20,6 +20,8 @@ from typing import Any, TextIO
 import wire
 
 SHOWN = 300  # characters of a value or a test that are told
+BATCH = 256  # values of an iterator in one message
+LONGEST = 1 << 20  # values of an iterator that are read
 HIDDEN = object.__getattribute__
 
 
@@ -30,25 +32,83 @@ class RemoteError(Exception):
 class Remote:
     """A function, class or object of the program. Equal to itself alone, whatever the program says."""
 
-    __slots__ = ("_target", "_ask")
+    __slots__ = ("_target", "_client")
 
-    def __init__(self, target: str | int, ask):
+    def __init__(self, target: str | int, client: "Client"):
         object.__setattr__(self, "_target", target)
-        object.__setattr__(self, "_ask", ask)
+        object.__setattr__(self, "_client", client)
 
     def __call__(self, *args, **kwargs):
-        return HIDDEN(self, "_ask")(do="call", target=HIDDEN(self, "_target"), args=args, kwargs=kwargs)
+        return HIDDEN(self, "_client").call(HIDDEN(self, "_target"), args, kwargs)
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return HIDDEN(self, "_ask")(do="get", target=HIDDEN(self, "_target"), name=name)
+        return _ask(self, do="get", name=name)
 
     def __setattr__(self, name: str, value: Any):
-        HIDDEN(self, "_ask")(do="set", target=HIDDEN(self, "_target"), name=name, value=value)
+        _ask(self, do="set", name=name, value=value)
+
+    def __len__(self):
+        return _ask(self, do="special", name="len", args=())
+
+    def __iter__(self):
+        return iter(_ask(self, do="special", name="iter", args=()))
+
+    def __getitem__(self, key: Any):
+        return _ask(self, do="special", name="getitem", args=(key,))
+
+    def __setitem__(self, key: Any, value: Any):
+        _ask(self, do="special", name="setitem", args=(key, value))
+
+    def __delitem__(self, key: Any):
+        _ask(self, do="special", name="delitem", args=(key,))
+
+    def __bool__(self):
+        return True
+
+    def __str__(self):
+        return str(_ask(self, do="special", name="str", args=()))
 
     def __repr__(self):
-        return f"<an object of the program: {HIDDEN(self, '_target')}>"
+        return str(_ask(self, do="special", name="repr", args=()))
+
+
+class RemoteIterator:
+    """An iterator of the program, such as a generator; in comparisons it is the list of its values."""
+
+    def __init__(self, target: int, client: "Client"):
+        self._target, self._client = target, client
+        self._ready: list = []
+        self._then: RemoteError | None = None
+        self._ended, self._count, self._total = False, 1, 0
+
+    def __iter__(self):
+        return self
+
+    def __eq__(self, other: Any):
+        return settled(self) == other
+
+    __hash__ = object.__hash__
+
+    def __next__(self):
+        if not self._ready and not self._ended:
+            values, then = self._client.next(self._target, self._count)
+            self._ready, self._then = values[::-1], then
+            self._ended, self._count = len(values) < self._count, min(2 * self._count, BATCH)
+            self._total += len(values)
+            if self._total > LONGEST:
+                raise _unreadable(ValueError(f"an iterator of more than {LONGEST} values"))
+        if self._ready:
+            return self._ready.pop()
+        if self._then is not None:
+            error, self._then = self._then, None
+            raise error
+        raise StopIteration
+
+
+def _ask(remote: Remote, **message) -> Any:
+    return HIDDEN(remote, "_client").ask(target=HIDDEN(remote, "_target"), **message)
 
 
 class Client:
@@ -56,32 +116,103 @@ class Client:
 
     def __init__(self, channel):
         self.channel = channel
+        self.passed: list[Any] = []  # functions of the tests, which the program knows by number
+        self.answered = False  # whether the program has answered anything
         try:
             wire.receive(channel)  # ready, or closed
         except (ValueError, RecursionError):
             raise wire.Closed from None
 
-    def ask(self, **message):
+    def call(self, target: str | int, args: tuple, kwargs: dict) -> Any:
+        """A call, after which arguments that the program changed are changed here as well."""
+        reply = self._reply(do="call", target=target, args=args, kwargs=kwargs)
+        try:
+            if "args" in reply:
+                for old, new in zip(args, wire.decode(reply["args"], self._object), strict=True):
+                    wire.update(old, new)
+            if "argument" in reply["value"] if isinstance(reply["value"], dict) else False:
+                return args[reply["value"]["argument"]]
+            return wire.decode(reply["value"], self._object)
+        except Exception as problem:
+            raise _unreadable(problem) from None
+
+    def next(self, target: int, count: int) -> tuple[list, RemoteError | None]:
+        """Up to `count` values of an iterator, and the error that ended it."""
+        reply = self._reply(do="next", target=target, count=count)
+        try:
+            then = reply.get("then")
+            values = list(wire.decode(reply["value"], self._object))
+            return values, _raised(then["error"], then["message"], then["trace"]) if then else None
+        except Exception as problem:
+            raise _unreadable(problem) from None
+
+    def ask(self, **message) -> Any:
+        reply = self._reply(**message)
+        try:
+            return wire.decode(reply["value"], self._object)
+        except Exception as problem:
+            raise _unreadable(problem) from None
+
+    def _reply(self, **message) -> dict:
+        """The answer to a message. Until it comes, the program may call functions that the tests passed."""
         for name in {"args", "kwargs", "value"} & message.keys():
-            message[name] = wire.encode(message[name], _target_of)
+            message[name] = wire.encode(message[name], self._reference)
         wire.send(self.channel, message)
         try:
-            reply = wire.receive(self.channel)
+            while "callback" in (reply := self._receive()):
+                wire.send(self.channel, self._called(reply))
+            self.answered = True
             error = reply.get("error")
             if error is None:
-                return wire.decode(reply["value"], lambda number: Remote(int(number), self.ask))
+                reply["value"]
+                return reply
             name, text, trace = str(error), str(reply["message"]), str(reply["trace"])
-        except wire.Closed:
+        except (wire.Closed, wire.Unsendable):
             raise
-        except Exception as problem:  # too deep, too large, or not what the runner writes: the program's doing
-            name, text, trace = "ValueError", "", f"a result that cannot be read: {type(problem).__name__}"
+        except Exception as problem:  # not what the runner writes: the program's doing
+            raise _unreadable(problem) from None
         raise _raised(name, text, trace)
 
+    def _receive(self) -> dict:
+        reply = wire.receive(self.channel)
+        if wire.too_slow(reply):
+            raise ValueError(f"more than {wire.HASHED} numbers beyond 2**53")
+        return reply
 
-def _target_of(value: Any) -> str | int:
-    if type(value) is Remote:
-        return HIDDEN(value, "_target")
-    raise wire.Unsendable(f"the tests pass a {type(value).__name__}, which is no plain data")
+    def _called(self, message: dict) -> dict:
+        """A function of the tests, called by the program."""
+        try:
+            args, kwargs = (wire.decode(message[name], self._object) for name in ("args", "kwargs"))
+            value = self.passed[message["callback"]](*args, **dict(kwargs))
+            return {"returned": {"value": wire.encode(value, self._reference)}}
+        except wire.Closed:
+            raise
+        except Exception as error:
+            known = next(
+                (each.__name__ for each in type(error).__mro__ if hasattr(builtins, each.__name__)), "Exception"
+            )
+            return {"returned": None, "error": known, "message": str(error)[:500]}
+
+    def _object(self, what: Any) -> Any:
+        ((kind, number),) = what.items()
+        if kind == "callback":
+            return self.passed[number]
+        return (RemoteIterator if kind == "iterator" else Remote)(int(number), self)
+
+    def _reference(self, value: Any) -> Any:
+        if type(value) is Remote:
+            return HIDDEN(value, "_target")
+        if type(value) is RemoteIterator:
+            return value._target
+        if callable(value):
+            self.passed.append(value)
+            return {"callback": len(self.passed) - 1}
+        raise wire.Unsendable(f"the tests pass a {type(value).__name__}, which is no plain data")
+
+
+def _unreadable(problem: Exception) -> RemoteError:
+    """Too deep, too large, or not what the runner writes: the program's doing."""
+    return _raised("ValueError", "", f"a result that cannot be read: {type(problem).__name__}: {problem}"[:SHOWN])
 
 
 def _raised(name: str, message: str, trace: str) -> RemoteError:
@@ -109,6 +240,7 @@ class Report:
         self.add("pass") if passed else self.add("fail", test)
 
     def equal(self, got: Any, expected: Any, test: str) -> None:
+        got = settled(got)
         if got == expected:
             self.add("pass")
         else:
@@ -140,7 +272,6 @@ class _Counted(ast.NodeTransformer):
 
 def run_asserts(code: str, setup: str, names: list[str], client: Client, report: Report) -> None:
     """The data set's asserts. `names` are the program's; a name that nothing else defines is the program's as well."""
-    sys.set_int_max_str_digits(300_000)  # some write out such integers; longer ones take seconds to read
     try:
         trees = [ast.parse(setup), ast.parse(code)]
     except SyntaxError as error:
@@ -151,9 +282,9 @@ def run_asserts(code: str, setup: str, names: list[str], client: Client, report:
     scope["__failed__"] = report.failed
     for name in _foreign(setup, code):
         module = _module(name, trees)
-        scope[name] = Remote(name, client.ask) if module is None else module
+        scope[name] = Remote(name, client) if module is None else module
     exec(compile(trees[0], "setup", "exec"), scope)
-    scope |= {name: Remote(name, client.ask) for name in names}  # over what the setup has of that name
+    scope |= {name: Remote(name, client) for name in names}  # over what the setup has of that name
     exec(compile(counted, "tests", "exec"), scope)
 
 
@@ -184,12 +315,29 @@ def _module(name: str, trees: list[ast.Module]) -> Any:
 def run_cases(name: str, cases: list[list], client: Client, report: Report) -> None:
     """[arguments, expected result] each, as JSON has them."""
     for args, expected in cases:
-        got = client.ask(do="call", target=name, args=tuple(args), kwargs={})
         text = f"{name}({', '.join(_short(arg) for arg in args)})"
-        if same(got, expected):
+        got = settled(client.call(name, tuple(args), {}))
+        if _judged(got, expected):
             report.add("pass")
         else:
             report.add("fail", text, f"got {_short(got)}, expected {_short(expected)}")
+
+
+def _judged(got: Any, expected: Any) -> bool:
+    """A value that cannot be compared, such as a key of 5,000 digits, is a wrong answer."""
+    try:
+        return same(got, expected)
+    except (ValueError, OverflowError, RecursionError):
+        return False
+
+
+def settled(value: Any) -> Any:
+    """Iterators of the program as lists."""
+    if type(value) is RemoteIterator:
+        return settled(list(value))
+    if type(value) in (list, tuple) and any(type(each) in (RemoteIterator, list, tuple) for each in value):
+        return type(value)(map(settled, value))
+    return value
 
 
 def same(got: Any, expected: Any) -> bool:
@@ -210,14 +358,19 @@ def same(got: Any, expected: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError) as error:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} that cannot be shown ({error})"[:SHOWN]
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def main(task: dict, channel, output: int) -> int:
     """`task` has either `code`, `setup` and `names`, or `name` and `cases`. The report goes to the file `output`."""
     report = Report(os.fdopen(os.dup(output), "w"))
+    sys.set_int_max_str_digits(300_000)  # some tests write out such integers; longer ones take seconds to read
     sys.stdout = sys.stderr = io.StringIO()  # what tests print is nobody's business
+    client = None
     try:
         client = Client(channel)
         if "cases" in task:
@@ -231,6 +384,9 @@ def main(task: dict, channel, output: int) -> int:
     except wire.Unsendable as error:
         report.add("broken", detail=str(error))
     except Exception as error:
-        report.add("broken", detail=f"the tests raise {type(error).__name__}: {error}")
+        if client is not None and client.answered:  # of a type that the tests do not expect: a wrong answer
+            report.failed(error, "")
+        else:
+            report.add("broken", detail=f"the tests raise {type(error).__name__}: {error}")
     report.add("end")
     return 0

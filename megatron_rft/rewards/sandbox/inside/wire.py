@@ -9,13 +9,14 @@ import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 LIMIT = 16 << 20  # bytes of a message
+HASHED = 20_000  # of a message: integers beyond EXACT and other numbers whose hashes can be made to collide
 EXACT = 1 << 53
 ISO = {"date": date, "datetime": datetime, "time": time}
 
@@ -52,7 +53,7 @@ def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
         case set() | frozenset():
             return {"frozenset" if isinstance(value, frozenset) else "set": each(value)}
         case bytes() | bytearray():
-            return {"bytes": bytes(value).decode("latin1")}
+            return {type(value).__name__: bytes(value).decode("latin1")}
         case complex():
             return {"complex": [value.real, value.imag]}
         case deque():
@@ -65,7 +66,7 @@ def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
             return {type(value).__name__: value.isoformat()}
         case timedelta():
             return {"timedelta": value.total_seconds()}
-        case Iterator() | range() | KeysView() | ValuesView() | ItemsView():
+        case range() | KeysView() | ValuesView() | ItemsView():
             return each(value)
     return {"reference": reference(value)}
 
@@ -81,8 +82,8 @@ def decode(value: Any, dereference: Callable[[Any], Any]) -> Any:
         return dereference(content)
     if kind == "int":
         return int(content, 16)
-    if kind == "bytes":
-        return content.encode("latin1")
+    if kind in ("bytes", "bytearray"):
+        return {"bytes": bytes, "bytearray": bytearray}[kind](content.encode("latin1"))
     if kind == "complex":
         return complex(*content)
     if kind in ("Decimal", "Fraction"):
@@ -94,6 +95,42 @@ def decode(value: Any, dereference: Callable[[Any], Any]) -> Any:
     return {"tuple": tuple, "dict": dict, "set": set, "frozenset": frozenset, "deque": deque}[kind](
         decode(item, dereference) for item in content
     )
+
+
+def too_slow(value: Any) -> bool:
+    """Whether a message holds so many large numbers that a set of them could take minutes to build."""
+    count, left = 0, [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            count += bool(each.keys() & {"int", "Decimal", "Fraction", "timedelta"})
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return count > HASHED
+
+
+def update(old: Any, new: Any) -> Any:
+    """`old` with the content of `new`, in place wherever it can be changed; what stands for it from now on."""
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, list):
+        old[:] = [update(*pair) for pair in zip(old, new, strict=False)] + new[len(old) :]
+    elif isinstance(old, tuple):
+        return old if old == new else tuple(update(*pair) for pair in zip(old, new, strict=False)) + new[len(old) :]
+    elif isinstance(old, dict):
+        content = {key: update(old[key], value) if key in old else value for key, value in new.items()}
+        old.clear()
+        old.update(content)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque | bytearray):
+        old.clear()
+        old.extend(new)
+    else:
+        return new
+    return old
 
 
 def send(channel: socket.socket, message: Any) -> None:

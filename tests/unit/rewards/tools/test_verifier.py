@@ -26,6 +26,23 @@ F = Call("f", {"a": 1})
         ("[f(a=1), g.h(b='x', c=[1.5, None], d=UP)]", [F, Call("g.h", {"b": "x", "c": [1.5, None], "d": "UP"})]),
         ("f(a=1)", [F]),
         ("<think>f(a=2)</think>\nf(a=1)", [F]),
+        ('{"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]}', [F]),
+        ('{"content": null, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}', [F]),
+        ('[{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]', [F]),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', [F]),
+        ("<|python_tag|>f(a=1)", [F]),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', [F, Call("g", {})]),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]</s>', [F]),
+        ('Let me see.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', [F, Call("g", {})]),
+        ('<function=f>{"a": 1}</function>', [F]),
+        ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [F]),
+        ('Thought: I look it up.\nAction: f\nAction Input: {"a": 1}\n', [F]),
+        ('Action: f\nAction Input: {"a": 1}\n\nAction: g\nAction Input: {}', [F, Call("g", {})]),
+        ('I look it up.\n\n{"name": "f", "arguments": {"a": 1}}', [F]),
+        ("I look it up: [f(a=1)]", [F]),
+        ("I look it up.\nf(a=1)", [F]),
+        ("One could call f(a=1), but it is not needed.", []),
+        ("The list is:\n[1, 2] and no more.", []),
         ("I cannot do that.", []),
         ("", []),
         ("[]", []),
@@ -46,6 +63,15 @@ def test_the_forms_of_calls(text, calls):
         '{"a": 1, "b": 2}',
         "[" * 5000,
         "<tool_call>" + "[" * 30000 + "</tool_call>",
+        '{"name": "f", "arguments": {"a": 1}}</tool_call',
+        '<tool_call {"name": "f", "arguments": {"a": 1}}>',
+        '<tool_calls>[{"name": "f", "arguments": {"a": 1}]',
+        "<|python_tag|>import os",
+        "[TOOL_CALLS] f",
+        "<function=f>{",
+        "Action: f\nObservation: 3",
+        "Action: f\nAction Input: {'a'",
+        'I call it: {"name": "f", "arguments": {"a": 1',
     ],
 )
 def test_what_cannot_be_read(text):
@@ -60,7 +86,7 @@ def test_nothing_is_evaluated():
 @pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "1j", "{1: 2, 'a': 3}", "[{(1, 2): 3}]"])
 def test_what_json_does_not_have_is_its_own_text(value):
     assert tool_calls(f"f(a={value})") == [Call("f", {"a": value})]
-    assert ToolReward().answer(f"f(a={value})") == json.dumps([["f", {"a": value}]])
+    assert ToolReward().answer(Prompt(0, (1,), "", ""), f"f(a={value})") == json.dumps([["f", {"a": value}]])
 
 
 def rlla(reference: str, text: str):
@@ -189,8 +215,23 @@ def test_parallel_irrelevance_and_relevance():
     assert bfcl(two, "[area.of(base=2), area.of(base=2)]") == 0.0
     assert bfcl([], "None of the functions fits.") == 1.0
     assert bfcl([], "[area.of(base=1)]") == 0.0
+    assert bfcl([], '<tool_call>{"name": "area.of"') == bfcl([], '{"name": "area.of", "arguments": {"base": 1') == 0.0
+    assert bfcl([], "[area.of(") == bfcl([], "Action: area.of\nAction Input: {") == 0.0
+    assert bfcl([], '{"error": "no function fits"}') == 1.0  # JSON, and no call
     assert bfcl("any", "[volume.of(side=1)]") == 1.0
     assert bfcl("any", "None of the functions fits.") == bfcl("any", "[area.of(") == bfcl("any", "[]") == 0.0
+
+
+def test_exactly_the_calls_of_the_reference():
+    reference = json.dumps([A, B])
+
+    def grade(text: str) -> float:
+        return ToolReward("exact")([Prompt(0, (1,), "", reference)], [text])[0].reward
+
+    assert grade(tagged(B, A)) == grade("[f(a=1, b=2), g(c='x')]") == 1.0
+    assert grade('Action: g\nAction Input: {"c": "x"}\nAction: f\nAction Input: {"b": 2, "a": 1}') == 1.0
+    for wrong in ("[f(a=1, b=2)]", "[f(a=1, b=2), g(c='X')]", "[f(a=1, b=2, c=3), g(c='x')]", "no", "<tool_call>{"):
+        assert grade(wrong) == 0.0
 
 
 def test_a_broken_reference_is_an_error():

@@ -1,0 +1,140 @@
+"""Responses that try to be rewarded without an answer, each with the verdict that it must get."""
+
+import pytest
+
+from megatron_rft.records import Prompt
+from megatron_rft.rewards.math import MathReward
+
+SUM = ("What is 57 + 87?", "144")
+SOLVE = ("Solve $x^2 - 5x + 6 = 0$ for the larger $x$.", "3")
+EXPAND = ("Expand $(x+1)(x-2)$.", "x^2-x-2")
+BOTH = ("Find all real $x$ with $x^2=9$.", "-3, 3")
+ANGLE = (r"What is $\cos(207^\circ)$, to three decimals?", "-0.891")
+
+WRONG = [
+    # the question, as it is, in another order, or inside of something
+    (SUM, "To solve this problem, we need to perform the arithmetic operation of 57 + 87. First"),
+    (SUM, "In mathematics, previously mentioned numbers with 57 + 87 can be considered undefined."),
+    (SUM, "57 + 87"),
+    (SUM, "The answer is 57 + 87."),
+    (SUM, r"\boxed{57 + 87}"),
+    (SUM, r"\boxed{87 + 57}"),
+    (SUM, r"\boxed{57+87+0}"),
+    (SUM, r"\boxed{(57 + 87)}"),
+    (SUM, r"\boxed{57 + 87 = 57 + 87}"),
+    (SUM, r"\boxed{x = 57 + 87}"),
+    (SUM, "#### 57+87"),
+    (EXPAND, r"\boxed{(x+1)(x-2)}"),
+    (ANGLE, r"\boxed{\cos(207^\circ)}"),
+    (ANGLE, r"\boxed{\cos(207^\circ) \approx -5}"),
+    # every number
+    (SUM, " ".join(map(str, range(100, 200)))),
+    (SUM, r"\boxed{" + ", ".join(map(str, range(100, 200))) + "}"),
+    (SUM, "The answer is one of 142, 143, 144, 145."),
+    (SUM, "The answer is between 140 and 150."),
+    # hedges
+    (SUM, "The answer is 143 or 144."),
+    (SUM, "The answer is 144 or 143."),
+    (SUM, "The answer is maybe 144."),
+    (SUM, "The answer is not 144."),
+    (SUM, r"\boxed{143 \text{ or } 144}"),
+    (SUM, r"\boxed{144 \pm 1}"),
+    (SUM, r"\boxed{143 = 144}"),
+    (SUM, r"\boxed{1 = 2 = 144}"),
+    (SUM, r"\boxed{140 \le x \le 150}"),
+    (SUM, "57 + 87 = 144 = 145"),
+    (SOLVE, r"\boxed{2, 3}"),
+    (SOLVE, r"\boxed{x = 2 \text{ or } x = 3}"),
+    (BOTH, r"\boxed{3}"),
+    (BOTH, r"\boxed{-3, 0, 3}"),
+    # boxes of alternatives
+    (SUM, r"\boxed{143} or \boxed{144}"),
+    (SUM, r"\boxed{144}, \boxed{143}"),
+    (SUM, r"\boxed{143} \boxed{144} \boxed{145}"),
+    (SUM, r"$\boxed{143}$ and maybe $\boxed{144}$"),
+    (SUM, r"It is \boxed{144}. No, it is \boxed{145}."),  # the last one counts
+    (SUM, r"\boxed{144} and so \boxed{14"),  # open
+    # answers in code
+    (SUM, "```python\nprint(144)\n```"),
+    (SUM, "```python\nprint(57 + 87)\n```"),
+    (SUM, "~~~\nanswer = 144\n~~~"),
+    (SUM, r"\boxed{57+87 if True else 0}"),
+    (SUM, r"\boxed{\text{print}(144)}"),
+    # huge digits
+    (SUM, r"\boxed{" + "1" * 10_000 + "}"),
+    (SUM, r"\boxed{144." + "0" * 5000 + "1}"),
+    (SUM, r"\boxed{144" + "0" * 300 + "}"),
+    # digits that are no number
+    (SUM, r"\boxed{1٤4}"),  # of two scripts
+    (SUM, r"\boxed{¹⁴⁴}"),
+    (SUM, r"\boxed{①④④}"),
+    (SUM, r"\boxed{CXLIV}"),
+    (SUM, r"\boxed{1 4 4}"),
+    # other values in the clothes of the right one
+    (SUM, r"\boxed{144\%}"),
+    (SUM, r"\boxed{144_8}"),
+    (SUM, r"\boxed{144 \text{ thousand}}"),
+    (SUM, r"\boxed{144x}"),
+    (SUM, r"\boxed{144i}"),
+    (SUM, r"\boxed{-144}"),
+    (SUM, r"\boxed{x \ne 144}"),
+    (SUM, r"\boxed{\text{not } 144}"),
+    (SUM, ""),
+    (SUM, "\\boxed{}"),
+    (SUM, "\\boxed{ }"),
+]
+RIGHT = [
+    (SUM, "57 + 87 = 144"),
+    (SUM, "57 + 87 = 144."),
+    (SUM, "144"),
+    (SUM, "144."),
+    (SUM, "**144**"),
+    (SUM, "The sum of 57 and 87 is 144."),
+    (SUM, "57 plus 87 equals 144."),
+    (SUM, "First, 57 + 80 = 137.\nThen 137 + 7 = 144.\n\nThe answer is 144."),
+    (SUM, r"\boxed{57 + 87 = 144}"),
+    (SUM, r"Not \boxed{143} but \boxed{144}."),
+    (SUM, r"\boxed{144}"),
+    (SUM, r"\boxed{144.0}"),
+    (SUM, r"\boxed{١٤٤}"),  # digits of one other script are a number
+    (SUM, r"\boxed{१४४}"),
+    (SUM, r"\boxed{１４４}"),
+    (SUM, r"\boxed{12^2}"),
+    (SOLVE, r"\boxed{x = 3}"),
+    (EXPAND, r"\boxed{x^2 - x - 2}"),
+    (EXPAND, "The answer is $-2 - x + x^2$."),
+    (BOTH, r"\boxed{3} and \boxed{-3}"),
+    (BOTH, r"\boxed{\pm 3}"),
+    (BOTH, r"x = 3 or x = -3, so \boxed{x = 3 \text{ or } x = -3}"),
+    (ANGLE, r"\boxed{\cos(207^\circ) \approx -0.891}"),
+]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = MathReward(timeout_s=20.0, workers=1)
+    yield reward
+    reward.close()
+
+
+def verdicts(reward, rows) -> list[tuple[str, float]]:
+    prompts = [Prompt(k, (1,), "", answer, {}, question) for k, ((question, answer), _) in enumerate(rows)]
+    scores = reward(prompts, [text for _, text in rows])
+    assert [score.error for score in scores if score.error] == []  # an attack must not pass for a grader's fault
+    return [(text[:60], score.reward) for (_, text), score in zip(rows, scores, strict=True)]
+
+
+def test_no_trick_is_rewarded(reward):
+    assert [text for text, score in verdicts(reward, WRONG) if score != 0.0] == []
+
+
+def test_answers_beside_them_are(reward):
+    assert [text for text, score in verdicts(reward, RIGHT) if score != 1.0] == []
+
+
+def test_no_trick_is_rewarded_where_any_number_counts(reward):
+    """Where the last number counts, a list of numbers that ends with the right one is right: that is what it says."""
+    reward.how = "any"
+    wrong = [text for text, score in verdicts(reward, WRONG) if score != 0.0]
+    reward.how = "marked"
+    assert wrong == ["The answer is maybe 144.", "The answer is not 144."]  # `any` reads no words
