@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_rft import rewards
 from megatron_rft.commands.convert import find_source
 from megatron_rft.config import Recipe, Reward, load
 from megatron_rft.config.datasets import DATASETS
@@ -26,6 +25,8 @@ from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import check, check_writable, make_folder
 from megatron_rft.records import Prompt
+from megatron_rft.rewards import registry
+from megatron_rft.rewards.base import Reward
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.evaluator import Evaluator
@@ -68,7 +69,7 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
         for part, asked in found.items():
             adapter = problems.source(part).adapter if part in recipe.evaluation.benchmarks else None
             section = reward_of(recipe.reward, adapter)
-            with closing(rewards.build(section)) as reward:
+            with closing(registry.build(section)) as reward:
                 evaluator = build.build_evaluator(recipe, engine, tokenizer, reward, folder)
                 depends_on = {"weights": weights(source.path), "reward": section.model_dump()}
                 depends_on["dtype"] = recipe.rollout.dtype or recipe.model.precision

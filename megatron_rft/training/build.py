@@ -15,7 +15,7 @@ from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Prompt
-from megatron_rft.rewards import Reward
+from megatron_rft.rewards.base import Reward
 from megatron_rft.training.engines import gather, rank_among_engines
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems

@@ -16,7 +16,7 @@ from megatron_rft.inference.engine import Engine, Sampling, request_seed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import Loss, LossFunction
 from megatron_rft.records import Batch
-from megatron_rft.rewards import Reward
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Rollout
 from megatron_rft.tracking.metrics import drop_from

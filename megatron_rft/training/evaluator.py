@@ -12,7 +12,7 @@ from megatron_rft.evaluation.evaluate import EvalResult, evaluate, write
 from megatron_rft.evaluation.passk import with_error
 from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.records import Prompt
-from megatron_rft.rewards import Reward
+from megatron_rft.rewards.base import Reward
 from megatron_rft.training.problems import Problems
 
 

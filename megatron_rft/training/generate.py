@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from megatron_rft import rewards
 from megatron_rft.config import Recipe
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
@@ -25,6 +24,8 @@ from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.trajectories import Trajectory
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.rewards import registry
+from megatron_rft.rewards.base import Reward
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.problems import Problems
@@ -40,7 +41,7 @@ class Generator:
     engine: Engine
     sampling: Sampling
     tokenizer: Any
-    reward: rewards.Reward
+    reward: Reward
     seed: int
     samples: int  # of each problem
     on_error: str  # reward.on_error
@@ -116,7 +117,7 @@ def run(recipe: Recipe) -> int:
 def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
     options = recipe.rollout
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the one that this worker sees
-    reward = stack.enter_context(closing(rewards.build(recipe.reward)))
+    reward = stack.enter_context(closing(registry.build(recipe.reward)))
     if math.isinf(reward.maximum):
         raise DataError(
             f"reward.kind: {recipe.reward.kind} has no best reward, and trajectories are right or wrong: use a verifier"

@@ -20,8 +20,8 @@ from megatron_rft.objectives.mismatch import mismatch
 from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Batch, Prompt
-from megatron_rft.rewards import Reward
-from megatron_rft.rewards import build as build_reward
+from megatron_rft.rewards.base import Reward
+from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.rollout.feedback import Feedback, cutter
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampled, Sampler

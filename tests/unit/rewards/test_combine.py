@@ -2,8 +2,8 @@ import pytest
 
 from megatron_rft.config.rewards import Reward as Options
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards import build
 from megatron_rft.rewards.combine import Part, SumReward
+from megatron_rft.rewards.registry import build
 from megatron_rft.utils.errors import DataError
 
 RIGHT, WRONG = "<think>x</think><answer>A</answer>", "<think>x</think><answer>B</answer>"

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from megatron_rft.config.rewards import Reward
 from megatron_rft.records import Prompt
-from megatron_rft.rewards import build
 from megatron_rft.rewards.answers import compare_exactly
 from megatron_rft.rewards.equivalence.worker import judge
 from megatron_rft.rewards.math import MathReward
+from megatron_rft.rewards.registry import build
 from megatron_rft.utils.errors import ConfigError
 
 

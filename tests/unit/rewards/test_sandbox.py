@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_rft.commands import doctor
-from megatron_rft.rewards import build
+from megatron_rft.rewards.registry import build
 from megatron_rft.rewards.sandbox import launch, pool
 from megatron_rft.rewards.sandbox.launch import SandboxError
 from megatron_rft.rewards.sandbox.pool import Sandbox

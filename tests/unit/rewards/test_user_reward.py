@@ -2,7 +2,7 @@ import pytest
 
 from megatron_rft.config.rewards import Reward
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards import build
+from megatron_rft.rewards.registry import build
 from megatron_rft.utils.errors import ConfigError
 
 CODE = """
