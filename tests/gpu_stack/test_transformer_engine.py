@@ -8,6 +8,7 @@ import torch
 
 import megatron_rft
 from megatron_rft.config import Batching, Megatron
+from megatron_rft.config.algorithms.sft import SFT as Options
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.conversion.mapping import Mapping
 from megatron_rft.megatron import model as models
@@ -16,8 +17,8 @@ from megatron_rft.megatron import parallel, spec, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer, latest
 from megatron_rft.megatron.ema import MovingAverage
-from megatron_rft.objectives import SFT
 from megatron_rft.objectives.base import counts
+from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 
 SHAPE = dict(
@@ -72,7 +73,7 @@ def some_batch() -> Batch:
 
 
 def step(actor: Actor) -> dict[str, float]:
-    return actor.step(some_batch(), SFT().loss, counts(some_batch()), learning_rate=1e-3)
+    return actor.step(some_batch(), SFT(Options()).loss, counts(some_batch()), learning_rate=1e-3)
 
 
 def test_every_module_imports_with_transformer_engine_visible():
@@ -137,6 +138,6 @@ def test_a_precision_aware_optimizer_is_clipped_where_it_has_its_gradients(monke
     )
     monkeypatch.setattr(optimizers.math, "isfinite", lambda _: True)  # the kernels that would give the norm do nothing
     actor = build(use_precision_aware_optimizer=True)
-    actor.backward(some_batch(), SFT().loss, counts(some_batch()))
+    actor.backward(some_batch(), SFT(Options()).loss, counts(some_batch()))
     actor.optimizer.step(1e-3)
     assert asked == [True]
