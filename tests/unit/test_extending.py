@@ -167,7 +167,7 @@ def builder(source, dtype, options):
 EVALUATED = """
 run: {output_dir: out, steps: 4}
 model: {path: model}
-data: {train: arithmetic, test: arithmetic}
+data: {train: arithmetic, test: arithmetic, max_prompt_tokens: 100}
 rollout: {engine: hf, max_response_tokens: 4}
 evaluation: {limit: 2}
 """
