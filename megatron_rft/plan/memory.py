@@ -275,7 +275,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
         return (
             f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
         )
-    helps = sorted(_knobs(recipe, s, shape, layout, device_gib * GIB), key=lambda each: each[1])
+    helps = sorted(knobs(recipe, s, shape, layout, device_gib * GIB), key=lambda each: each[1])
     named = [
         f"\n  {name}: {gib(size)}" + (", which fits" if size <= device_gib * GIB else "")
         for name, size in helps
@@ -288,7 +288,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
     )
 
 
-def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
+def knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
     """(what to set, bytes of the fullest phase then), of what the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
 
