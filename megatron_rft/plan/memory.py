@@ -1,8 +1,7 @@
 """Bytes that a run takes on one rank, and what would make them fewer. Plain arithmetic, no torch.
 
-Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (the tensors that a
-layer keeps for its backward pass, as in arXiv:2205.05198 without dropout, and without the attention matrix, which no
-kernel here keeps) and the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
+Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (activations.py) and
+the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
 it: that is counted where the device's size is given. Of engines outside of the ranks what they take of a rank's device
 in any case is counted: the buckets of their weights, and the CUDA context of a process. Not counted: CUDA's and NCCL's
 own memory, about a GiB, what the allocator leaves between blocks, and the rest of an engine on a rank's device.
@@ -17,6 +16,7 @@ from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
+from megatron_rft.plan.activations import BYTES, activations
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape
@@ -25,7 +25,6 @@ from megatron_rft.plan.vllm import choose
 from megatron_rft.utils.errors import ConfigError
 
 GIB = 1 << 30
-BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (inference/transport/buckets.py)
 CUDA_CONTEXT = GIB // 2  # of another process on the rank's device, about
 MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
@@ -76,29 +75,6 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
                 length = sum(length for length, _ in buffer)
                 total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
     return total
-
-
-def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
-    """Estimate of what the micro-batches under way keep for their backward passes, and of the log-prob head."""
-    element, m = BYTES[recipe.model.precision], recipe.megatron
-    tokens = recipe.batching.micro_batch_tokens / layout.cp
-    shared = layout.tp if m.sequence_parallel else 1
-    inputs = s.hidden / shared
-
-    def kept(mixture: bool) -> float:
-        """Elements per token of a layer."""
-        wide = s.experts_per_token * (3 * s.expert_ffn / layout.etp + s.hidden) if mixture else 3 * s.ffn / layout.tp
-        return 4 * inputs + (3 * s.q + 3 * s.kv) / layout.tp + wide
-
-    virtual = layout.vpp or 1
-    layers = len(s.mixture) // (layout.pp * virtual)
-    waiting = layout.pp - stage if virtual == 1 else 2 * (layout.pp - stage - 1) + (virtual - 1) * layout.pp + 1
-    largest = max(kept(mixture) for mixture in set(s.mixture))
-    per_token = inputs * layers * waiting + largest if m.recompute_granularity == "full" else largest * layers * waiting
-    head = 0.0
-    if stage == layout.pp - 1:
-        head = 3 * element * tokens * s.hidden + 3 * (recipe.batching.logprob_block_mib << 20)
-    return round(element * tokens * per_token + head)
 
 
 @dataclass(frozen=True)

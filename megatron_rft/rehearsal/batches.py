@@ -31,9 +31,10 @@ def micro_batch(prompt: int, longest: int, fraction: float, budget: int) -> Shap
     mean = max(1.0, fraction * longest)
     count = max(1, int(budget * FILL / (prompt + mean)))
     spread = torch.linspace(0.1, 1.9, count) if count > 1 else torch.ones(1)
-    lengths = (spread * mean).clamp(1, longest)
-    room = budget * FILL - count * (prompt + 1)
-    lengths = (lengths * min(room / lengths.sum().item(), longest / lengths.max().item())).floor().clamp(min=1)
+    lengths, room = spread * mean, budget * FILL - count * prompt
+    for _ in range(8):  # what the longest leave is spread over the others
+        lengths = (lengths * (room / lengths.sum())).clamp(1, longest)
+    lengths = lengths.floor()
     return Shape(prompt, tuple(int(length) for length in lengths))
 
 

