@@ -107,7 +107,7 @@ class Step:
         each = whole // mini_batches(recipe)
         batch = self._batch(recipe.rollout.group_size, each)
         ratio = whole / len(batch)
-        if recipe.algorithm.name == "sdpo":
+        if recipe.algorithm.uses_feedback:
             from megatron_rft.rehearsal.batches import with_contexts
 
             batch = with_contexts(batch, recipe.algorithm.max_feedback_tokens // 2)
@@ -128,16 +128,16 @@ class Step:
     def _offline(self) -> Any:
         import torch
 
+        from megatron_rft import objectives
         from megatron_rft.megatron.second_distribution import Recorded, Second
         from megatron_rft.training import build
-        from megatron_rft.training.offline import build_objective
 
-        recipe, objective = self.recipe, build_objective(self.recipe)
+        recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
         actor = self._built(lambda: build.build_actor(recipe, self.hf_config, 1000))
         batch = self._batch(2, recipe.algorithm.batch_sequences)
         number = torch.arange(len(batch))
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
-        batch = batch.with_sequences(rewards=rewards, unit=number // 2 if objective.pairs else number)
+        batch = batch.with_sequences(rewards=rewards, unit=number // 2 if recipe.algorithm.pairs else number)
         reference = actor.snapshot()
         with actor.swapped(reference):
             batch = batch.with_tokens(ref_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
@@ -158,11 +158,11 @@ class Step:
         return actor
 
     def _sft(self) -> Any:
-        from megatron_rft.objectives import OBJECTIVES
+        from megatron_rft import objectives
         from megatron_rft.training import build
 
         actor = self._built(lambda: build.build_actor(self.recipe, self.hf_config, 1000))
-        objective = OBJECTIVES[self.recipe.algorithm.name]()
+        objective = objectives.build(self.recipe.algorithm)
         batch = self._batch(1, self.recipe.algorithm.batch_sequences)
         for update in objective.prepare(batch, objective.init()).updates:
             self._update(actor, update, 1, lambda *_: None, self.recipe.algorithm.batch_sequences)
