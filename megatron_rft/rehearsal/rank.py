@@ -97,14 +97,13 @@ class Step:
     # ---- trainers
 
     def _online(self) -> Any:
-        from megatron_rft.training.models import Models
-        from megatron_rft.training.online import build_objective, mini_batches, optimizer_steps
+        from megatron_rft.training.online import build_models, build_objective, mini_batches
 
         recipe = self.recipe
         objective = build_objective(recipe)
-        models = self._built(lambda: Models(recipe, self.hf_config, objective, *optimizer_steps(recipe)))
+        models = self._built(lambda: build_models(recipe, self.hf_config, objective))
         whole = recipe.rollout.prompts_per_step * recipe.rollout.group_size
-        each = whole // mini_batches(recipe)
+        each = whole // mini_batches(recipe.rollout, recipe.algorithm)
         batch = self._batch(recipe.rollout.group_size, each)
         ratio = whole / len(batch)
         if recipe.algorithm.uses_feedback:
@@ -115,7 +114,7 @@ class Step:
             from megatron_rft.rehearsal.batches import with_refined
 
             batch = with_refined(batch)
-        batch = told_apart(models.outputs(batch, recipe.algorithm.old_logprobs))
+        batch = told_apart(models.outputs(batch))
         for phase in ("log-probs", "log-probs of another model", "critic's values"):
             self.times[phase] = (1, ratio)
         for update in updates_of(objective, batch, self._steps_before()).values():
