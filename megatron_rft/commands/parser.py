@@ -44,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU: does it fit, and what would help"
     )
+    plan.add_argument("--search", action="store_true", help="with --gpu-gib: other layouts that fit, by their speed")
+    plan.add_argument("--device", default="h100", help="with --search: a100, h100, h200 or b200 (default: h100)")
     plan.set_defaults(dry_run=True, job=None)
 
     rehearse = commands.add_parser(

@@ -12,9 +12,9 @@ from typing import Any
 from megatron_rft.config import load
 from megatron_rft.launching.ranks import FINISHED
 from megatron_rft.plan import check, memory, model_shape
+from megatron_rft.plan.devices import GIB, RESERVED, Efficiency, device
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.rehearsal import guard, report
-from megatron_rft.rehearsal.devices import GIB, RESERVED, Efficiency, device
 from megatron_rft.rehearsal.report import Stage
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
 

@@ -6,30 +6,29 @@ With Transformer Engine the layers keep less, from its sources: no copies of cos
 allocator leaves between blocks is not counted.
 """
 
-from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.sections import Batching, Megatron
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.parameters import Sizes
 
-BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron/spec.py), on average
 
 
-def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
-    """Of the micro-batches under way, and of what is largest beside them: the head, or one layer's backward pass."""
-    element, m = BYTES[recipe.model.precision], recipe.megatron
-    tokens = recipe.batching.micro_batch_tokens / layout.cp
-    sequence = layout.tp if m.sequence_parallel else 1
+def activations(element: int, megatron: Megatron, batching: Batching, s: Sizes, layout: Layout, stage: int) -> int:
+    """Of the micro-batches under way, and of what is largest beside them: the head, or one layer's backward pass.
+    `element`: bytes of a number."""
+    tokens = batching.micro_batch_tokens / layout.cp
+    sequence = layout.tp if megatron.sequence_parallel else 1
     kinds = set(s.mixture)
-    largest = max(kept(s, layout, sequence, mixture, m.recompute_granularity) for mixture in kinds)
+    largest = max(kept(s, layout, sequence, mixture, megatron.recompute_granularity) for mixture in kinds)
     beside = max(_backward(s, layout, sequence, mixture) for mixture in kinds)
     layers = len(s.mixture) // (layout.pp * (layout.vpp or 1)) * under_way(layout, stage)
-    if m.recompute_granularity == "full":
+    if megatron.recompute_granularity == "full":
         beside, largest = beside + largest, s.hidden / sequence
     head = 0.0
     if stage == layout.pp - 1:
         weight = -(-s.vocabulary // layout.tp) * s.hidden * element
         head = element * tokens * (5 * s.hidden + 2 * s.hidden / sequence) + weight
-        head += 2.5 * (recipe.batching.logprob_block_mib << 20)
+        head += 2.5 * (batching.logprob_block_mib << 20)
     return round(element * tokens * layers * largest + max(element * tokens * beside, head))
 
 

@@ -17,6 +17,7 @@ from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.activations import BYTES, activations
+from megatron_rft.plan.activations import activations
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape
@@ -25,6 +26,7 @@ from megatron_rft.plan.vllm import choose
 from megatron_rft.utils.errors import ConfigError
 
 GIB = 1 << 30
+BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (inference/transport/buckets.py)
 CUDA_CONTEXT = GIB // 2  # of another process on the rank's device, about
 MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
@@ -169,13 +171,15 @@ def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) ->
 
 def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
     critic = recipe.critic is not None
+    sections = BYTES[recipe.model.precision], recipe.megatron, recipe.batching
     per_stage = []
     for stage in range(layout.pp):
         state = state_of(recipe, s, layout, stage)
         if critic:
             state += state_of(recipe, s, layout, stage, value_head=True)
-        per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
-    _, stage, state = max(per_stage, key=lambda each: each[:2])
+        kept = activations(*sections, s, layout, stage)
+        per_stage.append((state.total + kept, stage, state, kept))
+    _, stage, state, kept = max(per_stage, key=lambda each: each[:2])
     engine, awake, cache = engine_memory(recipe, s, layout, device)
     measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
     copies = recipe.algorithm.uses_reference or measured
@@ -184,6 +188,7 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     outside = links(recipe.rollout, recipe.vllm, layout, device)
     kept = activations(recipe, s, layout, stage)
+    outside = links(recipe, layout, device)
     return Memory(stage, state, kept, engine, awake, cache, outside, host, gathered(recipe, s, layout, stage))
 
 

@@ -4,7 +4,6 @@ The project's and megatron-core's own code run at full size. Tensors on "cuda" h
 memory; host tensors are real; the process group is torch's "fake" backend. What the device would do is counted: memory
 by category, kernels, collectives, and the host's waits for the device.
 
-    devices   data sheets, efficiencies                          no torch
     guard     the small library that torch's autograd needs      no torch; loaded before torch
     cuda      what Python code asks of torch.cuda
     device    the dispatch mode: device operations on shapes

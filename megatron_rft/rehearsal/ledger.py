@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rft.rehearsal.devices import NODE, Device, Efficiency
+from megatron_rft.plan.devices import NODE, Device, Efficiency
 
 PACKAGE = Path(__file__).resolve().parents[1]
 BETWEEN = "between"

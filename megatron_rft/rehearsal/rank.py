@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rft.config import load
+from megatron_rft.plan.devices import NODE, Efficiency, device
 from megatron_rft.plan.model_shape import find_model
 from megatron_rft.rehearsal import guard
-from megatron_rft.rehearsal.devices import NODE, Efficiency, device
 from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.utils.errors import UserError
 

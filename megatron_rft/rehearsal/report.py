@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rft.rehearsal.devices import GIB
+from megatron_rft.plan.devices import GIB
 from megatron_rft.rehearsal.ledger import BETWEEN, RECURRING
 
 SMALL = GIB // 100  # categories below it are added up as "rest"

@@ -12,7 +12,7 @@ from megatron_rft.commands import main
 from megatron_rft.config import load
 from megatron_rft.plan.activations import activations
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import state_of
+from megatron_rft.plan.memory import BYTES, state_of
 from megatron_rft.plan.parameters import Sizes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -148,7 +148,11 @@ def planned(recipe, model_folder, gpus, stage, *overrides):
     state = state_of(options, s, layout, stage)
     if options.critic:
         state += state_of(options, s, layout, stage, value_head=True)
-    return options, state, activations(options, s, layout, stage)
+    return (
+        options,
+        state,
+        activations(BYTES[options.model.precision], options.megatron, options.batching, s, layout, stage),
+    )
 
 
 def check_plan(stage, recipe, model_folder, gpus, *overrides):

@@ -40,7 +40,6 @@ WITHOUT_TORCH = {
     "commands/train",
     "commands/rehearse",
     "rehearsal/__init__",
-    "rehearsal/devices",
     "rehearsal/guard",
     "rehearsal/ledger",
     "rehearsal/report",

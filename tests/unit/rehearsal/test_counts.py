@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_rft.plan.devices import Device, Efficiency, device
 from megatron_rft.rehearsal import guard
-from megatron_rft.rehearsal.devices import Device, Efficiency, device
 from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.rehearsal.report import Stage, bounds, memory_lines, peak
 from megatron_rft.utils.errors import UserError
