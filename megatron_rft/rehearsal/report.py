@@ -9,6 +9,7 @@ from megatron_rft.plan.devices import GIB
 from megatron_rft.rehearsal.ledger import BETWEEN, RECURRING
 
 SMALL = GIB // 100  # categories below it are added up as "rest"
+SMALL_MESSAGE = 1 << 20  # bytes; collectives of less in all are not shown
 SHOWN = 8  # lines of waits
 
 
@@ -120,6 +121,8 @@ def link_lines(stages: list[Stage]) -> list[str]:
                 entry = found[phase, group, ranks, span, name]
                 entry[0], entry[1] = entry[0] + calls, entry[1] + size
         for (phase, group, ranks, span, name), (calls, size) in found.items():
+            if size < SMALL_MESSAGE:
+                continue
             where = "inside a node" if span == "node" else "across nodes"
             told.append(
                 f"  {stage.name}, {phase}, {group} ({ranks} ranks {where}): {calls:,} x {name}, {gib(size)} GiB"
