@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.config import load
-from megatron_rft.launching.ranks import FINISHED
 from megatron_rft.plan import check, memory, model_shape
 from megatron_rft.plan.devices import GIB, RESERVED, Efficiency, device
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.rehearsal import guard, report
 from megatron_rft.rehearsal.report import Stage
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
+from megatron_rft.utils.exit_codes import FINISHED
 
 ANY_WEIGHTS = ["model.initialise=random", "model.reference=null"]  # a folder with config.json is enough
 
 
-def run(args: argparse.Namespace) -> int:
+def run(_given: object, args: argparse.Namespace) -> int:
+    """The recipe is loaded once more, without its weights."""
     rehearsal = Rehearsal(args)
     guard.library()  # says what is missing before any process starts
     print(rehearsal, flush=True)

@@ -16,7 +16,6 @@ from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
-from megatron_rft.plan.activations import BYTES, activations
 from megatron_rft.plan.activations import activations
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
@@ -187,8 +186,6 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     outside = links(recipe.rollout, recipe.vllm, layout, device)
-    kept = activations(recipe, s, layout, stage)
-    outside = links(recipe, layout, device)
     return Memory(stage, state, kept, engine, awake, cache, outside, host, gathered(recipe, s, layout, stage))
 
 
