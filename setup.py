@@ -21,7 +21,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_rft", "megatron_rft.*"]),
     include_package_data=True,
-    package_data={"megatron_rft": ["**/*.json", "**/*.txt", "**/*.yaml", "**/page.*"]},
+    package_data={"megatron_rft": ["**/*.json", "**/*.txt", "**/*.yaml", "**/page.*", "**/*.cpp"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<2.14",

@@ -44,7 +44,23 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU: does it fit, and what would help"
     )
+    plan.add_argument("--search", action="store_true", help="with --gpu-gib: other layouts that fit, by their speed")
+    plan.add_argument("--device", default="h100", help="with --search: a100, h100, h200 or b200 (default: h100)")
     plan.set_defaults(dry_run=True, job=None)
+
+    rehearse = commands.add_parser(
+        "rehearse", help="a step at full size without GPUs: memory, messages, waits, time", allow_abbrev=False
+    )
+    _add_recipe(rehearse)
+    rehearse.add_argument("--gpus", "--nproc", type=_count, default=8, metavar="N", help="ranks (default: 8)")
+    rehearse.add_argument("--device", default="h100", help="a100, h100, h200 or b200 (default: h100)")
+    rehearse.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
+    rehearse.add_argument("--fraction", type=float, default=0.5, help="mean response, of the longest (default: 0.5)")
+    rehearse.add_argument("--micro-batches", type=_count, metavar="N", help="that each rank rehearses (default: few)")
+    rehearse.add_argument(
+        "--efficiency", default="", metavar="NAME=SHARE,...", help="of the data sheet: compute, memory, link"
+    )
+    rehearse.add_argument("--json", type=Path, metavar="FILE", help="every count")
 
     evaluate = commands.add_parser("evaluate", help="measure a model on a recipe's problems", allow_abbrev=False)
     _add_recipe(evaluate)

@@ -16,6 +16,7 @@ from megatron_rft.config.algorithms.ppo import Critic
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
+from megatron_rft.plan.search import Search
 from megatron_rft.utils.errors import RunFailed, UserError, disk_full, disk_is_full
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 
@@ -27,7 +28,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft {command}`")
     world_size, node = launcher.check_environment(args.nproc)
     ranks = world_size, launcher.ranks_per_node(world_size, node)
-    plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None))
+    searching = getattr(args, "search", False)  # which is asked most where the recipe's own layout does not fit
+    plan = check(recipe, *ranks, gpu_gib=None if searching else getattr(args, "gpu_gib", None))
     is_rank = "RANK" in os.environ
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before gigabytes of a model are downloaded
@@ -35,6 +37,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
             plan = check(recipe, *ranks)  # the model's configuration is known now
     if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else node.index == 0:
         print(plan, flush=True)
+    if searching:
+        print("\n".join(Search(recipe, plan.layout, args.gpu_gib, args.device).table()), flush=True)
     check_user_code(recipe)
     check_writable(recipe.run.output_dir)
     if args.dry_run:

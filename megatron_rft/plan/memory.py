@@ -1,8 +1,7 @@
 """Bytes that a run takes on one rank, and what would make them fewer. Plain arithmetic, no torch.
 
-Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (the tensors that a
-layer keeps for its backward pass, as in arXiv:2205.05198 without dropout, and without the attention matrix, which no
-kernel here keeps) and the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
+Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (activations.py) and
+the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
 it: that is counted where the device's size is given. Of engines outside of the ranks what they take of a rank's device
 in any case is counted: the buckets of their weights, and the CUDA context of a process. Not counted: CUDA's and NCCL's
 own memory, about a GiB, what the allocator leaves between blocks, and the rest of an engine on a rank's device.
@@ -17,6 +16,7 @@ from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
+from megatron_rft.plan.activations import activations
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape
@@ -76,29 +76,6 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
                 length = sum(length for length, _ in buffer)
                 total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
     return total
-
-
-def activations(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
-    """Estimate of what the micro-batches under way keep for their backward passes, and of the log-prob head."""
-    element, m = BYTES[recipe.model.precision], recipe.megatron
-    tokens = recipe.batching.micro_batch_tokens / layout.cp
-    shared = layout.tp if m.sequence_parallel else 1
-    inputs = s.hidden / shared
-
-    def kept(mixture: bool) -> float:
-        """Elements per token of a layer."""
-        wide = s.experts_per_token * (3 * s.expert_ffn / layout.etp + s.hidden) if mixture else 3 * s.ffn / layout.tp
-        return 4 * inputs + (3 * s.q + 3 * s.kv) / layout.tp + wide
-
-    virtual = layout.vpp or 1
-    layers = len(s.mixture) // (layout.pp * virtual)
-    waiting = layout.pp - stage if virtual == 1 else 2 * (layout.pp - stage - 1) + (virtual - 1) * layout.pp + 1
-    largest = max(kept(mixture) for mixture in set(s.mixture))
-    per_token = inputs * layers * waiting + largest if m.recompute_granularity == "full" else largest * layers * waiting
-    head = 0.0
-    if stage == layout.pp - 1:
-        head = 3 * element * tokens * s.hidden + 3 * (recipe.batching.logprob_block_mib << 20)
-    return round(element * tokens * per_token + head)
 
 
 @dataclass(frozen=True)
@@ -193,13 +170,15 @@ def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) ->
 
 def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
     critic = recipe.critic is not None
+    sections = BYTES[recipe.model.precision], recipe.megatron, recipe.batching
     per_stage = []
     for stage in range(layout.pp):
         state = state_of(recipe, s, layout, stage)
         if critic:
             state += state_of(recipe, s, layout, stage, value_head=True)
-        per_stage.append((state.total + activations(recipe, s, layout, stage), stage, state))
-    _, stage, state = max(per_stage, key=lambda each: each[:2])
+        kept = activations(*sections, s, layout, stage)
+        per_stage.append((state.total + kept, stage, state, kept))
+    _, stage, state, kept = max(per_stage, key=lambda each: each[:2])
     engine, awake, cache = engine_memory(recipe, s, layout, device)
     measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
     copies = recipe.algorithm.uses_reference or measured
@@ -207,7 +186,6 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     outside = links(recipe.rollout, recipe.vllm, layout, device)
-    kept = activations(recipe, s, layout, stage)
     return Memory(stage, state, kept, engine, awake, cache, outside, host, gathered(recipe, s, layout, stage))
 
 
@@ -275,7 +253,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
         return (
             f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
         )
-    helps = sorted(_knobs(recipe, s, shape, layout, device_gib * GIB), key=lambda each: each[1])
+    helps = sorted(knobs(recipe, s, shape, layout, device_gib * GIB), key=lambda each: each[1])
     named = [
         f"\n  {name}: {gib(size)}" + (", which fits" if size <= device_gib * GIB else "")
         for name, size in helps
@@ -288,7 +266,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
     )
 
 
-def _knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
+def knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
     """(what to set, bytes of the fullest phase then), of what the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
 

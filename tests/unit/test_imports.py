@@ -29,6 +29,8 @@ ALLOWED = {
     "training": BELOW
     | {"objectives", "conversion", "megatron", "rewards", "data", "inference", "rollout", "evaluation", "tracking"}
     | {"report", "launching"},
+    # below commands/rehearse.py alone
+    "rehearsal": BELOW | {"training", "objectives", "conversion", "megatron"},
 }
 TOP = {"commands", "__main__", "__init__"}
 WITHOUT_TORCH = {
@@ -36,6 +38,11 @@ WITHOUT_TORCH = {
     "commands/parser",
     "commands/doctor",
     "commands/train",
+    "commands/rehearse",
+    "rehearsal/__init__",
+    "rehearsal/guard",
+    "rehearsal/ledger",
+    "rehearsal/report",
     "commands/__init__",
     "launching",
     "utils",

@@ -1,0 +1,138 @@
+"""`megatron-rft rehearse`: a recipe's step at full size without GPUs, in a process for each kind of rank."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.config import load
+from megatron_rft.plan import check, memory, model_shape
+from megatron_rft.plan.devices import GIB, RESERVED, Efficiency, device
+from megatron_rft.plan.parameters import Sizes
+from megatron_rft.rehearsal import guard, report
+from megatron_rft.rehearsal.report import Stage
+from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
+from megatron_rft.utils.exit_codes import FINISHED
+
+ANY_WEIGHTS = ["model.initialise=random", "model.reference=null"]  # a folder with config.json is enough
+
+
+def run(_given: object, args: argparse.Namespace) -> int:
+    """The recipe is loaded once more, without its weights."""
+    rehearsal = Rehearsal(args)
+    guard.library()  # says what is missing before any process starts
+    print(rehearsal, flush=True)
+    stages = [rehearsal.of_stage(number) for number in distinct_stages(rehearsal.layout.pp)]
+    print("\n".join(report.lines(stages, rehearsal.beside)))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(stage) for stage in stages]))
+    print(rehearsal.check_fits(stages))
+    return FINISHED
+
+
+def distinct_stages(count: int) -> list[int]:
+    """The first, one in the middle, and the last: the others in the middle are like it."""
+    return sorted({0, min(1, count - 1), count - 1})
+
+
+class Rehearsal:
+    """What the command line asks for, checked.
+
+    Raises:
+        UserError: by anything that can be said before a rank is rehearsed.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.device, self.efficiency = args, device(args.device), Efficiency.parse(args.efficiency)
+        if not 0 < args.fraction <= 1:
+            raise UserError(f"--fraction: {args.fraction:g} is no share of the longest response: above 0, at most 1")
+        self.recipe = load(args.recipe, args.overrides + ANY_WEIGHTS)
+        if self.recipe.trainer == "generate":
+            raise UserError(f"{args.recipe} is a recipe of trainer generate, which trains nothing: there is no step")
+        self.folder = self._model_folder()
+        self.layout = check(self.recipe, args.gpus, args.gpus_per_node).layout
+        self.sizes, self.shape = Sizes.read(self.folder), model_shape.read_shape(self.folder)
+        self.planned = memory.memory_of(self.recipe, self.sizes, self.layout, self.device.memory)
+        # of engines on the same device, by the plan's arithmetic
+        self.beside = self.planned.phases["training"] - self.planned.state.total - self.planned.activations
+
+    def __str__(self) -> str:
+        model = self.recipe.model
+        return f"{self.args.gpus} x {self.device.name}: {self.layout}; {model.path} ({self.shape}), {model.precision}"
+
+    def _model_folder(self) -> Path:
+        path = self.recipe.model.path
+        folder = model_shape.find_model(path)
+        if folder is None:
+            raise DataError(
+                f"model.path: {path} is not on this machine, and rehearse needs its config.json: `hf download {path} "
+                "config.json`, or model.path=FOLDER"
+            )
+        return folder
+
+    def of_stage(self, number: int) -> Stage:
+        """The first rank of a pipeline stage, in a process of its own, which patches torch for good."""
+        rank = number * (self.layout.world // self.layout.pp)
+        with tempfile.TemporaryDirectory() as place:
+            out = Path(place) / "answer.json"
+            question = json.dumps(self._question(rank, number))
+            command = [sys.executable, "-m", "megatron_rft.rehearsal.rank", question, str(out)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode or not out.is_file():
+                reason = done.stderr.strip()[-3000:]
+                raise RunFailed(f"rank {rank} of {self.layout.world} failed in its rehearsal:\n{reason}")
+            found = json.loads(out.read_text())
+        if "error" in found:
+            raise UserError(found["error"])
+        stage = Stage(number, self.layout.pp, self.layout.vpp or 1, rank, found)
+        took = f"{found['seconds']:.0f} s, {found['rss'] / GIB:.1f} GiB of this machine's memory"
+        print(f"{stage.name}: rank {rank} rehearsed in {took}", flush=True)
+        return stage
+
+    def _question(self, rank: int, stage: int) -> dict[str, Any]:
+        """As many micro-batches as are under way together on this stage, and one more."""
+        layout, args = self.layout, self.args
+        count = args.micro_batches or max(2, layout.pp - stage + 1)
+        if layout.vpp:  # which wants a multiple of the pipeline's length
+            count = -(-max(count, 2 * layout.pp) // layout.pp) * layout.pp
+        return {
+            "recipe": args.recipe,
+            "overrides": args.overrides,
+            "world": layout.world,
+            "rank": rank,
+            "device": args.device,
+            "efficiency": asdict(self.efficiency),
+            "fraction": args.fraction,
+            "micro_batches": count,
+            "node": args.gpus_per_node,
+        }
+
+    def check_fits(self, stages: list[Stage]) -> str:
+        """A line about the room that is left.
+
+        Raises:
+            ConfigError: there is none; it names the stage, the phase, the largest categories and what would help.
+        """
+        stage, phase, total, parts = report.peak(stages)
+        room = f"{report.gib(self.device.usable)} GiB ({self.device.name}, less {report.gib(RESERVED)})"
+        needed = total + self.beside
+        if needed <= self.device.usable:
+            left = report.gib(self.device.usable - needed)
+            return f"fits {room}: {left} GiB are left at the peak, {stage.name} in {phase}"
+        held = sorted((parts | {"engines": self.beside}).items(), key=lambda each: -each[1])[:3]
+        largest = ", ".join(f"{name} {report.gib(size)}" for name, size in held)
+        raise ConfigError(
+            f"out of memory: {stage.name} needs {report.gib(needed)} GiB in {phase}, and there are {room}; most of it: "
+            f"{largest}. What would help, by the plan's arithmetic: {self._helps()}"
+        )
+
+    def _helps(self) -> str:
+        planned = self.planned.largest
+        knobs = memory.knobs(self.recipe, self.sizes, self.shape, self.layout, self.device.memory)
+        best = sorted((size, name) for name, size in knobs if size < planned)[:3]
+        named = [f"{name} ({report.gib(planned - size)} GiB less)" for size, name in best]
+        return "; ".join(named) or "more ranks, or a smaller model"

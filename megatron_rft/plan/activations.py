@@ -1,0 +1,70 @@
+"""Bytes of activations on a rank, from the tensors that each layer keeps for its backward pass. Plain arithmetic.
+
+By torch's spec (megatron/spec.py) on a GPU: fused norms keep their input, torch's rotary embedding the cosines and
+sines, flash attention no matrix; there is no dropout. `tests/slow/test_rehearse.py` holds it against the code itself.
+With Transformer Engine the layers keep less, from its sources: no copies of cosines and sines and of queries. What the
+allocator leaves between blocks is not counted.
+"""
+
+from megatron_rft.config.sections import Batching, Megatron
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.parameters import Sizes
+
+PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron/spec.py), on average
+
+
+def activations(element: int, megatron: Megatron, batching: Batching, s: Sizes, layout: Layout, stage: int) -> int:
+    """Of the micro-batches under way, and of what is largest beside them: the head, or one layer's backward pass.
+    `element`: bytes of a number."""
+    tokens = batching.micro_batch_tokens / layout.cp
+    sequence = layout.tp if megatron.sequence_parallel else 1
+    kinds = set(s.mixture)
+    largest = max(kept(s, layout, sequence, mixture, megatron.recompute_granularity) for mixture in kinds)
+    beside = max(_backward(s, layout, sequence, mixture) for mixture in kinds)
+    layers = len(s.mixture) // (layout.pp * (layout.vpp or 1)) * under_way(layout, stage)
+    if megatron.recompute_granularity == "full":
+        beside, largest = beside + largest, s.hidden / sequence
+    head = 0.0
+    if stage == layout.pp - 1:
+        weight = -(-s.vocabulary // layout.tp) * s.hidden * element
+        head = element * tokens * (5 * s.hidden + 2 * s.hidden / sequence) + weight
+        head += 2.5 * (batching.logprob_block_mib << 20)
+    return round(element * tokens * layers * largest + max(element * tokens * beside, head))
+
+
+def under_way(layout: Layout, stage: int) -> int:
+    """Micro-batches (of one virtual stage each) between their forward and their backward passes, at most."""
+    if layout.vpp is None:
+        return layout.pp - stage
+    return 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+
+
+def kept(s: Sizes, layout: Layout, sequence: int, mixture: bool, recompute: str | None) -> float:
+    """Elements per token of a layer. `sequence`: ranks that share a sequence outside of the matrices (TP or 1)."""
+    feed_forward = _mixture(s, layout, sequence) if mixture else 3 * s.ffn / layout.tp
+    return 4 * s.hidden / sequence + _attention(s, layout, recompute) + feed_forward
+
+
+def _attention(s: Sizes, layout: Layout, recompute: str | None) -> float:
+    tp = layout.tp
+    projected = s.q + 2 * max(s.kv, tp * s.head_dim)  # a head of keys and values on each rank at least
+    copied = s.q if s.qk_norm and s.kv_heads > tp else 0  # of the queries, where groups lie between them
+    attended = s.q + s.kv  # rotated; with selective recompute that is what attention starts from again
+    if recompute != "selective":
+        attended = PADDING * (2 * s.q + 2 * s.kv)  # in buckets, and the result
+        projected = projected if s.qk_norm else 0
+    return (projected + copied + attended + s.q) / tp + 4 * s.head_dim
+
+
+def _mixture(s: Sizes, layout: Layout, sequence: int) -> float:
+    """The expert's input, [gate | up], the activation before and after its weight; and the router's fp32 scores."""
+    copies = s.experts_per_token * layout.etp / sequence  # of a token, on this rank
+    return copies * (s.hidden + 4 * s.expert_ffn / layout.etp) + 6 * s.experts / sequence
+
+
+def _backward(s: Sizes, layout: Layout, sequence: int, mixture: bool) -> float:
+    """Elements per token of one layer's gradients at their most: around the feed-forward's activation."""
+    if not mixture:
+        return 2 * s.hidden + 5 * s.ffn / layout.tp
+    copies = s.experts_per_token * layout.etp / sequence
+    return copies * (3 * s.hidden + s.expert_ffn / layout.etp)

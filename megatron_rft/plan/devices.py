@@ -1,0 +1,72 @@
+"""What devices and links can do by their data sheets, and which share of it kernels reach. No torch.
+
+Sources: NVIDIA's data sheets of A100, H100 SXM, H200 SXM and DGX B200 (dense bf16 rates, without sparsity; NVLink per
+direction, half of what the sheets add up); memory as nvidia-smi shows it. The network is one 400 Gbit/s port per GPU,
+as in DGX H100.
+"""
+
+from dataclasses import dataclass, replace
+
+from megatron_rft.utils.errors import UserError, did_you_mean
+
+GIB = 1 << 30
+NODE = 8  # GPUs
+RESERVED = 3 * GIB // 2  # of CUDA's context, NCCL's buffers and libraries, about
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    flops: float  # bf16, per second
+    bandwidth: float  # of its memory, bytes per second
+    memory: float  # bytes
+    nvlink: float  # bytes per second and direction
+    network: float = 50e9  # bytes per second and direction
+
+    @property
+    def usable(self) -> float:
+        return self.memory - RESERVED
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the data sheet that are reached, and fixed costs in seconds. Assumptions, to be adjusted."""
+
+    compute: float = 0.65  # of the rate, by large matrix products
+    memory: float = 0.8  # of the bandwidth, by everything else
+    link: float = 0.75
+    launch: float = 4e-6  # of a kernel at least
+    latency: float = 20e-6  # of a collective's start
+
+    @classmethod
+    def parse(cls, text: str) -> "Efficiency":
+        """compute=0.5,link=0.6"""
+        found = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                found[name] = float(value)
+            except ValueError:
+                raise UserError(f"--efficiency: {part!r} is not NAME=NUMBER, such as compute=0.5") from None
+            if name not in cls.__dataclass_fields__:
+                known = ", ".join(cls.__dataclass_fields__)
+                raise UserError(f"--efficiency: there is no {name!r}. Known are {known}")
+            if found[name] <= 0 or (name in ("compute", "memory", "link") and found[name] > 1):
+                raise UserError(f"--efficiency: {name}={value} is not above 0 and, as a share, at most 1")
+        return replace(cls(), **found)
+
+
+MIB = 1 << 20
+DEVICES = {
+    "a100": Device("A100", 312e12, 2.039e12, 81920 * MIB, 300e9, 25e9),
+    "h100": Device("H100", 989.4e12, 3.35e12, 81559 * MIB, 450e9),
+    "h200": Device("H200", 989.4e12, 4.8e12, 143771 * MIB, 450e9),
+    "b200": Device("B200", 2250e12, 8e12, 183359 * MIB, 900e9),
+}
+
+
+def device(name: str) -> Device:
+    if name.lower() not in DEVICES:
+        hint = did_you_mean(name.lower(), DEVICES)
+        raise UserError(f"--device: there is no device {name!r}.{hint} Known are {', '.join(DEVICES)}")
+    return DEVICES[name.lower()]

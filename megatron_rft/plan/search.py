@@ -1,0 +1,106 @@
+"""Layouts of a recipe that fit its GPUs, by the seconds that a training step takes on them. Arithmetic, no torch."""
+
+from dataclasses import dataclass, replace
+
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.plan import memory, model_shape
+from megatron_rft.plan.devices import NODE, Efficiency, device
+from megatron_rft.plan.layout import Layout, possible
+from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.seconds import Bounds, Machine
+from megatron_rft.utils.errors import ConfigError
+
+FRACTION = 0.5  # mean length of a response, of the longest
+SHOWN = 12
+LONGEST_CONTEXT, LONGEST_PIPELINE = 8, 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    layout: Layout
+    memory: int
+    seconds: Bounds
+    own: bool  # what the recipe says
+
+
+class Search:
+    """Of one recipe on so many ranks; `device_gib` is the memory of each."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, device_gib: float | None, name: str):
+        self.recipe, self.own, self.chip = recipe, layout, device(name)
+        if device_gib is None:
+            raise ConfigError("--search needs --gpu-gib, the memory of one GPU: layouts that do not fit are left out")
+        folder = model_shape.find_model(recipe.model.path)
+        if folder is None:
+            raise ConfigError(f"--search needs config.json of the model: hf download {recipe.model.path} config.json")
+        self.bytes, self.s, self.shape = device_gib * memory.GIB, Sizes.read(folder), model_shape.read_shape(folder)
+
+    def candidates(self) -> list[Candidate]:
+        """Those that fit, the quickest first; the recipe's own in any case."""
+        found = [self._candidate(layout) for layout in self._layouts()]
+        fitting = [each for each in found if each.memory <= self.bytes or each.own]
+        return sorted(fitting, key=lambda each: each.seconds.most)
+
+    def _layouts(self) -> list[Layout]:
+        """Tensor parallelism inside a node, contexts and pipelines of reasonable length, experts whole or cut alike."""
+        found = {self.own: None}
+        for layout in possible(self.own.world, self.shape):
+            if layout.tp > NODE or layout.cp > LONGEST_CONTEXT or layout.pp > LONGEST_PIPELINE:
+                continue
+            found[layout] = None
+            if self.shape.experts and layout.tp > 1 and layout.world % (layout.ep * layout.pp) == 0:
+                found[replace(layout, etp=1)] = None
+        return list(found)
+
+    def _candidate(self, layout: Layout) -> Candidate:
+        own = layout == self.own
+        sequence = self.recipe.megatron.sequence_parallel if own else layout.tp > 1
+        section = self.recipe.megatron.model_copy(update={"sequence_parallel": sequence})
+        recipe = self.recipe.model_copy(update={"megatron": section})
+        m = memory.memory_of(recipe, self.s, layout, self.bytes)
+        machine = Machine(
+            self.chip,
+            Efficiency(),
+            self.s,
+            layout,
+            sequence,
+            section.recompute_granularity,
+            memory.BYTES[recipe.model.precision],
+        )
+        return Candidate(layout, m.largest, self._step(machine, m.state), own)
+
+    def _step(self, machine: Machine, state: memory.State) -> Bounds:
+        """Log-probs and updates of a step, without generation and grading."""
+        r, batching = self.recipe, self.recipe.batching
+        length = r.data.max_prompt_tokens / 2 + FRACTION * r.rollout.max_response_tokens
+        length = min(length, batching.micro_batch_tokens)
+        online = r.trainer == "rl"
+        sequences = r.rollout.prompts_per_step * r.rollout.group_size if online else r.algorithm.batch_sequences
+        updates = 1
+        if online:
+            updates = r.rollout.prompts_per_step // (r.algorithm.mini_batch_prompts or r.rollout.prompts_per_step)
+        epochs = r.algorithm.epochs if online else 1
+        tokens = sequences * length
+        train = machine.passes(tokens / updates, batching.micro_batch_tokens, length, True) + machine.update(state)
+        found = train * (updates * epochs)
+        if r.pipo is not None:
+            found += machine.passes(tokens, batching.micro_batch_tokens, length, True) + machine.update(state)
+        looks = (online and updates * epochs > 1 or r.pipo is not None) + (online and r.algorithm.uses_reference)
+        alone = machine.passes(tokens, batching.tokens_without_backward, length, False)
+        found += alone * looks
+        return found * (2 if r.critic else 1)
+
+    def table(self) -> list[str]:
+        found = self.candidates()
+        shown = found[:SHOWN] + [each for each in found[SHOWN:] if each.own]
+        what = f"seconds of a step on {self.chip.name} without generation, from all links behind kernels to no overlap"
+        told = [f"layouts that fit, by {what}:"]
+        for each in shown:
+            mark = (
+                "  <- the recipe's" + ("" if each.memory <= self.bytes else ", which does not fit") if each.own else ""
+            )
+            span = f"{each.seconds.least:8.2f} to {each.seconds.most:8.2f} s"
+            told.append(f"  {span}  {memory.gib(each.memory):>10}  {each.layout}{mark}")
+        if len(found) > len(shown):
+            told.append(f"  and {len(found) - len(shown)} more")
+        return told

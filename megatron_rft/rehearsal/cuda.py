@@ -1,0 +1,148 @@
+"""What Python code asks of torch.cuda, answered as on a node of GPUs. `install` comes before the package's other parts
+are imported: their patches for hosts without GPUs then stay away."""
+
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from megatron_rft.rehearsal.ledger import Ledger
+
+aten = torch.ops.aten
+ABSENT = ("transformer_engine", "apex", "wandb")  # their kernels cannot run on shapes; the spec is then torch's own
+
+
+class Stream:
+    """A stream, an event, or the context of one, of a device without work."""
+
+    ledger: Ledger
+
+    def __init__(self, *_: Any, **__: Any): ...
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "synchronize":
+            self.ledger.wait("stream or event")
+        return lambda *_, **__: Stream()
+
+
+def install(ledger: Ledger) -> None:
+    for name in ABSENT:
+        sys.modules[name] = None
+    Stream.ledger = ledger
+    _answer(ledger)
+    _keep_operations_visible()
+    _read_through_the_mode()
+    _processes(ledger)
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _answer(ledger: Ledger) -> None:
+    """torch.cuda's functions."""
+    d = ledger.device
+    facts = {"name": d.name, "major": 9, "minor": 0, "total_memory": int(d.memory), "multi_processor_count": 132}
+    properties = types.SimpleNamespace(**facts)
+    replaced = {
+        **dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "manual_seed", "set_rng_state"), _nothing),
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        **dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "Event"), Stream),
+        "current_device": lambda: 0,
+        "device_count": lambda: ledger.node,
+        "synchronize": lambda *_: ledger.wait("torch.cuda.synchronize"),
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_: d.name,
+        "mem_get_info": lambda *_: (int(d.usable), int(d.memory)),
+        "get_rng_state": lambda *_, **__: torch.Generator().get_state(),
+        "default_generators": (torch.Generator(),) * ledger.node,
+    }
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.Tensor.record_stream = _nothing
+    torch.Tensor.pin_memory = lambda self, *_: self
+    fake_tensor.init_gpu_context = _nothing
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host, then moved
+
+
+def _keep_operations_visible() -> None:
+    """Compiled code would hide its operations from the mode, and attention has no implementation on "cuda" here."""
+    torch.compile = lambda model=None, **_: model or (lambda function: function)
+    torch.nn.functional.scaled_dot_product_attention = attention
+    torch.nn.functional.rms_norm = rms_norm
+    # What Module.bfloat16() asks for; a swap would say "Cannot swap t1 because it has weakref".
+    torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
+
+
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """The kernel that CUDA would choose: flash without a mask, the memory-efficient one, which takes equal numbers of
+    heads, with one."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
+    bias = bias.expand(q.shape[0], q.shape[1], *bias.shape[-2:])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+class RMSNorm(torch.autograd.Function):
+    """CUDA's fused kernel: it keeps its input and a number per row. A CPU build of torch has another form of it, which
+    computes and keeps fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out, rows = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        Stream.ledger.kernel(0.0, 2.0 * x.numel() * x.element_size())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        Stream.ledger.kernel(0.0, 3.0 * x.numel() * x.element_size())
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    return RMSNorm.apply(x, weight)
+
+
+def _read_through_the_mode() -> None:
+    """Python's ways to read a tensor's values that go past every dispatch mode."""
+    plain_tensor = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> torch.Tensor:
+        return plain_tensor(tree_map(lambda x: x.item() if isinstance(x, FakeTensor) else x, data), **options)
+
+    torch.tensor = tensor
+    FakeTensor.tolist = lambda self: self.cpu().tolist()  # one copy; its own reads element by element
+
+
+def _processes(ledger: Ledger) -> None:
+    """One process stands for all: every group is torch's fake one, and others say what this one says."""
+    plain_group = dist.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        return plain_group(*args, **{**kwargs, "backend": "fake"})  # megatron-core asks for gloo too
+
+    def all_gather_object(found: list, own: Any, group: dist.ProcessGroup | None = None) -> None:
+        ledger.wait("all_gather_object")
+        found[:] = [own or {"loss": 1.0}] * len(found)  # a stage that is not the last hears of a loss
+
+    def broadcast_object_list(*_: Any, **__: Any) -> None:
+        ledger.wait("broadcast_object_list")
+
+    for function in (new_group, all_gather_object, broadcast_object_list):
+        setattr(dist, function.__name__, function)

@@ -1,0 +1,228 @@
+"""A dispatch mode that runs device operations on shapes, and tells the ledger of them.
+
+A device tensor is a FakeTensor on "cuda": shape, dtype, storage without memory. Operations on host tensors alone run as
+they are. A small device tensor whose values the host may ask for (indices, lengths, masks, routing) keeps a real
+`shadow` on the host, and what is computed from shadows has one too. Copies of large tensors to the host are fake host
+tensors: they have no memory either, and the ledger counts them as host memory.
+
+Not a global FakeTensorMode: that makes host tensors fake as well, and packing reads them.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary, weakref
+
+from megatron_rft.rehearsal.ledger import BLOCK, Ledger
+
+aten = torch.ops.aten
+SHADOW = 1 << 22  # elements of the largest tensor whose values are kept
+FLOAT_SHADOW = 4096  # the same of floating point: lengths and scalars, never activations
+REAL_ON_HOST = 1 << 20  # bytes; a larger copy of a device tensor in low precision has no memory on the host either
+NO_TRAFFIC = ("empty", "_unsafe_view", "view", "detach", "alias")
+
+
+def is_fake(x: Any, device: str | None = None) -> bool:
+    return isinstance(x, FakeTensor) and (device is None or x.device.type == device)
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class FakeDevice(TorchDispatchMode):
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger, self.fake = ledger, FakeTensorMode(allow_non_fake_inputs=True)
+        self.shadows, self.storages = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        ledger.in_backward = in_backward
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        target = kwargs.get("device")
+        target = None if target is None else torch.device(target).type
+        if target != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        if func is aten._local_scalar_dense.default:
+            return self._item(args[0])
+        if any(is_fake(x, "cuda") for x in tensors) and self._to_host(func, args, target):
+            return self._copy_to_host(func, args, kwargs)
+        return self._on_device(func, args, kwargs, tensors, target)
+
+    # ---- reads by the host
+
+    def _item(self, x: torch.Tensor) -> Any:
+        """1 where the value is not known: a loss, a norm, a count."""
+        self.ledger.wait("item")
+        shadow = self.shadows.get(x)
+        return shadow.item() if shadow is not None else torch.ones((), dtype=x.dtype).item()
+
+    @staticmethod
+    def _to_host(func: Any, args: tuple, target: str | None) -> bool:
+        return target == "cpu" or (func is aten.copy_.default and args[0].device.type == "cpu")
+
+    def _copy_to_host(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        into = args[0] if func is aten.copy_.default else None
+        source = args[0] if into is None else args[1]
+        dtype = kwargs.get("dtype") or source.dtype
+        self.ledger.wait("device to host")
+        shadow = self.shadows.get(source)
+        if into is not None:
+            return into.copy_(shadow) if shadow is not None and not is_fake(into) else into
+        if shadow is not None:
+            return shadow.to(dtype, copy=True)
+        entry, size = self.storages.get(source.untyped_storage()), source.numel() * dtype.itemsize
+        if size > REAL_ON_HOST and (dtype.itemsize == 2 or (entry and entry[1] == "weights")):
+            return self._made(lambda: torch.empty(source.shape, dtype=dtype))
+        return torch.zeros(source.shape, dtype=dtype)
+
+    # ---- operations
+
+    def _on_device(self, func, args, kwargs, tensors, target):
+        if any(not is_fake(x) and x.dim() for x in tensors):
+            self.ledger.wait("host to device")
+        values = self._values(func, args, kwargs, tensors, target)
+        if torch.Tag.dynamic_output_shape in func.tags or func is aten.index.Tensor:
+            func, args = self._sized(func, args, values)
+            if func is None:
+                return tree_map(self._with_shadow, values)
+        with self.fake:
+            args, kwargs = tree_map(_shape_of, (args, kwargs))
+            result = func(*args, **kwargs)
+        outputs, found = tree_leaves(result), tree_leaves(values)
+        for position, out in enumerate(outputs):
+            if isinstance(out, FakeTensor):
+                self._note(out)
+                if values is not None and (not out.is_floating_point() or out.numel() <= FLOAT_SHADOW):
+                    self.shadows[out] = found[position]
+                elif out in self.shadows and func._schema.is_mutable:
+                    del self.shadows[out]
+        self._cost(func, args, kwargs, tensors, outputs, result)
+        return result
+
+    def _values(self, func, args, kwargs, tensors, target):
+        """The result on the host, where all inputs are known and small; else None."""
+        fakes = [x for x in tensors if isinstance(x, FakeTensor)]
+        known = {id(x): self.shadows.get(x) for x in fakes}
+        if any(value is None for value in known.values()) or any(x.numel() > SHADOW for x in tensors):
+            return None
+        made = func is aten.arange.default or (func is aten.zeros.default and not args[0])
+        if not (fakes or made or any(x.dim() for x in tensors)):
+            return None
+        real_args, real_kwargs = tree_map(lambda x: known.get(id(x), x), (args, kwargs))
+        return func(*real_args, **{**real_kwargs, **({"device": "cpu"} if target else {})})
+
+    def _sized(self, func, args, values):
+        """An operation whose shape depends on values -> one whose shape does not; (None, None): `values` is the result.
+
+        Raises:
+            RuntimeError: the values are not known.
+        """
+        masked = func is aten.masked_select.default
+        indices = [args[1]] if masked else args[1] if func is aten.index.Tensor else None
+        if indices is not None and not any(x is not None and x.dtype == torch.bool for x in indices):
+            return func, args
+        self.ledger.wait(func._schema.name)
+        if values is not None:
+            return None, None
+        if indices is None or any(isinstance(x, FakeTensor) and x not in self.shadows for x in indices):
+            raise RuntimeError(f"the shape that {func} gives depends on values that the rehearsal does not know")
+        place = self._with_shadow if is_fake(args[0], "cuda") else (lambda x: x)
+        found: list = []
+        for index in indices:
+            known = self.shadows[index] if isinstance(index, FakeTensor) else index
+            is_mask = known is not None and known.dtype == torch.bool
+            found += [place(where) for where in known.nonzero(as_tuple=True)] if is_mask else [index]
+        return aten.index.Tensor, (args[0], found)
+
+    def _with_shadow(self, value: torch.Tensor) -> torch.Tensor:
+        with self.fake:
+            out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        self._note(out)
+        self.shadows[out] = value
+        return out
+
+    def _made(self, make) -> torch.Tensor:
+        """A fake host tensor."""
+        with self.fake:
+            out = make()
+        self._note(out)
+        return out
+
+    # ---- what the ledger hears
+
+    def _note(self, tensor: FakeTensor) -> None:
+        """Memory of a storage that is new, or has another size now."""
+        storage = tensor.untyped_storage()
+        memory = self.ledger.memory if tensor.device.type == "cuda" else self.ledger.host
+        size, entry = -(-storage.nbytes() // BLOCK) * BLOCK, self.storages.get(storage)
+        if entry is None:
+            category = self.ledger.category_now()
+            entry = self.storages[storage] = [memory, category, 0]
+            weakref.finalize(storage, _freed, entry)
+        memory.add(entry[1], size - entry[2])
+        entry[2] = size
+
+    def relabel(self, tensors, category: str) -> None:
+        for tensor in tensors:
+            entry = self.storages.get(tensor.untyped_storage())
+            if entry and entry[1] != category:
+                entry[0].move(entry[1], category, entry[2])
+                entry[1] = category
+
+    def _cost(self, func, args, kwargs, tensors, outputs, result) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or func.namespace != "aten" or name.startswith(NO_TRAFFIC):
+            return
+        touched = {id(x): x for x in [*tensors, *outputs] if isinstance(x, torch.Tensor)}.values()
+        if not any(is_fake(x, "cuda") for x in touched):
+            return
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=result) if count else 0
+        self.ledger.kernel(flops, sum(x.numel() * x.element_size() for x in touched))
+
+    # ---- collectives
+
+    def _collective(self, func, args):
+        """Returns at once. What is gathered is as if every rank had this one's values; exchanges are balanced."""
+        name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_coalesced")
+        handle = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+        group = ProcessGroup.unbox(handle)
+        size = max(sum(_bytes(x) for x in tree_leaves(part)) for part in args[:2])
+        self.ledger.collective(name, _label(group), dist.get_process_group_ranks(group), size)
+        if "allgather" in name and (own := self.shadows.get(tree_leaves(args[1])[0])) is not None:
+            for out in tree_leaves(args[0]):
+                self.shadows[out] = own.flatten().repeat(out.numel() // own.numel()).view(out.shape)
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _freed(entry: list) -> None:
+    entry[0].add(entry[1], -entry[2])
+
+
+def _bytes(x: Any) -> int:
+    return x.numel() * x.element_size() if isinstance(x, torch.Tensor) else 0
+
+
+def _shape_of(x: Any) -> Any:
+    """A host tensor as a fake one: FakeTensorMode would run operations on small ones for real."""
+    real = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if real else x
+
+
+def _label(group: dist.ProcessGroup) -> str:
+    """TENSOR_MODEL_PARALLEL_GROUP -> tensor"""
+    text = (group.group_desc or "").lower().replace("_parallel", "").replace("_group", "").replace("_", " ")
+    names = {"tensor model": "tensor", "pipeline model": "pipeline", "expert model": "expert"}
+    names |= {"intra distributed optimizer instance": "optimizer", "default pg": "world", "undefined": "world"}
+    return names.get(text, text) or "world"

@@ -1,0 +1,95 @@
+"""Builds and loads the guard library (guard.cpp), which lets a CPU build of torch differentiate "cuda" tensors.
+
+It is compiled once for each version of torch, into the user's cache folder, and must be loaded before torch is
+imported. No torch here.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_rft.utils.errors import UserError
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+TESTED = {(2, 13)}  # versions of torch; the guard uses interfaces that torch does not promise to keep
+COMPILERS = ("g++", "c++", "clang++")
+
+
+def torch_folder() -> Path:
+    """Where torch is.
+
+    Raises:
+        UserError: this torch cannot be rehearsed with.
+    """
+    root = Path(importlib.util.find_spec("torch").origin).parent
+    text = (root / "version.py").read_text()
+    version = re.search(r"__version__ = '(\d+)\.(\d+)", text)
+    found = (int(version[1]), int(version[2]))
+    if found not in TESTED:
+        tested = ", ".join(f"{a}.{b}" for a, b in sorted(TESTED))
+        raise UserError(f"rehearse is tested with torch {tested} only, and this is {found[0]}.{found[1]}: install that")
+    if re.search(r"^cuda\b.*= *'", text, re.MULTILINE):
+        raise UserError(
+            "rehearse needs a CPU build of torch, and this one is built for CUDA: run it in an environment made by "
+            "`tools/setup_env.sh`"
+        )
+    return root
+
+
+def compiler() -> str:
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    found = next(filter(None, map(shutil.which, wanted)), None)
+    if found is None:
+        raise UserError(
+            f"rehearse compiles a small library once and found no C++ compiler ({', '.join(wanted)}): install g++, or "
+            "set CXX to a compiler"
+        )
+    return found
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_rft"
+
+
+def library(folder: Path | None = None) -> Path:
+    """The compiled guard; built where it is not there yet."""
+    root, folder = torch_folder(), folder or cache_folder()
+    facts = SOURCE.read_bytes() + str(root).encode() + (root / "version.py").read_bytes()
+    path = folder / f"guard_{hashlib.sha256(facts).hexdigest()[:16]}.so"
+    if not path.is_file():
+        _build(root, path)
+    return path
+
+
+def _build(root: Path, path: Path) -> None:
+    program = compiler()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    except OSError as error:
+        raise UserError(
+            f"{path.parent} cannot be written ({error.strerror}), and rehearse keeps a small library there: set "
+            "XDG_CACHE_HOME to another folder"
+        ) from None
+    os.close(handle)
+    options = ["-std=c++20", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu"]
+    command = [program, str(SOURCE), *options, f"-Wl,-rpath,{root}/lib", "-o", partial]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        os.unlink(partial)
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-300:])
+        raise UserError(f"{program} cannot compile {SOURCE}, which needs C++20 (g++ 10 or newer): {reason}")
+    os.replace(partial, path)
+
+
+def load() -> None:
+    """Before torch is imported: its libraries bind to the guard's symbols when they are loaded."""
+    assert "torch" not in sys.modules, "torch is imported already"
+    ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)

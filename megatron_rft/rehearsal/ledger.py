@@ -1,0 +1,141 @@
+"""What a rehearsed rank does, as counts: memory by phase and category, kernels, collectives, waits of the host.
+
+A step has phases (policy log-probs, training ...), and a phase has parts: "forward" and "backward" of micro-batches,
+"pipeline" messages between them, the gradients' "reduce", the "optimizer", and the "rest". Work of the first three
+recurs for every micro-batch.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_rft.plan.devices import NODE, Device, Efficiency
+
+PACKAGE = Path(__file__).resolve().parents[1]
+BETWEEN = "between"
+RECURRING = ("forward", "backward", "pipeline")
+BLOCK = 512  # bytes; torch's allocator gives multiples of it
+
+
+class Memory:
+    """Bytes that are alive on a device, by category, and their peak in each phase."""
+
+    def __init__(self) -> None:
+        self.alive: Counter[str] = Counter()
+        self.total = 0
+        self.peaks: dict[str, tuple[int, dict[str, int]]] = {}
+        self.phase = BETWEEN
+
+    def add(self, category: str, size: int) -> None:
+        self.alive[category] += size
+        self.total += size
+        if self.total > self.peaks.get(self.phase, (-1,))[0]:
+            self.peaks[self.phase] = self.total, dict(self.alive)
+
+    def move(self, before: str, after: str, size: int) -> None:
+        self.alive[before] -= size
+        self.alive[after] += size
+
+
+class Ledger:
+    def __init__(self, device: Device, efficiency: Efficiency, node: int = NODE):
+        self.device, self.efficiency, self.node = device, efficiency, node
+        self.memory, self.host = Memory(), Memory()
+        self.phase, self.part, self.category = BETWEEN, "rest", None
+        self.swapped = 0  # above 0 while another model's weights are in the place of the policy's
+        self.training = False  # whether the micro-batches have a backward pass
+        self.in_backward = lambda: False  # set by the device mode, which knows autograd
+        self.kernels: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
+        self.links: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+        self.waits: Counter[tuple[str, str, str]] = Counter()
+        self.micro_batches: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+
+    # ---- where we are
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        for memory in (self.memory, self.host):
+            memory.phase = phase
+            memory.add("", 0)
+        try:
+            yield
+        finally:
+            self.phase = self.memory.phase = self.host.phase = before
+
+    @contextmanager
+    def doing(self, part: str) -> Iterator[None]:
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    @contextmanager
+    def holding(self, category: str) -> Iterator[None]:
+        """Tensors that are made within belong to this category."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    def category_now(self) -> str:
+        if self.category is not None:
+            return self.category
+        if self.in_backward():
+            return "backward"
+        if self.part == "forward":
+            return "activations" if self.training else "forward without gradient"
+        return "optimizer step" if self.part == "optimizer" else "rest"
+
+    # ---- what happens
+
+    def kernel(self, flops: float, moved: float) -> None:
+        """By a roofline: a kernel takes what its arithmetic or its memory traffic takes, whichever is longer."""
+        e, d = self.efficiency, self.device
+        entry = self.kernels[self.phase, self.part]
+        seconds = max(flops / d.flops / e.compute, moved / d.bandwidth / e.memory, e.launch)
+        for i, value in enumerate((1, flops, moved, seconds)):
+            entry[i] += value
+
+    def collective(self, name: str, group: str, ranks: list[int], size: int) -> None:
+        if len(ranks) < 2:
+            return
+        part = self.part
+        if name in ("send", "recv"):
+            part = "pipeline"
+        elif "data" in group:
+            part = "reduce"
+        span = "node" if len({rank // self.node for rank in ranks}) == 1 else "network"
+        entry = self.links[self.phase, part, name, group, len(ranks), span]
+        for i, value in enumerate((1, size, self.link_seconds(name, ranks, size))):
+            entry[i] += value
+
+    def link_seconds(self, name: str, ranks: list[int], size: int) -> float:
+        """A ring over the slowest link: (n-1)/n of the whole, twice for an all-reduce. Ranks that share a node
+        share its ports."""
+        together = Counter(rank // self.node for rank in ranks)
+        inside, d = len(together) == 1, self.device
+        rate = d.nvlink if inside else min(d.nvlink, d.network * min(together.values()))
+        share = 1.0 if name in ("send", "recv") else (len(ranks) - 1) / len(ranks)
+        twice = 2 if name == "allreduce" else 1
+        return size * share * twice / rate / self.efficiency.link + self.efficiency.latency
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device, or for another host; counted by the line that asks."""
+        self.waits[self.phase, what, _line()] += 1
+
+
+def _line() -> str:
+    """The innermost line outside of this package and of torch, as file:number."""
+    frame = sys._getframe(2)
+    while frame:
+        name = Path(frame.f_code.co_filename)
+        if "megatron" in str(name) and name.parent != PACKAGE / "rehearsal":
+            return f"{'/'.join(name.parts[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"

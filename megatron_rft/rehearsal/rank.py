@@ -1,0 +1,264 @@
+"""One rank's step: models, log-probs, updates, and the stream of weights. A process of its own, asked with JSON:
+
+python -m megatron_rft.rehearsal.rank '{"recipe": ..., "overrides": [...], "world": 64, "rank": 0, ...}' OUT.json
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_rft.config import load
+from megatron_rft.plan.devices import NODE, Efficiency, device
+from megatron_rft.plan.model_shape import find_model
+from megatron_rft.rehearsal import guard
+from megatron_rft.rehearsal.ledger import Ledger
+from megatron_rft.utils.errors import UserError
+
+UPDATES = {"policy": "training", "value": "critic's training"}  # names of updates -> of their phases
+ANOTHER_MODEL = ["model.initialise=random", "model.reference=null"]  # only shapes count: no file of weights is read
+
+
+@dataclass(frozen=True)
+class Question:
+    recipe: str
+    overrides: list[str]
+    world: int
+    rank: int
+    device: str
+    efficiency: dict[str, float]
+    fraction: float = 0.5  # mean length of a response, of the longest
+    micro_batches: int = 2
+    node: int = NODE
+
+
+def main() -> None:
+    try:
+        found = rehearse(Question(**json.loads(sys.argv[1])))
+    except UserError as error:
+        found = {"error": str(error)}
+    with open(sys.argv[2], "w") as file:
+        json.dump(found, file)
+
+
+def rehearse(question: Question) -> dict[str, Any]:
+    """The counts of one rank, as `answer` gives them. Once in a process: it patches torch for good."""
+    began = time.time()
+    ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
+    guard.load()
+    from megatron_rft.rehearsal import cuda
+    from megatron_rft.rehearsal.device import FakeDevice
+
+    mode = FakeDevice(ledger)  # before the patches: it imports torch's compiler, which lists torch's functions
+    cuda.install(ledger)
+    from megatron_rft.rehearsal import patches
+
+    step = Step(question, ledger, mode)
+    step.join()
+    patches.install(ledger, mode)
+    with mode:
+        times = step.run()
+    return answer(ledger, times) | {"seconds": time.time() - began, "rss": resource.getrusage(0).ru_maxrss << 10}
+
+
+class Step:
+    """A step of the recipe's trainer. `times` says how often each phase comes in a whole step, in units of what is
+    rehearsed: (passes over all of it, micro-batches of one pass in the run / rehearsed)."""
+
+    def __init__(self, question: Question, ledger: Ledger, mode: Any):
+        from megatron_rft.conversion import load_config
+
+        self.question, self.ledger, self.mode = question, ledger, mode
+        self.recipe = load(question.recipe, question.overrides + ANOTHER_MODEL)
+        self.hf_config = load_config(find_model(self.recipe.model.path))
+        self.times: dict[str, tuple[float, float]] = {}
+
+    def join(self) -> None:
+        """The process groups of the whole world, seen from this rank."""
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        from megatron_rft.megatron import parallel
+
+        dist.init_process_group("fake", rank=self.question.rank, world_size=self.question.world, store=FakeStore())
+        parallel.initialize(self.recipe.megatron)
+
+    def run(self) -> dict[str, tuple[float, float]]:
+        parts = {"rl": self._online, "offline": self._offline, "sft": self._sft}
+        actor = parts[self.recipe.trainer]()
+        with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
+            for _ in actor.stream():
+                pass
+        return self.times
+
+    # ---- trainers
+
+    def _online(self) -> Any:
+        from megatron_rft.training.online import build_models, build_objective, mini_batches
+
+        recipe = self.recipe
+        objective = build_objective(recipe)
+        models = self._built(lambda: build_models(recipe, self.hf_config, objective))
+        whole = recipe.rollout.prompts_per_step * recipe.rollout.group_size
+        each = whole // mini_batches(recipe.rollout, recipe.algorithm)
+        batch = self._batch(recipe.rollout.group_size, each)
+        ratio = whole / len(batch)
+        if recipe.algorithm.uses_feedback:
+            from megatron_rft.rehearsal.batches import with_contexts
+
+            batch = with_contexts(batch, recipe.algorithm.max_feedback_tokens // 2)
+        if recipe.refines:
+            from megatron_rft.rehearsal.batches import with_refined
+
+            batch = with_refined(batch)
+        batch = told_apart(models.outputs(batch))
+        for phase in ("log-probs", "log-probs of another model", "critic's values"):
+            self.times[phase] = (1, ratio)
+        for update in updates_of(objective, batch, self._steps_before()).values():
+            passes = update.epochs * update.mini_batches
+            self._update(models.trained[update.model], update, passes, models.second, whole / passes * update.epochs)
+        with self.ledger.during("end of the step"):
+            models.end_of_step()
+        return models.actor
+
+    def _offline(self) -> Any:
+        import torch
+
+        from megatron_rft import objectives
+        from megatron_rft.megatron.second_distribution import Recorded, Second
+        from megatron_rft.training import build
+
+        recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
+        actor = self._built(lambda: build.build_actor(recipe, self.hf_config, 1000))
+        batch = self._batch(2, recipe.algorithm.batch_sequences)
+        number = torch.arange(len(batch))
+        rewards = torch.where(number % 2 == 0, 1.0, -1.0)
+        batch = batch.with_sequences(rewards=rewards, unit=number // 2 if recipe.algorithm.pairs else number)
+        reference = actor.snapshot()
+        with actor.swapped(reference):
+            batch = batch.with_tokens(ref_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
+        batch = objective.annotate(batch)
+        if "old_logprobs" in objective.needs:
+            batch = batch.with_tokens(old_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
+
+        def second(update: Any, mini_batch: Any) -> Any:
+            if update.beside is None:
+                return None
+            extrapolation = update.beside.extrapolation
+            if getattr(recipe.algorithm, "reference", None) != "cached_hidden":
+                return Second(mini_batch, reference, extrapolation)
+            return Recorded(mini_batch, self._cached_rows, self._output_matrix(actor), extrapolation)
+
+        for update in objective.prepare(batch, objective.init()).updates:
+            self._update(actor, update, 1, second, recipe.algorithm.batch_sequences)
+        return actor
+
+    def _sft(self) -> Any:
+        from megatron_rft import objectives
+        from megatron_rft.training import build
+
+        actor = self._built(lambda: build.build_actor(self.recipe, self.hf_config, 1000))
+        objective = objectives.build(self.recipe.algorithm)
+        batch = self._batch(1, self.recipe.algorithm.batch_sequences)
+        for update in objective.prepare(batch, objective.init()).updates:
+            self._update(actor, update, 1, lambda *_: None, self.recipe.algorithm.batch_sequences)
+        return actor
+
+    # ---- parts
+
+    def _steps_before(self) -> int:
+        """PIPO verifies once its window is full, and PPO trains the policy once its critic is warm."""
+        window = self.recipe.pipo.window if self.recipe.pipo else 0
+        return window + (self.recipe.critic.warmup_steps if self.recipe.critic else 0)
+
+    def _built(self, make: Callable[[], Any]) -> Any:
+        """Models with their state labelled: weights, gradients, optimizer."""
+        ledger, mode = self.ledger, self.mode
+        with ledger.during("start"), ledger.holding("optimizer"):
+            models = make()
+            actors = models.trained.values() if hasattr(models, "trained") else [models]
+            for actor in actors:
+                actor.optimizer.fill_in()
+                mode.relabel(actor._parameters(), "weights")
+                buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+                mode.relabel([b.grad_data for b in buffers], "gradients")
+        return models
+
+    def _batch(self, group: int, most: int) -> Any:
+        """Micro-batches for every data-parallel rank, but no more sequences than the run has."""
+        from megatron_rft.megatron import parallel
+        from megatron_rft.rehearsal.batches import batch_of, micro_batch
+
+        recipe, question = self.recipe, self.question
+        prompt = max(recipe.data.max_prompt_tokens // 2, 1)
+        budget, longest = recipe.batching.micro_batch_tokens, recipe.rollout.max_response_tokens
+        shape = micro_batch(prompt, min(longest, budget - prompt), question.fraction, budget)
+        count = question.micro_batches * parallel.dp_size() * len(shape.responses)
+        return batch_of(shape, max(group, min(count, most)), group)
+
+    def _update(self, actor: Any, update: Any, passes: float, second: Callable, sequences: float) -> None:
+        """One optimizer step, of `passes` in the run, each on `sequences`."""
+        phase = UPDATES.get(update.name, update.name)
+        update = replace(update, mini_batches=1, epochs=1)
+        mini_batch = next(update.steps())
+        with self.ledger.during(phase):
+            beside = second(update, mini_batch)
+            counts = update.counts(mini_batch)
+            actor.step(mini_batch, update.loss, counts, update.outputs, update.learning_rate, beside, update.moments)
+        self.times[phase] = (passes, max(1.0, sequences / len(mini_batch)))
+        if update.beside is not None:
+            self.times["second distribution"] = self.times[phase]
+
+    def _cached_rows(self, numbers: Any) -> Any:
+        import torch
+
+        dtype = torch.float32 if self.recipe.model.precision == "fp32" else torch.bfloat16
+        with self.mode.fake:
+            return torch.empty(len(numbers), self.hf_config.hidden_size, dtype=dtype)
+
+    def _output_matrix(self, actor: Any) -> Any:
+        from megatron_rft.megatron import model, parallel
+
+        if not parallel.is_last_stage():
+            return None
+        with self.ledger.holding("other weights"):
+            return model.output_weight(actor.models[-1]).detach().clone()
+
+
+def told_apart(batch: Any) -> Any:
+    """With log-probs that differ from model to model: where all are alike, SDPO and PIPO make no update."""
+    names = sorted(name for name in batch.tokens if name.endswith("logprobs"))
+    return batch.with_tokens(**{name: batch.tokens[name] - 0.01 * i for i, name in enumerate(names)})
+
+
+def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:
+    """The updates of a step in the middle of a run, by name. Earlier steps are made of a small part of the batch."""
+    small, state = batch.select(batch.groups < 2), objective.init()
+    for number in range(steps_before):
+        state = objective.prepare(small.with_scalars(sampled_reward_sum=1.0 + number), state).state
+    for _ in range(2):  # the second one verifies the first
+        prepared = objective.prepare(batch, state)
+        state = prepared.state
+    return {update.name: update for update in prepared.updates}
+
+
+def answer(ledger: Ledger, times: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """Plain JSON."""
+    return {
+        "device": asdict(ledger.device),
+        "times": times,
+        "peaks": {phase: {"total": total, "parts": parts} for phase, (total, parts) in ledger.memory.peaks.items()},
+        "host": {phase: total for phase, (total, _) in ledger.host.peaks.items()},
+        "kernels": [[*key, *values] for key, values in ledger.kernels.items()],
+        "links": [[*key, *values] for key, values in ledger.links.items()],
+        "waits": [[*key, count] for key, count in ledger.waits.items()],
+        "micro_batches": dict(ledger.micro_batches),
+        "tokens": dict(ledger.tokens),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The counts of rehearsed ranks as text, and as totals of a step. No torch."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rft.plan.devices import GIB
+from megatron_rft.rehearsal.ledger import BETWEEN, RECURRING
+
+SMALL = GIB // 100  # categories below it are added up as "rest"
+SMALL_MESSAGE = 1 << 20  # bytes; collectives of less in all are not shown
+SHOWN = 8  # lines of waits
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind of rank, and what its rehearsal counted (rank.answer)."""
+
+    number: int  # of the pipeline stage, from 0
+    stages: int
+    virtual: int
+    rank: int
+    found: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.number + 1} of {self.stages}" if self.stages > 1 else "every rank"
+
+    @property
+    def phases(self) -> list[str]:
+        return [phase for phase in self.found["peaks"] if phase not in (BETWEEN, "start")]
+
+    def rows(self, phase: str, what: str) -> Iterable[list]:
+        """Of "kernels", "links" or "waits"."""
+        return (row for row in self.found[what] if row[0] == phase)
+
+    def times(self, phase: str) -> tuple[float, float]:
+        """(passes, micro-batches of a pass of the run for each one that is rehearsed)"""
+        return tuple(self.found["times"].get(phase, (1, 1)))
+
+    def seconds(self, phase: str, what: str) -> float:
+        """Of all passes of a step: kernels or links one after the other, the pipeline's bubble included."""
+        passes, ratio = self.times(phase)
+        micro_batches = max(1.0, self.found["micro_batches"].get(phase, 1) * ratio)
+        bubble = 1 + (self.stages - 1) / self.virtual / micro_batches
+        parts: Counter[str] = Counter()
+        for row in self.rows(phase, what):
+            parts[row[1]] += row[-1]
+        recurring = sum(parts[part] for part in RECURRING)
+        return passes * (recurring * ratio * bubble + sum(parts.values()) - recurring)
+
+
+def bounds(stages: list[Stage]) -> dict[str, tuple[float, float]]:
+    """Seconds of each phase of a step on the slowest stage: (links behind kernels, nothing overlaps)."""
+    found = {}
+    for phase in stages[0].phases:
+        pairs = [(s.seconds(phase, "kernels"), s.seconds(phase, "links")) for s in stages]
+        found[phase] = max(max(pair) for pair in pairs), max(sum(pair) for pair in pairs)
+    return found
+
+
+def peak(stages: list[Stage]) -> tuple[Stage, str, int, dict[str, int]]:
+    """The fullest moment: (stage, phase, bytes, bytes by category)."""
+    every = [(s.found["peaks"][phase]["total"], i, phase) for i, s in enumerate(stages) for phase in s.phases]
+    total, i, phase = max(every)
+    return stages[i], phase, total, stages[i].found["peaks"][phase]["parts"]
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def lines(stages: list[Stage], beside: int) -> list[str]:
+    """`beside`: bytes of engines on the same device, by the plan's arithmetic."""
+    return [*memory_lines(stages, beside), *time_lines(stages), *link_lines(stages), *wait_lines(stages)]
+
+
+def categories(parts: dict[str, int]) -> str:
+    large = {name: size for name, size in parts.items() if size >= SMALL and name != "rest"}
+    rest = sum(parts.values()) - sum(large.values())
+    named = [f"{name} {gib(size)}" for name, size in sorted(large.items(), key=lambda each: -each[1])]
+    return ", ".join(named + ([f"rest {gib(rest)}"] if rest >= SMALL or not named else []))
+
+
+def memory_lines(stages: list[Stage], beside: int) -> list[str]:
+    told = ["peak of memory by phase, GiB" + (f" (and {gib(beside)} of engines beside it)" if beside else "") + ":"]
+    for stage in stages:
+        for phase in stage.phases:
+            entry = stage.found["peaks"][phase]
+            told.append(f"  {stage.name}, {phase}: {gib(entry['total'])} = {categories(entry['parts'])}")
+        host = max(stage.found["host"].values(), default=0)
+        if host >= SMALL:
+            told.append(f"  {stage.name}, in the host's memory: {gib(host)}")
+    return told
+
+
+def time_lines(stages: list[Stage]) -> list[str]:
+    told = ["seconds of a step by phase, from all links behind kernels to no overlap at all:"]
+    found = bounds(stages)
+    for phase, (least, most) in found.items():
+        passes, ratio = stages[0].times(phase)
+        count = stages[0].found["micro_batches"].get(phase, 0) * ratio
+        how = f" ({passes:g} x {count:.0f} micro-batches of each rank)" if count else ""
+        told.append(f"  {phase}: {seconds(least)} to {seconds(most)}{how}")
+    least, most = (sum(pair[i] for pair in found.values()) for i in (0, 1))
+    return [*told, f"  together: {seconds(least)} to {seconds(most)}, without generation and grading"]
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def link_lines(stages: list[Stage]) -> list[str]:
+    """Of one rehearsed pass of each phase, by group."""
+    told = ["collectives of one rehearsed pass, by group:"]
+    for stage in stages:
+        found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0])
+        for phase in stage.phases:
+            for _, _, name, group, ranks, span, calls, size, _ in stage.rows(phase, "links"):
+                entry = found[phase, group, ranks, span, name]
+                entry[0], entry[1] = entry[0] + calls, entry[1] + size
+        for (phase, group, ranks, span, name), (calls, size) in found.items():
+            if size < SMALL_MESSAGE:
+                continue
+            where = "inside a node" if span == "node" else "across nodes"
+            told.append(
+                f"  {stage.name}, {phase}, {group} ({ranks} ranks {where}): {calls:,} x {name}, {gib(size)} GiB"
+            )
+    return told if len(told) > 1 else []
+
+
+def wait_lines(stages: list[Stage]) -> list[str]:
+    """Most of the waits of the host for the device in the training phase, by source line."""
+    told = []
+    for stage in stages:
+        phase = "training"
+        count = max(1, stage.found["micro_batches"].get(phase, 1))
+        rows = sorted(stage.rows(phase, "waits"), key=lambda row: -row[-1])
+        total = sum(row[-1] for row in rows)
+        told.append(f"waits of the host in {phase}, {stage.name}: {total / count:.0f} for each micro-batch")
+        told += [f"  {place}: {number / count:.1f}, {what}" for _, what, place, number in rows[:SHOWN]]
+    return told

@@ -1,0 +1,197 @@
+"""`megatron-rft rehearse`: recipes of examples/ at full size, in processes that have no GPU.
+
+The models are folders with a config.json of known sizes and nothing else.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rft.commands import main
+from megatron_rft.config import load
+from megatron_rft.plan.activations import activations
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.memory import BYTES, state_of
+from megatron_rft.plan.parameters import Sizes
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COMMON = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1_000_000,
+    attention_bias=False,
+    tie_word_embeddings=False,
+    vocab_size=151_936,
+    max_position_embeddings=40_960,
+    initializer_range=0.02,
+    head_dim=128,
+)
+EXPERTS = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
+
+
+def sizes(hidden, layers, heads, kv_heads, ffn, **more):
+    names = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ffn)
+    return COMMON | names | {"num_key_value_heads": kv_heads} | more
+
+
+def experts(count, each, chosen):
+    return EXPERTS | dict(num_experts=count, moe_intermediate_size=each, num_experts_per_tok=chosen)
+
+
+TINY = dict(vocab_size=512, head_dim=16)
+MODELS = {
+    "tiny": sizes(64, 4, 4, 2, 128, **TINY),
+    "tiny_mixture": sizes(64, 4, 4, 2, 128, **TINY, **experts(8, 32, 2)),
+    "8b": sizes(4096, 36, 32, 8, 12_288),
+    "8b_2_layers": sizes(4096, 2, 32, 8, 12_288),
+    "32b": sizes(5120, 64, 64, 8, 25_600),
+    "30b_a3b": sizes(2048, 48, 32, 4, 6144, **experts(128, 768, 8)),
+    "30b_a3b_2_layers": sizes(2048, 2, 32, 4, 6144, **experts(128, 768, 8)),
+}
+
+
+@pytest.fixture
+def rehearse(tmp_path, capsys):
+    """(exit status, what was printed, what went to stderr, stages as in --json)"""
+
+    def run(recipe, model, gpus, *arguments):
+        folder = tmp_path / model
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(MODELS[model]))
+        out = tmp_path / "counts.json"
+        command = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", "--gpus", str(gpus), "--json", str(out)]
+        status = main.main([*command, *arguments])
+        told = capsys.readouterr()
+        return status, told.out, told.err, json.loads(out.read_text()) if out.is_file() else []
+
+    return run
+
+
+def of_group(stage, phase, group):
+    """{collective: (calls, bytes)} of a phase in a group."""
+    found = {}
+    for row in stage["found"]["links"]:
+        if row[0] == phase and row[3].startswith(group):
+            calls, size = found.get(row[2], (0, 0))
+            found[row[2]] = (calls + row[6], size + row[7])
+    return found
+
+
+def test_a_whole_step_of_ppo_with_pipo_over_two_stages(rehearse):
+    layout = ["megatron.pipeline_model_parallel_size=2", "megatron.tensor_model_parallel_size=2"]
+    layout += ["megatron.sequence_parallel=true", "model.precision=bf16"]
+    status, told, _, stages = rehearse("pipo/tiny/ppo_pipo.yaml", "tiny", 8, *layout)
+    assert status == 0, told
+    assert "TP 2 x PP 2 x CP 1 x DP 2" in told and "fits" in told.splitlines()[-1]
+    first, last = stages
+    phases = {"log-probs", "critic's values", "verification", "critic's training", "training", "weights to the engine"}
+    assert phases <= set(first["found"]["peaks"]) and (first["rank"], last["rank"]) == (0, 4)
+    for phase in ("verification", "training"):
+        micro_batches = first["found"]["micro_batches"][phase]
+        sent = of_group(first, phase, "pipeline")["send"][0]
+        assert sent == 2 * micro_batches  # a shape and hidden states
+        assert of_group(last, phase, "pipeline")["send"] == of_group(first, phase, "pipeline")["recv"]
+        reduced = of_group(first, phase, "data")["reduce_scatter_tensor"][1]
+        gradients = first["found"]["peaks"][phase]["parts"]["gradients"]
+        assert 0 < reduced < gradients  # the policy's alone; the critic has its own
+    assert "log-prob blocks" in last["found"]["peaks"]["training"]["parts"]
+    waits = sum(row[-1] for row in first["found"]["waits"] if row[0] == "training")
+    assert waits / first["found"]["micro_batches"]["training"] < 2 * 5 + 45  # 5 in each of 2 layers
+
+
+def test_bad_input_is_one_sentence(rehearse):
+    recipe = "pipo/tiny/grpo_pipo.yaml"
+    for arguments, says in (
+        (["--device", "h300"], "there is no device 'h300'"),
+        (["--fraction", "2"], "no share of the longest response"),
+        (["megatron.tensor_model_parallel_size=3"], "attention heads do not divide by TP 3"),
+        (["model.path=Qwen/Qwen3-8B-Base-nowhere"], "is not on this machine, and rehearse needs its config.json"),
+    ):
+        status, _, error, _ = rehearse(recipe, "tiny", 6, *arguments)
+        assert status == 2 and says in error and "Traceback" not in error, error
+
+
+def test_a_folder_without_config_is_named(tmp_path, capsys):
+    assert main.main(["rehearse", str(EXAMPLES / "pipo/tiny/grpo.yaml"), f"model.path={tmp_path}"]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+# ---- at full size
+
+NODE = {
+    "grpo with pipo": ("pipo/qwen3_8b_base/grpo_pipo.yaml", "8b_2_layers"),
+    "ppo with pipo, a critic": ("pipo/qwen3_8b_base/ppo_pipo.yaml", "8b_2_layers"),
+    "sdpo with pipo, a teacher": ("pipo/qwen3_8b/sdpo_pipo.yaml", "8b_2_layers"),
+    "dapo with a refiner": ("dynamic/apps_dapo/dynamic.yaml", "8b_2_layers"),
+    "fpa, a second distribution": ("fpa/qwen3_4b_base/fpa.yaml", "8b_2_layers"),
+    "dpo, pairs": ("fpa/qwen3_4b_base/dpo.yaml", "8b_2_layers"),
+}
+PARTS = {
+    "ppo with pipo, a critic": "critic's training",
+    "sdpo with pipo, a teacher": "verification",
+    "fpa, a second distribution": "training",
+}
+
+
+def check_plan(stage, recipe, model_folder, gpus, *overrides):
+    """The plan's bytes within 10% of the training phase's peak, for the tokens of the rehearsed micro-batches."""
+    options = load(EXAMPLES / recipe, [f"model.path={model_folder}", "model.initialise=random", *overrides])
+    s, layout, number = Sizes.read(model_folder), Layout.of(options.megatron, gpus), stage["number"]
+    state = state_of(options, s, layout, number)
+    if options.critic:
+        state += state_of(options, s, layout, number, value_head=True)
+    found, peak = stage["found"], stage["found"]["peaks"]["training"]
+    tokens = found["tokens"]["training"] / found["micro_batches"]["training"] * layout.cp
+    batching = options.batching.model_copy(update={"micro_batch_tokens": tokens})
+    estimate = activations(BYTES[options.model.precision], options.megatron, batching, s, layout, number)
+    assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
+    assert peak["parts"]["gradients"] == pytest.approx(state.gradients, rel=0.01)
+    assert state.total + estimate == pytest.approx(peak["total"], rel=0.1), (peak["parts"], state, estimate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NODE)
+def test_a_family_on_its_node(rehearse, tmp_path, name):
+    recipe, model = NODE[name]
+    status, told, error, (stage,) = rehearse(recipe, model, 8, "--micro-batches", "1")
+    assert status == 0, told + error
+    assert PARTS.get(name, "training") in stage["found"]["peaks"]
+    check_plan(stage, recipe, tmp_path / model, 8)
+
+
+MANY = {
+    "32B on 64": ("32b", 64, dict(tensor=8, pipeline=8)),
+    "32B on 4,096": ("32b", 4096, dict(tensor=8, pipeline=16, context=2)),
+    "30B-A3B on 512": ("30b_a3b", 512, dict(tensor=4, pipeline=8, expert=8, expert_tensor=1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_many_gpus(rehearse, tmp_path, name):
+    """One micro-batch on the last stage and as many as are under way on the first."""
+    model, gpus, layout = MANY[name]
+    options = [
+        f"megatron.{key}_{'' if key == 'context' else 'model_'}parallel_size={size}" for key, size in layout.items()
+    ]
+    options += [
+        "rollout.prompts_per_step=2048",
+        "algorithm.mini_batch_prompts=2048",
+        "batching.micro_batch_tokens=8192",
+    ]
+    options += ["--device", "h200"]
+    recipe = "pipo/qwen3_8b_base/grpo.yaml"
+    status, told, error, stages = rehearse(recipe, model, gpus, *options)
+    assert status == 0, told + error
+    for stage in stages:
+        assert stage["found"]["rss"] < 4 << 30
+        check_plan(stage, recipe, tmp_path / model, gpus, *[o for o in options if "=" in o])

@@ -1,0 +1,65 @@
+"""`plan --search`: which layouts it lists, in which order, and what it says where it cannot."""
+
+import json
+
+import pytest
+
+from megatron_rft.commands import main
+
+CONFIG = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=12_288,
+    vocab_size=151_936,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    def run(*arguments):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(
+            f"run: {{output_dir: {tmp_path}/out, steps: 2}}\n"
+            f"model: {{path: {tmp_path}, initialise: random, precision: bf16}}\n"
+            "data: {train: arithmetic}\nalgorithm: {name: grpo}\nbatching: {micro_batch_tokens: 16384}\n"
+            "megatron: {tensor_model_parallel_size: 8, sequence_parallel: true}\n"
+        )
+        return main.main(["plan", str(recipe), *arguments]), *capsys.readouterr()
+
+    return run
+
+
+def rows(told):
+    return [line for line in told.splitlines() if " s  " in line]
+
+
+def test_layouts_that_fit_by_speed(plan):
+    status, told, _ = plan("--gpus", "16", "--gpu-gib", "80", "--search")
+    found = rows(told)
+    assert status == 0 and len(found) > 3
+    slowest = [float(line.split()[2]) for line in found]
+    assert slowest == sorted(slowest)
+    assert [line for line in found if "the recipe's" in line] == [
+        line for line in found if "TP 8 x PP 1 x CP 1" in line
+    ]
+    assert "TP 1 x PP 1" not in "\n".join(found)  # 8B parameters with 4 bytes of gradients each: 45 GiB and activations
+
+
+def test_a_recipe_that_does_not_fit_is_listed_all_the_same(plan):
+    status, told, _ = plan("--gpus", "16", "--gpu-gib", "14", "--search", "megatron.tensor_model_parallel_size=4")
+    assert status == 0 and "the recipe's, which does not fit" in told
+
+
+def test_the_memory_must_be_given(plan):
+    status, _, error = plan("--gpus", "16", "--search")
+    assert status == 2 and "--search needs --gpu-gib" in error
+    status, _, error = plan("--gpus", "16", "--search", "--gpu-gib", "80", "--device", "h200x")
+    assert status == 2 and "no device 'h200x'" in error
