@@ -1,8 +1,23 @@
 #!/usr/bin/env bash
-# All tests, from nothing: sets up the environment, checks the style, runs pytest. Arguments go to pytest.
+# Sets up the environment, from nothing, checks the style and runs the tests with pytest.
+#
+#     bash tests/run.sh                       before a commit: at most 12 minutes on two idle cores after installation
+#     bash tests/run.sh all                   everything: at most 30 minutes
+#     bash tests/run.sh tests/unit -k grpo    arguments go to pytest
+#
+# Three workers: one of them mostly waits, for Slurm. `-n 0` as last argument runs all in one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+<<<<<<< HEAD
 . tools/setup_env.sh cpu,test
+=======
+case "${1:-}" in
+"") chosen=(-m "not slow") ;;
+all) chosen=("${@:2}") ;;
+*) chosen=("$@") ;;
+esac
+. tools/setup_env.sh test
+>>>>>>> 2271cc3 (Tests start runs and ranks from a fork server, in three workers of pytest-xdist; run.sh has a short and a whole set)
 # For the tests of rollout.engine=vllm, which are skipped without it.
 if [ "$(uname -sm)" = "Linux x86_64" ]; then
     (. tools/setup_env.sh cpu,test,vllm) || echo "no vLLM here"
@@ -14,4 +29,4 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 ruff check .
 ruff format --check .
-exec python -m pytest "$@"
+exec python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=10 "${chosen[@]}"
