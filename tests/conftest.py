@@ -20,8 +20,8 @@ for name in ("no_proxy", "NO_PROXY"):
 # What a script starts with `&` is deaf to Ctrl-C, and so is whatever that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With pytest-xdist a file's tests run in one worker, for its module's fixtures are whole runs; those of tests/slurm share
-# one cluster. Whatever takes longest starts first.
+# With pytest-xdist a file's tests run in one worker, for its module's fixtures are whole runs; those of tests/slurm
+# share one cluster. Whatever takes longest starts first.
 FOLDERS = ("slurm", "parity", "integration", "bench", "unit")
 TESTS = Path(__file__).parent
 

@@ -30,6 +30,7 @@ from megatron_rft.utils.processes import PR_SET_CHILD_SUBREAPER, die_with, paren
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's jemalloc would have one
 IMPORTED = (
     "megatron_rft.commands.main",
     "megatron_rft.commands.generate",
@@ -83,7 +84,7 @@ class Server:
         with other:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fork_server", str(other.fileno()), str(os.getpid())],
-                env=os.environ | ENVIRONMENT | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},  # pyarrow's jemalloc
+                env=os.environ | ENVIRONMENT | NO_THREADS,
                 cwd=ROOT,
                 pass_fds=[other.fileno()],
                 start_new_session=True,

@@ -77,7 +77,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(folder):
-    status, output = train(folder / "offline.yaml")
+    status, output = train(folder / "offline.yaml", forked=False)
     assert status == 0, output[-3000:]
     assert [line["step"] for line in metrics(folder / "run")] == list(range(13))
     return folder / "run"

@@ -1,7 +1,7 @@
 """Runs a script on several ranks of this machine, for tests: gloo, one thread per rank.
 
-`run_ranks` forks the ranks from the tests' server, under the launcher of `megatron-rft train --nproc`; `torchrun` is the
-real torchrun.
+`run_ranks` forks the ranks from the tests' server, under the launcher of `megatron-rft train --nproc`; `torchrun` is
+the real torchrun.
 """
 
 import os
