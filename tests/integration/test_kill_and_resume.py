@@ -129,6 +129,7 @@ def terminate(process: subprocess.Popen) -> None:
     process.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_one_step_off_is_as_exact(tmp_path):
     """The batch that is under way is in the checkpoint; which weights wrote a batch depends on no clock."""
     recipe = write_recipe(
@@ -160,6 +161,7 @@ def test_sigterm_saves_and_says_so(undisturbed, tmp_path):
     assert_same_run(out, expected)
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named_and_two_ranks_resume_as_one(undisturbed, tmp_path):
     """Rank 1 of two is killed; the launcher says which, and the run goes on in another layout."""
     folder, expected = undisturbed

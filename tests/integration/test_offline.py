@@ -20,6 +20,7 @@ from megatron_rft.data.trajectories import sha256
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
 from tests.integration.tiny import ROOT, kill, metrics, start, train, write_data, write_model
 
+pytestmark = pytest.mark.slow
 GENERATE = {
     "trainer": "generate",
     "run": {"seed": 42},

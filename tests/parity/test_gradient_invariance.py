@@ -9,6 +9,7 @@ import pytest
 
 from tests.parity.launch import run_ranks
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("gradient_cases.py")
 CASES = {  # world size -> layouts; those that write are what the others are compared with
     1: ["write=1", "write=1,starved=1", "budget=64", "budget=40", "padded=1", "padded=1,budget=50", "recompute=1"],

@@ -8,6 +8,7 @@ import pytest
 from tests.parity.launch import run_ranks
 from tests.parity.offline_cases import OBJECTIVES
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("offline_cases.py")
 CASES = {  # world size -> layouts; the first of all writes the reference
     1: ["write=1", "budget=64", "padded=1,budget=70,recorded=1"],
