@@ -8,16 +8,12 @@
 # Three workers: one of them mostly waits, for Slurm. `-n 0` as last argument runs all in one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-<<<<<<< HEAD
-. tools/setup_env.sh cpu,test
-=======
 case "${1:-}" in
 "") chosen=(-m "not slow") ;;
 all) chosen=("${@:2}") ;;
 *) chosen=("$@") ;;
 esac
-. tools/setup_env.sh test
->>>>>>> 2271cc3 (Tests start runs and ranks from a fork server, in three workers of pytest-xdist; run.sh has a short and a whole set)
+. tools/setup_env.sh cpu,test
 # For the tests of rollout.engine=vllm, which are skipped without it.
 if [ "$(uname -sm)" = "Linux x86_64" ]; then
     (. tools/setup_env.sh cpu,test,vllm) || echo "no vLLM here"
