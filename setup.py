@@ -40,7 +40,7 @@ setup(
         "numpy>=1.26",
     ],
     extras_require={
-        "test": ["pytest>=8", "hypothesis>=6", "ruff>=0.12", "tensorboard>=2.17", "wandb>=0.31"],
+        "test": ["pytest>=8", "pytest-xdist>=3.8", "hypothesis>=6", "ruff>=0.12", "tensorboard>=2.17", "wandb>=0.31"],
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,24 @@ for name in ("no_proxy", "NO_PROXY"):
 
 # What a script starts with `&` is deaf to Ctrl-C, and so is whatever that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# With pytest-xdist a file's tests run in one worker, for its module's fixtures are whole runs; those of tests/slurm
+# share one cluster. Whatever takes longest starts first.
+FOLDERS = ("slurm", "parity", "integration", "bench", "unit")
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FOLDERS.index(folder_of(item)) if folder_of(item) in FOLDERS else len(FOLDERS))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            together = "slurm" if folder_of(item) == "slurm" else str(item.path.relative_to(TESTS))
+            item.add_marker(pytest.mark.xdist_group(together))
+
+
+def folder_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,13 +12,14 @@ from megatron_rft.commands import main
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.utils.processes import children
 
+ENGINES = (b"megatron_rft.inference.process_worker", b"megatron_rft.utils.processes")  # the other: around a server
 syncs, stream = count(), Actor.stream
 
 
 def engine() -> int:
     """Of those that this process started, or of a server that it started."""
     pids = children(os.getpid())
-    return innermost(next(pid for pid in pids if b"rollout.host" in name(pid) or b"rft.processes" in name(pid)))
+    return innermost(next(pid for pid in pids if any(part in name(pid) for part in ENGINES)))
 
 
 def name(pid: int) -> bytes:

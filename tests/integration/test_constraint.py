@@ -6,6 +6,7 @@ from tests.integration.test_kill_and_resume import assert_same_run, killed, numb
 from tests.integration.test_online_algorithms import recipe_of
 from tests.integration.tiny import metrics, train
 
+pytestmark = pytest.mark.slow
 SECTIONS = {
     "algorithm": {"name": "dapo", "max_rounds": 2},
     "constraint": {

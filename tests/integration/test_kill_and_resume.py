@@ -58,18 +58,19 @@ def test_pipo_made_steps_of_both_kinds_or_this_proves_little(undisturbed):
 
 
 def test_kill_9_at_random_moments(undisturbed, tmp_path):
-    """Each time in another step: a little after its line is logged, so also while a checkpoint is being written."""
+    """Each time in another step: a little after its line is logged, so also while a checkpoint is being written. Every
+    start is a new interpreter's."""
     folder, expected = undisturbed
     out, rng = tmp_path / "run", random.Random(7)
     first, *_, last = (line["time"] for line in metrics(expected))
     resumed = 0
     for number in range(KILLS):
-        process = start(folder / "recipe.yaml", f"run.output_dir={out}")
+        process = start(folder / "recipe.yaml", f"run.output_dir={out}", forked=False)
         wait_for_step(out, process, step=1 + 4 * number // max(KILLS - 1, 1))
         time.sleep(rng.uniform(0, (last - first) / 3))  # two steps
         kill(process)
         resumed += "resumed after step" in process.communicate()[0]
-    status, output = train(folder / "recipe.yaml", f"run.output_dir={out}")
+    status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", forked=False)
     assert status == 0, output[-3000:]
     assert resumed + ("resumed after step" in output) >= 1, "no start found a checkpoint: this shows nothing"
     assert_same_run(out, expected)
@@ -128,6 +129,7 @@ def terminate(process: subprocess.Popen) -> None:
     process.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_one_step_off_is_as_exact(tmp_path):
     """The batch that is under way is in the checkpoint; which weights wrote a batch depends on no clock."""
     recipe = write_recipe(
@@ -159,12 +161,13 @@ def test_sigterm_saves_and_says_so(undisturbed, tmp_path):
     assert_same_run(out, expected)
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named_and_two_ranks_resume_as_one(undisturbed, tmp_path):
     """Rank 1 of two is killed; the launcher says which, and the run goes on in another layout."""
     folder, expected = undisturbed
     out = tmp_path / "run"
     layout = ["--nproc", "2", "megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"]
-    process = start(folder / "recipe.yaml", f"run.output_dir={out}", "run.steps=1000", *layout)
+    process = start(folder / "recipe.yaml", f"run.output_dir={out}", "run.steps=1000", *layout, forked=False)
     assert wait_until((out / "checkpoints/step_000002").exists, process)
     os.kill(rank_pid(process.pid, 1), signal.SIGKILL)
     output, _ = process.communicate(timeout=300)  # and not after half an hour, when gloo gives up

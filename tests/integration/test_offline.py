@@ -20,6 +20,7 @@ from megatron_rft.data.trajectories import sha256
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
 from tests.integration.tiny import ROOT, kill, metrics, start, train, write_data, write_model
 
+pytestmark = pytest.mark.slow
 GENERATE = {
     "trainer": "generate",
     "run": {"seed": 42},
@@ -77,7 +78,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(folder):
-    status, output = train(folder / "offline.yaml")
+    status, output = train(folder / "offline.yaml", forked=False)
     assert status == 0, output[-3000:]
     assert [line["step"] for line in metrics(folder / "run")] == list(range(13))
     return folder / "run"

@@ -9,6 +9,7 @@ import yaml
 from tests.integration.test_kill_and_resume import assert_same_run, killed
 from tests.integration.tiny import metrics, train, write_recipe
 
+pytestmark = pytest.mark.slow
 PIPO = {"window": 2, "learning_rate": 1e-2}
 CLOSED = {
     "ppo": {

@@ -9,7 +9,7 @@ from tests.integration.tiny import metrics, train, write_recipe
 
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_canary(tmp_path, workers):
     """What the trainer computes of the engine's tokens is what the engine said of them, temperature included, and the
     policy stays the reference; two ranks, whose model is split in two. They have an engine each, or are one."""
@@ -24,7 +24,7 @@ def test_canary(tmp_path, workers):
     )
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
-    status, output = train(recipe, "--nproc", "2")
+    status, output = train(recipe, "--nproc", "2", forked=False)
     assert status == 0, output
     assert "engine: vllm" in output
     lines = [line for line in metrics(tmp_path / "run") if "mismatch/max" in line]

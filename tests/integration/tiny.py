@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rft.data import arithmetic
+from tests.fork_server import ENVIRONMENT, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ("-m", "megatron_rft")
@@ -75,12 +76,18 @@ def write_recipe(folder: Path, **sections: dict) -> Path:
     return path
 
 
-def start(recipe: Path, *arguments: str, program: tuple[str, ...] = PROGRAM, **environment: str) -> subprocess.Popen:
-    """`megatron-rft train` as a user would start it, in a process group of its own."""
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, *program, "train", str(recipe), *arguments],
-        env=os.environ | settings | environment,
+def start(
+    recipe: Path,
+    *arguments: str,
+    command: str = "train",
+    program: tuple[str, ...] = PROGRAM,
+    forked: bool = True,
+    **environment: str,
+) -> subprocess.Popen:
+    """`megatron-rft train`, in a process group of its own: from the fork server, or as a user starts it."""
+    return (Forked if forked else subprocess.Popen)(
+        [sys.executable, *program, command, str(recipe), *arguments],
+        env=os.environ | ENVIRONMENT | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

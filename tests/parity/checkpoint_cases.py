@@ -1,4 +1,4 @@
-"""Under torchrun: every family, tied and untied, between Hugging Face's format and megatron-core's, in every layout.
+"""On several ranks: every family, tied and untied, between Hugging Face's format and megatron-core's, in every layout.
 
 Both ways with megatron-core itself on the other side: ranks load what `conversion` wrote, and `conversion` reads what
 ranks saved. Prints one line per case with the number of tensors that differ in a bit.

@@ -1,21 +1,38 @@
-"""Runs a script on several ranks of this machine, for tests: real torchrun, gloo, one thread per rank."""
+"""Runs a script on several ranks of this machine, for tests: gloo, one thread per rank.
+
+`run_ranks` forks the ranks from the tests' server, under the launcher of `megatron-rft train --nproc`; `torchrun` is
+the real torchrun.
+"""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron_rft.launching.ranks import launch
+from tests.fork_server import ENVIRONMENT, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = os.environ.get("MEGATRON_RFT_PARITY") == "all"  # also what takes minutes and is covered by less
 
 
-def torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 1200) -> str:
+def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 1200) -> str:
     """What the ranks printed. Fails with the end of it when a rank fails, or when `timeout` seconds have passed."""
+    return finished(Forked, [sys.executable, __file__, str(nproc), str(script), *map(str, args)], timeout)
+
+
+def torchrun(script: str | Path, nproc: int, *args: object, timeout: float = 1200) -> str:
+    """The same under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)]
+    return finished(subprocess.Popen, [*command, *map(str, args)], timeout)
+
+
+def finished(start: type[subprocess.Popen], command: list[str], timeout: float) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [*command, *map(str, args)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+    process = start(
+        command,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -24,8 +41,14 @@ def torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 1200) 
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its workers, which have process groups of their own
+        process.terminate()  # both launchers then end their ranks, which have process groups of their own
         output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"{script} on {nproc} ranks: not done after {timeout} s\n{output[-6000:]}") from None
-    assert process.returncode == 0, f"{script} on {nproc} ranks failed\n{output[-6000:]}"
+        raise AssertionError(f"{command}: not done after {timeout} s\n{output[-6000:]}") from None
+    assert process.returncode == 0, f"{command} failed\n{output[-6000:]}"
     return output
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as notes:
+        status = launch([sys.executable, *sys.argv[2:]], int(sys.argv[1]), notes)
+    sys.exit(status)

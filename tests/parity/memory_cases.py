@@ -1,4 +1,4 @@
-"""Under torchrun: the bytes of weights, gradients and optimizer of built actors beside those that `plan` announces."""
+"""On 4 ranks: the bytes of weights, gradients and optimizer of built actors beside those that `plan` announces."""
 
 import copy
 import sys

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
-from tests.parity.launch import torchrun
+import pytest
+
+from tests.parity.launch import run_ranks
 
 CASES = 4 * 2 * 4 + 2 * 1 + 2 * 2  # families x tied or not x layouts; of one with virtual stages, of one with experts
 
 
+@pytest.mark.slow
 def test_any_layout_reads_what_is_written_and_writes_what_is_read(tmp_path):
-    output = torchrun(Path(__file__).with_name("checkpoint_cases.py"), 4, tmp_path)
+    output = run_ranks(Path(__file__).with_name("checkpoint_cases.py"), 4, tmp_path)
     cases = [line.split("\t")[1:] for line in output.splitlines() if line.startswith("CASE\t")]
     assert len(cases) == CASES, output[-3000:]
     wrong = [case for case in cases if case[3:] != ["0", "0"]]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.launch import torchrun
+from tests.parity.launch import run_ranks
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("gradient_cases.py")
 CASES = {  # world size -> layouts; those that write are what the others are compared with
     1: [
@@ -51,7 +52,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, dict]]:
     """layout -> loss -> how far it is from the reference."""
     reference, found = tmp_path_factory.mktemp("gradients") / "reference", defaultdict(dict)
     for ranks, cases in CASES.items():
-        output = torchrun(SCRIPT, ranks, reference, *cases)
+        output = run_ranks(SCRIPT, ranks, reference, *cases)
         lines = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
         for line in lines:
             found[line["case"]][line["loss"]] = line

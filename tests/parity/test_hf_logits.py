@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.launch import torchrun
+from tests.parity.launch import run_ranks
 
 CASES = {1: 5, 2: 22, 4: 16}  # ranks -> cases that hf_cases.py runs: a case left out shows too
 
 
 @pytest.mark.parametrize("ranks", sorted(CASES))
 def test_equal_to_transformers(ranks, tmp_path):
-    output = torchrun(Path(__file__).with_name("hf_cases.py"), ranks, tmp_path)
+    output = run_ranks(Path(__file__).with_name("hf_cases.py"), ranks, tmp_path)
     cases = [line.split("\t")[1:] for line in output.splitlines() if line.startswith("CASE\t")]
     assert len(cases) == CASES[ranks], output[-3000:]
     far = [case for case in cases if not float(case[2]) < 1e-4]

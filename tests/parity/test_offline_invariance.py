@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.launch import torchrun
+from tests.parity.launch import run_ranks
 from tests.parity.offline_cases import OBJECTIVES
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("offline_cases.py")
 CASES = {  # world size -> layouts; the first of all writes the reference
     1: ["write=1,shared=0", "shared=1,recorded=1", "shared=0,budget=64", "budget=64", "padded=1,budget=70,recorded=1"],
@@ -28,7 +29,7 @@ CASES = {  # world size -> layouts; the first of all writes the reference
 def results(tmp_path_factory) -> dict[tuple[str, str], dict]:
     reference, found = tmp_path_factory.mktemp("gradients") / "reference.pt", {}
     for ranks, cases in CASES.items():
-        output = torchrun(SCRIPT, ranks, reference, *cases)
+        output = run_ranks(SCRIPT, ranks, reference, *cases)
         lines = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
         found |= {(line["case"], line["objective"]): line for line in lines}
     return found

@@ -22,6 +22,7 @@ if EVERYTHING:
     OUTSIDE = [f"{placement}/{model}" for placement in ("process", "server") for model in [*MODELS, "experts/untied"]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 @pytest.mark.parametrize("engines", [INSIDE, OUTSIDE], ids=["inside", "outside"])
 def test_equal_to_transformers_after_every_sync(engines, tmp_path):

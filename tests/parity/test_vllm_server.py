@@ -72,6 +72,7 @@ def killing(stream, pid: int):
         yield pair
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_a_server(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(0).items()}
@@ -142,6 +143,7 @@ def test_nobody_there():
         ServerEngine(f"http://127.0.0.1:{nobody.getsockname()[1]}", CONFIG, {}, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_vllm_in_a_process_of_its_own(tmp_path):
     """The same answers, and new weights in the middle of them."""

@@ -34,6 +34,7 @@ def slurm(tmp_path):
     return [*found, "--setup", f"export PATH={Path(sys.executable).parent}:$PATH"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_scripts_and_submits_nothing(cluster, nemo, slurm, tmp_path):
     """With a container, from this login node."""
     before = cluster.jobs
@@ -62,6 +63,7 @@ def test_a_dry_run_prints_the_scripts_and_submits_nothing(cluster, nemo, slurm, 
         (["rum.steps=3"], "grpo_pipo: the command line: rum: "),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_are_answered_before_the_queue(cluster, nemo, slurm, arguments, words):
     before = cluster.jobs
     status, output = cluster.run(*nemo, *slurm, "--nproc", 8, *arguments)
@@ -69,11 +71,13 @@ def test_mistakes_are_answered_before_the_queue(cluster, nemo, slurm, arguments,
     assert cluster.jobs <= before
 
 
+@pytest.mark.slow
 def test_an_unknown_recipe(cluster, nemo):
     status, output = cluster.run(*nemo[:2], "examples/nothing.yaml", "--local")
     assert (status, output) == (2, "error: there is no recipe examples/nothing.yaml\n")
 
 
+@pytest.mark.slow
 def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, slurm, tmp_path):
     """The script that NeMo-Run generates puts the job back into the queue as those in launch/ do."""
     keys = tiny_keys(tmp_path, run__steps=60, checkpoint__every=10, run__output_dir=tmp_path / "run", **LAYOUT)
@@ -163,6 +167,7 @@ def log_in(client: Path, port: int, key: Path) -> str | None:
     return done.stderr if done.returncode else None
 
 
+@pytest.mark.slow
 class TestThroughSsh:
     def test_a_sweep_in_containers_of_which_one_job_fails(self, cluster, nemo, slurm, ssh, tmp_path):
         """The code goes there, the jobs are submitted and watched from here, and the exit status is theirs. In their

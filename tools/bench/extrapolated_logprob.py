@@ -18,6 +18,7 @@ import time
 import sides
 
 SIDES = ("materialised", "fused", "off_rl")
+SMALLEST = "--tokens 2048 --vocab 8192 --hidden 64"  # tests/bench
 LAMBDA = 2.0
 
 

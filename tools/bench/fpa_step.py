@@ -25,6 +25,8 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.second_distribution import Recorded, Second
 from megatron_rft.records import Batch
 
+SMALLEST = "--size 1m --vocab 64 --sequences 2 --prompt 4 --response 8 --rounds 1"  # tests/bench
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

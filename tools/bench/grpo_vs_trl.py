@@ -1,6 +1,6 @@
 """One whole GRPO step, generation included, beside TRL's GRPOTrainer.
 
-    pip install trl
+    pip install trl                      # without it our side runs alone
     python tools/bench/grpo_vs_trl.py [--prompts 16] [--group 8] [--tokens 64] [--steps 5] [--threads 1]
 
 Same model, weights, tokenizer, prompts, group size, reward, KL and clipping, fp32, one optimizer step a batch. Every
@@ -15,15 +15,14 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from setups import ADAMW, actor_like, set_threads
 
 warnings.filterwarnings("ignore")
 
-from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from megatron_rft.config.algorithms.grpo import GRPO as Options  # noqa: E402
 from megatron_rft.data import arithmetic  # noqa: E402
@@ -33,11 +32,13 @@ from megatron_rft.inference.hf.engine import HFEngine  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.objectives.grpo import GRPO  # noqa: E402
-from megatron_rft.records import Prompt, Score  # noqa: E402
+from megatron_rft.objectives.mismatch import mismatch  # noqa: E402
+from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
-from megatron_rft.training.online import mismatch_metrics, model_outputs  # noqa: E402
 
+SMALLEST = "--prompts 2 --group 2 --tokens 4 --steps 1 --hidden 32 --layers 1"  # tests/bench
 KL, CLIP, RATE = 0.001, 0.2, 1e-5
+LOGPROBS = frozenset({"logprobs"})
 WARM_UP = 2
 
 
@@ -72,6 +73,17 @@ class Ours:
         start = (self.done * self.count) % (len(self.prompts) - count + 1)
         return self.prompts[start : start + count]
 
+    def with_logprobs(self, batch: Batch) -> Batch:
+        """Those before the step and those of the reference."""
+        rollout = batch.tokens["rollout_logprobs"]
+        if self.old == "rollout":
+            batch = batch.with_tokens(old_logprobs=rollout)
+        else:
+            batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
+            mismatch(rollout, batch.tokens["old_logprobs"], batch.response_mask)
+        with self.actor.swapped(self.reference):
+            return batch.with_tokens(ref_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
+
     def step(self) -> None:
         clock = [time.perf_counter()]
 
@@ -81,8 +93,7 @@ class Ours:
 
         batch = self.sampler.sample(self.draw, self.count, self.done, keep=self.objective.keep).batch
         lap("generation")
-        batch = model_outputs(batch, self.objective, self.actor, self.reference, self.old)
-        mismatch_metrics(batch)
+        batch = self.with_logprobs(batch)
         lap("log-probs")
         for update in self.objective.prepare(batch, {}).updates:
             for mini_batch in update.steps():
@@ -96,23 +107,30 @@ class Ours:
 class Alternate(TrainerCallback):
     """After each step of TRL's, one of ours; TRL's time is from the end of ours to the end of its own."""
 
-    ours: (
-        Ours  # set later: TRL's trainer is made while there is no process group yet, or it would wrap its model in DDP
-    )
+    ours: Ours  # set later: TRL's trainer has to find no process group when it is made, or it wraps its model in DDP
 
     def __init__(self):
         self.times: dict[str, list[float]] = {"TRL": [], "megatron_rft": []}
         self.left = 0.0
 
     def on_step_end(self, *_, **__) -> None:
-        ended = time.perf_counter()
-        self.times["TRL"].append(ended - self.left)
+        self.times["TRL"].append(time.perf_counter() - self.left)
+        self.our_step()
+
+    def our_step(self) -> None:
+        begin = time.perf_counter()
         self.ours.step()
         self.left = time.perf_counter()
-        self.times["megatron_rft"].append(self.left - ended)
+        self.times["megatron_rft"].append(self.left - begin)
 
 
-def trl_trainer(folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, callback) -> GRPOTrainer:
+def trl_trainer(folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, callback: Alternate):
+    """TRL's GRPOTrainer; None where TRL is not installed."""
+    if find_spec("trl") is None:
+        return None
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
@@ -178,8 +196,12 @@ def main() -> None:
         trainer = trl_trainer(folder, tokenizer, texts, args, callback)
         ours = callback.ours = Ours(folder, tokenizer, texts, args)
         callback.left = time.perf_counter()
-        trainer.train()
-        parameters = sum(p.numel() for p in trainer.model.parameters())
+        if trainer is not None:
+            trainer.train()
+        else:
+            for _ in range(args.steps + WARM_UP):
+                callback.our_step()
+        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     parallel.shutdown()
 
     generated = args.prompts * args.group * args.tokens
@@ -190,10 +212,14 @@ def main() -> None:
     )
     print("| side | seconds per step: min | median | generated tokens/s (median) |\n| --- | --- | --- | --- |")
     for name, values in times.items():
+        if not values:
+            print(f"| {name} | left out: `pip install trl` | | |")
+            continue
         middle = statistics.median(values)
         print(f"| {name} | {min(values):.2f} | {middle:.2f} | {generated / middle:,.0f} |")
-    ratios = [f(times["TRL"]) / f(times["megatron_rft"]) for f in (min, statistics.median)]
-    print(f"ours: {ratios[0]:.2f}x by the fastest steps, {ratios[1]:.2f}x by the median")
+    if trainer is not None:
+        ratios = [f(times["TRL"]) / f(times["megatron_rft"]) for f in (min, statistics.median)]
+        print(f"ours: {ratios[0]:.2f}x by the fastest steps, {ratios[1]:.2f}x by the median")
     print("ours by phase: " + ", ".join(f"{k} {statistics.median(v[WARM_UP:]):.2f} s" for k, v in ours.phases.items()))
 
 

@@ -15,6 +15,7 @@ import time
 import sides
 
 SIDES = ("materialised", "fused")
+SMALLEST = "--tokens 2048 --vocab 8192 --hidden 64"  # tests/bench
 
 
 def materialised(hidden, weight, targets, args):

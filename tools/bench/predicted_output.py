@@ -20,6 +20,8 @@ from megatron_rft.data import arithmetic
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.vllm.engine import VLLMEngine
 
+SMALLEST = "--changed 0.1 --batch 2 --tokens 12 --ahead 4 --rounds 1"  # tests/bench
+
 
 def run(engine: VLLMEngine, requests: list[Request], sampling: Sampling) -> tuple[dict[int, tuple[int, ...]], float]:
     start = time.process_time()
@@ -49,6 +51,8 @@ def main() -> None:
             engine.load_weights(random_weights(config, torch.float32).items(), version=0)
         requests = [Request(i, prompt, 1, seed=i) for i, prompt in enumerate(prompts)]
         expected, _ = run(plain, requests, sampling)
+        print(f"batch {arguments.batch}\n| changed | tokens/s without | with | ratio | tokens a pass | accepted |")
+        print("|---|---|---|---|---|---|")
         for share in arguments.changed:
             guessed = [replace(r, draft=changed(expected[r.id], share, rng, config.vocab_size)) for r in requests]
             best = {"plain": 0.0, "guess": 0.0}
@@ -58,11 +62,10 @@ def main() -> None:
                 best["guess"] = max(best["guess"], speed)
                 assert found == expected, "a guess changed a token"
             counted = guessing.statistics()
+            accepted = counted["speculation/accepted"] / counted["speculation/proposed"]
             print(
-                f"{share:5.0%} changed, batch {arguments.batch}: {best['plain']:7.0f} tokens/s without, "
-                f"{best['guess']:7.0f} with ({best['guess'] / best['plain']:.1f}x); "
-                f"{counted['speculation/tokens_per_step']:.1f} tokens a pass, "
-                f"{counted['speculation/accepted'] / counted['speculation/proposed']:.0%} of the proposed accepted",
+                f"| {share:.0%} | {best['plain']:.0f} | {best['guess']:.0f} | {best['guess'] / best['plain']:.1f}x "
+                f"| {counted['speculation/tokens_per_step']:.1f} | {accepted:.0%} |",
                 flush=True,
             )
 

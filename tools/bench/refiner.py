@@ -39,6 +39,7 @@ from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.training.build import PREDICTED
 
+SMALLEST = "{model} --prompts 2 --group 2 --tokens 8 --rounds 1"  # tests/bench
 TEMPLATE = "{question}{response}\nRefine:\n"  # of examples/dynamic/tiny
 BLOCK = 32  # tokens; the smallest of vLLM's CPU build
 MEASURES = {"hf": ("skip", "overlap"), "vllm": ("skip", "prefix", "draft", "overlap")}

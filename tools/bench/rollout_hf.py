@@ -19,6 +19,7 @@ from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 
 STOP, PAD = 2, 0
+SMALLEST = "--hidden 32 --layers 1 --prompts 2 --samples 2 --tokens 8 --rounds 1"  # tests/bench
 
 
 def build(hidden: int, layers: int, vocab: int) -> tuple[Qwen3Config, torch.nn.Module]:
@@ -82,9 +83,9 @@ def main() -> None:
             best[name] = max(best[name], count / (time.perf_counter() - start))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{millions:.1f} M parameters, {torch.get_num_threads()} thread(s), {len(prompts)} prompts x {work[1]}")
+    print("| | tokens/s | over generate |\n|---|---|---|")
     for name, speed in best.items():
-        print(f"{name:10s} {speed:8.0f} tokens/s")
-    print(f"ratio      {best['hf engine'] / best['generate']:8.2f}")
+        print(f"| {name} | {speed:.0f} | {speed / best['generate']:.2f}x |")
 
 
 if __name__ == "__main__":

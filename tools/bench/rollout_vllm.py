@@ -24,6 +24,7 @@ from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.vllm.engine import VLLMEngine
 
+SMALLEST = "--rounds 1 --sync 3m"  # tests/bench
 SIZES = {  # vocabulary, hidden, layers, feed-forward
     "3m": (1024, 192, 6, 512),
     "100m": (32000, 640, 12, 1920),
@@ -58,8 +59,9 @@ def throughput(rounds: int) -> None:
             count = sum(len(response.token_ids) for group in groups for response in group.responses)
             best[name] = max(best[name], count / (time.process_time() - start))
     engines["vllm"].close()
+    print("| engine | tokens/s |\n|---|---|")
     for name, speed in best.items():
-        print(f"{name:6s} {speed:8.0f} tokens/s", flush=True)
+        print(f"| {name} | {speed:.0f} |", flush=True)
 
 
 def sync(size: str, rounds: int, dtype: torch.dtype) -> None:
@@ -91,11 +93,8 @@ def sync(size: str, rounds: int, dtype: torch.dtype) -> None:
             best["sync"] = min(best["sync"], ended - copied)
     engine.close()
     count = sum(tensor.numel() for tensor in weights.values()) / 1e6
-    print(
-        f"{size:5s} {count:6.1f} M parameters, {dtype}: copy {best['copy'] * 1e3:8.1f} ms, sync "
-        f"{best['sync'] * 1e3:8.1f} ms, {best['sync'] / best['copy']:.1f} times a copy",
-        flush=True,
-    )
+    copied, synced = best["copy"] * 1e3, best["sync"] * 1e3
+    print(f"| {count:.1f} M | {copied:.1f} | {synced:.1f} | {synced / copied:.1f}x |", flush=True)
 
 
 def main() -> None:
@@ -105,6 +104,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     arguments = parser.parse_args()
     throughput(arguments.rounds)
+    print(f"\n| {arguments.dtype} | copy, ms | sync, ms | over a copy |\n|---|---|---|---|")
     for size in arguments.sync:
         sync(size, arguments.rounds, getattr(torch, arguments.dtype))
 

@@ -17,6 +17,7 @@ from megatron_rft.records import Prompt
 from megatron_rft.rewards.code import CodeReward
 from megatron_rft.rewards.sandbox import launch, pool
 
+SMALLEST = "--programs 8 --workers 1"  # tests/bench
 FUNCTION = "def f(n):\n    total = 0\n    for i in range(n + 1):\n        total += i * i\n    return total\n"
 SCRIPT = f"{FUNCTION}print(f(int(input())))\n"
 SUMS = {2: 5, 3: 14, 10: 385, 20: 2870, 30: 9455}
@@ -65,14 +66,15 @@ def main() -> None:
     args = parser.parse_args()
     mode, problems = pool.strongest(allow_none=True)
     print(f"{launch.describe(mode)}{' ' + str(problems) if problems else ''}\n")
-    print(f"{'programs per second':<46}" + "".join(f"{w:>4} workers" for w in args.workers))
+    print("| programs per second | " + " | ".join(f"{w} workers" for w in args.workers) + " |")
+    print("|---" * (1 + len(args.workers)) + "|")
     for kind in KINDS:
         rates = [in_the_sandbox(kind, args.programs, workers) for workers in args.workers]
-        print(f"{kind:<46}" + "".join(f"{rate:>12.0f}" for rate in rates), flush=True)
+        print(f"| {kind} | " + " | ".join(f"{rate:.0f}" for rate in rates) + " |", flush=True)
     for contained in (False, True) if mode == "bubblewrap" else (False,):
         name = "script, 1 input, fresh interpreter" + (" in bubblewrap" if contained else "")
         rates = [fresh_interpreters(args.programs // 4, workers, contained) for workers in args.workers]
-        print(f"{name:<46}" + "".join(f"{rate:>12.0f}" for rate in rates), flush=True)
+        print(f"| {name} | " + " | ".join(f"{rate:.0f}" for rate in rates) + " |", flush=True)
 
 
 if __name__ == "__main__":

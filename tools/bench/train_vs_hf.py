@@ -22,6 +22,8 @@ from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 
+SMALLEST = "--sizes 1m --sequences 2 --length 16 --steps 1"  # tests/bench
+
 
 def hf_step(model, ids):
     """ids [b, S + 1]"""

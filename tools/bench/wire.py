@@ -15,6 +15,7 @@ import torch
 
 from megatron_rft.inference.transport import network
 
+SMALLEST = "--rounds 1 --models 1"  # tests/bench
 # name -> tensors, elements of each
 MODELS = {"300 small tensors, 1.5 MB": [(300, 2560)], "14 M parameters": [(300, 2560), (14, 1 << 20)]}
 MODELS["134 M parameters"] = [(300, 2560), (128, 1 << 20)]
@@ -49,18 +50,17 @@ def measure(name: str, rounds: int) -> None:
         copied.append(time.perf_counter() - start - taken[-1])
     other.join()
     taken, copied = sorted(taken[2:]), sorted(copied[2:])
-    print(
-        f"{name:28s} median {statistics.median(taken) * 1e3:8.1f} ms, fastest {taken[0] * 1e3:8.1f} ms, "
-        f"copy {copied[0] * 1e3:6.2f} ms",
-        flush=True,
-    )
+    times = (statistics.median(taken), taken[0], copied[0])
+    print(f"| {name} | " + " | ".join(f"{seconds * 1e3:.2f}" for seconds in times) + " |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--models", type=int, default=len(MODELS), help="so many of the three, the smallest first")
     arguments = parser.parse_args()
-    for name in MODELS:
+    print("| | median, ms | fastest, ms | copy, ms |\n|---|---|---|---|", flush=True)
+    for name in list(MODELS)[: arguments.models]:
         measure(name, arguments.rounds)
 
 
