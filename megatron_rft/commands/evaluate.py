@@ -26,7 +26,6 @@ from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import check, check_writable, make_folder
 from megatron_rft.records import Prompt
 from megatron_rft.rewards import registry
-from megatron_rft.rewards.base import Reward
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.evaluator import Evaluator
