@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,23 +19,29 @@ for name in ("no_proxy", "NO_PROXY"):
 # What a script starts with `&` is deaf to Ctrl-C, and so is whatever that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With pytest-xdist a file's tests run in one worker, for its module's fixtures are whole runs; those of tests/slurm
-# share one cluster. Whatever takes longest starts first.
+# Whatever takes longest starts first.
 FOLDERS = ("slurm", "parity", "integration", "bench", "unit")
-TESTS = Path(__file__).parent
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FOLDERS.index(folder_of(item)) if folder_of(item) in FOLDERS else len(FOLDERS))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            together = "slurm" if folder_of(item) == "slurm" else str(item.path.relative_to(TESTS))
-            item.add_marker(pytest.mark.xdist_group(together))
+    def place(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(FOLDERS) if item.nodeid.startswith(f"tests/{name}/")), len(FOLDERS))
+
+    items.sort(key=place)
 
 
-def folder_of(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """All tests of a file go to one worker, for its module's fixtures are whole runs; those of tests/slurm go to one,
+    for they share a cluster. (`--dist loadgroup` of pytest-xdist 3.8 sees no groups with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return "tests/slurm" if path.startswith("tests/slurm/") else path
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

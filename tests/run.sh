@@ -25,4 +25,4 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 ruff check .
 ruff format --check .
-exec python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=10 "${chosen[@]}"
+exec python -m pytest -n 3 --no-loadscope-reorder --durations=10 "${chosen[@]}"

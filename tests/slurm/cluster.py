@@ -38,7 +38,7 @@ class Cluster:
             "LAUNCH_SETUP": ":",
         }
 
-    def run(self, *command: object, timeout: float = 180, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
+    def run(self, *command: object, timeout: float = 400, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
         """Exit status and all that was printed."""
         process = self.start(*command, cwd=cwd, **variables)
         try:
@@ -113,7 +113,7 @@ class SlurmJob:
         path = Path(self.shown("StdOut"))
         return path.read_text() if path.exists() else ""
 
-    def wait(self, seconds: float = 240) -> str:
+    def wait(self, seconds: float = 600) -> str:
         """Until it has ended, for good; its last state. A requeued job need not sit out Slurm's two minutes."""
         deadline = time.monotonic() + seconds
         while (state := self.state) not in ENDED:
@@ -128,7 +128,7 @@ class SlurmJob:
             time.sleep(2)  # earlier, Slurm has not put it back yet
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 150) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 400) -> None:
         deadline, look = time.monotonic() + seconds, 0.0
         while not condition():
             if time.monotonic() > look:  # rarely: the steps of a tiny run are short
@@ -158,7 +158,7 @@ class SlurmJob:
                     found.append(int(entry.parent.name))
         return found
 
-    def wait_until_gone(self, seconds: float = 60) -> None:
+    def wait_until_gone(self, seconds: float = 180) -> None:
         """Slurm names a job's last state before the last of its processes is gone."""
         deadline = time.monotonic() + seconds
         while left := self.processes():

@@ -24,7 +24,7 @@ def cluster(tmp_path_factory):
             above.chmod(0o755)
     try:
         up = [TOOLS / "up.sh", folder, "4", str(free_ports(5))]
-        done = subprocess.run(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=180)
         if done.returncode:
             pytest.skip(f"Slurm did not come up: {done.stderr[-500:]}")
         yield Cluster(folder)

@@ -104,7 +104,7 @@ def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, sl
 
 def submitted(cluster, before: set[int], workspace: Path) -> SlurmJob:
     """The one new job. NeMo-Run's imports alone take 5 to 15 seconds before it submits."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         for number in cluster.jobs - before:
             return SlurmJob(cluster, number, workspace / "slurm" / str(number))

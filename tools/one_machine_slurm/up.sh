@@ -76,7 +76,7 @@ printf 'export SLURM_CONF=%q PATH=%q:"$PATH"\n' "$folder/slurm.conf" "$folder/bi
 export SLURM_CONF="$folder/slurm.conf"
 slurmctld
 for n in $(seq "$nodes"); do bash "$here/node.sh" "$folder" "$n"; done
-for _ in $(seq 150); do
+for _ in $(seq 900); do
     idle="$(sinfo -h -N -p batch -t idle -o %T 2>/dev/null | grep -cx idle)" || true
     [ "$idle" -lt "$nodes" ] || exit 0
     sleep 0.1
