@@ -147,7 +147,9 @@ def test_a_tester_that_breaks_off_is_our_error(sandbox):
 
 
 def options(**given) -> SimpleNamespace:
-    return SimpleNamespace(**{"kind": "code", "timeout_s": 1.0, "memory_mb": 256, "workers": 1} | given)
+    return SimpleNamespace(
+        **{"kind": "code", "timeout_s": 1.0, "row_timeout_s": 60.0, "memory_mb": 256, "workers": 1} | given
+    )
 
 
 def test_without_a_container_a_flag_is_needed(monkeypatch, capfd):
