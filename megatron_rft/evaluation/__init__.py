@@ -1,3 +1,3 @@
-"""Measuring a policy: completions of held-out problems, graded, as one JSON and one table."""
+"""Evaluation: graded completions of held-out problems, with results as JSON and as a table."""
 
 from megatron_rft.evaluation.evaluate import EvalResult, evaluate

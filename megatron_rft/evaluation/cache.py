@@ -1,7 +1,7 @@
-"""Completions on disk while an evaluation goes on, so that a killed one goes on where it was.
+"""Stores completions while an evaluation runs, so that a killed evaluation continues where it stopped.
 
-`NAME.part.jsonl` begins with what the completions depend on (weights, problems, sampling, verifier); with any of it
-changed they are of no use, and are asked for again. A problem counts when all its completions are there.
+The first line of `NAME.part.jsonl` has everything that the completions depend on (weights, problems, sampling,
+verifier). If any of it has changed, the stored completions are discarded. A problem counts when it is complete.
 """
 
 import json
@@ -17,8 +17,8 @@ Row = dict[str, Any]  # a graded completion, with its `problem`
 
 @dataclass
 class EvaluationCache:
-    """`depends_on` is JSON of what must be the same for the completions of an earlier start to be taken over. `note`
-    hears how many problems are answered, whenever some more are."""
+    """`depends_on`: JSON that must be the same for the completions of an earlier start to be reused. `note` is called
+    with the number of answered problems whenever it has grown."""
 
     path: Path
     depends_on: dict[str, Any]
@@ -29,12 +29,12 @@ class EvaluationCache:
     def __post_init__(self):
         self.depends_on = json.loads(json.dumps(self.depends_on))  # tuples as they come back
         self.completions = self._read()
-        # Written anew: the line that a kill tore is gone, and so is what belongs to another evaluation.
+        # Rewritten, without an incomplete last line and without completions of another evaluation.
         lines = [{"depends_on": self.depends_on}, *(each for many in self.completions.values() for each in many)]
         write_atomically(self.path, "".join(map(_line, lines)))
 
     def add(self, completions: list[Row]) -> None:
-        """Whole problems. On disk when this returns."""
+        """Store all completions of some problems. They are on disk when this returns."""
         for each in completions:
             self.completions.setdefault(each["problem"], []).append(each)
         with self.path.open("a", encoding="utf-8") as file:

@@ -119,7 +119,7 @@ def evaluate(
 
 
 def summarise(completions: list[Completion], name: str, samples: int, temperature: float, seed: int) -> EvalResult:
-    """The numbers of completions that are sorted by problem and sample, `samples` of each problem."""
+    """The result of completions that are sorted by problem and sample, `samples` of each problem."""
     if not completions:
         raise DataError(f"evaluation {name!r} has no problems")
     problems = [completions[i : i + samples] for i in range(0, len(completions), samples)]

@@ -1,4 +1,4 @@
-"""How far the drafts of speculative decoding went: metrics from vLLM's counters."""
+"""Metrics of speculative decoding, from vLLM's counters: how many draft tokens were accepted."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,13 @@ PASSES, PROPOSED, ACCEPTED = (f"speculation/{what}" for what in ("passes", "prop
 
 
 class Acceptance:
-    """What was counted between two looks."""
+    """The increase of the counters between two calls."""
 
     def __init__(self):
         self._seen = dict.fromkeys(COUNTERS, 0.0)
 
     def since(self, counted: Iterable[tuple[str, float]]) -> dict[str, float]:
-        """`counted`: (name, value) of some counters, a name perhaps several times."""
+        """`counted`: (name, value) of counters; the values of a name that appears several times are added."""
         total = dict.fromkeys(COUNTERS, 0.0)
         for name, value in counted:
             if name in total:
@@ -24,7 +24,7 @@ class Acceptance:
 
 
 def metrics(passes: float, proposed: float, accepted: float) -> dict[str, float]:
-    """Of `passes` of the model over drafts: tokens proposed and accepted, and tokens per pass."""
+    """`passes` of the model over drafts; `proposed` and `accepted` count draft tokens."""
     if not passes:
         return {}
     return {
@@ -36,6 +36,6 @@ def metrics(passes: float, proposed: float, accepted: float) -> dict[str, float]
 
 
 def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Of several engines, or of one several times."""
+    """The metrics of several engines, or of several rounds, added up."""
     parts = [part for part in parts if part]
     return metrics(*(sum(part[name] for part in parts) for name in (PASSES, PROPOSED, ACCEPTED)))

@@ -1,8 +1,8 @@
-"""What every generation engine can do, whoever runs it: in this process, in processes of its own, or behind a URL.
+"""The protocol of a generation engine, whether it runs in this process, in another process, or behind a URL.
 
-An engine takes token ids and gives token ids: nothing is ever re-tokenised. Results come as an iterator of *groups* in
-the order in which they end, so that rewards and refinement of early ones overlap with late ones. Weights come as one
-stream of HF-named tensors; every response says which version of them wrote it.
+An engine takes token ids and returns token ids: nothing is re-tokenised. Results are an iterator of groups in the order
+in which they finish, so that rewards and refinement of early groups overlap with the generation of later ones. Weights
+arrive as one stream of tensors with HF names; every response carries the version of the weights that started it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from megatron_rft.utils.errors import DataError, RunFailed, UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. What the trainer cannot replay in its log-probs (top_p, top_k) is refused by the configuration."""
+    """How to sample. The recipe refuses top_p and top_k in training: the trainer's log-probs could not replay them."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
@@ -30,8 +30,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """`n` responses to one prompt. Response i draws from its own random stream, a function of (seed, i) alone: it does
-    not depend on what else is in the batch, nor on how many engines share the work."""
+    """`n` responses to one prompt. Response i has its own random stream, a function of (seed, i) alone. It depends
+    neither on the rest of the batch nor on the number of engines."""
 
     id: int
     prompt_ids: tuple[int, ...]
@@ -50,54 +50,56 @@ class Group:
 
 
 class EngineLost(RunFailed):
-    """An engine that was killed, crashed or hangs. Another can be started in its place (`pool.py`)."""
+    """An engine was killed, has crashed or hangs. `pool.py` can start a new one in its place."""
 
 
 class Engine(Protocol):
     """Calls come from one thread. `generate` may be called again only when its iterator is exhausted or closed.
 
-    An engine that can calls `on_step` between the steps of generation. That is a sign of life, and the one moment at
-    which `load_weights` may be called while an iterator of `generate` is open: what is being written then goes on with
-    the new weights and the cache of the old, and keeps the version of its first token.
+    Where an engine can, it calls `on_step` between the steps of generation. This is its heartbeat, and the only moment
+    at which `load_weights` may be called while an iterator of `generate` is open: unfinished responses then continue
+    with the new weights and the old cache, and keep the version of their first token.
     """
 
     weight_version: int
     dtype: torch.dtype  # of its weights
     on_step: Callable[[], None] | None = None
-    ranks: int = 1  # of the trainer's, in a row, that are this engine together
-    """They call everything together. The first of them has requests and gets groups; the others ask for nothing."""
+    ranks: int = 1
+    """Consecutive ranks of the trainer that form this engine. They make all calls together; the first of them passes
+    requests and gets groups, the others pass none."""
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
-        """Groups in the order in which they end; each request comes back exactly once."""
+        """Groups in the order in which they finish, exactly one for each request."""
         ...
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take every parameter of the model from the stream. Each exactly once, or RunFailed naming the tensor.
+        """Load every parameter of the model from the stream, which is always read to its end: it runs collectives.
 
-        Also refused: a shape that is not the model's, values that are not finite, a tensor of zeros that was none
-        before. The stream is read to its end in any case: its collectives involve every rank.
+        Raises:
+            RunFailed: naming the tensor: it is missing, repeated, unknown, has another shape, is not finite, or is all
+                zero and was not before.
         """
         ...
 
     def checksums(self) -> dict[str, int | None]:
-        """HF name -> `checksum` of every parameter as the engine holds it, for the proof of a sync. None: the engine
-        rounds it, and has itself compared what it made of it with what came.
+        """HF name -> `checksum` of every parameter as the engine holds it, to verify a sync. None: the engine rounds
+        this parameter, and has compared the rounded values with the received ones itself.
 
-        Empty where nothing is behind it: on a rank without an engine, or when it was lost and will be replaced."""
+        Empty on a rank without an engine, and for a lost engine that will be replaced."""
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Metrics of what was generated since the last call, where an engine has any: of its drafts (acceptance.py)."""
+        """Metrics since the last call, where an engine has any: of speculative decoding (acceptance.py)."""
         return {}
 
     def sleep(self) -> None:
-        """Give device memory back until `wake`. Weights and caches may be lost: `load_weights` follows a wake. Engines
-        outside of the ranks stay awake."""
+        """Free device memory until `wake`. Weights and caches may be lost, so `load_weights` must follow `wake`.
+        Engines outside of the ranks stay awake."""
 
     def wake(self) -> None: ...
 
     def close(self) -> None:
-        """Leave no process and no memory behind. May be called twice."""
+        """Free all processes and memory. May be called twice."""
         ...
 
 
@@ -130,7 +132,8 @@ def limit(request: Request, sampling: Sampling) -> int:
 
 
 def check_requests(requests: list[Request], sampling: Sampling, longest: int, room: str, vocabulary: int) -> None:
-    """What no engine can serve. `longest`: tokens of prompt and response together; `room` says whose bound that is."""
+    """Refuse requests that no engine can serve. `longest`: the most tokens of a prompt and its response; `room` names
+    the origin of that limit in messages."""
     assert len({r.id for r in requests}) == len(requests), "two requests have the same id"
     for request in requests:
         length, most = len(request.prompt_ids), limit(request, sampling)
@@ -150,7 +153,7 @@ def check_requests(requests: list[Request], sampling: Sampling, longest: int, ro
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits of a tensor's bits and their order, where -0 counts as 0. Both sides of a weight sync compute it."""
+    """A 64-bit checksum of a tensor's bits and their order; -0 counts as 0. Both sides of a weight sync compute it."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     total = 0
     for values in tensor.detach().contiguous().view(-1).split(1 << 22):  # int64 copies of a part at a time

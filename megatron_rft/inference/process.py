@@ -1,7 +1,7 @@
-"""An engine in a process of its own: any engine, behind the same protocol, started and watched from here.
+"""Runs any engine in a process of its own, behind the same protocol, and watches that process.
 
-A process that dies, or of which nothing more is heard, raises `EngineLost`; `start` then begins another, without
-weights. No process outlives the one that started it.
+When the process dies or makes no progress, calls raise `EngineLost`; `start` then starts a new one without weights. No
+process outlives the one that started it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ LEAVE_S = 5.0
 
 
 class EngineProcess(Engine):
-    """`build` makes the engine, over there: it is pickled, so a function of a module or a partial of one."""
+    """`build` makes the engine in the other process. It is pickled: a module's function, or a partial of one."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class EngineProcess(Engine):
         silence_timeout_s: float = 300.0,
         environment: dict[str, str] | None = None,
     ):
-        """`log`: file of what the process prints. `silence_timeout_s`: how long it may get nothing done while it is
-        asked for something, before it counts as hung."""
+        """`log`: file for the output of the process. `silence_timeout_s`: how long it may make no progress on a call
+        before it counts as hung."""
         self.build, self.name, self.log = build, name, log
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
         self.environment = environment or {}
@@ -57,7 +57,7 @@ class EngineProcess(Engine):
         self.start()
 
     def start(self) -> None:
-        """A fresh process, in the place of one that is gone. It has no weights.
+        """Start a new process, without weights, in place of a lost one.
 
         Raises:
             RunFailed: it ended, or was not ready in time; with the last lines of its log.
@@ -76,7 +76,7 @@ class EngineProcess(Engine):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in a terminal is the trainer's to hear
+                start_new_session=True,  # Ctrl-C in a terminal must reach the trainer only
             )
         self._groups, self._replies = queue.Queue(), queue.Queue()
         self._heard = self._advanced = time.monotonic()
@@ -96,12 +96,12 @@ class EngineProcess(Engine):
             raise
 
     def _lay_buckets(self, gpus: list[str]) -> None:
-        """In the memory of this rank's GPU where the process sees that one (`gpus`), too, else in the host's."""
+        """Put the buckets into this rank's GPU memory if the process sees that GPU (`gpus`), else into host memory."""
         self._buckets, self.transport = Buckets(self._memory.slots), "shared host memory"
         if local_gpu() not in gpus:
             return
         try:
-            if self._on_gpu is None:  # kept for the next process: what a lost one had opened is never given back
+            if self._on_gpu is None:  # reused by the next process: memory that a lost one had opened is never freed
                 self._on_gpu = torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device="cuda")
             self._send("open", shared(self._on_gpu))
             self._reply()
@@ -121,7 +121,7 @@ class EngineProcess(Engine):
         self._send("generate", job, requests, sampling)
         while True:
             name, number, *rest = self._next(self._groups, self.silence_timeout_s)
-            if number != job:  # of an iterator that nobody read to its end
+            if number != job:  # left over from an iterator that was not read to its end
                 continue
             if name == "group":
                 yield rest[0]
@@ -163,7 +163,7 @@ class EngineProcess(Engine):
     # ---- messages
 
     def _send(self, *message) -> None:
-        self._advanced = max(self._advanced, time.monotonic())  # an idle process need not have got anything done
+        self._advanced = max(self._advanced, time.monotonic())  # an idle process makes no progress
         try:
             with self._sending:
                 self._connection.send(message)
@@ -177,7 +177,7 @@ class EngineProcess(Engine):
         return value
 
     def _next(self, messages: queue.Queue, timeout_s: float) -> tuple:
-        """The next message, or EngineLost where the process has ended or hangs."""
+        """The next message. Raises EngineLost where the process has ended or hangs."""
         begun = time.monotonic()
         while True:
             try:
@@ -193,7 +193,7 @@ class EngineProcess(Engine):
             return message
 
     def _read(self, connection: Connection, groups: queue.Queue, replies: queue.Queue) -> None:
-        """Sorts what comes into two queues until the process is gone; that is then the last entry of both."""
+        """Sort messages into two queues until the process ends; None is then the last entry of both."""
         try:
             while True:
                 name, *rest = connection.recv()
@@ -232,7 +232,7 @@ class EngineProcess(Engine):
         return EngineLost(f"{self.name} {what} for {timeout_s:g} s")
 
     def _kill(self) -> None:
-        """Its whole process group: an engine may have workers of its own."""
+        """Kill its whole process group: an engine may have workers."""
         with self._ending:
             if self.process is None:
                 return
@@ -244,7 +244,7 @@ class EngineProcess(Engine):
             self._memory.close()
 
     def _disconnect(self) -> None:
-        """The descriptor is free for the next process's connection when nobody reads or writes there any more."""
+        """Close the connection after its reader and writers have stopped, so that its descriptor can be reused."""
         with socket.socket(fileno=os.dup(self._connection.fileno())) as line, contextlib.suppress(OSError):
             line.shutdown(socket.SHUT_RDWR)
         self._reader.join()

@@ -1,4 +1,4 @@
-"""What every engine asks of a stream of weights: each parameter of the model once, of its shape, with sound values."""
+"""The checks of a stream of weights, the same for every engine: each parameter once, its shape, finite values."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class WeightValidator:
-    """Looks at the tensors of one stream after another, and remembers of each what the next one is held against."""
+    """Checks the tensors of a stream, also against those of the last accepted stream."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], model_type: str):
-        """`shapes`: every HF name that a stream must have, and its shape."""
+        """`shapes`: the HF name and shape of every tensor that a stream must have."""
         self.shapes, self.model_type = shapes, model_type
         self.before: dict[str, tuple[torch.dtype | None, bool]] = {}  # name -> dtype, whether it was all zero
         self._now: dict[str, tuple[torch.dtype, bool]] = {}
@@ -19,7 +19,7 @@ class WeightValidator:
         self._now = {}
 
     def problem(self, name: str, tensor: Tensor) -> str | None:
-        """What is wrong with the next tensor of the stream, or None. One pass over its values."""
+        """The problem of the next tensor of the stream, or None. Reads its values once."""
         shape = self.shapes.get(name)
         if shape is None:
             return f"{name} is no tensor of this {self.model_type} model"
@@ -40,10 +40,10 @@ class WeightValidator:
         return None
 
     def missing(self) -> str | None:
-        """What never came."""
+        """The problem that the stream has ended without some tensors, or None."""
         names = [name for name in self.shapes if name not in self._now]
         return f"{names[0]} is missing ({len(names)} of {len(self.shapes)} tensors are)" if names else None
 
     def accept(self) -> None:
-        """The stream was good: the next one is held against it."""
+        """The stream was good: compare the next one with it."""
         self.before = self._now

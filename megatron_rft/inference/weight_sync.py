@@ -1,8 +1,8 @@
-"""One weight sync, proven. The stream's collectives involve every rank, so it is exhausted whatever goes wrong.
+"""One weight sync, verified. The stream runs collectives on every rank, so it is read to its end after any error.
 
-The engine itself refuses tensors that are unknown, missing, repeated, misshapen, non-finite, or zero where they were
-not (`Engine.load_weights`). Here are what no engine can know of itself: that it took the whole stream and, on request,
-that what it holds equals the stream bit for bit in its own dtype (but for what it rounds).
+The engine refuses tensors that are unknown, missing, repeated, misshapen, non-finite, or newly all zero
+(`Engine.load_weights`). This file checks that the engine has read the whole stream and, on request, that what it holds
+equals the stream bit for bit in the engine's dtype, except for parameters that it rounds.
 """
 
 import time
@@ -16,7 +16,11 @@ from megatron_rft.utils.errors import RunFailed
 
 
 def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, verify: bool = False) -> dict[str, float]:
-    """Load `stream` into `engine` as weights of `version`; RunFailed, naming the tensor, where the proof fails."""
+    """Load `stream` into `engine` as weights of `version`. Returns metrics.
+
+    Raises:
+        RunFailed: naming the tensor, where the engine does not hold what was sent.
+    """
     start = time.perf_counter()
     recorder = ChecksumRecorder(stream, engine.dtype if verify else None)
     try:
@@ -35,10 +39,10 @@ def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, ver
 
 
 class ChecksumRecorder:
-    """Passes a stream on, and remembers what came by."""
+    """Passes a stream on, and records checksums of its tensors."""
 
     def __init__(self, stream: Iterable[tuple[str, Tensor]], checksum_dtype: torch.dtype | None):
-        """`checksum_dtype`: the engine's, in which checksums are taken; None: take none."""
+        """`checksum_dtype`: the engine's dtype, in which checksums are computed; None: compute none."""
         self._stream, self._dtype = iter(stream), checksum_dtype
         self.bytes, self.tensors, self.checksums = 0, 0, {}
 
@@ -51,13 +55,13 @@ class ChecksumRecorder:
             yield name, tensor
 
     def exhaust(self) -> str | None:
-        """Read to the end; the first name that nobody had asked for."""
+        """Read the stream to its end. Returns the first name that the engine had not read, or None."""
         left = [name for name, _ in self._stream]
         return left[0] if left else None
 
 
 def compare(sent: dict[str, int], held: dict[str, int | None], version: int) -> None:
-    """None in `held`: compared by the engine, which rounds that tensor."""
+    """Raises RunFailed where they differ. None in `held`: the engine rounds this tensor and has compared it itself."""
     different = [name for name in sent.keys() | held.keys() if held.get(name, -1) not in (None, sent.get(name))]
     if different:
         raise RunFailed(

@@ -20,13 +20,13 @@ from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 from megatron_rft.utils.files import write_atomically
 
-RETRIES = 2  # starts in a row that may bring nothing after the first that did not
-PATIENCE = 20.0  # seconds that a node waits for the others' last words; Slurm kills a step 30 s after its first failure
+RETRIES = 2  # extra starts allowed without a new checkpoint
+PATIENCE = 20.0  # seconds that a node waits for the others' statuses; Slurm kills a step 30 s after its first failure
 
 
 @dataclass(frozen=True)
 class Job:
-    """One start of a job, seen from one of its nodes. `folder` is one for all of them and all starts."""
+    """One start of a job, as one of its nodes sees it. All nodes and all starts share `folder`."""
 
     folder: Path
     output_dir: Path
@@ -38,7 +38,7 @@ class Job:
         return self._start(int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
     def begin(self) -> None:
-        """Raises RunFailed where the last starts have brought nothing."""
+        """Note what is saved before this start. Raises RunFailed where the last starts have saved nothing new."""
         self.start.mkdir(parents=True, exist_ok=True)
         if self.node:
             return
@@ -50,15 +50,15 @@ class Job:
         return (self.start / "stop").exists()
 
     def failed_elsewhere(self) -> str | None:
-        """Which other node's ranks have failed, in words."""
+        """A message about another node whose ranks have failed, or None."""
         failed = [
             node for node, status in self._statuses().items() if node != self.node and status not in (FINISHED, STOPPED)
         ]
         return f"node {failed[0]} of this job failed" if failed else None
 
     def conclude(self, status: int) -> tuple[int, str]:
-        """What the whole job's exit status is as far as this node knows, with a word about it. Waits for the others,
-        as Slurm ends the whole step soon after the first that is not 0."""
+        """The exit status of the whole job, as far as this node knows, with a message. Waits for the other nodes,
+        because Slurm ends the whole step soon after the first status that is not 0."""
         _write(self.start / f"node_{self.node}.json", {"status": status})
         if status == FINISHED:
             return FINISHED, ""
@@ -70,7 +70,7 @@ class Job:
         return (FAILED, self._gave_up()) if self._in_vain() > RETRIES else (STOPPED, "")
 
     def _in_vain(self) -> int:
-        """Starts in a row, this one included, since which nothing new was saved."""
+        """The number of starts in a row, this one included, that have saved nothing new."""
         saved, count = self._saved(), 0
         for number in range(int(self.start.name.removeprefix("start_")), -1, -1):
             if _read(self._start(number) / "before.json") != saved:

@@ -37,11 +37,11 @@ PARENT = "MEGATRON_RFT_LAUNCHER"  # pid, in the environment of ranks that this m
 class Rank:
     number: int
     process: subprocess.Popen
-    told: int | None = None  # the last signal that was passed on to it
+    told: int | None = None  # the last signal that this process sent it
 
     @property
     def status(self) -> int | None:
-        """None while it runs; negative: the signal that killed it. Told to stop before it listens, it has stopped."""
+        """None while it runs; negative: the signal that killed it. STOPPED if it was ours, and came before a handler."""
         code = self.process.poll()
         return STOPPED if code is not None and self.told in STOPPING and code == -self.told else code
 
@@ -51,7 +51,7 @@ def ranks_folder(output_dir: str) -> Path:
 
 
 def write_exit(output_dir: str, status: int, message: str = "") -> None:
-    """A rank's last words. On a disk that is full there are none."""
+    """Write a rank's exit status and message. Does nothing on a full disk."""
     words = json.dumps({"status": status, "message": message, "time": time.time()}) + "\n"
     with contextlib.suppress(OSError):
         write_atomically(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
@@ -65,7 +65,7 @@ def read_exit(output_dir: str, rank: int) -> dict:
 
 
 def die_with_launcher() -> None:
-    """For a rank that `launch` started."""
+    """End this rank when the launcher that started it ends."""
     if PARENT in os.environ:
         die_with(int(os.environ[PARENT]))
 
@@ -95,7 +95,7 @@ def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = 
                 number = node.index * nproc + local
                 (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
                 ranks.append(Rank(number, _start(command, number, local, nproc, node, port)))
-                if passed_on:  # to those that were there
+                if passed_on:  # the ranks started so far have got the signal
                     _send(ranks[-1:], passed_on[-1])
             elsewhere = _watch(ranks, job)
             stopped = _end(ranks)
@@ -106,7 +106,7 @@ def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = 
 
 
 def _watch(ranks: list[Rank], job: Job | None) -> str | None:
-    """Until a rank fails or all have ended, or another node has failed; then which."""
+    """Wait until a rank fails, all have ended, or another node has failed. Returns the message about that node."""
     told_to_stop = False
     for tick in itertools.count():
         if not any(_alive(ranks)) or any(rank.status not in (None, FINISHED, STOPPED) for rank in ranks):
@@ -131,8 +131,8 @@ def _conclude_job(job: Job, status: int) -> int:
 
 
 def _start(command: list[str], rank: int, local: int, nproc: int, node: Node, port: int) -> subprocess.Popen:
-    """In a session of its own: a Ctrl-C of the terminal reaches the ranks through us, once."""
-    environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # several ranks with many threads each choke each other
+    """Start a rank in a session of its own, so that Ctrl-C reaches it once, through this process."""
+    environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # else the ranks' threads compete
     environment |= os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
@@ -181,7 +181,7 @@ def _alive(ranks: list[Rank]) -> list[Rank]:
 
 
 def _end(ranks: list[Rank]) -> list[int]:
-    """Wait for the ranks that are left after a failure; those that do not end in time are killed, and named."""
+    """Wait for the remaining ranks after a failure. Kills those that do not end in time, and returns their numbers."""
     deadline = time.monotonic() + PATIENCE
     while _alive(ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -244,7 +244,7 @@ def check_environment(nproc: int | None) -> tuple[int, Node]:
 
 
 def ranks_per_node(world_size: int, node: Node) -> int:
-    """Of this node, where ranks are there already. A launcher that does not say has one node."""
+    """Ranks on this node, where another launcher has started them. One that does not say has one node."""
     if "RANK" in os.environ:
         return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return world_size // node.count

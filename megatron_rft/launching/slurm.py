@@ -1,7 +1,7 @@
-"""What Slurm tells a process of a job step: which node it is on, and where the ranks meet.
+"""Reads from Slurm's environment variables on which node of a job step a process is, and where the ranks meet.
 
-From the step's environment alone: a container has no scontrol. A batch script or an `salloc` shell is no step, and a
-process there is on its own.
+Only the environment is used, because a container has no scontrol. A batch script or an `salloc` shell is no step: a
+process there is a run of one node.
 """
 
 import os
@@ -29,7 +29,7 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def this_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """MASTER_ADDR and MASTER_PORT win, for networks on which host names do not do."""
+    """This node of the step. MASTER_ADDR and MASTER_PORT take precedence, for networks without usable host names."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1")) if in_step(environment) else 1
     if nodes == 1:
         return Node()
@@ -40,7 +40,7 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
 
 
 def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What torch.distributed reads, in a step whose tasks are the ranks; nothing elsewhere, or in a step of one."""
+    """The variables that torch.distributed reads, for a step whose tasks are the ranks; empty otherwise."""
     if not in_step(environment) or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return {}
     return {
@@ -86,19 +86,19 @@ def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ
 
 
 def tasks_of(node: int, counts: str) -> int:
-    """Of Slurm's short form of tasks per node: 4(x2),1 is 4, 4, 1."""
+    """Tasks on a node, from Slurm's short form: 4(x2),1 is 4, 4, 1."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))][node]
 
 
 def first_host(nodes: str) -> str:
-    """Of Slurm's short form: n[08-11,13],m2 -> n08."""
+    """The first host of Slurm's short form: n[08-11,13],m2 -> n08."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def port(environment: Mapping[str, str] = os.environ) -> int:
-    """One for each step of each job and each start of it; below the ports that the system gives away."""
+    """A port that depends on job, step and restart, below the range of ephemeral ports."""
     parts = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     job, step, start = (int(part) for part in parts)
     return 20000 + (job * 31 + step * 7 + start) % 10000

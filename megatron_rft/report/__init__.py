@@ -1,4 +1,4 @@
-"""A page about one or several runs, with nothing beside it, and its charts as pictures. Needs no torch."""
+"""A page about one or several runs, in one file without references, and its charts as pictures. Needs no torch."""
 
 from pathlib import Path
 

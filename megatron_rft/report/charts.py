@@ -1,4 +1,4 @@
-"""Which charts there are. One is shown when any run has its first metric; what the names mean is in docs/metrics.md."""
+"""The list of charts. A chart is shown when any run has its first metric. docs/metrics.md explains the metrics."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What stands at the top of the page: the numbers that matter, and what the recipe comes to."""
+"""The top of the page: the headline numbers of a group of runs, and the main options of its recipe."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Number:
 
 
 def headline(group: Group) -> list[Number]:
-    """Of a group, in a person's order."""
+    """The headline numbers of a group, the most important first."""
     found = [accuracy(group), reward(group), *pace(group)]
     return [number for number in found if number is not None]
 
@@ -31,7 +31,7 @@ def accuracy(group: Group) -> Number | None:
 
 
 def _with_error(pairs: list[tuple[float, float | None]]) -> tuple[float, float | None]:
-    """Over seeds; of one seed its own."""
+    """Mean and standard error over seeds; a single seed keeps its own error."""
     if len(pairs) == 1:
         return pairs[0]
     return mean_and_error([value for value, _ in pairs])
@@ -53,7 +53,7 @@ def _validated(run: Run) -> tuple[tuple[float, float | None], tuple[float, float
 
 
 def reward(group: Group) -> Number | None:
-    """Of the first and of the last tenth of the steps."""
+    """Mean reward of the first and of the last tenth of the steps."""
     pairs = []
     for run in group.runs:
         values = run.curves.of("reward/mean")[1]

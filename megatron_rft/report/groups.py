@@ -1,4 +1,4 @@
-"""Runs that differ in nothing but their seed, as one: means over them, and how far they lie apart."""
+"""Joins runs that differ in their seed only: their means, and the standard error over seeds."""
 
 import math
 import os
@@ -20,7 +20,7 @@ Points = dict[float, float]  # step -> value
 
 @dataclass(frozen=True)
 class Series:
-    """A metric at the places of its group: mean over the seeds, and its standard error (None for a single seed)."""
+    """A metric at the steps of its group: mean over the seeds, and its standard error (None for a single seed)."""
 
     mean: list[float | None]
     error: list[float | None] | None
@@ -54,21 +54,21 @@ class Group:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """All names, in the order in which the files have them."""
+        """All metrics, in the order of the files."""
         return list(dict.fromkeys(name for run in self.runs for record in run.curves.records for name in record))
 
     def has(self, name: str) -> bool:
         return any(run.curves.has(name) for run in self.runs)
 
     def series(self, name: str) -> Series:
-        """Of a metric. A single run's evaluations have the standard error that the file says."""
+        """One metric. A single run's evaluations have the standard error of the metrics file."""
         found = self._over_seeds(lambda run: zip(*run.curves.of(name), strict=True))
         if len(self.runs) == 1 and self.has(f"{name}_se"):
             return Series(found.mean, self.series(f"{name}_se").mean)
         return found
 
     def so_far(self, name: str) -> list[float | None]:
-        """What a metric has added up to, where the runs had it."""
+        """The cumulative sum of a metric."""
 
         def sums(run: Run):
             total = 0.0
@@ -106,7 +106,7 @@ def mean_and_error(values: list[float]) -> tuple[float | None, float | None]:
 
 
 def grouped(runs: list[Run]) -> list[Group]:
-    """In the order given; in a group by seed. A seed twice is no second sample: the other run is a group alone."""
+    """Groups in the order given, their runs by seed. A second run with the same seed is a group of its own."""
     found: dict[tuple, list[Run]] = {}
     for run in runs:
         key, again = identity(run), 0
@@ -126,7 +126,7 @@ def identity(run: Run) -> tuple:
 
 
 def beside(run: Run, value: Any) -> Any:
-    """A path that lies beside the run's folder, as seen from there: seeds may each have a folder of their own."""
+    """A path relative to the run's folder, if it lies beside it: each seed may have a folder of its own."""
     home = os.path.dirname(os.path.normpath(run.options.get("run.output_dir", "")))
     if isinstance(value, str) and home and value.startswith(home + os.sep):
         return os.path.relpath(value, os.path.join(home, "run"))
@@ -142,7 +142,7 @@ def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
 
 
 def names(groups: list[list[Run]]) -> list[str]:
-    """What tells the groups apart, the shortest way that does: the method, the runs' names, their folders."""
+    """The shortest names that differ between groups: the method, the runs' names, or their folders."""
     for name in (_method, _run_name, _folder_name):
         found = [name(group) for group in groups]
         if (len(groups) > 1 or name is not _method) and len(set(found)) == len(found) and all(found):

@@ -94,7 +94,7 @@ def recipe(group: Group) -> str:
 
 
 def data(groups: list[Group]) -> dict[str, Any]:
-    """What page.js draws from."""
+    """The data that page.js draws."""
     return {
         "groups": [group_data(group) for group in groups],
         "charts": [
@@ -134,7 +134,7 @@ def short(value: float | None) -> float | None:
 
 
 def samples(groups: list[Group]) -> list[dict[str, Any]]:
-    """Of each run the first recorded step, the last, and others between them."""
+    """The samples of each run's first and last recorded steps, and of others between them."""
     runs = [(group, run) for group in groups for run in group.runs if run.samples]
     each = max(MOST_LINES // len(runs), 2) if runs else 0
     return [

@@ -59,7 +59,7 @@ class Run:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The recipe's, by dotted name."""
+        """The recipe's options, by dotted name."""
         return flat(self.recipe)
 
     @property
@@ -107,7 +107,7 @@ def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def read(folder: Path) -> Run:
-    """Raises a UserError where there is no run."""
+    """The run in a folder. Raises UserError where there is none."""
     if not (folder / METRICS).is_file():
         raise UserError(_no_run(folder))
     try:

@@ -1,7 +1,7 @@
 """From prompts to a scored batch: every rank generates for some of them, all ranks get the same batch.
 
-Knows no process group: `gather` joins the ranks' lists. The batch does not depend on how many ranks shared the work:
-seeds are functions of the problem and the step, and sequences are in the order of the prompts and their samples.
+Knows no process group: `gather` joins the ranks' lists. The batch does not depend on the number of ranks: seeds are
+functions of the problem and the step, and sequences are in the order of the prompts and their samples.
 """
 
 import math
@@ -83,15 +83,15 @@ class PendingRound:
 
 
 class Sampler:
-    """`gather(list)` gives the concatenation of all ranks' lists, in rank order, on every rank. `rank` of `world`:
-    this one's place among those that have an engine to ask; None where it has none.
-
-    A response whose grader failed has no reward. `on_error` "drop": it is left out of the batch and of the rewards'
-    statistics, its group is one smaller, and it is counted. "stop": it ends the run. `on_nonfinite` is the same for a
-    reward that is NaN or infinite.
-
-    `background`: what `begin` begins is sampled and graded while this thread does something else. It takes an engine
-    outside of this process (`EnginePool`).
+    """
+    Args:
+        gather: concatenates all ranks' lists, in rank order, on every rank.
+        rank: number among the `world` ranks that have an engine; None: this rank has none.
+        on_error: for a response whose grader failed. "drop": leave it out of the batch and of the statistics of
+            rewards, and count it. "stop": end the run.
+        on_nonfinite: the same for a reward that is NaN or infinite.
+        background: `begin` samples and grades in another thread. This needs an engine outside of the process
+            (`EnginePool`).
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class Sampler:
         keep: Keep | None = None,
         max_rounds: int = 1,
     ) -> Sampled:
-        """`count` groups that `keep` wants, for as long as `max_rounds` rounds of sampling give them (DAPO).
+        """Sample until `keep` has accepted `count` groups, in at most `max_rounds` rounds (DAPO's dynamic sampling).
 
-        `draw(n)` gives the next n prompts, the same on every rank. When the rounds run out the batch is what was kept;
-        when nothing was, it is the last round whole, whose groups then all lack a training signal.
+        `draw(n)` gives the next n prompts, the same on every rank. After the last round the batch has the groups that
+        were accepted; if there are none, it is the whole last round, which has no training signal.
         """
         pending = self.begin(draw(count), step, keep)
         return conclude(self.collect(pending, draw, count, keep, max_rounds), count, step, keep)
@@ -212,8 +212,8 @@ class Sampler:
     def _graded(
         self, prompts: dict[int, Prompt], step: int, keep: Keep | None, requests: list[Request], generate: Generate
     ) -> RoundResult:
-        """What the engine answers; a thread of its own scores groups while later ones are generated, and another
-        refines what is scored."""
+        """Generate, score and refine this rank's requests. One thread scores groups while later ones are generated;
+        another refines scored groups."""
         start = time.perf_counter()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scoring:
             refining = Refining(self.refiner, self.reward, scoring, step) if self.refiner else None
@@ -222,7 +222,7 @@ class Sampler:
                 for group in generate(requests, self.sampling)
             ]
             seconds = time.perf_counter() - start
-            with self.phases("reward"):  # what is left of it when the engine is done
+            with self.phases("reward"):  # the grading that remains when generation has ended
                 scored = [job.result() for job in jobs]
             rollouts = [rollout for some, _ in scored for rollout in some]
             if refining:
@@ -233,8 +233,8 @@ class Sampler:
         return RoundResult(rollouts, seconds, reward_seconds, refining.seconds if refining else 0.0)
 
     def _requests(self, prompts: list[Prompt], first: int, step: int, number: int) -> list[Request]:
-        """This rank's: by length of the prompt, so that ranks have about equal work. A problem that was drawn twice
-        is sampled with two seeds."""
+        """This rank's requests, dealt by length of the prompt, so that ranks have about equal work. A problem that
+        was drawn twice is sampled with two seeds."""
         seen: Counter[int] = Counter()
         requests = []
         for index, prompt in enumerate(prompts, first):
@@ -273,7 +273,7 @@ def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
 
 
 def kept_of(rounds: list[RoundResult], keep: Keep | None) -> list[Batch]:
-    """What `keep` wants of each round."""
+    """The responses of each round that `keep` accepts."""
     batches = [to_batch(each.rollouts) for each in rounds]
     return batches if keep is None else [batch.select(keep(batch)) for batch in batches]
 
@@ -285,8 +285,8 @@ def groups_in(batches: list[Batch]) -> int:
 def conclude(rounds: list[RoundResult], count: int, step: int, keep: Keep | None = None) -> Sampled:
     """The batch of a step, from its rounds of sampling.
 
-    Its scalars: sampled_reward_sum and sampled_count of everything that was sampled, its step, and the oldest version
-    of the weights that wrote any of it.
+    Its scalars: sampled_reward_sum and sampled_count over all rounds, the step, and the oldest version of the weights
+    that any response started with.
     """
     kept = kept_of(rounds, keep)
     groups = groups_in(kept)
@@ -305,7 +305,7 @@ def conclude(rounds: list[RoundResult], count: int, step: int, keep: Keep | None
 
 
 def to_batch(rollouts: list[Rollout]) -> Batch:
-    """The rollouts that have a reward, in their order. Groups are numbered by the place of their prompt."""
+    """The rollouts that have a reward, in their order. A group's number is its prompt index."""
     rollouts = [rollout for rollout in rollouts if rollout.score.error is None]
     responses = [rollout.response for rollout in rollouts]
     logprobs = torch.tensor([logprob for response in responses for logprob in response.logprobs])
@@ -331,8 +331,8 @@ def to_batch(rollouts: list[Rollout]) -> Batch:
 
 
 def statistics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Right: as the verifier says, else a reward of 1 or more. Wrong: 0 or less. Lengths and counts are of all
-    responses, scored or not."""
+    """Metrics of the rollouts. Right: as the verifier says, else a reward of 1 or more. Wrong: a reward of 0 or less.
+    Lengths and counts include responses without a reward."""
     batch = to_batch(rollouts)
     rewards, groups = batch.sequences["rewards"], batch.sequences["group"]
     by_group = [rewards[groups == each] for each in groups.unique()]

@@ -1,1 +1,1 @@
-"""What a run tells the outside: numbers in files, a display for people, curves. Knows no algorithms."""
+"""Logging: metrics files, the display on a terminal, wandb and TensorBoard. Knows no algorithms."""

@@ -30,7 +30,7 @@ class Phases:
         self._mark = clock()
 
     def _attribute(self) -> None:
-        """What passed since the last call belongs to the innermost open phase."""
+        """Add the time since the last call to the innermost open phase."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now, phase = self._clock(), self._open[-1]

@@ -1,6 +1,6 @@
-"""What a person sees of a running job: a live display on a terminal, one plain line per step anywhere else.
+"""The progress display of a run: live on a terminal, one plain line per step elsewhere.
 
-Shows whatever metrics a step has of those it knows, so that one display serves every trainer. Rank 0 only.
+It shows the metrics of SHOWN that a step has, so that one display serves every trainer. Rank 0 only.
 """
 
 import math
@@ -37,15 +37,15 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 class Progress(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done. `metrics` may hold an evaluation alone."""
+        """Show a finished step. `metrics` may consist of an evaluation only."""
         ...
 
     def example(self, text: str) -> None:
-        """A response that the model wrote, to look at."""
+        """Show one response of the model."""
         ...
 
     def note(self, text: str) -> None:
-        """One line to the user, which stays on the screen."""
+        """Show one line that stays on the screen."""
         ...
 
     def close(self) -> None: ...
@@ -227,7 +227,7 @@ class RichProgress:
 
 
 class NoProgress:
-    """Nothing on the screen; the numbers are in the files."""
+    """No display; the numbers are in the files."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def example(self, text: str) -> None: ...

@@ -43,7 +43,7 @@ def due(step: int, total_steps: int, count: int) -> bool:
 
 
 def shortened(sample: Sample) -> Sample:
-    """As much of it as goes into the file."""
+    """The sample with long texts and responses shortened, as it goes into the file."""
     texts = {name: short(getattr(sample, name)) for name in ("prompt", "answer", "reason")}
     values = {name: [rounded(v) for v in ends(many)] for name, many in sample.values.items()}
     omitted = max(len(sample.tokens) - HEAD - TAIL, 0)
@@ -64,12 +64,12 @@ def rounded(value: float | None) -> float | None:
 
 
 class SamplesFile(StepFile):
-    """Every step stands in it once, as in the metrics file."""
+    """Has every step once, as the metrics file does."""
 
     def log(self, step: int, samples: list[Sample]) -> None:
         self.write(step, {"samples": [asdict(shortened(sample)) for sample in samples]})
 
 
 def read_samples(path: Path) -> list[Mapping[str, Any]]:
-    """The whole lines; none where there is no file."""
+    """The complete lines; none where there is no file."""
     return read_metrics(path) if Path(path).is_file() else []

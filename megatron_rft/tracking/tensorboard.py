@@ -7,7 +7,7 @@ from megatron_rft.utils.errors import UserError
 
 
 class TensorBoardLogger:
-    """On a resume, what was logged at `resume_step` and beyond disappears from the curves."""
+    """On a resume, points from `resume_step` on are removed from the curves."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0):
         try:

@@ -40,7 +40,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device: str | None) -> float | None:
-    """Of a device of that name; None where it is not known."""
+    """The peak of a device of that name; None where it is not known."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if device and name in device), None)
 
 
@@ -50,7 +50,7 @@ def device_name() -> str | None:
 
 @dataclass
 class Throughput:
-    """Counts what the optimizer steps of one training step cost. `peak` in TFLOP/s of one device, or None."""
+    """Counts the tokens and FLOPs of a training step's optimizer steps. `peak`: TFLOP/s of one device, or None."""
 
     sizes: Sizes
     devices: int
@@ -71,7 +71,7 @@ class Throughput:
         self.flops += 3 * (2 * self.sizes.multiplied * computed + 2 * len(self.sizes.mixture) * self.sizes.q * pairs)
 
     def take(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Of the step that `metrics` describes. Counting starts afresh."""
+        """The throughput metrics of the step that `metrics` describes. Resets the counts."""
         found = {}
         if "tokens/generated" in metrics:
             found["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]

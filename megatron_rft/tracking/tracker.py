@@ -1,4 +1,4 @@
-"""One call per step that reaches every place where a run is watched. Only the main rank has any."""
+"""Sends a step's metrics to the file, the display and the loggers. Only the main rank has any."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Logger(Protocol):
-    """Where numbers go: the metrics file is always one; wandb and TensorBoard by option."""
+    """A destination of metrics besides the metrics file: wandb or TensorBoard."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -64,7 +64,7 @@ class Tracker:
         return self._samples_file is not None and due(step, self._total_steps, self._sampled_steps)
 
     def samples(self, step: int, samples: list[Sample]) -> None:
-        """Before the step is logged."""
+        """Write samples of a step; call this before `log` of that step."""
         self._samples_file.log(step, samples)
 
     def example(self, text: str) -> None:
@@ -76,7 +76,7 @@ class Tracker:
             self._progress.note(text)
 
     def sync(self) -> None:
-        """Make the lines written so far survive a crash of the machine: before a checkpoint is declared complete."""
+        """Flush the files to the disk. Called before a checkpoint is declared complete."""
         for file in (self._metrics_file, self._samples_file):
             if file is not None:
                 file.sync()

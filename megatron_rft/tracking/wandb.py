@@ -61,7 +61,7 @@ class WandbLogger:
 
 
 def unreachable(url: str) -> str | None:
-    """Why nobody answers there; None: somebody does. wandb itself would try for its whole time-out."""
+    """Why the server cannot be reached; None where it can. wandb itself would try until its time-out."""
     try:
         urllib.request.urlopen(url, timeout=PROBE_TIMEOUT).close()
     except urllib.error.HTTPError:

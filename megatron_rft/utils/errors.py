@@ -26,13 +26,13 @@ class RunFailed(RuntimeError):
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space. torch says of a write that fell short only where the file should be."""
+    """Whether a write failed because the disk is full. torch reports a short write by the unexpected position only."""
     no_room = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     return no_room or "No space left" in str(error) or "unexpected pos" in str(error)
 
 
 def disk_full(error: OSError) -> str:
-    """The message for the user."""
+    """The message for the user about a full disk."""
     where = f" where {error.filename} is" if error.filename else ""
     return f"the disk is full{where}. Free some space and run the same command again: it goes on from what is complete"
 

@@ -1,4 +1,4 @@
-"""Exit statuses of every command, every rank, and every job of a queue. docs/running.md explains them to users."""
+"""Exit statuses of every command, every rank, and every job of a queue (docs/troubleshooting.md)."""
 
 FINISHED = 0
 USER_ERROR = 2

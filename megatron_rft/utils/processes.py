@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them, and ports for them to meet at."""
+"""Child processes that must not outlive their parent, and free ports."""
 
 import contextlib
 import ctypes
@@ -23,10 +23,10 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def reaper(parent: int, command: list[str]) -> int:
-    """Run a command of somebody else's, which starts processes of its own, and leave none of them behind: not when it
-    ends, not on SIGTERM, not when `parent` is gone. Returns its status."""
+    """Run a command that starts processes of its own, and kill all of them when it ends, on SIGTERM, and when `parent`
+    has ended. Returns its status."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans among them become this process's children
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
     signal.signal(signal.SIGTERM, _leave)
     try:
         die_with(parent, signal.SIGTERM)
@@ -43,7 +43,7 @@ def reaper(parent: int, command: list[str]) -> int:
 
 
 def _leave(number: int, _frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not end what the first has begun
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     sys.exit(128 + number)
 
 
@@ -57,8 +57,8 @@ def reserved_port(host: str = "127.0.0.1") -> socket.socket:
 
 
 def children(pid: int) -> list[int]:
-    """Pids, also of those that have ended and that nobody has waited for. Read from all processes: the kernel's own
-    list is of each thread, and threads come and go."""
+    """Pids of the children, zombies included. Read from the list of all processes, because the kernel lists children
+    by thread, and threads come and go."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it is gone
