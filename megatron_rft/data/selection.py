@@ -16,10 +16,7 @@ from megatron_rft.config.datasets import SUFFIXES
 from megatron_rft.utils.errors import DataError
 
 SPLITS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
-NO_ROWS = {
-    "possible_answer",
-    "multi_turn_func_doc",
-}  # BFCL's folders of answers, which the adapter joins, and of documents
+NO_ROWS = {"possible_answer", "multi_turn_func_doc"}  # BFCL's answers, which the adapter joins, and documents
 NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 
 

@@ -102,8 +102,8 @@ class EngineBuilder:
         self, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
     ) -> Callable[[torch.device | str], Engine]:
         """A function that builds the engine of `rollout.engine` on a device, in this or another process: a partial,
-        so that it can be pickled. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the refiner.
-        `gpu_share`: of the device's memory, None where the device is the engine's own."""
+        so that it can be pickled. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the
+        refiner. `gpu_share`: of the device's memory, None where the device is the engine's own."""
         config = source if isinstance(source, PreTrainedConfig) else load_config(source)
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,

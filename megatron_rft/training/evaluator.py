@@ -31,9 +31,7 @@ class Evaluator:
     gather: Callable[[list], list] = list
     rank: int | None = 0  # among the ranks that drive an engine; None: this one drives none
     world: int = 1
-    given: dict[str, list[Prompt]] = field(
-        default_factory=dict
-    )  # problems of parts without a data source in the recipe
+    given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems of parts without a data source
 
     def measure(
         self, part: str, prompts: list[Prompt] | None = None, cache: EvaluationCache | None = None
