@@ -25,14 +25,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `index` is its place in the data set: stable over epochs, part of every sampling seed."""
+    """One problem. `index` is its row number in the data set: stable over epochs, part of every sampling seed."""
 
     index: int
     token_ids: tuple[int, ...]
     text: str
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)  # the rest of the row: level, subject, tests ...
-    question: str = ""  # `text` before any chat template: what a longer prompt about this problem is written from
+    question: str = ""  # `text` before any chat template; longer prompts about this problem are made from it
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Response:
 
 @dataclass(frozen=True)
 class Score:
-    """What a verifier says of one response. `error` is the grader's own failure: never a reward of zero."""
+    """A verifier's judgement of one response. `error` is a failure of the grader, never a reward of zero."""
 
     reward: float
-    reason: str = ""  # for a person and for a model: the first failing test, the last lines of the exception
+    reason: str = ""  # for readers and for SDPO's teacher: the first failing test, the last lines of the exception
     error: str | None = None
-    correct: bool | None = None  # whether it counts as right in pass@1, where that is not the reward itself
-    shaping: float = 0.0  # added to the reward in training; no part of what the verifier says
+    correct: bool | None = None  # whether pass@1 counts it as correct; None: the reward decides
+    shaping: float = 0.0  # added to the reward only in training
     details: dict[str, Any] = field(default_factory=dict)  # by kind: tests passed and failed, the parts of a sum
 
     @property
@@ -84,11 +84,11 @@ class Batch:
 
     Names in use, `tokens` [R]: response_mask (1 where the policy wrote the token), rollout_logprobs (engine),
     old_logprobs (trainer, before the step), ref_logprobs, ref_kl, teacher_logprobs, values, advantages, returns.
-    `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (beside them),
+    `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
     prompt_index, finished, weight_version.
-    A context is another prompt for the same response, such as one that tells a teacher what went wrong; length 0: none.
-    A refined response is another response to the same prompt, better than the sampled one; length 0: there is none.
-    A sequence's `unit` keeps it in one micro-batch with the others of that unit (pairs); default: each its own.
+    A context is another prompt for the same response, such as a teacher's prompt with feedback; length 0: none.
+    A refined response is another response to the same prompt, better than the sampled one; length 0: none.
+    Sequences of one `unit` (pairs) stay in one micro-batch; default: each sequence is a unit.
     `scalars`: facts of the whole batch, such as sampled_reward_sum and sampled_count before any filter.
     """
 
@@ -152,7 +152,7 @@ class Batch:
 
     @property
     def shaped_rewards(self) -> Tensor:
-        """[B] what training maximises: the verifier's reward, and what shapes it."""
+        """[B] what training maximises: the verifier's reward plus shaping."""
         shaping = self.sequences.get("shaping")
         return self.sequences["rewards"] if shaping is None else self.sequences["rewards"] + shaping
 
@@ -199,7 +199,7 @@ class Batch:
         return replace(self, scalars={**self.scalars, **values})
 
     def only(self, tokens: set[str], sequences: set[str]) -> "Batch":
-        """The same sequences with no other named values than these, and nothing beside them."""
+        """The same sequences with only these named values, without contexts and refined responses."""
         return replace(
             self,
             tokens={k: v for k, v in self.tokens.items() if k in tokens},

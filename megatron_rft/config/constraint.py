@@ -1,12 +1,11 @@
-"""The `constraint` section of a recipe: what keeps the policy from degenerating (dynamic_constraint.txt 3). No torch.
+"""The `constraint` section: keeps the policy from degenerating (dynamic_constraint.txt 3). No torch.
 
-    none      nothing does
-    static    the KL to the reference that the algorithms have: `eta` and `mode` are then algorithm.kl_coefficient and
-              algorithm.kl_in, and nothing is added to them
-    dynamic   a frozen refiner corrects what the policy wrote, and the policy learns the corrections that score higher
+    none      no constraint
+    static    the algorithm's KL to the reference: `eta` and `mode` set algorithm.kl_coefficient and algorithm.kl_in
+    dynamic   a frozen refiner corrects the policy's responses, and the policy learns corrections that score higher
 
-Without the section an algorithm has its own KL, by its own defaults. With kind dynamic it has none, unless
-algorithm.kl_coefficient is given: then both are at work.
+Without the section an algorithm has the KL of its defaults. With kind dynamic it has none, unless
+algorithm.kl_coefficient is given: then both apply.
 """
 
 import string
@@ -30,19 +29,19 @@ READS = {"none": set(), "static": {"eta", "mode"}}
 class Constraint(Section):
     kind: Literal["none", "static", "dynamic"]
     eta: NonNegative | None = None
-    """Weight of the constraint. static: of the KL. dynamic: of the cross entropy on refined responses; 0 measures it
-    alone."""
+    """Weight of the constraint. static: of the KL. dynamic: of the cross entropy on refined responses; 0 only
+    measures it."""
     mode: Literal["loss", "reward"] | None = None
     """A term of the loss, or a penalty on the reward, without a gradient. None: loss; static: the algorithm's kl_in."""
     tokens: Literal["sum", "mean"] = "sum"
     """The constraint of a pair is the sum of its tokens' cross entropies, as in the paper, or their mean."""
     per: Literal["responses", "pairs"] = "responses"
-    """What the sum of all pairs' constraints is divided by in the loss: the sampled responses of the mini-batch, so
-    that the constraint fades as pairs become rare, or the pairs."""
+    """Divisor of the sum of all pairs' constraints in the loss: the number of sampled responses of the mini-batch, so
+    that the constraint fades as pairs become rare, or the number of pairs."""
     filter: bool = True
-    """Learn only refined responses that score higher than what they refine. false is the paper's ablation."""
+    """Learn only refined responses that score higher than the original. false is the paper's ablation."""
     agreeing: bool = False
-    """Refine also groups whose rewards are all equal, which the algorithm would leave out (dapo); a group with a pair
+    """Also refine groups whose rewards are all equal, which the algorithm would leave out (dapo); a group with a pair
     is then trained on."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Refine this share of the responses, chosen by run.seed."""
@@ -52,17 +51,17 @@ class Constraint(Section):
     """What the refiner is asked: code, dialogue, mathematics, or a file with {question}, {response} and, if it should
     see it, {reward} in braces. None: by reward.kind."""
     temperature: NonNegative = 0.0
-    """Of the refiner; 0 is greedy."""
+    """Temperature of the refiner; 0 is greedy."""
     max_tokens: Count | None = None
-    """Of a refined response. None: rollout.max_response_tokens."""
+    """Maximum tokens of a refined response. None: rollout.max_response_tokens."""
     draft: bool | None = None
     """Give vLLM the response as a draft of its refinement (speculative decoding). It changes the speed, never a token.
     None: with vllm at temperature 0."""
     overlap: bool = False
-    """Refine early groups while later ones are still being generated. Likewise; it pays where generation leaves the
-    refiner processors of its own."""
+    """Refine early groups while later ones are still being generated. It changes only the speed, and pays where
+    generation leaves processors idle for the refiner."""
     kl_every: Natural = 0
-    """Steps between measurements of KL(policy || reference), of which the loss knows nothing; 0: none. Each costs a
+    """Steps between measurements of KL(policy || reference), which is not part of the loss; 0: none. Each costs a
     forward pass of the reference."""
     norms_every: Natural = 0
     """Steps between measurements of the gradient norms of the loss's two parts; 0: none. Each costs a step's gradient
@@ -119,7 +118,7 @@ def named_templates() -> list[str]:
 
 
 def read_template(name: str) -> str:
-    """The text of a template of ours, or of a file, its last line break left out."""
+    """The text of a named template or of a file, without its last line break."""
     names = named_templates()
     path = TEMPLATES / f"{name}.txt" if name in names else Path(name).expanduser()
     try:
@@ -139,7 +138,7 @@ def read_template(name: str) -> str:
 
 
 def into_algorithm(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The KL of the algorithm as a recipe's constraint has it. What is not a section yet is left to the models."""
+    """Sets the algorithm's KL options from the constraint. Values that are not sections are left to validation."""
     constraint, algorithm = recipe.get("constraint"), recipe.get("algorithm")
     if not isinstance(constraint, dict) or not isinstance(algorithm, dict):
         return recipe

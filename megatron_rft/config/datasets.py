@@ -1,6 +1,6 @@
-"""The data sets that have an adapter: where each is on the Hugging Face hub, and which reward grades it. No torch.
+"""The data sets with an adapter: their names on the Hugging Face hub, and the reward that grades each. No torch.
 
-The adapters themselves, from a raw row to ours, are `megatron_rft/data/adapters`; the names are the same in both.
+The adapters themselves, from raw rows to prompts, are in `megatron_rft/data/adapters`, under the same names.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Literal
 
 RewardKind = Literal["math", "code", "tool", "choice", "model"]
 
-ARITHMETIC = "arithmetic"  # made here, nothing to download
+ARITHMETIC = "arithmetic"  # generated, nothing to download
 HUB = "hub:"
 HUB_NAME = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow", ".csv")  # of the files that a data set is read from
@@ -17,17 +17,17 @@ SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow", ".csv")  # of the files tha
 
 @dataclass(frozen=True)
 class Known:
-    """`hub` is used where a recipe gives no path; `subset` and `files` say which files there, as in a recipe."""
+    """`hub` is the default path; `subset` and `files` select its files, as in a recipe."""
 
     reward: RewardKind
     hub: str | None = None
     subset: str | None = None
     files: str | None = None
-    rules: str | None = None  # of the reward, where it has several
+    rules: str | None = None  # the reward's rule set, where it has several
 
     @property
     def template(self) -> str | None:
-        """Of TEMPLATES, where the recipe names none. Other kinds' questions say themselves what is wanted."""
+        """The default name in TEMPLATES. Questions of other kinds state the answer's format themselves."""
         return "boxed" if self.reward == "math" else None
 
 

@@ -1,7 +1,7 @@
-"""From files and overrides to a recipe, and back to a file.
+"""Loads a recipe from files and overrides, and writes it back to a file.
 
-    base: common.yaml            another recipe, its path relative to this file, or a list of some, the strongest last;
-                                 mappings merge, null takes a key away
+    base: common.yaml            another recipe, its path relative to this file, or a list in which later ones win;
+                                 mappings merge, null removes a key
     rollout: {group_size: 16}
 
 Overrides, `rollout.group_size=8` or `pipo=null`, come last; their values are YAML.
@@ -19,12 +19,12 @@ from megatron_rft.config.recipe import UNUSED, Recipe
 from megatron_rft.utils.errors import ConfigError
 
 COMMAND_LINE = "the command line"
-DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # sections of them; a name alone is short for {path: NAME}
-Layers = list[tuple[str, dict]]  # (where it stands, what it says), the strongest last
+DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # sections whose entries may be a name, short for {path: NAME}
+Layers = list[tuple[str, dict]]  # (origin, content), the strongest last
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-6 is a number (YAML 1.1 wants 1.0e-6), and a key given twice is an error."""
+    """YAML in which 1e-6 is a number (YAML 1.1 requires 1.0e-6) and a duplicate key is an error."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -41,7 +41,7 @@ _Loader.add_implicit_resolver(
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Recipe:
-    """The recipe at `path`, with its bases and the overrides, checked as far as one can without the machine."""
+    """The recipe at `path` with its bases and the overrides, with all checks that do not depend on the machine."""
     layers = _files(Path(path), []) + [(COMMAND_LINE, parse_override(text)) for text in overrides]
     merged: dict = {}
     for _, layer in layers:
@@ -50,7 +50,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every option written out; `load` of it gives an equal one."""
+    """The resolved recipe as YAML with every option; `load` of it gives an equal recipe."""
     resolved = recipe.model_dump()
     fp8 = ("megatron.fp8", "megatron.fp8_recipe") if recipe.model.precision != "fp8" else ()
     for key in (*fp8, *UNUSED[recipe.trainer]):
@@ -145,14 +145,14 @@ def _beside(place: Place) -> set[str]:
     models: list[type[BaseModel]] = [Recipe]
     for part in place[:-1]:
         annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        if not annotations:  # a name that the user chose, of one of several such sections
+        if not annotations:  # a key that the user chose, such as a benchmark's name
             continue
         models = [kind for one in annotations for kind in (one, *get_args(one)) if hasattr(kind, "model_fields")]
     return {name for model in models for name in model.model_fields}
 
 
 def _origin(place: Place, layers: Layers) -> str:
-    """The strongest layer that says something there; for what nobody says, the recipe itself."""
+    """The strongest layer that sets this option; the recipe itself where none does."""
     for name, layer in reversed(layers):
         value: Any = layer
         for part in place:

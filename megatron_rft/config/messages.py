@@ -1,4 +1,4 @@
-"""What a wrong recipe is told: the dotted place, the value and the fix, in a person's words."""
+"""Error messages for a wrong recipe: the dotted option, the value and the fix, in plain words."""
 
 from collections.abc import Iterable
 
@@ -29,12 +29,12 @@ BOUNDS = {
 
 
 def at(key: str, problem: str) -> PydanticCustomError:
-    """To raise in a section's validator: something is wrong with its option `key`."""
+    """The error to raise in a section's validator when its option `key` is wrong."""
     return PydanticCustomError("at", "{problem}", {"key": key, "problem": problem})
 
 
 def shown(value) -> str:
-    """A value as it stands in a recipe."""
+    """A value as a recipe writes it."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     text = repr(value)
@@ -46,7 +46,7 @@ def many(count: int, what: str) -> str:
 
 
 def explain(error: dict, place: Place, known: Iterable[str]) -> tuple[Place, str]:
-    """Where one of pydantic's errors is, and what to say of it. `known` are the names that may stand there."""
+    """The option that one of pydantic's errors concerns, and the message. `known`: valid names at that position."""
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     if kind == "at":
         return (*place, *context["key"].split(".")), context["problem"]

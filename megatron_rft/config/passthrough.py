@@ -1,7 +1,7 @@
-"""Which fields of megatron-core's own configuration classes a recipe may set, and why not the others.
+"""The fields of megatron-core's configuration classes that a recipe may set, and why the others are refused.
 
 The names and types are read from the sources of the installed megatron-core with `ast`: importing it would take seconds
-and torch. A field is refused when this package sets it itself, or when nothing (or nothing good) would come of it.
+and torch. A field is refused when this package sets it itself, or when it would have no effect or a bad one.
 """
 
 import ast
@@ -130,7 +130,7 @@ def reason_to_refuse(section: str, name: str) -> str | None:
 
 
 def wrong_value(annotation: ast.expr, value: Any) -> str | None:
-    """What is wrong with `value` for a field so annotated; None when nothing is."""
+    """The problem with `value` for a field with this annotation; None if it fits."""
     choices = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
     names = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(annotation)}
     if "dtype" in names:
@@ -147,8 +147,8 @@ def wrong_value(annotation: ast.expr, value: Any) -> str | None:
 
 
 def check(section: str, given: dict[str, Any], typed: set[str]) -> None:
-    """Refuse what cannot pass through. `typed` are the section's own options, for suggestions."""
-    if not given:  # sections of defaults are made when this package is imported, megatron-core or not
+    """Refuses fields that a recipe may not set. `typed`: the section's own options, for suggestions."""
+    if not given:  # importing this package makes default sections, also where megatron-core is not installed
         return
     known = {name: annotation for class_name in SECTIONS[section] for name, annotation in fields(class_name).items()}
     for name, value in given.items():

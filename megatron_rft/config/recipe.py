@@ -1,4 +1,4 @@
-"""A whole recipe: the sections together, what one asks of another, and what a kind of trainer has no use for."""
+"""A whole recipe: its sections, the checks across sections, and the options that a trainer does not use."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ OF_ENGINES = (
     "faults.engine_start_s",
     "faults.engine_silence_s",
 )
-# Options without effect under a trainer. Given all the same they are refused: no option does nothing.
+# Options without effect under a trainer. They are refused if given.
 UNUSED = {
     "rl": ("run.epochs", "generation"),
     "sft": (
@@ -52,7 +52,7 @@ ON_POLICY = (
     "algorithm.mini_batch_prompts or algorithm.epochs"
 )
 ROUNDED = "the engine samples from rounded numbers, which is another policy, and nothing corrects for it."
-DEFAULT_ALGORITHM = {"sft": "sft", "offline": "fpa"}  # elsewhere grpo
+DEFAULT_ALGORITHM = {"sft": "sft", "offline": "fpa"}  # otherwise grpo
 
 
 class Recipe(s.Section):
@@ -73,9 +73,9 @@ class Recipe(s.Section):
     critic: Critic | None = None
     """The value model of algorithm ppo."""
     pipo: PIPO | None = None
-    """The plug-in that verifies each policy step by what it did to the reward. null: without it."""
+    """The plug-in that verifies each policy step by the change of the reward. null: without it."""
     constraint: c.Constraint | None = None
-    """What keeps the policy from degenerating. null: the KL that the algorithm has by its own options."""
+    """The constraint that keeps the policy from degenerating. null: the KL of the algorithm's options."""
     evaluation: s.Evaluation = s.Evaluation()
     checkpoint: s.Checkpoint = s.Checkpoint()
     tracking: s.Tracking = s.Tracking()
@@ -83,7 +83,7 @@ class Recipe(s.Section):
 
     @property
     def longest_generation(self) -> int:
-        """Tokens of the longest prompt and response that the engine is asked for."""
+        """Tokens of the longest prompt and response that the engine generates."""
         sampled = self.evaluation.max_response_tokens or self.rollout.max_response_tokens
         if self.trainer in ("rl", "generate"):
             sampled = max(sampled, self.rollout.max_response_tokens)
@@ -91,8 +91,8 @@ class Recipe(s.Section):
 
     @property
     def longest_refinement(self) -> int:
-        """Tokens of the refiner's longest prompt and response: a question and a response in its template, of which a
-        token is at least a byte, and in a chat's markers; then what it writes."""
+        """Tokens of the refiner's longest prompt and response. The prompt is a question and a response in the template
+        (a token is at least a byte) and chat markers; the response is the refined text."""
         template = len(self.constraint.template_text(self.reward.kind).encode()) + CHAT_MARKERS
         written = self.constraint.max_tokens or self.rollout.max_response_tokens
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens + template + written
@@ -103,13 +103,13 @@ class Recipe(s.Section):
 
     @property
     def validates(self) -> bool:
-        """Whether there are problems to evaluate along the way; an offline run's are those that its store holds out."""
+        """Whether the run evaluates during training; an offline run uses the held-out problems of its store."""
         return self.evaluation.every > 0 if self.trainer == "offline" else self.data.validation is not None
 
     @model_validator(mode="before")
     @classmethod
     def _default_algorithm(cls, value: Any):
-        """Each trainer has an algorithm that it uses when none is named."""
+        """Sets the trainer's default algorithm when none is named."""
         if not isinstance(value, dict) or not isinstance(given := value.get("algorithm") or {}, dict):
             return value
         if value.get("trainer") == "generate":
@@ -153,7 +153,7 @@ class Recipe(s.Section):
         measured = self.constraint and (self.constraint.refines or self.constraint.kl_every)
         if given(self, "model.reference") and not (measured or algorithm.uses_reference):
             raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or not there")
-        if not algorithm.of_user:  # whose class training/user_algorithm.py asks
+        if not algorithm.of_user:  # training/user_algorithm.py checks a user's class
             self._check_critic()
         if self.critic and self.run.steps is not None and self.critic.warmup_steps >= self.run.steps:
             raise at(
@@ -180,8 +180,8 @@ class Recipe(s.Section):
 
     @property
     def corrects(self) -> bool:
-        """Whether the losses allow for responses that another policy sampled than the one that learns. A loss without a
-        ratio is right for any responses, but the step of PIPO that verifies it has a ratio."""
+        """Whether the losses are correct for responses sampled by a policy other than the one that learns. A loss
+        without a ratio is correct for any responses, but PIPO's verification step has a ratio."""
         return self.algorithm.corrects_sampling or not (self.algorithm.has_ratio or self.pipo)
 
     def _check_constraint(self):
@@ -212,7 +212,7 @@ class Recipe(s.Section):
             )
 
     def _check_agreement(self):
-        """Where nothing is sampled from the weights in training, or from older ones, there is nothing to compare."""
+        """Refuses mismatch options where nothing is sampled from the current weights, so nothing can be compared."""
         why = None
         if self.trainer != "rl":
             why = f"trainer {self.trainer}"
@@ -234,7 +234,7 @@ class Recipe(s.Section):
                 raise at(f"data.{key}", "does nothing without data.test: the trajectories have their prompts")
 
     def _check_ratio(self):
-        """Where there is no ratio, or it is always 1, what it is made of and clipped to has no effect."""
+        """Refuses options of the ratio and its clip where there is no ratio, or where it is always 1."""
         prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
         one_step = (algorithm.mini_batch_prompts or prompts) == prompts and algorithm.epochs == 1
         on_policy = one_step and algorithm.old_logprobs == "recompute"
@@ -283,7 +283,7 @@ class Recipe(s.Section):
 
 
 def given(recipe: Recipe, key: str) -> bool:
-    """Whether the dotted `key` was written down, with a value other than null."""
+    """Whether the recipe gives the dotted `key` a value other than null."""
     *sections, name = key.split(".")
     for section in sections:
         recipe = getattr(recipe, section)

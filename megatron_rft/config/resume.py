@@ -1,4 +1,4 @@
-"""May a run be continued with another recipe? What may differ, and what would make it another run."""
+"""Decides whether a run may be resumed with a changed recipe."""
 
 from fnmatch import fnmatch
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from megatron_rft.config.messages import shown
 from megatron_rft.config.recipe import Recipe
 
-# What neither changes the numbers of a step (beyond rounding) nor what has been done so far.
+# Options that change neither the numbers of a step (beyond rounding) nor the steps done so far.
 # fmt: off
 FREE = (
     "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "tracking.*", "checkpoint.*",
@@ -27,7 +27,7 @@ def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def difference(old: Recipe, new: Recipe) -> list[str]:
-    """Where `new` would not continue `old`: one line for each option that matters. Empty: it is the same run."""
+    """Options in which `new` is a different run than `old`, one line each. Empty: it is the same run."""
     before, after = flat(old.model_dump()), flat(new.model_dump())
     lines = []
     for key in sorted(before.keys() | after.keys()):
@@ -37,7 +37,7 @@ def difference(old: Recipe, new: Recipe) -> list[str]:
 
 
 def _schedule(old: Recipe, new: Recipe) -> list[str]:
-    """The run may become longer; the learning rate's curve may not be bent by it."""
+    """The run may become longer only if that does not change the learning rate's schedule."""
     if new.optimizer.lr_decay_style == "constant" or new.optimizer.lr_decay_steps or old.optimizer.lr_decay_steps:
         return []
     return [

@@ -1,6 +1,6 @@
-"""The sections of a recipe, as typed models: every option there is, its default and what it does. No torch.
+"""The sections of a recipe, as typed models: every option, its default and its meaning. No torch.
 
-A section knows its own fields only; what two sections must agree on is checked in `recipe.py` and `plan.py`. Options
+A section checks only its own fields; `recipe.py` and `plan/checks.py` check several sections together. Options
 under `megatron` and `optimizer` carry megatron-core's own names, and fields of its configuration classes that are not
 listed here pass through (`passthrough.py` says which).
 """
@@ -29,12 +29,12 @@ FOREIGN = {".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xl
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, and a value has the type it was written with: no `"3"` for 3, no `true` for 1."""
+    """Unknown keys are errors, and values are not converted: `"3"` is not 3, `true` is not 1."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), validate_default=True)
 
     def differs(self, key: str) -> bool:
-        """Whether the option has another value than its default: one that does nothing is refused only then."""
+        """Whether the option differs from its default: an option without effect is refused only then."""
         return key in type(self).model_fields and getattr(self, key) != type(self).model_fields[key].default
 
 
@@ -42,16 +42,16 @@ class Run(Section):
     output_dir: str
     """Folder of everything the run writes: metrics, checkpoints, plots, the exported model."""
     name: str | None = None
-    """What displays and trackers call the run. None: the output folder's name."""
+    """The run's name in displays and trackers. None: the output folder's name."""
     seed: Natural = 0
-    """Of weights that are initialised at random, of the data's order, and of sampling."""
+    """Seed of randomly initialised weights, of the data's order and of sampling."""
     steps: Count | None = None
     """Training steps: sampled batches in RL, optimizer steps in SFT and offline."""
     epochs: Positive | None = None
     """SFT and offline: passes over the training set, instead of `steps`."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: go on from the newest good checkpoint in output_dir, if there is one. never: refuse a folder with a run in
-    it. must: refuse a folder without one."""
+    """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder that
+    holds a run. must: refuse a folder without one."""
 
 
 class Model(Section):
@@ -60,9 +60,10 @@ class Model(Section):
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer. None: `path`."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """Of the model's arithmetic. The optimizer's parameters are fp32 always; fp8 is bf16 with fp8 matrix products."""
+    """Precision of the model's arithmetic. The optimizer's parameters are always fp32; fp8 is bf16 with fp8 matrix
+    products."""
     initialise: Literal["pretrained", "random"] = "pretrained"
-    """random: only the architecture is read from `path`; the weights are drawn from run.seed."""
+    """random: read only the architecture from `path` and draw the weights from run.seed."""
     reference: str | None = None
     """The frozen reference model of KL terms. None: the weights that training starts from."""
 
@@ -89,9 +90,9 @@ class Megatron(Section):
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activations to recompute in the backward pass instead of keeping them. None: keep all."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Of full recompute: uniform groups of layers, or the first layers of each stage."""
+    """With full recompute: uniform groups of layers, or the first layers of each stage."""
     recompute_num_layers: Count | None = None
-    """Of full recompute: layers per group (uniform) or in all (block)."""
+    """With full recompute: layers per group (uniform) or in total (block)."""
     fp8: Literal["e4m3", "hybrid"] = "hybrid"
     """Format, with model.precision fp8: hybrid has e5m2 gradients."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = None
@@ -123,19 +124,19 @@ class Optimizer(Section):
     lr: Positive = 1e-6
     """Learning rate after the warmup."""
     min_lr: NonNegative = 0.0
-    """Where a linear or cosine decay ends."""
+    """Learning rate at the end of a linear or cosine decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_steps: Natural = 0
     """Optimizer steps over which the rate rises linearly from 0."""
     lr_decay_steps: Count | None = None
-    """Optimizer steps at which the decay ends. None: those of the whole run."""
+    """Optimizer steps until the decay ends. None: those of the whole run."""
     weight_decay: NonNegative = 0.0
     """Not applied to biases and norms."""
     adam_beta1: Share = 0.9
     adam_beta2: Share = 0.999
     adam_eps: Positive = 1e-8
     clip_grad: NonNegative = 1.0
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Maximum norm of the whole gradient; 0 does not clip."""
     use_distributed_optimizer: bool = True
     """Split the optimizer's state over the data-parallel ranks."""
 
@@ -153,11 +154,11 @@ class Optimizer(Section):
 
 class Batching(Section):
     micro_batch_tokens: Count = 4096
-    """Tokens of a micro-batch of forward and backward, prompts included: the knob of activation memory."""
+    """Tokens of a micro-batch of forward and backward, prompts included; activation memory grows with it."""
     forward_only_tokens: Count | None = None
     """The same for passes without backward. None: twice micro_batch_tokens."""
     pack_sequences: bool = True
-    """Sequences end to end without padding. false: rectangular micro-batches, padded to the longest."""
+    """Concatenate sequences without padding. false: rectangular micro-batches, padded to the longest."""
     share_prompts: Literal["auto", "off"] = "auto"
     """auto: responses of one micro-batch to the same prompt share it, so that the model computes it once; not with
     context parallelism, and not without pack_sequences. off: the prompt is computed for each response."""
@@ -189,34 +190,33 @@ def _check_template(template: str | None) -> None:
 
 
 class Source(Section):
-    """One data set. In a recipe its path alone will do: `train: rows.jsonl`, `train: math`, `train: hub:org/name`."""
+    """One data set. A recipe may give its path alone: `train: rows.jsonl`, `train: math`, `train: hub:org/name`."""
 
     path: str
     """A .jsonl, .json, .parquet, .arrow or .csv file; a folder of them; `hub:organisation/name`, or with a revision
     `hub:organisation/name@v1`, on the Hugging Face hub; `arithmetic`, the task that this package generates; or the name
     of an adapter, for its data set on the hub."""
     adapter: str | None = None
-    """Whose rows these are: gsm8k, math, humaneval ... (docs/data.md). It knows the fields of that data set. None: the
-    rows have a prompt field and an answer field."""
+    """The data set that the rows belong to, whose fields are known: gsm8k, math, humaneval ... (docs/data.md). None:
+    the rows have a prompt field and an answer field."""
     split: str | None = None
-    """Of a folder or a hub name: the part whose files to read, by their names. Of arithmetic: train, demonstrations
+    """For a folder or a hub name: the split whose files to read, by their names. For arithmetic: train, demonstrations
     (imperfect worked answers), hinted (half of them after the right one), refining (half of them correct an imperfect
-    one), validation or test. None: the one it is named
-    under."""
+    one), validation or test. None: the key under which the source stands."""
     subset: str | None = None
-    """Of a folder or a hub name: only files in the folder of this name, or whose name begins with it."""
+    """For a folder or a hub name: only files in the folder of this name, or whose name begins with it."""
     files: str | None = None
-    """Of a folder or a hub name: a pattern that its files must match, such as "test6.jsonl" or "data/*.parquet"."""
+    """For a folder or a hub name: a pattern that its files must match, such as "test6.jsonl" or "data/*.parquet"."""
     prompt_field: str | None = None
     """None: data.prompt_field."""
     answer_field: str | None = None
     """None: data.answer_field."""
     prompt_template: str | None = None
-    """None: data.prompt_template, except for a benchmark of another kind than mathematics, which has its adapter's."""
+    """None: data.prompt_template; for a benchmark of another kind than mathematics, its adapter's."""
     limit: Count | None = None
-    """Use the first so many rows. None: data.limit."""
+    """Number of rows to use, from the first. None: data.limit."""
     samples: Count | None = None
-    """Of a benchmark: responses per problem. None: evaluation.samples."""
+    """For a benchmark: responses per problem. None: evaluation.samples."""
 
     @model_validator(mode="before")
     @classmethod
@@ -284,19 +284,19 @@ class Data(Section):
     """Evaluated before the first step and after the last."""
     prompt_field: str = "question"
     answer_field: str = "answer"
-    """RL: what the verifier compares with. SFT: the text to learn. A data set with an adapter has its own fields."""
+    """RL: the reference answer for the verifier. SFT: the text to learn. An adapter knows its data set's fields."""
     prompt_template: str | None = None
-    """A format string over the row's fields, such as "Q: {question}\\nA:", or the name of one: boxed, fpa.
+    """A format string over the row's fields, such as "Q: {question}\\nA:", or a named one: boxed, fpa.
     None: the adapter's, or the prompt field as it is."""
     chat: bool = False
-    """Put the prompt through the tokenizer's chat template, as the user's turn."""
+    """Format the prompt with the tokenizer's chat template, as the user's turn."""
     max_prompt_tokens: Count = 512
     overlong: Literal["drop", "error"] = "drop"
-    """What happens to a longer prompt. Dropped ones are counted and reported."""
+    """Treatment of a longer prompt. Dropped ones are counted and reported."""
     shuffle: bool = True
-    """A new order each epoch, from run.seed."""
+    """Draw a new order each epoch, from run.seed."""
     limit: Count | None = None
-    """Use the first so many rows of each data set."""
+    """Number of rows to use of each data set, from the first."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -316,7 +316,7 @@ def is_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0 and re.fullmatch(r"http://[^/\s]+(/[^\s?#]*)?", url) is not None
-    except ValueError:  # of a port that is none
+    except ValueError:  # an invalid port
         return False
 
 
@@ -324,36 +324,36 @@ class Rollout(Section):
     """How responses are sampled, in training and (with evaluation's own temperature and count) for pass@1."""
 
     engine: Literal["auto", *ENGINES] = "auto"
-    """auto: vllm where one is installed that this package supports, else hf."""
+    """auto: vllm if a supported version is installed, else hf."""
     placement: Literal["colocated", "process", "server"] = "colocated"
-    """colocated: each rank drives an engine inside its own process. process: engines in processes of their own, which
-    the ranks start, watch, and replace when they are lost. server: vLLM servers, asked over HTTP."""
+    """colocated: each rank runs an engine in its own process. process: separate engine processes, which the ranks
+    start, supervise and replace. server: vLLM servers, called over HTTP."""
     processes: Count | None = None
-    """How many processes, or servers, the run starts. None: one on each GPU that has no rank, else one per rank;
-    with vllm.tensor_parallel_size n one on n of those GPUs, else one for n ranks."""
+    """Number of engine processes, or servers, that the run starts. None: one on each GPU that has no rank, else one
+    per rank; with vllm.tensor_parallel_size n one on n of those GPUs, else one for n ranks."""
     servers: list[str] = []
-    """Of placement server: URLs of servers that are there already. Empty: the run starts its own."""
+    """With placement server: URLs of running servers. Empty: the run starts servers."""
     staleness: Natural = 0
-    """How many versions of the weights older than the policy that learns from it a response may be when it is begun.
-    0: every batch is sampled by the policy that learns from it. 1: the next batch is sampled while this one trains.
-    n: n batches are under way, and the engine gets new weights in the middle of them."""
+    """Maximum lag of the sampling weights behind the policy that learns from a response, in weight versions, when its
+    generation starts. 0: the current policy samples every batch. 1: the next batch is sampled while this one trains.
+    n: n batches are pending, and the engine gets new weights in the middle of them."""
     cache_after_sync: Literal["recompute", "keep"] | None = None
-    """What responses that are under way when new weights come go on with: keys and values that the new weights compute
-    again, or those of the weights that wrote them. None: vllm computes again, hf keeps (it can do nothing else)."""
+    """Keys and values of unfinished responses after a weight sync: recompute them with the new weights, or keep those
+    of the old weights. None: vllm recomputes, hf keeps (it supports nothing else)."""
     prompts_per_step: Count = 32
     group_size: Count = 8
     """Responses per prompt."""
     max_response_tokens: Count = 512
     temperature: Positive = 1.0
-    """Of sampling and, so that both speak of one distribution, of the trainer's log-probs."""
+    """Temperature of sampling and of the trainer's log-probs, so that both use the same distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Natural = 0
     stop: list[str | int] = []
-    """More strings (of one token) or token ids that end a response, besides the model's own."""
+    """Strings (of one token) or token ids that end a response, in addition to the end-of-sequence token."""
     max_batch_sequences: Count = 512
     """Sequences that an engine decodes together."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Of the engine's weights. None: model.precision (bf16 for fp8)."""
+    """Dtype of the engine's weights. None: model.precision (bf16 for fp8)."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -387,22 +387,23 @@ class Rollout(Section):
 
 class Evaluation(Section):
     every: Natural = 0
-    """Steps between evaluations of data.validation. 0: at the start and the end alone."""
+    """Steps between evaluations of data.validation. 0: only at the start and the end."""
     samples: Count = 1
     """Responses per problem."""
     temperature: NonNegative = 0.7
     """0 is greedy."""
     limit: Count | None = None
-    """Evaluate the first so many problems."""
+    """Number of problems to evaluate, from the first."""
     max_response_tokens: Count | None = None
     """None: rollout.max_response_tokens."""
     batch: Count = 64
-    """Problems that are handed to the engine at one time."""
+    """Problems that are submitted to the engine together."""
     patience: Count | None = None
-    """Offline training ends after so many evaluations without a new best pass@1. None: it goes on to its last step."""
+    """Number of evaluations without a new best pass@1 after which offline training ends. None: it runs to its last
+    step."""
     benchmarks: dict[str, Source] = {}
-    """More data sets that the command `evaluate` measures, by the name that they have in its table. Each has the reward
-    that its adapter asks for; others have the recipe's."""
+    """Further data sets for the command `evaluate`, by their name in its table. Each is graded by its adapter's
+    reward, without an adapter by the recipe's."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -416,11 +417,11 @@ class Evaluation(Section):
 
 class Checkpoint(Section):
     every: Natural = 50
-    """Steps between checkpoints. 0: one at the end, and one when the run is told to stop."""
+    """Steps between checkpoints. 0: only at the end and when a signal stops the run."""
     keep: Count = 2
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep."""
     asynchronous: bool = True
-    """Write while training goes on."""
+    """Write while training continues."""
 
 
 class Wandb(Section):
@@ -439,26 +440,26 @@ class Tracking(Section):
     plot: bool = True
     """Draw the curves when the run ends."""
     peak_tflops: Positive | None = None
-    """What one device can do at most, for training/mfu. None: its data sheet's for bf16, where the device is known."""
+    """Peak TFLOP/s of one device, for training/mfu. None: its data sheet's for bf16, where the device is known."""
     sampled_steps: Natural = 40
-    """RL: steps, spread evenly over the run, of which the report shows a few responses token by token. 0: none."""
+    """RL: number of steps, spread evenly over the run, whose responses the report shows token by token. 0: none."""
 
 
 class Faults(Section):
     start_limit_s: Positive = 1800.0
-    """Seconds that a rank waits for the others at the start: until they have met, loaded and started their engines."""
+    """Seconds that a rank waits for the others at the start, until they have connected, loaded and started engines."""
     step_limit_s: Positive = 1800.0
     """Seconds that a collective of a training step may take. On GPUs NCCL's watchdog then ends the run."""
     generation_limit_s: Positive = 14400.0
-    """Seconds that a rank that has its responses waits for those of the other ranks."""
+    """Seconds that a rank that has finished its responses waits for the other ranks."""
     checkpoint_limit_s: Positive = 3600.0
     """Seconds that a rank waits for the others while a checkpoint is written or read."""
     max_skipped_steps: Natural = 3
     """Optimizer steps in a row that may be skipped because the loss or the gradient is not finite."""
     engine_start_s: Positive = 600.0
-    """Seconds in which an engine process must be ready."""
+    """Seconds within which an engine process must be ready."""
     engine_silence_s: Positive = 300.0
-    """Seconds for which an engine process may get nothing done before it counts as hung, and is replaced."""
+    """Seconds without progress after which an engine process counts as hung and is replaced."""
     mismatch_kl: NonNegative | None = 0.05
     """Alarm when the KL of the engine's log-probs and the trainer's, on the same tokens, is above this. None: never."""
     mismatch_share: NonNegative | None = 0.25
@@ -466,6 +467,6 @@ class Faults(Section):
     mismatch_max: NonNegative | None = None
     """The same for the largest difference of a step, where the trainer computes the log-probs before it trains."""
     on_mismatch: Literal["warn", "stop"] = "warn"
-    """warn: an alarm is a line in the log. stop: it ends the run."""
+    """warn: an alarm writes a line to the log. stop: it ends the run."""
     compare_weights_every: Natural = 0
-    """Steps between comparisons of all of the engine's weights, bit by bit, with the trainer's. 0: before the first."""
+    """Steps between bitwise comparisons of all engine weights with the trainer's. 0: only before the first step."""

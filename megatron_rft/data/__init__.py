@@ -1,1 +1,1 @@
-"""From rows on disk, or the generated task, to tokenised prompts and demonstrations in a resumable order."""
+"""Turns rows on disk, or the generated task, into tokenised prompts and demonstrations in a resumable order."""

@@ -1,17 +1,17 @@
-r"""The task of the quickstart: chains of arithmetic with worked steps, made here, so nothing is downloaded.
+r"""The task of the quickstart: chains of arithmetic with worked steps, generated without a download.
 
     question  "Start with 3 (1) +5 (2) -6 (3) *2"
     answer    "3 (1) +5=8 (2) -6=2 (3) *2=4\n#### 4"           (level 3: three steps)
 
-Rows have GSM8K's fields and are a pure function of (split, size, seed, levels). A problem belongs to one split by a
-hash of its question, whatever the seed, so train, validation and test never share one. The split "demonstrations" holds
-training problems worked by somebody careless: each step is wrong with probability SLIP, and the work goes on from the
-wrong number. A model warm-started on them knows how to work and makes such slips; the verifier's reward removes them.
-In "hinted" that somebody is hasty too, and often leaves the last step out (HASTE); but half of the problems come after
-their right work, and are then worked to the end with few slips (HINTED_SLIP). A model warm-started on those is better
-for what it is told, as a self-teacher must be. In "refining" half of the problems come with somebody's careless and
-hasty work (or with right work, COPIED of them) and the word Refine; the answer is then right work, with few slips. A
-model warm-started on those can refine: it copies what is right, and corrects what is not.
+Rows have GSM8K's fields and are a pure function of (split, size, seed, levels). A hash of its question, independent
+of the seed, assigns a problem to one split, so train, validation and test never share one. The split
+"demonstrations" has training problems with imperfect work: each step is wrong with probability SLIP, and the work
+continues from the wrong number. A model warm-started on them knows the format and makes such slips; training on the
+verifier's reward removes them. In "hinted" the work also often leaves out the last step (HASTE); but half of the
+problems are preceded by their correct work, and are then worked to the end with few slips (HINTED_SLIP). A model
+warm-started on those improves with a hint, as a self-teacher must. In "refining" half of the problems come with
+imperfect work of both kinds (a share COPIED of them with correct work) and the word Refine; the answer is then
+correct work, with few slips. A model warm-started on those can refine: it copies correct work and corrects mistakes.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def _bucket(question: str) -> int:
 
 
 def _problem(rng: random.Random, level: int) -> tuple[int, list[tuple[str, int]]]:
-    """A start and `level` operations whose right values stay within 0..LARGEST."""
+    """A start and `level` operations whose correct values stay within 0..LARGEST."""
     start = value = rng.randint(1, LARGEST)
     steps = []
     for _ in range(level):

@@ -1,7 +1,8 @@
-"""A raw row, read field by field. An error about a missing or unusable field names the file, the row and the field.
+"""Reads a raw row field by field. An error about a missing or unusable field names the file, the row and the field.
 
-Published rows write one thing in several ways: an object as JSON text or as an object, a list of one for one value, a
-field under another name in another edition. The readers here take all of them, so that an adapter says only names.
+Published rows encode the same value in several ways: an object as JSON text or as an object, a list of one for one
+value, a field under another name in another edition. The readers accept all of them, so that an adapter only gives
+names.
 """
 
 import json
@@ -20,7 +21,7 @@ def is_nan(value: Any) -> bool:
 
 
 def check_scalar(value: Any) -> None:
-    """Refuses what is no text and no number.
+    """Refuses a value that is neither text nor a number.
 
     Raises:
         ValueError: it is null, NaN, a list or an object. The message says which, and continues the name of the field.
@@ -41,7 +42,7 @@ def check_characters(text: str, place: str) -> None:
 
 
 class Fields:
-    """`place` names adapter, file and row; `file` is where the row was read, for what only its name says.
+    """`place` names adapter, file and row for messages; `file` is the row's file, whose name may carry information.
     Several names in a call are one field's names in several editions."""
 
     def __init__(self, row: Row, place: str, file: Path, inside: str = ""):
@@ -94,7 +95,7 @@ class Fields:
         return Fields(value, self.place, self.file, f"{self.inside}{self._name(names)}.")
 
     def json(self, *names: str) -> Any:
-        """The value that JSON text stands for; what is no text is that value already."""
+        """The value of JSON text; a value that is not text is returned as it is."""
         return self._json(names)
 
     def wrong(self, problem: str) -> DataError:

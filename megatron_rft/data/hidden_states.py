@@ -1,12 +1,12 @@
 """A reference model's final hidden states at every response token of a data set, and its output matrix, on disk.
 
-    CACHE/hidden_000000.safetensors   "hidden" [n, H]: the tokens from a place on, in the order of the data set
+    CACHE/hidden_000000.safetensors   "hidden" [n, H]: consecutive tokens, in the order of the data set
     CACHE/output.safetensors          "weight" [V, H]
-    CACHE/index.json                  written last: facts (which data, which model), places, sizes, checksums
+    CACHE/index.json                  written last: facts (data, model), token indices, sizes, checksums
 
-They stand for the reference's logits, hidden W^T, exactly up to their dtype, in H numbers a token instead of V. Read
-through a memory map. A cache is written aside and then renamed, so that it is whole or not there, also where several
-runs make it at a time; one of other data or of another model is refused.
+They give the reference's logits, hidden W^T, exactly up to their dtype, in H numbers per token instead of V. Read
+through a memory map. A cache is written to a temporary folder, then renamed atomically, also if several runs write
+it at the same time; a cache of other data or of another model is refused.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ INDEX, OUTPUT = "index.json", "output.safetensors"
 RAW = {torch.float32: np.float32, torch.bfloat16: np.uint16}  # numpy has no bfloat16: its bits are mapped
 
 
-ABANDONED = 3600.0  # seconds without a new file after which an unfinished cache is taken for one that was killed
+ABANDONED = 3600.0  # seconds without a new file after which an unfinished cache counts as left by a killed run
 
 
 class Writer:
-    """`add` hidden states in the order of the data set, then `finish`, which makes them the cache in `folder`."""
+    """`add` hidden states in the order of the data set, then `finish`, which renames them to the cache `folder`."""
 
     def __init__(self, folder: Path):
         self.folder, self.shards, self.tokens = folder, {}, 0
@@ -54,7 +54,8 @@ class Writer:
         self.tokens += len(hidden)
 
     def finish(self, weight: Tensor, facts: dict[str, Any]) -> None:
-        """`weight` [V, H]. Where another run was faster, its cache stays, to be opened and judged as any other."""
+        """`weight` [V, H]. If another run has finished the cache first, that one stays and is checked when it is
+        opened."""
         save_file({"weight": weight.contiguous()}, self.partial / OUTPUT)
         index = {
             "facts": facts,
@@ -75,7 +76,7 @@ class Writer:
 
 
 class HiddenCache:
-    """A whole cache of `facts`, or DataError: not whole, torn, or of other facts, which are named."""
+    """Opens a cache of `facts`. Raises DataError if it is incomplete, corrupt or of other facts, which are named."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]):
         self.folder = folder
@@ -105,14 +106,14 @@ class HiddenCache:
         return self.index["tokens"]
 
     def verify(self, rank: int = 0, world: int = 1) -> str | None:
-        """The first file, of this rank's share of them, whose checksum is not what was written."""
+        """The first file in this rank's share whose checksum does not match the index, else None."""
         for name, sealed in sorted(self._files().items())[rank::world]:
             if _digest(self.folder / name) != sealed["sha256"]:
                 return str(self.folder / name)
         return None
 
     def rows(self, places: Tensor) -> Tensor:
-        """[n] places of tokens in the data set -> [n, H]"""
+        """[n] indices of tokens in the data set -> [n, H]"""
         out = np.empty((len(places), self.index["hidden"]), dtype=RAW[self.dtype])
         wanted = places.numpy()
         shard = np.array([bisect_right(self.starts, place) - 1 for place in wanted], dtype=np.int64)

@@ -1,9 +1,8 @@
-"""What recipes name on the Hugging Face hub: models, and files of data sets, downloaded once into its cache and read
-like local ones.
+"""Models and data files on the Hugging Face hub, downloaded once into its cache and read like local ones.
 
-No script of a repository is run, and of a data set only data files are downloaded. Without network, what is in the
-cache is read from there. `datasets` could load a name of the hub itself, but what it keeps for offline use is a
-converted copy of every split, and adapters need the published files: their names, and those beside them.
+No script of a repository is run, and of a data set only data files are downloaded. Without network the cache is
+used. `datasets` could load a name of the hub itself, but for offline use it keeps a converted copy of every split,
+and adapters need the published files with their names and neighbours.
 """
 
 from glob import escape
@@ -22,7 +21,7 @@ def download(path: str, choice: Choice) -> list[Path]:
     """The local copies of the chosen files of `hub:organisation/name[@revision]`.
 
     Raises:
-        DataError: the hub cannot be reached and the cache lacks some of the files, or there are none of this choice.
+        DataError: the hub cannot be reached and the cache lacks some of the files, or no file matches.
     """
     from huggingface_hub import snapshot_download
 
@@ -47,8 +46,7 @@ def download(path: str, choice: Choice) -> list[Path]:
 
 
 def _file_names(where: dict[str, str | None]) -> tuple[list[str], Path | None]:
-    """All files of the repository. Where the hub cannot be asked: those of the last download, and the folder that it is
-    in."""
+    """All files of the repository. If the hub cannot be reached: those of the last download, and its folder."""
     from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
 
     try:
@@ -66,13 +64,13 @@ def _file_names(where: dict[str, str | None]) -> tuple[list[str], Path | None]:
 
 
 def is_here(path: str, option: str = "model.path") -> bool:
-    """A folder, or a hub name whose download is in the cache, whole."""
+    """Whether this is a folder, or a hub name whose download in the cache is complete."""
     folder = find_model(path, option, MODEL_FILES)
     return folder is not None and (Path(path).expanduser().is_dir() or is_whole(folder))
 
 
 def model_folder(path: str, option: str = "model.path") -> Path:
-    """The folder of a model: itself, or the download of a hub name, whole."""
+    """The folder of a model: the given folder, or the complete download of a hub name."""
     if is_here(path, option):
         return find_model(path, option)
     from huggingface_hub import snapshot_download

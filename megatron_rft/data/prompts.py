@@ -1,7 +1,7 @@
-"""Rows to what models read: tokenised prompts for reinforcement learning, demonstrations for the warm start.
+"""Tokenises rows: prompts for reinforcement learning, demonstrations for the warm start.
 
-Everything is tokenised once, here. A prompt's index is the number of its row in the data set: stable over epochs and
-over what is dropped, so sampling seeds and evaluation records can name problems by it.
+Everything is tokenised once, here. A prompt's index is the number of its row in the data set. Epochs and dropped
+rows do not change it, so sampling seeds and evaluation records identify problems by it.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from megatron_rft.utils.errors import DataError, did_you_mean
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The usable prompts of a data set, and how many rows are not, by reason."""
+    """The usable prompts of a data set, and the number of unusable rows by reason."""
 
     prompts: list[Prompt]
     dropped: dict[str, int] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str)
     """Prompts with the reference answer of each. `source` names the data set in errors.
 
     Raises:
-        DataError: a field is missing or of another kind than text, or no row can be used.
+        DataError: a field is missing or not text, or no row can be used.
     """
     prompts, dropped = _prompts(rows, tokenizer, form, source)
     answered = [prompt for prompt in prompts if prompt.answer or not form.answered]
@@ -95,7 +95,7 @@ def as_batch(demonstrations: list[Demonstration]) -> Batch:
 
 
 def reference_answer(value: Any) -> str:
-    """What the verifier compares with. GSM8K's worked answers end with "#### 18"; a float that is whole loses its
+    """The reference answer for the verifier. GSM8K's worked answers end with "#### 18"; a float that is whole loses its
     ".0"; a list of one is that one; several values are joined by commas, as they are written in an answer.
 
     Raises:
@@ -155,7 +155,7 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
 
 
 def _answer(row: Row, form: PromptFormat, place: str) -> str:
-    """An adapter has taken it out of its working already: a "####" in what is left is the answer's own."""
+    """An adapter has already extracted the answer, so a "####" in it belongs to the answer."""
     value = row[form.answer_field]
     if form.adapted:
         return str(value)
@@ -177,7 +177,7 @@ def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
 
 
 def _check_fields(rows: list[tuple[int, Row]], form: PromptFormat, source: str) -> None:
-    """Every field that the recipe names, in every row."""
+    """Checks that every row has every field that the recipe names."""
     template = form.template
     wanted = {form.answer_field: "data.answer_field"}
     wanted |= {name: "data.prompt_template" for name in template_fields(template)} if template else {}
@@ -194,7 +194,7 @@ def _check_fields(rows: list[tuple[int, Row]], form: PromptFormat, source: str) 
 def _check_lengths(
     lengths: list[int], rows: list[int], what: str, option: str, limit: int, overlong: str, source: str
 ) -> None:
-    """Refuse a data set that is too long as a whole, or in part where `overlong` says so. `rows` count from 0."""
+    """Refuses a data set whose prompts are all too long or, with `overlong` error, any of them. `rows` count from 0."""
     long = sum(length > limit for length in lengths)
     if long == len(lengths):
         raise DataError(

@@ -1,4 +1,4 @@
-"""How a row becomes the text of a prompt: its fields through a template, a conversation through a chat template."""
+"""Formats a row as the text of a prompt: fields with a template, a conversation with a chat template."""
 
 import re
 import string
@@ -18,7 +18,7 @@ INDEX = re.compile(r"\[[^\]]*\]")  # in a template: {meta[level]}
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a row becomes a prompt. The names are those of a recipe's `data` section."""
+    """The format of prompts. The fields have the names of a recipe's `data` section."""
 
     prompt_field: str = "question"
     answer_field: str = "answer"
@@ -26,7 +26,7 @@ class PromptFormat:
     chat: bool = False  # through the tokenizer's chat template, as the user's turn
     max_prompt_tokens: int = 512
     overlong: Literal["drop", "error"] = "drop"
-    answered: bool = True  # rows without an answer are of no use; not so where tests or a reward model grade
+    answered: bool = True  # rows need an answer; false where tests or a reward model grade
     adapted: bool = False  # the rows are an adapter's: they may have a history, or be unusable
 
     @property
@@ -39,7 +39,7 @@ class PromptFormat:
         return used and not self.adapted and isinstance(row.get(self.prompt_field), list)
 
     def turns(self, row: Row, place: str) -> tuple[list[dict[str, str]], str | None]:
-        """The turns before the last, and the last one's text where the prompt is a list of messages."""
+        """The turns before the last, and the last one's text, if the prompt is a list of messages."""
         if not self.has_messages(row):
             return row.get("history", []) if self.adapted else [], None
         fields = Fields(row, f"{place}: the field {self.prompt_field!r}", Path())
@@ -47,7 +47,8 @@ class PromptFormat:
 
 
 class Question(NamedTuple):
-    """What is asked: the text of the last turn, the turns before it, and why a chat template writes them ("": none)."""
+    """A question: the text of the last turn, the turns before it, and the reason for using a chat template ("": none
+    is used)."""
 
     text: str
     history: list[dict[str, str]]
@@ -64,10 +65,10 @@ class Question(NamedTuple):
 
 
 def question_of(row: Row, form: PromptFormat, place: str) -> Question:
-    """A list of messages is written by the chat template, whatever `form.chat` is.
+    """The chat template formats a list of messages, regardless of `form.chat`.
 
     Raises:
-        DataError: a field that is read is null, NaN, no text, or has characters that no tokenizer takes.
+        DataError: a field in use is null, NaN, not text, or has characters that no tokenizer accepts.
     """
     history, last = form.turns(row, place)
     row = row if last is None else row | {form.prompt_field: last}
@@ -81,7 +82,7 @@ def _why_chat(form: PromptFormat, last: str | None, place: str) -> str:
 
 
 def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int]]:
-    """A chat template writes its own special tokens; elsewhere the tokenizer adds what its model expects in front."""
+    """A chat template writes the special tokens; otherwise the tokenizer adds those that the model expects in front."""
     found: dict[int, list[int]] = {}
     for chat in set(chats):
         chosen = [number for number, each in enumerate(chats) if each == chat]
@@ -91,7 +92,7 @@ def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int
 
 
 def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat) -> list[int]:
-    """The ids of `prompt`, which `form` made, with another question in the place of its own."""
+    """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
     place = f"row {prompt.index + 1}"
     history, last = form.turns(prompt.fields, place)
     asked = Question(question, history, _why_chat(form, last, place))

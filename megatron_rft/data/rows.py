@@ -30,7 +30,7 @@ def load_rows(
     files: str | None = None,
     part: str = "train",
 ) -> list[Row]:
-    """The first `limit` rows. The arguments are those of a recipe's data source; `part` is where it stands there.
+    """The first `limit` rows. The arguments are those of a recipe's data source; `part` is its key there.
 
     Raises:
         DataError: a file or a row cannot be read; the message names both.
@@ -46,7 +46,7 @@ def load_rows(
 
 
 def find_files(path: str, choice: Choice) -> list[Path]:
-    """The files to read, in order; those of a hub name are downloaded."""
+    """The files to read, in order; for a hub name they are downloaded."""
     if path.startswith(HUB):
         return hub.download(path, choice)
     place = Path(path).expanduser()

@@ -1,7 +1,8 @@
-"""Which files of a folder, or of a repository on the hub, are the data set asked for. Names only; nothing is read.
+"""Selects the files of a data set in a folder or a hub repository, by name; nothing is read.
 
 Publishers put the split into the file's name ("train-00000-of-00004.parquet", "data/test.jsonl"), and a subset into the
-folder's ("main/test-00000-of-00001.parquet"). A name is cut into words; what no word says is not guessed.
+folder's ("main/test-00000-of-00001.parquet"). A name is split into words; information that is not in a word is not
+guessed.
 """
 
 import re
@@ -15,13 +16,13 @@ from megatron_rft.config.datasets import SUFFIXES
 from megatron_rft.utils.errors import DataError
 
 SPLITS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
-NO_ROWS = {"possible_answer", "multi_turn_func_doc"}  # BFCL's folders of what an adapter joins, and of documents
+NO_ROWS = {"possible_answer", "multi_turn_func_doc"}  # BFCL's answers, which the adapter joins, and documents
 NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`part` is where the source stands in the recipe; the others are as in a recipe's data source."""
+    """`part` is the source's key in the recipe; the other fields are those of a recipe's data source."""
 
     part: str = "train"
     split: str | None = None
@@ -30,7 +31,7 @@ class Choice:
 
 
 def select(names: Iterable[str], choice: Choice, source: str) -> list[str]:
-    """The chosen ones of `names` (relative paths), sorted. `source` is named in errors."""
+    """The selected `names` (relative paths), sorted. `source` is named in errors."""
     every = sorted(name for name in names if _is_data(name))
     found = [name for name in every if choice.subset is None or _in_subset(name, choice.subset)]
     if choice.files:
@@ -50,7 +51,7 @@ def words(name: str) -> set[str]:
 
 
 def _of_split(names: list[str], choice: Choice, source: str) -> list[str]:
-    """Files that name the split. Where nothing was asked for and one split at most is named, all of them."""
+    """The files that name the split. Without a chosen split, all files if they name at most one."""
     split = choice.split or choice.part
     found = [name for name in names if words(name) & SPLITS.get(split, {split.lower()})]
     if found or choice.split:
@@ -75,7 +76,8 @@ def _in_subset(name: str, subset: str) -> bool:
 
 
 def _one_kind(names: list[str], source: str) -> list[str]:
-    """Rows in two formats are most often the same rows twice; .csv and .json beside others are most often no data."""
+    """Selects one format: two formats are usually the same rows twice, and .csv and .json next to others are usually
+    not data."""
     kinds = sorted({PurePosixPath(name).suffix for name in names})
     for aside in {".csv", ".json"} & set(kinds) if len(kinds) > 1 else ():
         return _one_kind([name for name in names if not name.endswith(aside)], source)

@@ -10,10 +10,9 @@ Item = TypeVar("Item")
 
 
 class Stream(Generic[Item]):
-    """`position` counts the items drawn so far; setting it is all that resuming takes.
+    """`position` counts the items drawn so far; to resume, set it.
 
-    Epochs follow each other without a gap, so a draw may end one epoch and begin the next: an item can then come
-    twice in one draw.
+    Epochs follow without a gap, so a draw may span two epochs and contain an item twice.
     """
 
     def __init__(self, items: list[Item], seed: int = 0, shuffle: bool = True):

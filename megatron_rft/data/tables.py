@@ -27,15 +27,15 @@ def table(file: Path) -> Iterator[tuple[str, Row]]:
         for row in _rows(file):
             number += 1
             yield f"{file}, row {number}", row
-    except Exception as error:  # of pyarrow and the file system: there is no common class for a broken file
+    except Exception as error:  # pyarrow and the file system have no common class for a broken file
         problem = f"is broken after row {number}" if number else f"not {KINDS[file.suffix]} file, or a broken one"
         raise DataError(f"{file}: {problem} ({first_line(error)})") from None
 
 
 def _rows(file: Path) -> Iterator[Row]:
-    import datasets  # takes seconds: only where a file needs it
+    import datasets  # the import takes seconds
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is in our error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error says what it would log
     kind = file.suffix.removeprefix(".")
     options = {"batch_size": BATCH} if kind == "parquet" else {}
     with TemporaryDirectory() as locks:  # the only thing that streaming writes

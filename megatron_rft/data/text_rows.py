@@ -1,4 +1,4 @@
-"""Rows of .jsonl, .json and .csv files, read strictly: a row is what the file says, and an error names its line.
+"""Reads rows of .jsonl, .json and .csv files strictly: values are not converted, and an error names the line.
 
 `datasets` is not used for text because it infers one schema for a whole file: it fills a field that some rows lack with
 None, reads 1 beside 1.5 as 1.0, "025" in a CSV file as 25, a long integer as a float and text that looks like a date as
@@ -24,7 +24,7 @@ AS_WRITTEN = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # bytes tha
 
 
 class _Duplicate(ValueError):
-    """A key that an object has twice."""
+    """A duplicate key in an object."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def json_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def csv_file(file: Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of each row under the header. Every cell is text: an empty one is "", and "NA" is no null."""
+    """(place, row) of each row under the header. Every cell is text: an empty one is "", and "NA" is not null."""
     csv.field_size_limit(sys.maxsize)
     with file.open(newline="", **AS_WRITTEN) as lines:
         reader = csv.reader(_checked(lines, file), strict=True)
@@ -91,7 +91,8 @@ def _rows_of(lines: Iterable[str], file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _listed(text: str, at: int, file: Path) -> Iterator[tuple[str, Row]]:
-    """The objects of a JSON list, one at a time, so that an error names its row. `at` is behind the bracket."""
+    """The objects of a JSON list, one at a time, so that an error names its row. `at`: the position after the
+    bracket."""
     number, more = 0, not text.startswith("]", _skip(text, at))
     while more:
         number += 1
@@ -108,7 +109,7 @@ def _listed(text: str, at: int, file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _decoded(text: str, at: int, file: Path, place: str, line: int = 1) -> tuple[Any, int]:
-    """The JSON value at a position of `text`, which begins at `line` of the file, and the position behind it."""
+    """The JSON value at a position of `text`, which begins at `line` of the file, and the position after it."""
     try:
         value, end = DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:

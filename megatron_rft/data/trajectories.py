@@ -1,11 +1,11 @@
-"""The trajectory store: what a model answered to each problem of a data set, graded, written once and read many times.
+"""The trajectory store: a model's graded responses to each problem of a data set, written once and read many times.
 
-    STORE/shards/000000.parquet   a row per response: complete, or not there (written aside, then renamed)
-    STORE/index.json              written last, when every shard is there: facts, checksums, which problems are for what
+    STORE/shards/000000.parquet   a row per response: complete or absent (written to a temporary file, then renamed)
+    STORE/index.json              written last, when all shards exist: facts, checksums, the use of each problem
 
-A shard is a fixed range of problems and a function of them and the seed, so that killed and repeated work, and any
-number of workers, give the same files. Shards keep every response; the index says which problems are kept: those with
-a right and a wrong response (fpa.txt B.1), of which a share is held out. A folder without its index is no store. The
+A shard has a fixed range of problems and depends only on them and the seed, so that a restart, or another number of
+workers, gives the same files. Shards keep every response. The index lists the problems that are used, those with a
+right and a wrong response (fpa.txt B.1), of which a share is held out. A folder without its index is not a store. The
 shards are plain parquet: `datasets.load_dataset("parquet", data_files="STORE/shards/*.parquet")` reads them too.
 """
 
@@ -64,7 +64,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a whole store holds for training: the trajectories of its kept problems, and the problems held out."""
+    """The content of a store for training: the trajectories of its training problems, and the held-out problems."""
 
     train: list[Trajectory]
     held_out: list[Prompt]
@@ -84,7 +84,7 @@ def missing(folder: Path, shards: int) -> list[int]:
 
 
 def write_shard(folder: Path, number: int, trajectories: list[Trajectory]) -> None:
-    """By problem and sample, whatever order they come in."""
+    """Writes trajectories sorted by problem and sample."""
     path = shard_path(folder, number)
     ordered = sorted(trajectories, key=lambda each: (each.problem, each.sample))
     table = pa.Table.from_pylist([asdict(each) for each in ordered], schema=SCHEMA)
@@ -93,8 +93,8 @@ def write_shard(folder: Path, number: int, trajectories: list[Trajectory]) -> No
 
 
 def finish(folder: Path, shards: int, held_out: float, seed: int, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """The index over complete shards, written and returned; None while a shard is missing. Pure of time and place: two
-    workers that end together write the same."""
+    """Writes and returns the index over complete shards; None while a shard is missing. The index has no times or
+    paths, so two workers that finish together write the same."""
     if missing(folder, shards):
         return None
     problems: dict[int, list[int | None]] = {}
@@ -119,7 +119,7 @@ def finish(folder: Path, shards: int, held_out: float, seed: int, facts: dict[st
 
 
 def outcome(rewards: list[int | None]) -> str:
-    """Whether a problem teaches anything: a right and a wrong answer, among those that were graded."""
+    """Whether a problem is used: its graded responses include a right and a wrong one."""
     graded = {reward for reward in rewards if reward is not None}
     if not graded:
         return "not graded"
@@ -127,7 +127,7 @@ def outcome(rewards: list[int | None]) -> str:
 
 
 def hold_out(problems: list[int], share: float, seed: int) -> list[int]:
-    """A share of the problems, by the order of their hashes: it hardly changes when some problems come or go."""
+    """A share of the problems, by the order of their hashes: it changes little when problems are added or removed."""
     order = sorted(problems, key=lambda problem: hashlib.sha256(f"{seed}/hold-out/{problem}".encode()).digest())
     return sorted(order[: round(share * len(problems))])
 
@@ -149,7 +149,7 @@ def summary(problems: dict[int, list[int | None]], outcomes: dict[int, str], len
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The summary for a person."""
+    """A readable summary."""
     dropped = {name: found.get(name.replace(" ", "_"), 0) for name in ("all right", "all wrong", "not graded")}
     most = max(found["lengths"].values())
     bars = [f"  {name:>12} {'#' * round(40 * n / most)} {n}" for name, n in found["lengths"].items()]
@@ -168,10 +168,10 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def read(folder: str | Path) -> Stored:
-    """A whole store, every shard checked against the index.
+    """Reads a store and checks every shard against the index.
 
     Raises:
-        DataError: it is not whole, a shard is torn or changed, a reward is not +1 or -1, a response is empty.
+        DataError: it is incomplete, a shard is corrupt or changed, a reward is not +1 or -1, or a response is empty.
     """
     folder = Path(folder).expanduser()
     index, digest = read_index(folder)
@@ -213,7 +213,7 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def to_batch(trajectories: list[Trajectory]) -> Batch:
-    """As the objectives read them; a problem is a group."""
+    """The trajectories as a batch for the objectives; a problem is a group."""
     import torch
 
     return Batch.of(

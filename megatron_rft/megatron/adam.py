@@ -1,8 +1,8 @@
-"""An Adam with FusedAdam's conventions for hosts without transformer-engine and apex.
+"""Adam with FusedAdam's conventions for hosts without transformer-engine and apex.
 
 megatron-core 0.16.1's distributed optimizer cannot load a checkpoint into torch's AdamW, which counts `step` in each
-parameter's state; it can into an optimizer that counts in the parameter group, as FusedAdam does. The arithmetic is
-torch's own.
+parameter's state, but can load it into an optimizer that counts in the parameter group, as FusedAdam does. The
+arithmetic is torch's.
 """
 
 import torch
@@ -35,7 +35,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],  # the functional form counts up by itself
+                [torch.tensor(group["step"] - 1.0) for _ in params],  # the functional form increments the count
                 foreach=True,
                 amsgrad=False,
                 beta1=beta1,
@@ -48,7 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Let megatron-core's optimizers use `FusedAdam` where neither transformer-engine nor apex brings theirs."""
+    """Makes megatron-core's optimizers use `FusedAdam` if neither transformer-engine nor apex is installed."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

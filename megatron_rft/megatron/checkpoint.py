@@ -1,8 +1,8 @@
 """Checkpoints: megatron's distributed format for weights and optimizer, a JSON and a safetensors file for the rest.
 
-    checkpoints/step_000040/          complete, or not there: it is written as step_000040.*.partial and renamed
+    checkpoints/step_000040/          complete or absent: written as step_000040.*.partial, then renamed
         weights and moments           torch_dist, reshardable to any TP x PP x DP
-        run.json                      step, data position and what else the trainer keeps
+        run.json                      step, data position and the trainer's other values
         state.safetensors             the objective's state (PIPO's window and previous batch)
 
 Saving is asynchronous by default: a forked writer works from a copy-on-write image while training goes on.
@@ -62,7 +62,7 @@ def latest(folder: Path) -> Path | None:
 class Checkpointer:
     """Writes and reads the checkpoints of `models` (name -> Actor), and of `averages` of their weights, under `folder`.
 
-    Every method is called by all ranks together. At most one save is under way: a second waits for the first.
+    Every method is called by all ranks together. At most one save is in progress: a second waits for the first.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Checkpointer:
         _own_results_queue()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=parallel.host_group("checkpoint"))
-        self.partial = f".{attempt[0]}{PARTIAL}"  # a writer that outlives a killed start does not write into ours
+        self.partial = f".{attempt[0]}{PARTIAL}"  # unlike that of a killed start's surviving writer
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(torn, ignore_errors=True)  # a writer that is at it still makes files there
+                shutil.rmtree(torn, ignore_errors=True)  # a surviving writer may still create files there
         parallel.meet("checkpoint")
 
     def save(self, step: int, run: dict[str, Any], state: dict[str, Tensor]) -> None:
-        """Everything a run needs to go on from after `step`."""
+        """Saves everything a run needs to resume after `step`."""
         self.wait()
         final = self.folder / f"step_{step:06d}"
         partial = self.writing = final.with_name(final.name + self.partial)
@@ -118,19 +118,20 @@ class Checkpointer:
             self.queue.schedule_async_request(request)
 
     def poll(self) -> None:
-        """Finish a save whose writer has ended. Cheap; call it once a step."""
+        """Finishes a save whose writer has ended. Cheap; call it once per step."""
         with self._disk_may_be_full():
             self.queue.maybe_finalize_async_calls(blocking=False)
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Waits until all saves are finished."""
         with self._disk_may_be_full():
             while self.queue.get_num_unfinalized_calls():
                 self.queue.maybe_finalize_async_calls(blocking=True)
 
     @contextmanager
     def _disk_may_be_full(self) -> Iterator[None]:
-        """A checkpoint that does not fit is taken back, and ends the run: what follows it would be lost as well."""
+        """Removes a checkpoint that does not fit on the disk and ends the run, because later steps could not be
+        saved."""
         try:
             yield
         except (Exception, CheckpointException) as error:
@@ -200,7 +201,7 @@ class Checkpointer:
         return whole
 
     def _publish(self, partial: Path, final: Path) -> None:
-        """The one moment at which a checkpoint comes into being; then old ones go."""
+        """Renames a finished checkpoint to its final name, then removes old ones."""
         if dist.get_rank() == 0:
             _sync_to_disk(partial)
             os.replace(partial, final)
@@ -211,18 +212,18 @@ class Checkpointer:
 
 
 def _own_results_queue() -> None:
-    """Give megatron's writer a queue whose process dies with this one. Its own starts a fresh interpreter, which takes
-    seconds and, when this process is killed, stays for ever."""
+    """Gives megatron's writer a queue whose process dies with this one. Megatron's default starts a new interpreter,
+    which takes seconds and, when this process is killed, never ends."""
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(_begin_manager, (os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
-        filesystem_async._results_queue._keep = manager  # it ends with the last reference
+        filesystem_async._results_queue._keep = manager  # the manager ends with the last reference
 
 
 def _begin_manager(parent: int) -> None:
-    """It holds a copy of everything that the trainer had: collecting that would run destructors of process groups whose
-    threads are not here, and crash."""
+    """Disables garbage collection in the forked manager: it would run destructors of process groups whose threads
+    exist only in the trainer, and crash."""
     gc.disable()
     die_with(parent)
 

@@ -24,7 +24,7 @@ class MovingAverage:
             mean.lerp_(parameter.detach().to("cpu", torch.float32), self.rate)
 
     def sharded(self, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
-        """For megatron's checkpoints: the model's own description, with these tensors in its parameters' place."""
+        """For megatron's checkpoints: the model's sharded state with these tensors instead of its parameters."""
         whole = {
             f"{prefix}.{i}": chunk.sharded_state_dict(f"{prefix}.", metadata=metadata)
             for i, chunk in enumerate(self.actor.models)
@@ -38,7 +38,7 @@ class MovingAverage:
         return whole
 
     def load(self, prefix: str, found: dict[str, Any]) -> None:
-        """What a checkpoint gave for `sharded`."""
+        """Loads what a checkpoint returned for `sharded`."""
         for (index, name), mean in zip(self._parameters(), self.weights, strict=True):
             mean.copy_(found[f"{prefix}.{index}"][f"{prefix}.{name}"])
 

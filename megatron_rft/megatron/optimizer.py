@@ -16,8 +16,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 class Optimizer:
     """The optimizer of a list of DDP-wrapped model chunks.
 
-    Besides its `own` moments it may keep other sets, by name: a step that uses one leaves the others as they are. Steps
-    are counted apart, so that Adam's bias correction is right for each.
+    Besides its `own` moments it may keep other named sets: a step with one set does not change the others. Each set
+    counts its steps separately, so that Adam's bias correction is right for each.
 
     `options` has OptimizerConfig's fields and the schedule's, under Megatron's names. The schedule advances *before*
     its step, so that the first of W warm-up steps runs at lr / W rather than at 0.
@@ -65,18 +65,18 @@ class Optimizer:
 
     @property
     def every_moments(self) -> tuple[str, ...]:
-        """Names of all sets; the optimizer's own come last, so that loading them in this order ends with those."""
+        """Names of all sets. The optimizer's own set comes last, so that loading in this order ends with it."""
         return (*self.moments, "own")
 
     def fill_in(self) -> None:
-        """Zeros for moments that no step has touched yet: a checkpoint wants them all."""
+        """Creates zeros for moments that no step has set yet, because a checkpoint needs all of them."""
         for part in self._parts:
             if part.init_state_fn is not None:  # an optimizer on the host has its moments from its first step on
                 part.init_state_fn(part.optimizer, part.config)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """With the moments of that name in the place of the optimizer's own."""
+        """Uses the moments of that name instead of the optimizer's own."""
         others = self.moments[name] if name != "own" else []
         for part, other in zip(self._parts, others, strict=False):
             other.exchange(part.optimizer)
@@ -119,11 +119,11 @@ class Optimizer:
         with self.using(moments):
             optimizer.step_with_ready_grads()
         if learning_rate is not None:
-            self.schedule.step(0)  # the schedule's rate again, for the log and the next step
+            self.schedule.step(0)  # restore the schedule's rate, for the log and the next step
         return True, norm
 
     def grad_norm(self) -> float:
-        """Of the gradients in the DDP buffers, before clipping; no step is made of them."""
+        """Norm of the gradients in the DDP buffers, before clipping; makes no step."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
@@ -139,7 +139,7 @@ class _Moments:
         self.steps: list[int] | None = None
 
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """What is kept here goes into the optimizer, and what was there comes here."""
+        """Swaps the stored state with the optimizer's."""
         groups = optimizer.param_groups
         steps = [group.get("step", 0) for group in groups]
         optimizer.state, self.state = self.state, optimizer.state

@@ -1,5 +1,4 @@
-"""A second distribution over the same response tokens, for losses that compare two: where it comes from, and its hidden
-states."""
+"""A second distribution (a reference, a teacher) over the same response tokens, for losses that compare two."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from megatron_rft.records import Batch
 
 @dataclass(frozen=True)
 class Second:
-    """A distribution beside the model's own, without a gradient: that of `weights` (a snapshot; None: the present ones)
-    on `batch`, which has the same responses, perhaps to other prompts."""
+    """A second distribution without a gradient: that of `weights` (a snapshot; None: the current ones) on `batch`,
+    which has the same responses, possibly with other prompts."""
 
     batch: Batch
     weights: list[Tensor] | None = None
@@ -22,7 +21,7 @@ class Second:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The same of hidden states that were written down, and need no forward pass."""
+    """The same from stored hidden states, without a forward pass."""
 
     batch: Batch
     rows: Callable[[Tensor], Tensor]  # numbers of response tokens of `batch` -> their [n, H]

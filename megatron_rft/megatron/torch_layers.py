@@ -1,7 +1,7 @@
-"""The elementwise parts of a layer in as few passes over memory as plain torch allows, with their own backward.
+"""Elementwise parts of a layer with custom backward passes, in as few passes over memory as plain torch allows.
 
-For hosts without Transformer Engine. megatron-core's eager versions of these concatenate and copy more than they
-compute; what autograd keeps is smaller here too (the input only).
+For hosts without Transformer Engine. megatron-core's eager versions concatenate and copy more than they compute;
+these also save less for the backward pass (the input only).
 """
 
 import torch
@@ -31,7 +31,7 @@ class SwiGLU(torch.autograd.Function):
         return out
 
 
-class GatedActivation(MegatronModule):  # whose empty sharded_state_dict checkpoints ask for
+class GatedActivation(MegatronModule):  # for its empty sharded_state_dict, which checkpoints call
     """`SwiGLU` as the `activation_func` of megatron-core's feed-forward."""
 
     def __init__(self, config: TransformerConfig):
@@ -93,6 +93,6 @@ def rotary(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> Tensor:
-    """In the place of megatron-core's `_apply_rotary_pos_emb_bshd`. t [s, b, heads, d], freqs [s, 1, 1, d]"""
+    """Replaces megatron-core's `_apply_rotary_pos_emb_bshd`. t [s, b, heads, d], freqs [s, 1, 1, d]"""
     assert not rotary_interleaved and not multi_latent_attention and mscale == 1.0 and freqs.shape[-1] == t.shape[-1]
     return Rotate.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))

@@ -1,4 +1,4 @@
-"""A trained distribution pi beside a frozen one q, straight from two sets of hidden states and two output matrices.
+"""Compares a trained distribution pi with a frozen one q, from two sets of hidden states and two output matrices.
 
 With logits z of pi and u of q at the same positions (both divided by the temperature), and y_t the given token:
 
@@ -9,9 +9,9 @@ With logits z of pi and u of q at the same positions (both divided by the temper
     other_logprobs         log q(y_t)
     extrapolated_logprobs  log softmax((1 + lambda) z - lambda u)[y_t]              (fpa.txt Eq. 4)
 
-All of them are exact over the whole vocabulary and come from one walk over it in blocks of columns: statistics are
-merged online and a [N, V] tensor never exists. Only what is asked for is computed; q's logits are computed again in
-backward only where a KL has a gradient. q has none in any case. Conventions (padding rows, tensor parallelism with two
+All of them are exact over the whole vocabulary and are computed in one pass over blocks of its columns: statistics are
+merged online and a [N, V] tensor never exists. Only the requested outputs are computed; backward recomputes q's logits
+only where a KL has a gradient. q never has a gradient. Conventions (padding rows, tensor parallelism with two
 collectives in forward and none in backward, the gradient of `hidden` not yet summed) are those of logprobs.py.
 """
 

@@ -1,7 +1,7 @@
-"""A walk over the logits of [N] tokens in blocks of vocabulary columns, and softmax statistics merged on the way.
+"""Iterates over the logits of [N] tokens in blocks of vocabulary columns and merges softmax statistics.
 
-What logprobs.py and two_distributions.py share. Blocks cut the vocabulary and not the tokens, because then every row of
-the weight's gradient comes out of one matrix product over all tokens, accumulated in fp32 inside it: no fp32 copy of a
+Shared by logprobs.py and two_distributions.py. Blocks split the vocabulary and not the tokens, because then each row
+of the weight's gradient is one matrix product over all tokens, which accumulates in fp32: no fp32 copy of a
 [V, H] gradient is needed. Matrix products run in the inputs' dtype, everything else in fp32.
 """
 
@@ -16,7 +16,7 @@ COLUMNS = 128  # a block's width is a multiple of this, and at least this
 
 
 class Blocks:
-    """A walk over [N, V/tp] logits, a block of columns at a time, in memory that is allocated once."""
+    """Iterates over [N, V/tp] logits, a block of columns at a time, in memory that is allocated once."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class Blocks:
         return values if values.dtype == dtype else self.buffer(name, rows, dtype).copy_(values)
 
     def places(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """[N, 1] the target's column in this block (any, where it is in another), and 1 where it is here, else 0."""
+        """[N, 1] the target's column in this block (arbitrary if it is in another), and 1 if it is in this block,
+        else 0."""
         column = (self.targets - rows.start).unsqueeze(1)
         last = rows.stop - rows.start - 1
         return column.clamp(0, last), ((column >= 0) & (column <= last)).to(self.dtype)
@@ -104,7 +105,7 @@ class SoftmaxSums:
         self.total, self.top = self.total * shift.exp(), top
 
     def add(self, logits: Tensor, places: tuple[Tensor, Tensor], scratch: Tensor, values: Tensor | None = None):
-        """Take in a block. Leaves logits - top in `logits`, unless that is `scratch` too; overwrites `values`."""
+        """Adds a block. Leaves logits - top in `logits`, unless that is `scratch` too; overwrites `values`."""
         column, here = places
         self.target += (logits.gather(1, column) * here).squeeze(1)
         self.rebase(torch.maximum(self.top, logits.amax(1)))

@@ -1,4 +1,5 @@
-"""HF-named tensors into a model and out of it, over any tensor, pipeline, virtual pipeline and expert layout.
+"""Loads HF-named tensors into a model and streams them out, in any tensor, pipeline, virtual pipeline and expert
+layout.
 
 `load` and `stream` are inverse to each other, bit for bit. Both hold one parameter at a time in memory. A *lookup* is
 any function from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
@@ -29,7 +30,7 @@ Lookup = Callable[[str], Tensor]
 def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any) -> None:
     """Set every parameter of this rank. A value head is left as it is where the lookup has none (KeyError).
 
-    An optimizer that keeps main parameters must be told afterwards (`reload_model_params`).
+    Afterwards call `reload_model_params` of an optimizer that keeps main parameters.
     """
     mapping = Mapping(hf_config)
     with torch.no_grad():
@@ -81,7 +82,7 @@ def _local_experts(config: Any) -> int:
 
 
 def _expert_renumbered(name: str, offset: int) -> str:
-    """`name` within a layer, its expert's number (if it has one) moved by `offset`."""
+    """`name` within a layer, with its expert's number (if any) increased by `offset`."""
     expert = EXPERT.fullmatch(name)
     if not expert:
         return name
@@ -116,7 +117,7 @@ def _listing(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str, torch.
 
 
 def _gather(name: str, part: Tensor, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
-    """One rank's part -> the whole parameter and, of an expert, also its counterparts on the expert-parallel ranks."""
+    """One rank's part -> the whole parameter and, for an expert, also its counterparts on the expert-parallel ranks."""
     if not _is_expert(name):
         group = parallel.tp_group() if partition_dim(name) is not None else None
         yield name, unshard(name, _all_gather(part, group), hf_config.vocab_size)
@@ -165,14 +166,14 @@ def open_folder(path: str | Path, hf_config: Any) -> HFFolder:
 def save_folder(
     tensors: Iterator[tuple[str, Tensor]], path: str | Path, hf_config: Any, tokenizer_folder: str | Path | None = None
 ) -> None:
-    """A `stream` into an HF folder that transformers can load. Rank 0 writes; all ranks leave together.
+    """Writes a `stream` to an HF folder that transformers can load. Rank 0 writes; all ranks return together.
 
     Raises:
-        RunFailed: on every rank, where the disk is full. Nothing of the folder is left then; an older one stays.
+        RunFailed: on every rank if the disk is full. The new folder is then removed; an older one stays.
     """
     full: list[str] = []
     writer = FolderWriter(path) if parallel.rank() == 0 else None
-    for name, tensor in tensors:  # to its end, full disk or not: the other ranks wait in it
+    for name, tensor in tensors:  # exhausted even if the disk is full, because the other ranks take part
         if writer and not full:
             with _disk_may_be_full(writer, full):
                 writer.add(name, tensor)

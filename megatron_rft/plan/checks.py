@@ -1,6 +1,6 @@
-"""What a recipe comes to on a number of ranks: the cross-field checks, and their arithmetic for a person to read.
+"""Checks a recipe across its sections for a number of ranks, and makes the readable plan.
 
-Runs before torch is imported, so that a wrong recipe costs a second and not a queue.
+Runs before torch is imported, so that a wrong recipe fails in a second, before a job is queued.
 """
 
 import os
@@ -38,8 +38,8 @@ class Plan:
 
 
 def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None, gpu_gib: float | None = None) -> Plan:
-    """Everything that can be said without torch and without reading the data. Raises a UserError, or gives the plan.
-    `ranks_per_node`: None where there is one node. `gpu_gib` is the memory of a device, for the plan to fit into."""
+    """All checks that need neither torch nor the data. Returns the plan, or raises a UserError.
+    `ranks_per_node`: None where there is one node. `gpu_gib`: memory of a device that the plan must fit into."""
     check_installed(recipe)
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
@@ -97,7 +97,7 @@ def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_
 
 
 def check_installed(recipe: Recipe) -> None:
-    """What the recipe asks of this machine's packages."""
+    """Checks that the packages which the recipe needs are installed."""
     passthrough.megatron_core()
     if find_spec("psutil") is None:
         raise ConfigError(
@@ -126,7 +126,7 @@ def check_installed(recipe: Recipe) -> None:
 
 
 def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
-    """The folder is there and can be written, or can be made. Writes nothing."""
+    """Checks that the folder is writable or can be created. Writes nothing."""
     folder = place = Path(path).expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -136,7 +136,7 @@ def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
 
 
 def make_folder(path: str | Path, option: str = "run.output_dir") -> None:
-    """Before anything else is done: some file systems say only now that they are not for writing."""
+    """Creates the folder first of all, because some file systems refuse writes only at this point."""
     try:
         Path(path).expanduser().mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -144,7 +144,7 @@ def make_folder(path: str | Path, option: str = "run.output_dir") -> None:
 
 
 def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
-    """The model's shape (None while it has not been downloaded), and what will be loaded."""
+    """The model's shape (None before its download) and a line that says what will be loaded."""
     model = recipe.model
     folder = model_shape.find_model(model.path)
     shape = model_shape.read_shape(folder) if folder else None
@@ -171,7 +171,7 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
 
 
 def check_files(recipe: Recipe) -> list[str]:
-    """Which data each part reads, a line each. Local files must be there; the hub is not asked."""
+    """The data that each part reads, one line each. Local files must exist; the hub is not contacted."""
     parts = {f"data.{name}": getattr(recipe.data, name) for name in ("train", "validation", "test")}
     benchmarks = {f"evaluation.benchmarks.{name}": source for name, source in recipe.evaluation.benchmarks.items()}
     lines = []
@@ -193,7 +193,7 @@ def check_files(recipe: Recipe) -> list[str]:
 
 
 def _check_store(path: str) -> str:
-    """A trajectory store is whole or not there yet; a half-written one is neither."""
+    """Checks that a trajectory store is complete or absent; a partial one is refused."""
     folder = Path(path).expanduser()
     if (folder / "index.json").is_file():
         return f"data.train: the trajectories in {path}"
@@ -206,7 +206,7 @@ def _check_store(path: str) -> str:
 
 
 def check_store_is_there(recipe: Recipe) -> None:
-    """Of trainer offline, for a run that begins now: a plan may be of trajectories that are still to be made."""
+    """Checks that the store exists when an offline run starts; a plan may precede the generation of its store."""
     if recipe.trainer == "offline" and not (Path(recipe.data.train.path).expanduser() / "index.json").is_file():
         raise DataError(f"data.train: {recipe.data.train.path}, {NO_STORE}")
 
@@ -225,13 +225,13 @@ def _check_path(option: str, path: str) -> None:
 
 
 def _check_reward(option: str, adapter: str, needed: str, kind: str) -> None:
-    """Programs and tool calls have no answer to compare: another verifier would give every response 0."""
+    """Checks that programs and tool calls have their verifier: any other would give every response 0."""
     if kind != needed and {"code", "tool"} & {needed, kind} and kind in ("math", "code", "tool", "choice"):
         raise ConfigError(f"{option}: {adapter} is graded by reward.kind={needed}, not {kind}")
 
 
 def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
-    """Tokens of the longest sequence, which must fit a micro-batch and the model's positions."""
+    """Checks that the longest sequence fits a micro-batch and the model's positions; returns its tokens."""
     rollout, prompt, budget = recipe.rollout, recipe.data.max_prompt_tokens, recipe.batching.micro_batch_tokens
     if recipe.trainer == "rl":
         longest = prompt + rollout.max_response_tokens

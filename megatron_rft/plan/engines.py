@@ -1,4 +1,4 @@
-"""Which engines a run has and where they can be, and options of theirs that would do nothing. No torch."""
+"""The engines of a run, their placement, and checks for engine options without effect. No torch."""
 
 from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.messages import many
@@ -10,20 +10,20 @@ from megatron_rft.utils.errors import ConfigError
 
 
 def engine_processes(rollout: Rollout, vllm: Vllm, world_size: int, spare_gpus: int = 0) -> int:
-    """Of the whole run, with placement process or server."""
+    """Number of engines of the whole run, with placement process or server."""
     workers = vllm.tensor_parallel_size
     shared = 1 if world_size % workers else world_size // workers
     return len(rollout.servers) or rollout.processes or spare_gpus // workers or shared
 
 
 def gpu_share(recipe: Recipe) -> float:
-    """What an engine of vLLM's takes of the memory of a rank's device, unless the recipe says so."""
+    """Default share of the memory of a rank's device for a vLLM engine."""
     share = GPU_SHARE_BESIDE_CRITIC if recipe.critic else GPU_SHARE
     return share / (2 if recipe.refines else 1)
 
 
 def check_engines(recipe: Recipe, world_size: int, ranks_per_node: int | None = None) -> list[str]:
-    """Which engines there will be."""
+    """Checks the engines of the run and describes them."""
     rollout = recipe.rollout
     count, what = len(rollout.servers) or rollout.processes, "servers" if rollout.servers else "processes"
     ranks, workers = many(world_size, "rank"), recipe.vllm.tensor_parallel_size
@@ -45,7 +45,7 @@ def check_engines(recipe: Recipe, world_size: int, ranks_per_node: int | None = 
 
 
 def check_workers(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
-    """Where an engine of several devices can be."""
+    """Checks the placement of an engine on several devices."""
     workers, rollout = recipe.vllm.tensor_parallel_size, recipe.rollout
     if workers == 1:
         return

@@ -1,4 +1,4 @@
-"""How a world of ranks is cut into tensor, pipeline, context, expert and data parallel groups; what a model allows."""
+"""Splits the ranks into tensor, pipeline, context, expert and data parallel groups, as far as the model allows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Layout:
 
 
 def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True) -> Iterator[str]:
-    """Why the layout cannot be. `even_stages`: every pipeline stage has the same number of layers."""
+    """Reasons why the layout is impossible. `even_stages`: every pipeline stage has the same number of layers."""
     tp, pp, cp, ep, etp = layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
     if layout.world % (tp * pp * cp):
         yield f"{layout.world} ranks are not a multiple of TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}"
@@ -70,7 +70,7 @@ def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True)
 
 
 def possible(world: int, shape: ModelShape | None) -> list[Layout]:
-    """The layouts that a world of this size can have, the simplest first."""
+    """The possible layouts of this many ranks, the simplest first."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     layouts = [
         Layout(world, tp, pp, cp, ep, tp)

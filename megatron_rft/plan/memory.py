@@ -1,9 +1,9 @@
-"""Bytes that a run takes on one rank, and what would make them fewer. Plain arithmetic, no torch.
+"""Bytes of memory that a run needs on one rank, and options that reduce them. No torch.
 
 Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (activations.py) and
 the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
-it: that is counted where the device's size is given. Of engines outside of the ranks what they take of a rank's device
-in any case is counted: the buckets of their weights, and the CUDA context of a process. Not counted: CUDA's and NCCL's
+it: that is counted where the device's size is given. For engines outside the ranks the count has what they always
+take of a rank's device: the buckets of their weights, and the CUDA context of a process. Not counted: CUDA's and NCCL's
 own memory, about a GiB, what the allocator leaves between blocks, and the rest of an engine on a rank's device.
 """
 
@@ -27,7 +27,7 @@ from megatron_rft.utils.errors import ConfigError
 GIB = 1 << 30
 BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (inference/transport/buckets.py)
-CUDA_CONTEXT = GIB // 2  # of another process on the rank's device, about
+CUDA_CONTEXT = GIB // 2  # of another process on the rank's device, approximate
 MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
 UNEVEN = {
     "pipeline_model_parallel_layout",
@@ -40,7 +40,7 @@ UNEVEN = {
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of what stays on a rank while it trains."""
+    """Bytes of persistent training state on a rank."""
 
     weights: int
     gradients: int
@@ -55,7 +55,7 @@ class State:
 
 
 def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: bool = False) -> State:
-    """Of a rank of that pipeline stage: with the distributed optimizer of the one that has most."""
+    """For a rank of that pipeline stage; with the distributed optimizer, the rank that has the most."""
     element, extra = BYTES[recipe.model.precision], recipe.megatron.model_extra or {}
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
     per_parameter = MOMENTS * (2 if own_moments else 1) + (MAIN if element == 2 else 0)
@@ -82,10 +82,10 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
 class Memory:
     """Bytes on the rank of the fullest pipeline stage.
 
-    `engine`: the policy's, which sleeps while the trainer works: a copy of the whole model (of vLLM on a device of
-    known size what it takes there). `awake`: the same of a refiner's, which never sleeps. `cache`: keys and values of
-    the hf engine that has most. `links`: to engines outside. `host`: what waits in the machine's memory for its turn
-    (a reference, a teacher). `checkpoint`: what the first data-parallel rank gathers there to write a checkpoint.
+    `engine`: the policy's, which sleeps during training: a copy of the whole model (for vLLM on a device of known
+    size, its share). `awake`: the same for the refiner's, which never sleeps. `cache`: keys and values of the hf
+    engine that has the most. `links`: buffers for engines outside the rank. `host`: weights in host memory (a
+    reference, a teacher). `checkpoint`: host memory in which the first data-parallel rank gathers a checkpoint.
     """
 
     stage: int
@@ -110,7 +110,7 @@ class Memory:
 
 
 def engines_of(recipe: Recipe) -> list[int]:
-    """Of a rank: the longest sequence that each takes."""
+    """The longest sequence of each engine of a rank."""
     generates = recipe.trainer == "rl" or recipe.validates or recipe.data.test
     own = [recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens]
     own *= bool(generates) and recipe.rollout.placement == "colocated"
@@ -118,12 +118,12 @@ def engines_of(recipe: Recipe) -> list[int]:
 
 
 def by_vllm(recipe: Recipe, s: Sizes, device: float | None = None) -> bool:
-    """`device`: of the GPU that the run is planned for."""
+    """`device`: memory of the planned GPU."""
     return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s, for_gpu=bool(device)).name == "vllm"
 
 
 def share_of(recipe: Recipe) -> float:
-    """Of a device, what each vLLM takes."""
+    """Share of a device's memory for each vLLM."""
     return recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(recipe)
 
 
@@ -135,7 +135,7 @@ def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None
 
 
 def _each_engine(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
-    """(what an engine of a rank takes with its weights, the largest cache beside that)."""
+    """(bytes of a rank's engines including weights, the largest additional cache)."""
     rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
     element, whole = BYTES[rollout.dtype or recipe.model.precision], copy_of_model(recipe, s)
     if not lengths:
@@ -152,15 +152,15 @@ def _each_engine(recipe: Recipe, s: Sizes, layout: Layout, device: float | None)
 
 
 def copy_of_model(recipe: Recipe, s: Sizes) -> int:
-    """Bytes of an engine's weights. FP8 rounds the layers' matrices alone, never of a mixture."""
+    """Bytes of an engine's weights. FP8 rounds only the layers' matrices, and none in a mixture of experts."""
     element = BYTES[recipe.rollout.dtype or recipe.model.precision]
     rounded = s.multiplied - s.vocabulary * s.hidden if recipe.vllm.quantization else 0
     return s.whole() * element - rounded * (element - 1)
 
 
 def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) -> int:
-    """What the engines outside that a rank drives take of its device, wherever they are: each the buckets through which
-    its weights come and, if it is a process, a CUDA context (where `device` says that there is a GPU)."""
+    """Bytes on a rank's device for the engines outside that it drives: for each the buckets of its weights and, for
+    a process, a CUDA context (where `device` gives a GPU)."""
     if rollout.placement == "colocated":
         return 0
     engines = -(-engine_processes(rollout, vllm, layout.world) // layout.world)
@@ -242,10 +242,10 @@ def gib(size: int) -> str:
 
 
 def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device_gib: float) -> str:
-    """A line about the room that is left.
+    """A line with the free memory.
 
     Raises:
-        ConfigError: there is none; it says how much is missing, and which options would make room.
+        ConfigError: it does not fit; the message says by how much, and which options would help.
     """
     m = memory_of(recipe, s, layout, device_gib * GIB)
     phase, needed = max(m.phases.items(), key=lambda each: each[1])
@@ -267,7 +267,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
 
 
 def knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
-    """(what to set, bytes of the fullest phase then), of what the model and the number of ranks allow."""
+    """(option to set, resulting peak bytes), for options that the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
 
     def largest(layout: Layout = layout, **sections: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""What the model's config.json says about its shape: enough to know which layouts can hold it. Plain JSON, no torch."""
+"""The model's shape from its config.json, as far as layouts depend on it. Plain JSON, no torch."""
 
 import json
 import re
@@ -32,7 +32,7 @@ class ModelShape:
 
 
 def find_model(path: str, option: str = "model.path", files: Sequence[str] = ("config.json",)) -> Path | None:
-    """The local folder of a model; None for a hub name of which `files` (patterns) are still to be downloaded."""
+    """The local folder of a model; None for a hub name whose `files` (patterns) are not downloaded yet."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -52,12 +52,12 @@ def _cached(name: str, files: Sequence[str]) -> Path | None:
         folder = Path(snapshot_download(name, allow_patterns=list(files), local_files_only=True))
     except (errors.LocalEntryNotFoundError, errors.HFValidationError):
         return None
-    whole = (folder / "config.json").is_file()  # not where another program fetched the tokenizer alone
+    whole = (folder / "config.json").is_file()  # missing if another program fetched only the tokenizer
     return folder if whole else None
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a model's weights are all there, as far as names go."""
+    """Whether all weight files of a model are present, judged by name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
@@ -94,7 +94,7 @@ def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    """KeyError where something is not said."""
+    """Raises KeyError where a field is missing."""
     return ModelShape(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],

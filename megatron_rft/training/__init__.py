@@ -1,4 +1,4 @@
-"""The top loops. `train` is what every rank of a run calls, with a recipe that has been checked."""
+"""Training. Every rank of a run calls `train` with a checked recipe."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What every run and command builds of a recipe: tokenizer, model, networks. What is wrong with them shows here."""
+"""Builds what every run and command needs from a recipe: tokenizer, model, networks. Reports their errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,14 +42,14 @@ def load_hf_config(model: Model) -> Any:
 
 
 def start_weights(model: Model, seed: int, hf_config: Any) -> Callable[[str], torch.Tensor]:
-    """HF name -> tensor of the weights that training starts from."""
+    """HF name -> tensor of the initial weights."""
     if model.initialise == "random":
         return weights.random_tensors(hf_config, seed)
     return weights.open_folder(model_folder(model.path), hf_config)
 
 
 def build_actor(recipe: Recipe, hf_config: Any, total_steps: int, moments: tuple[str, ...] = ()) -> Actor:
-    """The model to train, with the weights that it starts from."""
+    """The model to train, with its initial weights."""
     actor = Actor(
         hf_config,
         recipe.megatron,
@@ -65,8 +65,8 @@ def build_actor(recipe: Recipe, hf_config: Any, total_steps: int, moments: tuple
 
 
 def build_critic(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
-    """The value model: the policy's weights, or critic.path's, and a value head of zeros. Its learning rate's schedule
-    has the shape of the policy's."""
+    """The value model: the policy's weights, or critic.path's, and a zero value head. Its learning rate schedule has
+    the shape of the policy's."""
     options = recipe.critic
     scale = options.lr / recipe.optimizer.lr
     own = {"lr": options.lr, "lr_warmup_steps": options.lr_warmup_steps, "clip_grad": options.clip_grad}
@@ -87,7 +87,7 @@ def build_critic(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
 
 
 def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tensor]:
-    """The weights that this run starts from, which the actor has, or those of model.reference."""
+    """The run's initial weights, which the actor has, or those of model.reference."""
     if model.reference is None:
         return actor.snapshot()
     actor.load(weights.open_folder(model_folder(model.reference, "model.reference"), actor.hf_config))
@@ -118,8 +118,8 @@ def build_sampling(rollout: Rollout, tokenizer: Any) -> Sampling:
 def build_evaluator(
     recipe: Recipe, engine: Engine, tokenizer: Any, reward: Reward, folder: Path | None = None, **given: list[Prompt]
 ) -> Evaluator:
-    """For all ranks of a run together, or (with a `folder` for the answers) for one process. `given`: the problems of
-    parts that the recipe has no data source for."""
+    """For all ranks of a run together, or (with a `folder` for the answers) for one process. `given`: problems of
+    parts without a data source in the recipe."""
     options = recipe.evaluation
     sampling = Sampling(
         max_tokens=options.max_response_tokens or recipe.rollout.max_response_tokens,

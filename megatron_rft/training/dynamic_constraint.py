@@ -1,4 +1,4 @@
-"""The dynamic constraint in a run: the refiner that a recipe describes, what is measured of it, examples to look at."""
+"""The dynamic constraint in a run: the recipe's refiner, its gradient norms, and examples for the report."""
 
 import json
 import math
@@ -26,14 +26,14 @@ from megatron_rft.training.grad_norms import GradientNorms, due
 from megatron_rft.training.models import LOGPROBS
 from megatron_rft.training.problems import Problems
 
-REFINER_STREAM = 1  # beside the policy's, in the seeds
+REFINER_STREAM = 1  # of sampling seeds; the policy's is another
 EXAMPLES_FILE = "refinements.jsonl"
 
 
 def build_refiner(
     recipe: Recipe, engines: EngineBuilder, engine: Engine, reward: Reward, tokenizer: Any, hf_config: Any
 ) -> Refiner:
-    """`engine` holds the weights of the reference, which stay as they are."""
+    """`engine` holds the reference's weights, which never change."""
     options = recipe.constraint
     sampling = Sampling(
         max_tokens=options.max_tokens or recipe.rollout.max_response_tokens,
@@ -59,7 +59,7 @@ def build_refiner(
 
 
 def gradient_norms(options: Constraint) -> GradientNorms:
-    """Of the base's part of the loss and of the constraint's, where the step's mini-batches have pairs."""
+    """Gradient norms of the base's part of the loss and of the constraint's, for mini-batches with pairs."""
     return GradientNorms(
         options.norms_every,
         "constraint/grad_norm_",
@@ -70,7 +70,7 @@ def gradient_norms(options: Constraint) -> GradientNorms:
 
 
 def part_of(loss: LossFunction, part: str) -> LossFunction:
-    """Only the terms of `part`: "constraint", or the others, "base"."""
+    """The loss with only the terms of `part`: "constraint", or "base" for the others."""
 
     def only(outputs: dict[str, torch.Tensor], batch: Batch) -> Loss:
         whole = loss(outputs, batch)
@@ -82,14 +82,15 @@ def part_of(loss: LossFunction, part: str) -> LossFunction:
 
 
 class Examples:
-    """RUN/refinements.jsonl: a line per step that has some, {"step": 10, "examples": [example, ...]}, an example being
+    """RUN/refinements.jsonl: a line per step with examples, {"step": 10, "examples": [example, ...]}, where an
+    example is
 
         {"problem": 17, "prompt": "...", "response": "...", "refined": "...", "reward": -0.3, "refined_reward": 1.0,
          "response_tokens": ["3", " (1) ", ...], "response_cross_entropy": [0.1, 0.0, ...],
          "refined_tokens": ["3", " (1) ", ...], "refined_cross_entropy": [0.1, 0.0, ...]}
 
-    with -log pi of each token after those before it, in nats, by the policy that wrote the response. Tokens of a'
-    beyond |a| are no part of the constraint, and are left out.
+    with -log pi of each token given the tokens before it, in nats, by the policy that wrote the response. Tokens of
+    a' beyond |a| are not part of the constraint and are left out.
     """
 
     def __init__(self, options: Constraint, folder: Path, actor: Actor, tokenizer: Any, is_main: bool):
@@ -97,12 +98,12 @@ class Examples:
         self.path = folder / EXAMPLES_FILE
 
     def resume(self, done: int) -> None:
-        """Forget what an earlier start wrote of steps after `done`."""
+        """Removes lines of an earlier start for steps after `done`."""
         if self.is_main and self.path.exists():
             drop_from(self.path, done + 1)
 
     def write(self, step: int, rollouts: list[Rollout]) -> None:
-        """The first pairs that are learnt. All ranks call it, before the step's updates."""
+        """Writes the first pairs that are trained on. All ranks call it, before the step's updates."""
         pairs = [each for each in rollouts if each.refined and each.refined.kept]
         chosen = pairs[: self.options.examples]
         if not due(self.options.examples_every, step) or not chosen:

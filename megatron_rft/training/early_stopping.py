@@ -1,4 +1,4 @@
-"""Early stopping: the best evaluation so far, how long ago it was, and the model of it."""
+"""Early stopping: the best evaluation so far, the number of evaluations since, and its model."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +14,15 @@ PREFIX = "selection."
 
 @dataclass(frozen=True)
 class Selection:
-    """Only evaluations during training count; the model that it started from is no candidate."""
+    """Only evaluations during training count; the initial model is not a candidate."""
 
-    patience: int | None = None  # evaluations without a new best that end the run; None: none do
+    patience: int | None = None  # evaluations without a new best after which the run ends; None: never
     best: float = -1.0
-    step: int = 0  # of the best; 0: nothing was evaluated yet
+    step: int = 0  # of the best; 0: no evaluation yet
     waited: int = 0
 
     def judged(self, accuracy: float, step: int) -> "Selection":
-        """After an evaluation. An equal accuracy is no new best."""
+        """The selection after an evaluation. An equal accuracy is not a new best."""
         if accuracy > self.best:
             return replace(self, best=accuracy, step=step, waited=0)
         return replace(self, waited=self.waited + 1)
@@ -32,12 +32,12 @@ class Selection:
         return self.patience is not None and self.waited >= self.patience
 
     def into(self, state: State) -> State:
-        """The state with this in it, for a checkpoint."""
+        """`state` with this selection, for a checkpoint."""
         own = {"best": self.best, "step": self.step, "waited": self.waited}
         return state | {PREFIX + name: torch.tensor(value, dtype=torch.float64) for name, value in own.items()}
 
     def out_of(self, state: State) -> tuple["Selection", State]:
-        """What a checkpoint has of it, and the rest of the state."""
+        """The selection in a checkpoint's state, and the rest of the state."""
         rest = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
         if PREFIX + "best" not in state:
             return self, rest
@@ -46,20 +46,21 @@ class Selection:
 
 
 class BestModel:
-    """The model of the best evaluation, in Hugging Face format in `folder`, which a better one replaces."""
+    """Keeps the model of the best evaluation in `folder`, in Hugging Face format."""
 
     def __init__(self, actor: Actor, folder: Path, tokenizer_folder: Path, patience: int | None):
         self.actor, self.folder, self.tokenizer_folder = actor, folder, tokenizer_folder
         self.selection = Selection(patience)
 
     def judge(self, accuracy: float, step: int) -> None:
-        """After an evaluation of the actor's present weights. Collective."""
+        """Saves the actor's current weights if their evaluation is a new best. Collective."""
         self.selection = self.selection.judged(accuracy, step)
         if self.selection.step == step:
             weights.save_folder(self.actor.stream(), self.folder, self.actor.hf_config, self.tokenizer_folder)
 
     def load(self) -> int | None:
-        """Put the best weights into the actor. Their step; None where nothing was evaluated, and nothing changes."""
+        """Loads the best weights into the actor and returns their step; None, without change, if nothing was
+        evaluated."""
         if not self.selection.step:
             return None
         self.actor.load(weights.open_folder(self.folder, self.actor.hf_config))

@@ -1,4 +1,4 @@
-"""The generation engines of a run: which kind, how many, on which device; and the policy's weights in them."""
+"""The generation engines of a run (kind, number, devices), and sending the policy's weights to them."""
 
 import importlib
 from collections.abc import Callable
@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def gather(items: list) -> list:
-    """The items of all ranks, in rank order, on every rank. Waits as long as generation may take."""
+    """The items of all ranks, in rank order, on every rank. Waits at most the time limit of generation."""
     everyone: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, items, group=parallel.host_group("generation"))
     return [item for part in everyone for item in part]
@@ -44,7 +44,7 @@ def gather(items: list) -> list:
 
 @dataclass(frozen=True)
 class EngineBuilder:
-    """Builds engines without weights, as the sections of a recipe describe them."""
+    """Builds a recipe's engines, without weights."""
 
     rollout: Rollout
     vllm: Vllm
@@ -54,8 +54,8 @@ class EngineBuilder:
     folder: Path = Path("engines")  # for the logs of engines in processes and servers
     longest_generation: int = 0  # tokens of a prompt and its response
     longest_refinement: int = 0  # likewise, of the refiner
-    corrects: bool = True  # the loss allows for an engine that rounds
-    gpu_share: float = GPU_SHARE  # of a device's memory, for an engine beside a rank
+    corrects: bool = True  # the loss corrects for an engine that rounds
+    gpu_share: float = GPU_SHARE  # of a device's memory, for an engine on a rank's device
 
     @classmethod
     def of(cls, recipe: Recipe) -> "EngineBuilder":
@@ -75,9 +75,9 @@ class EngineBuilder:
     # ---- the policy's engine and the refiner's
 
     def build(self, hf_config: Any) -> Engine:
-        """The generation engine of this rank: in it, in processes of its own, or servers."""
-        choose_for(self.rollout, shape_of(hf_config.to_dict()))  # a model from the hub is known only now
-        if self.rollout.placement == "server":  # which has its own vLLM, wherever it is
+        """The generation engine of this rank: in its process, in other processes, or servers."""
+        choose_for(self.rollout, shape_of(hf_config.to_dict()))  # a hub model may not have been downloaded before
+        if self.rollout.placement == "server":  # a server has its own vLLM
             return self._pool(hf_config, None)
         alone = self.rollout.placement == "process" and self.alone()
         build_on = self.local(hf_config, gpu_share=None if alone else self.gpu_share)
@@ -88,7 +88,7 @@ class EngineBuilder:
         return engine
 
     def build_refining(self, hf_config: Any) -> Engine:
-        """In this process, beside the policy's. It takes longer prompts, and predictions of their responses."""
+        """The refiner's engine, in this process. It takes longer prompts than the policy's, and predicted responses."""
         own = {"max_model_len": self.longest_refinement_of(hf_config), "tensor_parallel_size": 1}
         arguments = self.vllm.arguments() | own
         given = arguments.get("speculative_config") or {}
@@ -101,9 +101,9 @@ class EngineBuilder:
     def local(
         self, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
     ) -> Callable[[torch.device | str], Engine]:
-        """What makes the engine of `rollout.engine` on a device, here or in a process of its own: a partial, so that
-        it can be sent there. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the refiner.
-        `gpu_share`: of the device's memory, None where the device is the engine's own."""
+        """A function that builds the engine of `rollout.engine` on a device, in this or another process: a partial,
+        so that it can be pickled. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the
+        refiner. `gpu_share`: of the device's memory, None where the device is the engine's own."""
         config = source if isinstance(source, PreTrainedConfig) else load_config(source)
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
@@ -125,13 +125,13 @@ class EngineBuilder:
         return min(self.longest_generation, hf_config.max_position_embeddings)
 
     def longest_refinement_of(self, hf_config: Any) -> int:
-        """The same of the refiner: an engine for all of the model's positions would need a cache for as many."""
+        """The same for the refiner. An engine for all of the model's positions would need a cache of that size."""
         return min(self.longest_refinement, hf_config.max_position_embeddings)
 
     # ---- engines outside of the ranks
 
     def server_arguments(self, hf_config: Any) -> dict[str, Any]:
-        """vLLM's arguments of a server that the run starts: ours, overridden by the recipe's."""
+        """vLLM's arguments for a server that the run starts: this package's, overridden by the recipe's."""
         own = {"max_model_len": self.longest(hf_config), "max_num_seqs": self.rollout.max_batch_sequences}
         own |= {"enable_prefix_caching": False} if self.rollout.cache_after_sync == "keep" else {}
         arguments = own | self.vllm.arguments()
@@ -140,12 +140,12 @@ class EngineBuilder:
         return arguments
 
     def check_gpus(self) -> None:
-        """Before anything is loaded: a server that the run will start finds its GPUs on this node."""
+        """Checks, before loading anything, that this node has the GPUs for a server that the run will start."""
         if self.rollout.placement == "server" and not self.rollout.servers and torch.cuda.is_available():
             devices(0, self.vllm.tensor_parallel_size, spare_gpus(), own_device())
 
     def alone(self) -> bool:
-        """Whether the engines of this node have GPUs to themselves, without a rank and without another engine."""
+        """Whether each engine of this node has GPUs without a rank and without another engine."""
         spare = spare_gpus()
         here = engines_of_node(self._count(spare), dist.get_rank(), dist.get_world_size())
         return len(here) <= len(spare) // self.vllm.tensor_parallel_size
@@ -155,7 +155,7 @@ class EngineBuilder:
         return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes())
 
     def _pool(self, hf_config: Any, build_on: Callable[[torch.device], Engine] | None) -> EnginePool:
-        """This rank's engines outside of it. `build_on` runs in processes of the run's own, if any."""
+        """The engines outside the rank that this rank drives. `build_on` runs in the engine processes, if any."""
         spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
         count = self._count(spare)
         mine, driver, drivers = shares(count, rank, world)
@@ -218,7 +218,7 @@ class EngineBuilder:
         }
 
     def _environment(self, number: int, spare: list[str]) -> dict[str, str]:
-        """Of engine `number` of this node: it is nobody's rank, and sees its own GPUs."""
+        """Environment of engine `number` of this node: it is not a rank of the run, and sees only its GPUs."""
         environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         if torch.cuda.is_available():
             seen = devices(number, self.vllm.tensor_parallel_size, spare, own_device())
@@ -231,7 +231,7 @@ class EngineBuilder:
 
 
 def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
-    """vLLM's arguments, for requests that carry no prediction of their response."""
+    """vLLM's arguments for requests without a predicted response."""
     arguments = vllm.arguments()
     if (arguments.get("speculative_config") or {}).get("method") == PREDICTED["method"]:
         del arguments["speculative_config"]
@@ -239,7 +239,7 @@ def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
 
 
 def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
-    """This rank's number among those that have an engine to ask, None where it has none, and how many those are."""
+    """This rank's index among the ranks that drive an engine (None if it drives none), and their number."""
     if isinstance(engine, EnginePool):
         return engine.driver
     number, follows = divmod(dist.get_rank(), engine.ranks)
@@ -247,7 +247,7 @@ def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
 
 
 class EngineWeights:
-    """The actor's weights in the engine, and again in one that replaces a lost one."""
+    """Sends the actor's weights to the engine, and again to an engine that replaces a lost one."""
 
     def __init__(self, actor: Actor, engine: Engine):
         self.actor, self.engine = actor, engine
@@ -256,11 +256,11 @@ class EngineWeights:
             engine.reload = partial(self._push, verify=True)
 
     def sleep(self) -> None:
-        """Until the next push nobody asks an engine inside of this rank: its device memory is the trainer's."""
+        """Releases the device memory of an engine inside this rank to the trainer, until the next push."""
         self.engine.sleep()
 
     def push(self, version: int, verify: bool = False) -> dict[str, float]:
-        """Collective. What the actor has now, as the weights after step `version`; metrics of the sync."""
+        """Sends the actor's current weights as those after step `version`; returns metrics of the sync. Collective."""
         self.version = version
         self.engine.wake()
         metrics = self._push(verify)
@@ -273,7 +273,7 @@ class EngineWeights:
 
 
 def engine_metrics(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:
-    """What the engine counted since the last call. `note` takes a line for each engine that was replaced."""
+    """The engine's counts since the last call. `note` is called with a line for each replaced engine."""
     if not isinstance(engine, EnginePool):
         return engine.statistics()
     for line in engine.news:

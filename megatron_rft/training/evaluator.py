@@ -1,4 +1,4 @@
-"""Asks the model that an engine holds the problems of a recipe's parts, and keeps the answers with the run."""
+"""Evaluates the model in an engine on a recipe's problems, and writes the answers to the run's folder."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from megatron_rft.training.problems import Problems
 
 @dataclass
 class Evaluator:
-    """All ranks share the problems. Answers are kept under `folder`."""
+    """The ranks divide the problems among them. Answers are written under `folder`."""
 
     options: Evaluation
     problems: Problems
@@ -29,14 +29,14 @@ class Evaluator:
     reward: Reward
     folder: Path
     gather: Callable[[list], list] = list
-    rank: int | None = 0  # of the ranks that have an engine to ask; None: this one has none
+    rank: int | None = 0  # among the ranks that drive an engine; None: this one drives none
     world: int = 1
-    given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems that no data source of the recipe has
+    given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems of parts without a data source
 
     def measure(
         self, part: str, prompts: list[Prompt] | None = None, cache: EvaluationCache | None = None
     ) -> EvalResult:
-        """The problems of a part, or those of them that are given."""
+        """Evaluates the problems of a part, or `prompts`."""
         return evaluate(
             self.engine,
             self.sampling,
@@ -62,14 +62,14 @@ class Evaluator:
         return own or self.options.samples
 
     def __call__(self, part: str, step: int) -> dict[str, float]:
-        """pass@1 of data.`part`, its standard error and more (EvalResult.summary), on record as that of `step`."""
+        """pass@1 of data.`part`, its standard error and more (EvalResult.summary), recorded under `step`."""
         result = self.measure(part)
         if self.rank == 0:
             write([result], self._folder(part, step))
         return result.summary()
 
     def recorded(self, part: str, step: int) -> dict[str, float] | None:
-        """What an earlier start of this run measured at `step`."""
+        """The result that an earlier start of this run recorded at `step`."""
         path = self._folder(part, step) / "results.json"
         return json.loads(path.read_text())[0] if path.is_file() else None
 

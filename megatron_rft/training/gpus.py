@@ -1,4 +1,4 @@
-"""The GPUs of a node: which of them engines get, and which engines the ranks of a node drive."""
+"""Assigns the GPUs of a node to engines, and engines to the ranks of the node."""
 
 import os
 
@@ -10,13 +10,13 @@ from megatron_rft.utils.errors import ConfigError
 
 
 def engines_of_node(count: int, rank: int, world: int) -> list[int]:
-    """Those of all `count` that the ranks of this node drive."""
+    """The engines, of all `count`, that the ranks of this node drive."""
     first, ranks = rank - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return [engine for other in range(first, first + ranks) for engine in shares(count, other, world)[0]]
 
 
 def devices(number: int, workers: int, spare: list[str], own: str) -> list[str]:
-    """The GPUs of engine `number` of this node: of those that no rank uses; where there are none, its rank's `own`."""
+    """The GPUs of engine `number` of this node: GPUs without a rank; if there are none, its rank's GPU `own`."""
     if not spare and workers == 1:
         return [own]
     places = len(spare) // workers
@@ -34,16 +34,16 @@ def nodes() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """The visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def own_device() -> str:
-    """This rank's, as CUDA_VISIBLE_DEVICES names it."""
+    """This rank's GPU, as CUDA_VISIBLE_DEVICES names it."""
     return visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
 
 
 def spare_gpus() -> list[str]:
-    """Of this node, those that no rank uses."""
+    """The GPUs of this node that no rank uses."""
     return visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :] if torch.cuda.is_available() else []

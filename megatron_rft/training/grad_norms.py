@@ -1,4 +1,4 @@
-"""The gradient's norm of each part of a loss by itself, every so many steps."""
+"""Measures the gradient norm of each part of a loss separately, every `every` steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Parts = Callable[[LossFunction, str], LossFunction]
 
 
 def due(every: int, step: int) -> bool:
-    """In the first step and then in each `every`-th; never where that is 0."""
+    """True in the first step and every `every`-th step; never if `every` is 0."""
     return bool(every) and (step == 1 or step % every == 0)
 
 
@@ -30,7 +30,7 @@ class GradientNorms:
         return update.model == "actor" and due(self.every, step) and self.wanted(update)
 
     def measure(self, actor: Actor, update: Update, batch: Batch, second: Any) -> dict[str, float]:
-        """Collective. One backward pass for each part, at the present weights, which stay as they are."""
+        """Collective. One backward pass for each part; the weights do not change."""
         found = {}
         for name in self.names:
             loss = self.part_of(update.loss, name)

@@ -1,7 +1,7 @@
-"""The training loop. Online, offline and supervised training differ in where a batch comes from, and in nothing else.
+"""The training loop. Online, offline and supervised training differ only in the source of batches.
 
-Every rank runs this file. Whatever is small (the batch with its numbers per token) every rank holds whole, so that the
-algorithm is plain code; whatever is large (weights, activations) lives under megatron_rft.megatron.
+Every rank runs this file. Every rank holds all small data (the batch with its numbers per token), so that the
+algorithm is plain code; large data (weights, activations) is in megatron_rft.megatron.
 """
 
 from typing import Protocol
@@ -14,10 +14,10 @@ from megatron_rft.utils.exit_codes import FINISHED, STOPPED
 
 
 class Batches(Protocol):
-    """A source of batches. It keeps the engine asleep while the trainer works."""
+    """A source of batches. It keeps a colocated engine asleep during training."""
 
     def restore(self, state: State) -> State:
-        """Take what `state()` gave to a checkpoint; returns the rest of it."""
+        """Restores what `state()` stored in a checkpoint; returns the rest of the state."""
         ...
 
     def next(self, step: int) -> Batch:
@@ -25,21 +25,21 @@ class Batches(Protocol):
         ...
 
     def publish(self, version: int, asked: bool, verify: bool = False) -> dict[str, float]:
-        """Bring the actor's weights, those after step `version`, to whoever needs them; metrics of the sync. `asked`:
-        an evaluation asks the engine next. `verify`: compare them bit by bit. Collective."""
+        """Sends the actor's weights after step `version` to the engine; returns metrics of the sync. `asked`: an
+        evaluation uses the engine next. `verify`: compare the weights bit by bit. Collective."""
         ...
 
     def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:
-        """Metrics, notes and samples of a batch, once it is trained on."""
+        """Metrics, notes and samples of a batch after it is trained on."""
         ...
 
     def state(self) -> State:
-        """What a checkpoint must hold of batches under way."""
+        """State of pending batches for a checkpoint."""
         ...
 
 
 def train(run: Run, batches: Batches, models: Models, objective: Objective) -> int:
-    """Steps until the last, until early stopping, or until a signal; returns the exit status."""
+    """Trains until the last step, early stopping or a signal; returns the exit status."""
     state = batches.restore(run.restore(objective.init()))
     batches.publish(run.done, run.evaluates_at_start, verify=True)
     before = run.evaluate_at_start()

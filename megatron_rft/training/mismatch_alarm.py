@@ -1,4 +1,4 @@
-"""Whether the engine that samples and the trainer that learns still speak of one distribution, or an alarm is due."""
+"""Raises an alarm when the log-probs of engine and trainer disagree by more than the bounds."""
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.utils.errors import ConfigError, RunFailed
@@ -10,7 +10,7 @@ CAUSES = (
 
 
 def check_bounds(options: Faults, needs: frozenset[str]) -> None:
-    """`needs`: what the objective finds in a batch before it trains."""
+    """`needs`: the objective's `needs`."""
     if options.mismatch_max is not None and "old_logprobs" not in needs:
         raise ConfigError(
             "faults.mismatch_max: does nothing where a sampled batch gets one on-policy step: its training pass sums "
@@ -20,7 +20,7 @@ def check_bounds(options: Faults, needs: frozenset[str]) -> None:
 
 
 def check(metrics: dict[str, float], options: Faults, step: int) -> str | None:
-    """What to tell of a step whose mismatch is beyond its bounds; RunFailed where that ends the run."""
+    """The warning for a step whose mismatch exceeds its bounds; raises RunFailed if on_mismatch is "stop"."""
     bounds = {name: getattr(options, f"mismatch_{name}") for name in ("kl", "max", "share")}
     beyond = [
         f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"

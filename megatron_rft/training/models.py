@@ -1,6 +1,6 @@
-"""The networks of a run: the actor, and what its objective wants beside it.
+"""The networks of a run: the actor and the others that its objective needs.
 
-A reference and a teacher share the actor's layout and run in its place: their weights wait in host memory.
+A reference and a teacher share the actor's layout and modules; their weights are kept in host memory.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
 
 @dataclass
 class Models:
-    """The actor alone, for objectives that look at nothing else."""
+    """Only the actor, for objectives that need no other network."""
 
     actor: Actor
     needs: frozenset[str] = frozenset()  # Objective.needs
@@ -32,7 +32,7 @@ class Models:
 
     @property
     def trained(self) -> dict[str, Actor]:
-        """Name, as in `Update.model` -> what has an optimizer."""
+        """Name, as in `Update.model` -> the network with an optimizer."""
         return {"actor": self.actor}
 
     @property
@@ -40,7 +40,7 @@ class Models:
         return {}
 
     def outputs(self, batch: Batch) -> Batch:
-        """The batch with what the objective needs of the models, each a forward pass without gradients."""
+        """The batch with the model outputs that the objective needs, each a forward pass without gradients."""
         if "old_logprobs" in self.needs and "old_logprobs" not in batch.tokens:
             batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
         return batch
@@ -50,7 +50,7 @@ class Models:
         return {}
 
     def second(self, update: Update, mini_batch: Batch) -> Second | Recorded | None:
-        """The distribution that `update` wants beside the model's own."""
+        """The second distribution that `update` compares with."""
         assert update.beside is None, update.beside
         return None
 
@@ -59,7 +59,7 @@ class Models:
 
 @dataclass
 class OnlineModels(Models):
-    """With a critic, a reference, a moving-average teacher, each None where the objective does without."""
+    """With a critic, a reference and a moving-average teacher, each None if the objective does not need it."""
 
     critic: Actor | None = None
     reference: list[Tensor] | None = None
@@ -108,7 +108,7 @@ class OnlineModels(Models):
             return self.actor.outputs(batch, LOGPROBS)["logprobs"]
 
     def push_reference(self, engine: Engine) -> None:
-        """The reference's weights into an engine that keeps them."""
+        """Sends the reference's weights to an engine that keeps them."""
         with self.actor.swapped(self.reference):
             weight_sync.push(self.actor.stream(), engine, version=0, verify=True)
 

@@ -1,7 +1,7 @@
 """Offline training: any method of objectives/offline on a store of trajectories.
 
-Every rank holds all trajectories (token ids and a few numbers each) and draws the same examples; the held-out problems
-of the store are what validation asks, and the best model there is the one that is exported.
+Every rank holds all trajectories (token ids and a few numbers each) and draws the same examples; validation uses the
+store's held-out problems, and the best model on them is exported.
 """
 
 import math
@@ -29,7 +29,7 @@ from megatron_rft.utils.errors import DataError
 
 
 def train(recipe: Recipe) -> int:
-    """Steps until run.steps, run.epochs, evaluation.patience or a signal; returns the exit status."""
+    """Trains until run.steps, run.epochs, evaluation.patience or a signal; returns the exit status."""
     tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
     path = recipe.data.train.path
@@ -56,8 +56,8 @@ def train(recipe: Recipe) -> int:
 
 
 def check_store(stored: Stored, path: str, tokenizer: str, evaluation_every: int) -> None:
-    """The trajectories are of this tokenizer (its fingerprint), and there is something to evaluate on where that is
-    asked for."""
+    """Checks that the trajectories are of this tokenizer (by fingerprint), and that held-out problems exist if the
+    recipe evaluates."""
     if stored.index["facts"]["tokenizer_fingerprint"] != tokenizer:
         raise DataError(
             f"data.train: the trajectories in {path} are tokens of another tokenizer, that of "
@@ -71,7 +71,7 @@ def check_store(stored: Stored, path: str, tokenizer: str, evaluation_every: int
 
 
 def check_examples(cost: Costs, examples: list[tuple[int, ...]], method: str, path: str, token_budget: int) -> None:
-    """There are some, and each fits a micro-batch: what stays together is not torn."""
+    """Checks that there are examples, and that each fits a micro-batch, because an example is not split."""
     if not examples:
         raise DataError(f"algorithm.name: {method} finds nothing to learn from in {path}")
     longest = max(cost(list(example)) for example in examples)
@@ -83,13 +83,13 @@ def check_examples(cost: Costs, examples: list[tuple[int, ...]], method: str, pa
 
 
 def draw(data: Batch, examples: list[tuple[int, ...]]) -> Batch:
-    """The trajectories of some examples; those of one example are a unit."""
+    """The trajectories of the drawn examples; those of one example form a unit."""
     index = torch.tensor([position for example in examples for position in example])
     unit = torch.tensor([number for number, example in enumerate(examples) for _ in example])
     return data.select(index).with_sequences(unit=unit)
 
 
 def gradient_norms(every: int) -> GradientNorms:
-    """Of right and of wrong trajectories (fpa.txt, figure 8)."""
+    """Gradient norms of right and of wrong trajectories (fpa.txt, figure 8)."""
     names = ("correct", "incorrect")
     return GradientNorms(every, "dynamics/grad_norm_", names, part_of, wanted=lambda update: True)

@@ -1,8 +1,8 @@
-"""The frozen reference of offline training: its log-probs of the data, and its distribution beside the policy's.
+"""The frozen reference of offline training: its log-probs of the data, and its full distribution.
 
-Log-probs of the data's own tokens are computed once and kept with the run. Its whole distribution, which a forward KL
-and FPA look at, comes in each step from a second forward pass in its weights (`recompute`), or from hidden states that
-are written down once (`cached_hidden`): those need neither the pass nor the weights.
+Log-probs of the data's own tokens are computed once and kept with the run. The full distribution, which a forward KL
+and FPA need, comes in each step from a second forward pass with its weights (`recompute`), or from hidden states
+that are stored once (`cached_hidden`) and need neither the pass nor the weights.
 """
 
 import json
@@ -38,14 +38,14 @@ LOGPROBS_FILE = "reference_logprobs.safetensors"
 
 @dataclass(frozen=True)
 class ReferenceSource:
-    """What the reference's log-probs and hidden states are made from, and where they are kept."""
+    """The inputs of the reference's log-probs and hidden states, and their location."""
 
     model: Model
     seed: int
     run_folder: Path
     digest: str  # of the data
-    compares: bool = False  # the objective looks at the reference's whole distribution
-    cached: bool = False  # from hidden states that are written down, and not from a second pass
+    compares: bool = False  # the objective needs the reference's full distribution
+    cached: bool = False  # from stored hidden states, without a second pass
     cache: str | None = None  # algorithm.reference_cache
 
     @classmethod
@@ -57,21 +57,21 @@ class ReferenceSource:
 
     @property
     def cache_folder(self) -> Path | None:
-        """Where hidden states are, or will be; None where the run reads none."""
+        """The folder of the hidden states; None if the run uses none."""
         return Path(self.cache or self.run_folder / "reference_cache") if self.cached else None
 
     def check_cache(self) -> None:
-        """Where there is a cache already, it is whole and of this run's data and model. Needs no model.
+        """Checks that an existing cache is complete and of this run's data and model. Needs no model.
 
         Raises:
-            DataError: it is not, or the folder holds something else.
+            DataError: it is not, or the folder holds other files.
         """
         folder = self.cache_folder
         if folder is not None and folder.exists() and any(folder.iterdir()):
             HiddenCache(folder, self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """What the reference's log-probs and hidden states depend on."""
+        """Facts that determine the reference's log-probs and hidden states."""
         path, option = self.model.path, "model.path"
         if self.model.reference is not None:
             path, option = self.model.reference, "model.reference"
@@ -93,7 +93,7 @@ class ReferenceSource:
 
 
 class Reference:
-    """Built while the actor has the weights that training starts from. `data` is the whole data set."""
+    """Must be built while the actor has the initial weights. `data` is the whole data set."""
 
     def __init__(self, source: ReferenceSource, actor: Actor, data: Batch):
         self.source, self.actor, self.weights, self.cache = source, actor, None, None
@@ -113,11 +113,11 @@ class Reference:
             self.weights = None
 
     def data(self, data: Batch) -> Batch:
-        """With the reference's log-probs, and each token's place in the data set."""
+        """`data` with the reference's log-probs and each token's index in the data set."""
         return data.with_tokens(ref_logprobs=self.logprobs, place=torch.arange(len(data.response_ids)))
 
     def second(self, update: Update, batch: Batch) -> Second | Recorded | None:
-        """The reference's distribution beside the policy's, where `update` compares with it."""
+        """The reference's distribution, if `update` compares with it."""
         if update.beside is None:
             return None
         if self.cache is None:
@@ -137,7 +137,7 @@ class Reference:
         return found
 
     def _write_cache(self, data: Batch, folder: Path) -> None:
-        """By one rank of the last pipeline stage."""
+        """Written by one rank of the last pipeline stage."""
         writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
         writer = Writer(folder) if writes else None
         with self.actor.swapped(self.weights):
@@ -165,14 +165,14 @@ class Reference:
 
 
 def chunks(data: Batch, tokens: int = CHUNK_TOKENS) -> list[Tensor]:
-    """Positions of sequences, in order, in parts of about so many response tokens each: the same in every layout."""
+    """Positions of sequences, in order, in parts of about `tokens` response tokens: the same in every layout."""
     before = data.response_lens.cumsum(0) - data.response_lens
     _, sizes = (before // tokens).unique_consecutive(return_counts=True)
     return list(torch.arange(len(data)).split(sizes.tolist()))
 
 
 def describe(tokens: int, hf_config: Any, dtype: torch.dtype, folder: Path) -> str:
-    """What the cache takes, beside what logits would."""
+    """The size of the cache, compared with logits."""
     each, logits = hf_config.hidden_size * dtype.itemsize, hf_config.vocab_size * dtype.itemsize
     return (
         f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {folder}; "
@@ -185,7 +185,7 @@ def _dtype(actor: Actor) -> torch.dtype:
 
 
 def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
-    """Of an earlier start of this run; None on every rank where there are none."""
+    """Log-probs stored by an earlier start of this run; None, on every rank, if there are none."""
     if not _on_main(path.is_file):
         return None
     try:
@@ -200,7 +200,7 @@ def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
 
 
 def _on_main(question) -> bool:
-    """What the first rank finds, on every rank."""
+    """The first rank's answer, on every rank."""
     answer = [question()]
     dist.broadcast_object_list(answer)
     return answer[0]
@@ -208,7 +208,7 @@ def _on_main(question) -> bool:
 
 @dataclass
 class OfflineModels(Models):
-    """The actor, beside the frozen reference."""
+    """The actor and the frozen reference."""
 
     reference: Reference | None = None
 

@@ -1,4 +1,4 @@
-"""Online reinforcement learning: batches that the policy's engine samples and a verifier grades."""
+"""Online reinforcement learning: the policy's engine samples batches and a verifier grades them."""
 
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from megatron_rft.utils.errors import DataError
 
 
 def train(recipe: Recipe) -> int:
-    """Steps until run.steps or a signal; returns the exit status."""
+    """Trains until run.steps or a signal; returns the exit status."""
     engines, problems, options = EngineBuilder.of(recipe), Problems.of(recipe), recipe.rollout
     engines.check_gpus()
     tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
@@ -81,7 +81,7 @@ def train(recipe: Recipe) -> int:
 
 @dataclass
 class OnlineBatches:
-    """Batches of the scheduler, and everything that is told of them."""
+    """Batches from the scheduler, with their metrics, notes and samples."""
 
     run: Run
     scheduler: RolloutScheduler
@@ -129,7 +129,7 @@ class OnlineBatches:
 
 
 def build_objective(recipe: Recipe) -> Objective:
-    """The algorithm of a recipe, inside its plug-ins."""
+    """The algorithm of a recipe, wrapped in its plug-ins."""
     in_step = mini_batches(recipe.rollout, recipe.algorithm)
     setting = Setting(in_step, recipe.rollout.max_response_tokens, recipe.critic)
     if recipe.algorithm.of_user:
@@ -148,8 +148,8 @@ def mini_batches(rollout: Rollout, algorithm: Algorithm) -> int:
 
 
 def build_models(recipe: Recipe, hf_config: Any, objective: Objective) -> OnlineModels:
-    """The actor, and the networks that the objective wants beside it."""
-    # Optimizer steps of the whole run are the lengths of the learning rates' schedules.
+    """The actor and the other networks that the objective needs."""
+    # The learning rate schedules are as long as the optimizer steps of the whole run.
     in_a_step = mini_batches(recipe.rollout, recipe.algorithm) * recipe.algorithm.epochs
     alone = recipe.critic.warmup_steps if recipe.critic else 0
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
@@ -193,7 +193,7 @@ def build_sampler(
         on_nonfinite=recipe.reward.on_nonfinite,
         contexts=build_feedback(recipe.algorithm, tokenizer, form) if recipe.algorithm.uses_feedback else None,
         refiner=refiner,
-        phases=nullcontext if options.staleness else phases,  # of a thread beside the step's
+        phases=nullcontext if options.staleness else phases,  # the sampler then runs in another thread
         background=options.staleness > 0,
     )
 
@@ -211,7 +211,7 @@ def build_feedback(options: Algorithm, tokenizer: Any, form: PromptFormat) -> Fe
 
 
 def check_solutions(options: Algorithm, prompts: PromptSet) -> None:
-    """Reference solutions are there, where they are a source of feedback."""
+    """Checks that rows have reference solutions if feedback uses them."""
     if not options.uses_feedback or "solution" not in options.feedback:
         return
     field = options.solution_field
@@ -224,7 +224,7 @@ def check_solutions(options: Algorithm, prompts: PromptSet) -> None:
 
 
 def underfilled_batch_warning(metrics: dict[str, float], wanted: int, step: int) -> str | None:
-    """When the rounds of sampling ran out before there were enough groups worth training on."""
+    """The warning for a step whose sampling rounds ended before enough groups had unequal rewards."""
     kept, rounds = int(metrics["rollout/kept_groups"]), int(metrics["rollout/rounds"])
     if kept >= wanted:
         return None
@@ -233,6 +233,6 @@ def underfilled_batch_warning(metrics: dict[str, float], wanted: int, step: int)
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """Nothing where the engine's log-probs are taken as they are: there is then nothing to compare them with."""
+    """Empty where the engine's log-probs are used as they are, since there is nothing to compare them with."""
     rollout, old = batch.tokens["rollout_logprobs"], batch.tokens.get("old_logprobs")
     return {} if old is None or old is rollout else mismatch(rollout, old, batch.response_mask)

@@ -1,4 +1,4 @@
-"""The problems of a recipe's data sources: their rows, and how rows become prompts."""
+"""The problems of a recipe's data sources: their rows, and their formatting as prompts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ class Problems:
 
     data: Data
     benchmarks: dict[str, Source]
-    learns_answers: bool  # data.train has answers to learn from, and not problems to ask
+    learns_answers: bool  # data.train has answers to learn from
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Problems":
@@ -27,7 +27,7 @@ class Problems:
         return self.benchmarks.get(part) or getattr(self.data, part)
 
     def location(self, part: str) -> str:
-        """Where a part stands in the recipe, for messages."""
+        """The option of a part in the recipe, for messages."""
         return f"{'evaluation.benchmarks' if part in self.benchmarks else 'data'}.{part}"
 
     def rows(self, part: str) -> list[Row]:
@@ -47,14 +47,14 @@ class Problems:
             raise DataError(f"{self.location(part)}: {error}") from None
 
     def prompt_format(self, part: str) -> PromptFormat:
-        """How the rows of a part become prompts. An adapter has field names and a template of its own."""
+        """The format of a part's prompts. An adapter has its own field names and template."""
         data, source = self.data, self.source(part)
         common = dict(chat=data.chat, max_prompt_tokens=data.max_prompt_tokens, overlong=data.overlong)
         if source.adapter is None:
             prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
             return PromptFormat(prompt, answer, source.prompt_template or data.prompt_template, **common)
         known = DATASETS[source.adapter]
-        # "Solve this math problem ..." is for the recipe's own task, not for programs that are measured beside it.
+        # "Solve this math problem ..." is for the recipe's task, not for benchmarks of another kind.
         shared = None if part in self.benchmarks and known.reward != "math" else data.prompt_template
         return PromptFormat(
             answer_field="solution" if self.learns_answers and part == "train" else "answer",

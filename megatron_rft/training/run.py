@@ -1,4 +1,4 @@
-"""What every run has besides its loop: its folder, signals, guard against non-finite steps, evaluations, checkpoints.
+"""Services of every run around its loop: folder, signals, guard against non-finite steps, evaluations, checkpoints.
 
 Exit statuses (utils/exit_codes.py) are the same on every rank: FINISHED, or STOPPED after a signal.
 """
@@ -30,7 +30,7 @@ from megatron_rft.training.stopping import NonFiniteGuard, StopSignal
 
 
 class Stream(Protocol):
-    """Where the data comes from; `position` alone says what comes next."""
+    """A source of data; `position` alone determines the next item."""
 
     position: int
 
@@ -52,9 +52,9 @@ class Averages:
 
 
 class Run:
-    """A run in its folder: where it starts, what happens at the end of each step, how it ends.
+    """A run in its folder: resuming, the end of each step, and the end of the run.
 
-    Steps count from 1: step n is done when n updates of the policy are. Step 0 is the model as it came.
+    Steps count from 1. Step 0 is the initial model.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Run:
     # ---- start
 
     def restore(self, state: State) -> State:
-        """The objective's state: the newest checkpoint's, else `state`. `done` says how many steps are."""
+        """Loads the newest checkpoint, if any. Returns the objective's state, else `state`; sets `done`, the number
+        of finished steps."""
         path = latest(self.folder / "checkpoints")
         if path is not None:
             facts, state = self.checkpoints.load(path)
@@ -117,11 +118,11 @@ class Run:
 
     @property
     def evaluates_at_start(self) -> bool:
-        """Whether an engine is asked before the first step."""
+        """Whether the model is evaluated before the first step."""
         return self.evaluator is not None and self.evaluates_first and not self.done and (self.validates or self.tests)
 
     def evaluate_at_start(self) -> dict[str, float] | None:
-        """Validation and test before the first step; returns the test's, from the record where the run is resumed."""
+        """Validation and test before the first step; returns the test's result, on a resumed run the recorded one."""
         if self.done and self.evaluator and self.evaluates_first:
             return self.evaluator.recorded("test", 0)
         if not self.evaluates_at_start:
@@ -139,14 +140,14 @@ class Run:
     # ---- one step
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, until the last or until validation has not improved for long enough."""
+        """The remaining steps, until the last or until early stopping."""
         for step in range(self.done + 1, self.total_steps + 1):
             if self.best and self.best.selection.exhausted:
                 return
             yield step
 
     def optimizer_step(self, update: Update, batch: Batch, step: int) -> dict[str, float]:
-        """One mini-batch of `update`. Metrics of the gradient's parts, where they are due."""
+        """Trains on one mini-batch of `update`. Returns the gradient norms of the loss's parts where due."""
         found, second, norms = {}, self.models.second(update, batch), self.models.norms
         if norms and norms.due(update, step):
             with self.phases("part_norms"):
@@ -171,7 +172,7 @@ class Run:
         return bool(every) and step % every == 0
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the validation problems, where this step has an evaluation."""
+        """Validation metrics, if this step has an evaluation."""
         if not self.evaluation_due(step):
             return {}
         with self.phases("evaluation"):
@@ -185,14 +186,14 @@ class Run:
     def end_of_step(
         self, step: int, state: State, metrics: dict[str, float], pending: Callable[[], State] = dict
     ) -> bool:
-        """Log, save when it is due, and say whether a signal asks to stop (the checkpoint is then on disk). `pending`:
-        what else a checkpoint must hold, asked for when one is written."""
+        """Logs, saves if due, and returns whether a signal stops the run (the checkpoint is then on disk).
+        `pending`: gives further state, called when a checkpoint is written."""
         stopping, every = self.stop.agreed(), self.checkpoint_every
         metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.guard.total} | self.phases.take()
         metrics |= self.throughput.take(metrics)
         if self.compares_logprobs and (told := mismatch_alarm.check(metrics, self.faults, step)):
             self.tracker.note(told)
-        # Before the checkpoint: killed in between, the step and its line are done again.
+        # Before the checkpoint: if killed in between, the step is repeated and its line is replaced.
         self.tracker.log(step, metrics)
         with self.phases("checkpoint"):
             if stopping or step == self.total_steps or (every and step % every == 0):
@@ -215,8 +216,8 @@ class Run:
     # ---- end
 
     def conclude(self, publish: Callable[[int, bool], object], before: dict[str, float] | None) -> None:
-        """Test and export the best model, or the last. `publish(version, asked)` is that of the batches.
-        `before`: the test of the model as it came."""
+        """Tests and exports the best model, or the last. `publish(version, asked)`: `Batches.publish`.
+        `before`: the test result of the initial model."""
         step = self.best.load() if self.best else None
         if step:
             best = self.best.selection.best
@@ -237,7 +238,7 @@ class Run:
 
     def _plot(self) -> None:
         if self.tracking.plot:
-            from megatron_rft.report.pictures import draw_run  # half a second that only this needs
+            from megatron_rft.report.pictures import draw_run  # imported here because it takes half a second
 
             self.tracker.note(f"curves: {draw_run(self.folder)}")
 

@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by one process before any model is built."""
+"""The folder of a run, which one process claims before any model is built."""
 
 import os
 from contextlib import suppress
@@ -17,7 +17,8 @@ def claim_folder(recipe: Recipe) -> Path:
     Called by one process before any model is built.
 
     Raises:
-        ConfigError: another recipe's run is in there, or one where run.resume=never, or none where it is "must".
+        ConfigError: the folder holds another recipe's run, or a run with run.resume=never, or no run with
+        run.resume=must.
     """
     folder = Path(recipe.run.output_dir)
     stored, mode = folder / RECIPE_FILE, recipe.run.resume
@@ -41,8 +42,8 @@ def claim_folder(recipe: Recipe) -> Path:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run has left more than one that was refused at its start. Others may be at work there: a generating
-    worker, the writer of a start that was killed. What vanishes meanwhile does not count."""
+    """Whether the folder has more than a run that was refused at its start leaves. Other processes may be active
+    there (a generating worker, the writer of a killed start); files that vanish meanwhile do not count."""
     for place, folders, files in os.walk(folder):
         if Path(place) == folder:
             folders[:] = set(folders) - {"launch", "engines"}

@@ -1,4 +1,4 @@
-"""Which responses of a step the report shows, and every number per token that the step had of them."""
+"""Selects the responses of a step that the report shows, with all their numbers per token."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from megatron_rft.records import Batch
 from megatron_rft.rollout.sampler import Rollout
 from megatron_rft.tracking.samples import Sample
 
-GROUPS = 2  # of each: its best and its worst response
+GROUPS = 2  # shown with their best and worst response
 
 
 def take(batch: Batch, updates: list[Update], rollouts: list[Rollout], tokenizer: Any) -> list[Sample]:
-    """From a step's batch with the models' outputs, and the updates that were made of it."""
+    """Samples from a step's batch with the models' outputs, and its updates."""
     batch = with_credit(batch, updates)
     found = {(rollout.prompt_index, rollout.response.token_ids): rollout for rollout in rollouts}
     return [sample(batch.select(torch.tensor([row])), found, tokenizer) for row in chosen(batch)]
 
 
 def with_credit(batch: Batch, updates: list[Update]) -> Batch:
-    """With what the objective added per token, such as advantages, where it trains on the same sequences (and, behind
-    them, perhaps on refined ones)."""
+    """The batch with the objective's numbers per token, such as advantages, if it trains on the same sequences
+    (possibly followed by refined ones)."""
     count = len(batch.response_ids)
     for update in updates:
         if update.model == "actor" and torch.equal(update.batch.response_ids[:count], batch.response_ids):
@@ -31,7 +31,8 @@ def with_credit(batch: Batch, updates: list[Update]) -> Batch:
 
 
 def chosen(batch: Batch) -> list[int]:
-    """Rows: the best and the worst of the first groups that disagree, or the first response of others."""
+    """Rows: the best and the worst response of the first groups with unequal rewards, or the first response of
+    others."""
     rewards = batch.sequences["rewards"]
     rows_of = [(batch.groups == group).nonzero().flatten() for group in batch.groups.unique()]
     rows_of.sort(key=lambda rows: bool(rewards[rows].min() == rewards[rows].max()))  # stable: those that agree last
@@ -43,7 +44,7 @@ def chosen(batch: Batch) -> list[int]:
 
 
 def sample(one: Batch, rollouts: dict[tuple[int, tuple[int, ...]], Rollout], tokenizer: Any) -> Sample:
-    """Of a batch of one sequence."""
+    """The sample of a batch of one sequence."""
     ids = one.response_ids.tolist()
     rollout = rollouts.get((int(one.groups[0]), tuple(ids)))
     about = {}
@@ -62,7 +63,8 @@ def sample(one: Batch, rollouts: dict[tuple[int, tuple[int, ...]], Rollout], tok
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token. One that ends within a character has none: the token that ends the character has all."""
+    """The text of each token. A token that ends within a character is empty; the token that completes the character
+    has its text."""
     texts, start = [], 0
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:end])

@@ -1,4 +1,4 @@
-"""Training on given answers: supervised fine-tuning, the warm start of a reinforcement-learning run."""
+"""Supervised fine-tuning on given answers, such as the warm start of a reinforcement-learning run."""
 
 import math
 from contextlib import ExitStack, closing
@@ -16,7 +16,7 @@ from megatron_rft.training.stored import StoredBatches, build_evaluator
 
 
 def train(recipe: Recipe) -> int:
-    """Steps until run.steps (or run.epochs) or a signal; returns the exit status."""
+    """Trains until run.steps (or run.epochs) or a signal; returns the exit status."""
     EngineBuilder.of(recipe).check_gpus()
     tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)

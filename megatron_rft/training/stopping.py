@@ -1,4 +1,4 @@
-"""What ends a run before its last step: a signal, or steps that are not finite."""
+"""Ends a run before its last step: on a signal, or after steps that are not finite."""
 
 import signal
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron_rft.utils.errors import RunFailed
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1 (a time limit, a preemption) and Ctrl-C ask for an orderly end after the step under way."""
+    """SIGTERM, SIGUSR1 (a time limit, a preemption) and Ctrl-C request an orderly end after the current step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -22,11 +22,11 @@ class StopSignal:
 
     def _note(self, number: int, _frame: Any) -> None:
         if self.received == number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second time somebody means it
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait
         self.received = number
 
     def agreed(self) -> int:
-        """The signal's number if any rank got one, else 0. All ranks call it together and hear the same."""
+        """The signal's number if any rank got one, else 0. All ranks call it together and get the same result."""
         heard = torch.tensor([self.received], dtype=torch.int32)
         if dist.get_backend() == "nccl":
             heard = heard.cuda()

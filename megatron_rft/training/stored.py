@@ -1,4 +1,4 @@
-"""Batches of data that is there before the run begins."""
+"""Batches of data that exists before the run starts."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -17,8 +17,8 @@ from megatron_rft.training.models import Models
 
 
 class StoredBatches:
-    """`size` items of a stream a step, which `make` turns into a batch. `weights`: of the engine that evaluations ask,
-    which is awake for them alone; None where there are none."""
+    """Draws `size` items of a stream per step; `make` turns them into a batch. `weights`: of the engine for
+    evaluations, which is awake only for these; None without evaluations."""
 
     def __init__(
         self, stream: Stream, size: int, make: Callable[[list], Batch], weights: EngineWeights | None, phases: Phases
@@ -51,8 +51,8 @@ class StoredBatches:
 def build_evaluator(
     recipe: Recipe, hf_config: Any, tokenizer: Any, models: Models, stack: ExitStack, **given: list[Prompt]
 ) -> tuple[Evaluator | None, EngineWeights | None]:
-    """The evaluator of a run that needs an engine for nothing else; Nones where there is nothing to ask. `given`: the
-    problems of parts that the recipe has no data source for."""
+    """The evaluator of a run that uses an engine only for evaluations; (None, None) without evaluations. `given`:
+    problems of parts without a data source in the recipe."""
     if not recipe.validates and not recipe.data.test:
         return None, None
     reward = stack.enter_context(closing(build_reward(recipe.reward)))

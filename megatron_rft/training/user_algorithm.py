@@ -1,4 +1,4 @@
-"""An algorithm of the user's: a class in a file that the recipe names, built from a section of its own."""
+"""A user's algorithm: a class in a file that the recipe names, built with its options section."""
 
 import inspect
 import typing
@@ -47,7 +47,7 @@ def _class(named: str) -> type[PolicyObjective]:
 
 
 def _options(cls: type[PolicyObjective], algorithm: Own) -> Section:
-    """The recipe's options as the class's section."""
+    """The class's section, with the recipe's options."""
     section = _section(cls)
     known = section.model_fields.keys() - {"name"}
     for name in OF_ONLINE:
@@ -67,7 +67,7 @@ def _options(cls: type[PolicyObjective], algorithm: Own) -> Section:
 
 
 def _section(cls: type[PolicyObjective]) -> type[Section]:
-    """The type of `options`, which the class or one that it derives from declares."""
+    """The type of `options`, which the class or a base class declares."""
     if fields := inspect.get_annotations(cls).keys() - {"options"}:
         raise ConfigError(
             f"{OPTION}: {cls.__name__} has fields of its own ({', '.join(sorted(fields))}). Its options are the fields "

@@ -1,14 +1,14 @@
-"""Adapters: from a raw row of a published data set to a row with our names.
+"""Adapters turn raw rows of published data sets into rows with our field names.
 
-    question   the problem, as its author wrote it          answer     the reference, as text
+    question   the problem, as published          answer     the reference, as text
     history    turns before it, [{role, content}], a system turn first
     solution   a reference solution (SDPO's feedback, SFT's response)
     subject, level, id      strings, where the data set has them
     tests      of programs          function  BFCL's descriptions         choices   letter -> text
-    unusable   why this row cannot be trained or graded on; it is then left out, and counted
+    unusable   why this row cannot be used for training or grading; it is then left out and counted
 
-An adapter is a function from `Fields` to such a row. Which reward grades it and where the set is on the hub stands in
-`config/datasets.py`, under the same name.
+An adapter is a function from `Fields` to such a row. `config/datasets.py` has its reward and its location on the
+hub, under the same name.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ ADAPTERS: dict[str, Callable[[Fields], Row]] = {
 
 
 def adapt(rows: Iterator[tuple[str, Row]], name: str, file: Path) -> Iterator[Row]:
-    """Rows of `file`, with where each stands, through the adapter `name`."""
+    """Applies the adapter `name` to the rows of `file`."""
     if name not in ADAPTERS:
         raise DataError(f"there is no adapter {name!r}: {', '.join(ADAPTERS)}.{did_you_mean(name, ADAPTERS)}")
     for place, row in rows:

@@ -27,7 +27,7 @@ AS_PROGRAM = "Write a Python program that reads from standard input and writes t
 AS_FUNCTION = "Complete this code, in Python:\n\n```python\n{starter}\n```"
 FORM = "Give the whole program in one ```python block."
 
-# What the judges of those problems import before a function.
+# What the original judges of these problems import before a function.
 JUDGE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
 from collections import *
@@ -117,7 +117,8 @@ def _against_reference(fields: Fields, name: str, solution: str) -> dict[str, An
 
 
 def _tested(solution: str, asserts: list[str]) -> list[str]:
-    """What the solution defines and the asserts use: one task's function is called `sum`, and is not Python's."""
+    """Names that the solution defines and the asserts use: one task's function is called `sum`, which is not
+    Python's."""
     try:
         defined = {node.name for node in ast.parse(solution).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         used = {node.id for node in ast.walk(ast.parse("\n".join(asserts))) if isinstance(node, ast.Name)}
@@ -337,7 +338,7 @@ def _task(question: str, starter: str | None) -> str:
 
 
 def _piped(inputs: list, outputs: list) -> dict[str, Any]:
-    """Some rows give a list of lines where others give the text."""
+    """Text from rows that give either a list of lines or the text."""
 
     def text(value: Any) -> str:
         return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -380,7 +381,7 @@ def _cases(fields: Fields, name: str) -> list[dict[str, str]]:
 
 
 class _Text(pickle.Unpickler):
-    """A pickle may run any code; one of a text names no class, and nothing else is loaded."""
+    """Refuses all classes: a pickle may run any code, but a pickled text needs no class."""
 
     def find_class(self, module: str, name: str):
         raise pickle.UnpicklingError(f"it holds more than text: {module}.{name}")

@@ -1,4 +1,4 @@
-"""What adapters share: how to write a row with our names (see `adapters/__init__.py`), and conversations."""
+"""Shared by adapters: writing a row with our field names (see `adapters/__init__.py`), and conversations."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ TEXTS = ("subject", "level", "id")
 
 
 def as_row(question: str, answer: str, **more: Any) -> Row:
-    """Without what is None or empty; subject, level and id as text."""
+    """A row without fields that are None or empty; subject, level and id are text."""
     kept = {name: value for name, value in more.items() if value not in (None, "", [], {})}
     texts = {name: str(value) for name, value in kept.items() if name in TEXTS}
     return {"question": question.strip(), "answer": answer, **kept, **texts}
 
 
 def unusable(reason: str) -> Row:
-    """A row to leave out; how many there are of each reason is reported."""
+    """A row to leave out; the number of such rows is reported by reason."""
     return {"unusable": reason}
 
 

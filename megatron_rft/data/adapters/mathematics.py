@@ -1,8 +1,8 @@
-r"""Mathematics: a problem, a reference answer, most often a worked solution.
+r"""Mathematics: a problem, a reference answer, usually a worked solution.
 
 Answers come as text, integers and floats (AMC: 27.0), as lists (OlympiadBench), after "####" (GSM8K) or in the last
-\boxed of a solution (MATH). Prompt suffixes that a carrier glued to the problem are taken off: the template adds its
-own.
+\boxed of a solution (MATH). Prompt suffixes that a publisher appended to the problem are removed: the template adds
+its own.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""Tool use: a conversation, and the calls that are right in it. The answer is
+"""Tool use: a conversation and its correct calls. The answer is
 
     RLLA      the reference response itself, with its <think>, <tool_call> and <response>
     API-Bank, SDPO  JSON: [{"name": ..., "parameters": {...}}]
-    BFCL      JSON: [{name: {parameter: [values that count as right]}}], [] where no function fits the request
+    BFCL      JSON: [{name: {parameter: [accepted values]}}], [] where no function fits the request
               (irrelevance), "any" where some call is wanted, whichever (relevance); the functions' descriptions are
               the field `function`, as there
 
@@ -118,7 +118,7 @@ def bfcl(fields: Fields) -> Row:
     named = CATEGORY.match(number)
     if named is None:
         name = re.sub(r"_[0-9-]+$", "", number)
-        if OTHER_LANGUAGES.match(number):  # their values are source code, and have types of their own
+        if OTHER_LANGUAGES.match(number):  # their values are source code with types of their own
             return unusable(f"of {name}: calls in Java and JavaScript are not graded")
         return unusable(f"of a category that is not graded by its calls: {name}")
     category = named[1]
