@@ -127,7 +127,7 @@ class BriefReward:
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         return [Score(float(len(text) <= self.most), "brief") for text in texts]
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None
 
     def close(self) -> None:
