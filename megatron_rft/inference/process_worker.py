@@ -1,4 +1,4 @@
-"""The inside of an engine process: one engine, and messages from the trainer's process that started it.
+"""The main program of an engine process: one engine, which the trainer's process controls by messages.
 
     python -m megatron_rft.inference.process_worker SOCKET BUCKETS PARENT
 
@@ -6,7 +6,7 @@ The arguments are two file descriptors and the pid that this process must not ou
 
 Messages are tuples, a name first. In: build, open (buckets on a GPU), generate, load, full (a bucket of weights),
 loaded (the last of them), checksums, close. Out: beat, group, end, read, done, failed. `beat` comes every second, from
-a thread of its own, with a count of what the engine has got done: a count that stands still means that it hangs.
+a thread of its own, with a count of the engine's steps, groups and buckets: a count that stands still means a hang.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Host:
         self._send("end", job, error, self.engine.statistics())
 
     def _on_step(self) -> None:
-        """Between two steps of generation new weights are taken, if some have come; the rest waits."""
+        """Load new weights between two steps of generation, if they have arrived. Other messages wait."""
         self.done += 1
         while self.connection.poll():
             name, *rest = self.connection.recv()
@@ -101,7 +101,7 @@ class Host:
             self.engine.load_weights(stream, version)
         except Exception as error:
             answer = ("failed", reportable(error, f"weights of version {version}"))
-        for _ in stream:  # the trainer sends all of it, whatever happened here
+        for _ in stream:  # the trainer sends the whole stream, also after an error here
             pass
         for _ in full:
             read()

@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def status(self) -> int | None:
-        """None while it runs; negative: the signal that killed it. STOPPED where it was ours and had no handler yet."""
+        """None while it runs; negative: the signal that killed it. STOPPED if it was ours, before a handler."""
         code = self.process.poll()
         return STOPPED if code is not None and self.told in STOPPING and code == -self.told else code
 

@@ -170,7 +170,7 @@ class EngineBuilder:
                 if self.rollout.placement == "process":
                     members.append(self._process(build_on, index, environment))
                 else:
-                    members.append(self._own_server(hf_config, index, environment))
+                    members.append(self._local_server(hf_config, index, environment))
         except BaseException:
             for member in members:
                 member.close()
@@ -197,7 +197,7 @@ class EngineBuilder:
             raise ConfigError(f"rollout.servers: {server.url}: {ROUNDED} {CORRECT}")
         return server
 
-    def _own_server(self, hf_config: Any, index: int, environment: dict[str, str]) -> LocalServer:
+    def _local_server(self, hf_config: Any, index: int, environment: dict[str, str]) -> LocalServer:
         shared = torch.cuda.is_available() and not self.alone()
         share = {"gpu_memory_utilization": self.gpu_share} if shared else {}
         return LocalServer(

@@ -127,7 +127,7 @@ class BriefReward:
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         return [Score(float(len(text) <= self.most), "brief") for text in texts]
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return None
 
     def close(self) -> None:
@@ -241,6 +241,6 @@ def test_a_family_is_a_table(package, recipe):
     write_model(package.parent / "model", MistralConfig(**shape, sliding_window=None, pad_token_id=None))
     told = command(package.parent, "convert", "model", "converted", "--logits")
     assert "logits differ by at most" in told and "read back as they were read" in told
-    assert "parameters" in command(package.parent, "plan", "recipe.yaml")
+    assert "MiB of weights" in command(package.parent, "plan", "recipe.yaml")
     command(package.parent, "evaluate", "recipe.yaml", "--model", "converted", "--out", "results")
     assert len(completions(package.parent)) == 2

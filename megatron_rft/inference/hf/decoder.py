@@ -60,7 +60,7 @@ def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """As many responses of one request as are decoded side by side: all of them, unless the batch is smaller."""
+    """The responses of one request that are decoded together: all of them, unless the batch is smaller."""
 
     request: Request
     samples: range
@@ -150,7 +150,7 @@ class Decoder:
         return self.head(hidden[torch.arange(len(parts)), torch.tensor([len(prompt) - 1 for prompt in prompts])])
 
     def _register(self, entering: list[Part]) -> None:
-        """Rows for all samples of the parts, behind those that live."""
+        """Add rows for all samples of the parts, behind the live rows."""
         new, owners, slots, version = len(self.owners), [], [], self.weight_version()
         for group, part in enumerate(entering, len(self.parts)):
             owners += [(part.request, sample, version) for sample in part.samples]
@@ -180,7 +180,7 @@ class Decoder:
         self.spans = (*self.spans[:2], min(self.spans[2] + 1, self.u.shape[1] - 1))
 
     def _write(self, rows: slice, logits: Tensor) -> None:
-        """One more token to each of `rows`; rows that are done write behind their end."""
+        """Append a token to each of `rows`; finished rows write behind their end, which nobody reads."""
         count, done = self.count[rows], self.done[rows]
         at = count[:, None]
         token, logprob = choose(logits, self.u[rows].gather(1, at)[:, 0], self.sampling)
@@ -191,7 +191,7 @@ class Decoder:
         done |= torch.isin(token, self.stop) | (count >= self.limit[rows])
 
     def _measure(self) -> None:
-        """What part of the caches the live rows use: groups, columns of prompts, columns of responses."""
+        """Update the parts of the caches in use: groups, columns of prompts, columns of responses."""
         live = slice(0, len(self.owners))
         self.spans = (
             len(self.parts),
@@ -202,7 +202,7 @@ class Decoder:
     # --- leaving ---
 
     def _hand_out(self) -> Iterator[Group]:
-        """Rows that have ended become responses; a request whose last one this was becomes a group."""
+        """Turn finished rows into responses. Yields a group for each request that is complete."""
         ended = self.done[: len(self.owners)].nonzero()[:, 0]
         counts, lasts = self.count[ended].tolist(), self.last[ended].tolist()
         tokens, logprobs = self.tokens[ended].tolist(), self.logprobs[ended].tolist()
@@ -215,7 +215,7 @@ class Decoder:
                 yield Group(request.id, tuple(self.answers.pop(request.id)))
 
     def _close_up(self) -> None:
-        """The last live rows and groups take the places of those that have ended."""
+        """Move the last live rows and groups into the positions of finished ones."""
         keep = (~self.done[: len(self.owners)]).tolist()
         to, source = fill_holes(keep)
         if to:

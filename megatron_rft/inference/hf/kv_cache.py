@@ -23,7 +23,7 @@ FIRST_COLUMNS = 64
 
 
 class SharedPrefixCache:
-    """Rows and groups are dense: the live ones are the first. What moves them says so to `move_*`."""
+    """Live rows and groups come first, without gaps. Whoever moves them calls `move_*`."""
 
     def __init__(self, config, groups: int, width: int, rows: int, columns: tuple[int, int], like: Tensor):
         """`columns`: the most tokens of a prompt, and of a response; `like` gives dtype and device."""
@@ -100,7 +100,7 @@ class SharedPrefixCache:
         return slots.index_select(0, self.slot)
 
     def _grow(self, columns: int) -> None:
-        """Room for `columns` tokens of a response: half as much again, so that copies stay a small share."""
+        """Make room for `columns` tokens of a response. Grows by half, so that copying stays cheap."""
         have = self.values[0].shape[2]
         if columns > have:
             more = max(columns, min(have * 3 // 2, self.most_columns)) - have

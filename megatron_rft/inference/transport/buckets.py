@@ -48,7 +48,7 @@ class Buckets:
         self.slots, self.size = slots, slots.shape[1]
 
     def content(self, full: Full) -> Tensor:
-        """[n] what is in a full bucket."""
+        """[n] the bytes of a full bucket."""
         return self.slots[full.slot, : full.length]
 
     # ---- sender
@@ -56,7 +56,7 @@ class Buckets:
     def send(
         self, stream: Iterable[tuple[str, Tensor]], tell: Callable[[Full], None], wait: Callable[[], None]
     ) -> None:
-        """Put the stream through the buckets. `tell` passes a full one on, `wait` returns when one has been read."""
+        """Send the stream through the buckets. `tell` announces a full one; `wait` returns when one has been read."""
         slot, used, pieces, unread = 0, 0, [], 0
 
         def pass_on() -> None:
@@ -91,8 +91,8 @@ class Buckets:
         `device`: where the tensors shall be; None: where the buckets are.
 
         Raises:
-            RunFailed: what was in a bucket is not what the sender put there. Raised at the end of the stream, for the
-                sender sends all of it.
+            RunFailed: the checksum of a bucket is wrong. Raised at the end of the stream, because the sender always
+                sends the whole stream.
         """
         damaged = []
         for bucket in full:
@@ -135,13 +135,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def total(data: Tensor) -> int:
-    """A checksum as fast as memory: [n] uint8 -> the sum of its 64-bit words, and of the bytes left over."""
+    """A checksum at the speed of memory: [n] uint8 -> the sum of its 64-bit words and of the remaining bytes."""
     words = len(data) // 8 * 8
     aligned = data[:words].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:words].clone().view(torch.int64)
     return (int(aligned.sum()) + int(data[words:].sum())) % 2**64
 
 
 def settle(tensor: Tensor) -> None:
-    """What was asked of a GPU has been done: another process may write over what it read."""
+    """Wait for the GPU, so that another process may overwrite what it has read."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)

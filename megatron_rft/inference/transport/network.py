@@ -29,13 +29,13 @@ class Link:
         self.buckets = Buckets(torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device=device))
 
     def close(self) -> None:
-        """A group of NCCL would else wait for ends that are gone."""
+        """Abort an NCCL group, which would otherwise wait for peers that are gone."""
         if self.data is not self.control:
             self.data.abort()
 
 
 def transport(ends: list[str | None]) -> str:
-    """`ends`: the GPU of each, None where it has none. NCCL does not serve two ranks on one GPU."""
+    """The transport for these ends: the GPU of each, or None. NCCL does not support two ranks on one GPU."""
     return GPU if None not in ends and len(set(ends)) == len(ends) else HOST
 
 
@@ -62,7 +62,7 @@ def connect(store: dist.TCPStore, rank: int, size: int, timeout_s: float, device
 
 
 def nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Backend:
-    """A group of which a lost end is an error here, after `limit`, and no reason for torch to end this process."""
+    """A group in which a lost peer raises an error after `limit`; by default torch would end this process."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     with environment(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
@@ -92,7 +92,7 @@ def send(link: Link, stream: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def receive(link: Link) -> Iterator[tuple[str, Tensor]]:
-    """What `send` sends, to its end. RunFailed, after the end, where something was damaged on its way."""
+    """The stream of `send`. Raises RunFailed at its end if a bucket arrived damaged."""
 
     def arriving() -> Iterator[Full]:
         while (full := hear(link.control)) is not None:

@@ -1,4 +1,4 @@
-"""What a trainer and an engine's process lay their buckets of weights in: memory of the host, or of the rank's GPU."""
+"""Memory for buckets that a trainer and an engine's process share: on the host, or on the rank's GPU."""
 
 import mmap
 import os
@@ -16,8 +16,8 @@ DEVICE = 6  # place of the device's index among the arguments that torch opens s
 
 
 class HostMemory:
-    """Two buckets in an anonymous file that a child inherits by its descriptor `fd`. It has no name and belongs to the
-    two processes alone: it is gone when they are."""
+    """Two buckets in an anonymous file, whose descriptor `fd` a child process inherits. The file vanishes with the two
+    processes."""
 
     def __init__(self, fd: int | None = None, size: int = BUCKET_BYTES):
         if fd is None:
@@ -28,7 +28,7 @@ class HostMemory:
         self.slots = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(2, size)
 
     def close(self) -> None:
-        """The memory goes when the last tensor that looks at it does."""
+        """Close the descriptor. The memory is freed with the last tensor over it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -36,19 +36,19 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Handle:
-    """Of memory on a GPU, for another process of this machine (CUDA IPC)."""
+    """A handle of GPU memory for another process of this machine (CUDA IPC)."""
 
     gpu: str
     arguments: tuple  # of torch's `rebuild_cuda_tensor`
 
 
 def shared(slots: Tensor) -> Handle:
-    """For one process, which opens it once; `slots` must live as long as that does."""
+    """A handle for one process, which opens it once. `slots` must live as long as that process."""
     return Handle(gpu_name(slots.device.index), reduce_tensor(slots)[1])
 
 
 def opened(handle: Handle) -> Tensor:
-    """The other process's memory, on the device that it is on: the same GPU may have another number here."""
+    """The other process's memory, on its device; the same GPU may have another index here."""
     names = gpus()
     if handle.gpu not in names:
         raise RunFailed(f"GPU {handle.gpu} is not visible here")
@@ -58,7 +58,7 @@ def opened(handle: Handle) -> Tensor:
 
 
 def gpus() -> list[str]:
-    """Names, the same in every process, of the GPUs that this one sees."""
+    """UUIDs of the GPUs that this process sees."""
     return [gpu_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
@@ -67,5 +67,5 @@ def gpu_name(index: int) -> str:
 
 
 def local_gpu() -> str | None:
-    """Of this rank."""
+    """The UUID of this rank's GPU, or None."""
     return gpu_name(torch.cuda.current_device()) if torch.cuda.is_available() else None

@@ -1,10 +1,13 @@
 """A vLLM server as an engine: token ids in and out over HTTP, weights over TCP, each sync proven by its answer.
 
-The server is given by its URL, or started from here (`own_server.py`). While it generates it can take new weights: it
-pauses, takes them, computes the caches of what it was writing again, and goes on.
+The server is given by its URL, or started by the run (`server_process.py`). It can take new weights while it generates:
+it pauses, loads them, computes the caches of unfinished responses again, and continues.
 
-A server that does not answer any more raises `EngineLost`. `start` then waits for a given one to come back, as somebody
-else may start it again; one of the run's own is started anew.
+A server that no longer answers raises `EngineLost`. `start` then waits for a given server to come back, since somebody
+else may restart it; a server of the run is started again.
+
+HTTP is Python's own `http.client`: `close` must interrupt answers that other threads wait for, which shutting down the
+connection's socket does.
 """
 
 import contextlib
@@ -43,8 +46,8 @@ PING_S = 2.0  # between two looks at a server that is busy
 
 
 class ServerEngine(Engine):
-    """`shapes`: of every parameter by its HF name. `longest`: tokens that it must have room for. `keep_caches`: what is
-    under way when new weights come keeps its keys and values."""
+    """`shapes`: HF name -> shape of every parameter. `longest`: tokens of a prompt and response that must fit.
+    `keep_caches`: unfinished responses keep their keys and values when new weights come."""
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class ServerEngine(Engine):
         self._text("GET", "/health", timeout_s=ANSWER_S)
 
     def _check_facts(self) -> None:
-        """It serves this model, and can take its weights."""
+        """Check that the server serves this model, and can take its weights."""
         where = f"rollout.servers: {self.url}"
         try:
             each = self._rpc("rft_facts")
@@ -102,7 +105,7 @@ class ServerEngine(Engine):
         self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in each)])
 
     def _without_token_ids(self) -> str | None:
-        """Where their end point is, a GET is the wrong method; else it is not found."""
+        """The problem that the server has no endpoint for token ids, or None. A GET of an existing one is not a 404."""
         try:
             self._text("GET", GENERATE, timeout_s=ANSWER_S)
         except RunFailed as error:
@@ -115,7 +118,7 @@ class ServerEngine(Engine):
         return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 python {shlex.join(line)}"
 
     def _connect(self) -> None:
-        """The group that weights go through: this process, and the server's workers."""
+        """Form the process group for weights: this process and the server's workers."""
         host, size, limit_s = local_address(self.url), 1 + self.workers, self.silence_timeout_s
         store = network.meeting(host, size, limit_s)
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
@@ -154,7 +157,7 @@ class ServerEngine(Engine):
                     self._hang_up()
 
     def _next(self, ended: queue.Queue) -> tuple:
-        """What ends next. Meanwhile the engine behind the server must be alive."""
+        """The next finished response. While waiting, checks that the engine behind the server is alive."""
         while True:
             try:
                 request, sample, answer = ended.get(timeout=PING_S)
@@ -189,7 +192,7 @@ class ServerEngine(Engine):
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight_version = -1
-        # Even when nothing is under way: another thread may be about to ask.
+        # Even when no request is unfinished: another thread may be about to send one.
         self._call("POST", "/pause?mode=keep" + ("&clear_cache=false" if self.keep_caches else ""))
         self._call("POST", "/start_weight_update")
         with ThreadPoolExecutor(1) as aside:
@@ -252,8 +255,12 @@ class ServerEngine(Engine):
     def _text(
         self, method: str, path: str, body: dict | None = None, timeout_s: float = 0.0, epoch: int | None = None
     ) -> str:
-        """The answer. EngineLost where there is none, RunFailed where the server refuses. `epoch`: that of an answer
-        that may take as long as it likes, until it is hung up."""
+        """The answer's text. `epoch`: given for an answer without a time limit; `_hang_up` interrupts it.
+
+        Raises:
+            EngineLost: there is no answer.
+            RunFailed: the server refuses.
+        """
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(
             parts.hostname, parts.port or 80, timeout=timeout_s or self.silence_timeout_s
@@ -281,7 +288,7 @@ class ServerEngine(Engine):
         return text
 
     def _watch_it_die(self) -> None:
-        """EngineLost if the engine behind the server is gone, which it says a moment after it has failed."""
+        """Raise EngineLost if the engine behind the server is gone, which the server notices some seconds later."""
         for _ in range(DYING_S):
             self._text("GET", "/health")
             time.sleep(1)
@@ -293,7 +300,7 @@ class ServerEngine(Engine):
             self._asked.add(connection)
 
     def _hang_up(self) -> None:
-        """Nobody waits for an answer any more, nor will for those that are about to be asked for."""
+        """Interrupt all waiting for answers, also of requests that are about to be sent."""
         with self._asking:
             self._epoch += 1
             for connection in list(self._asked):
@@ -325,7 +332,7 @@ def local_address(url: str) -> str:
 
 
 def as_response(choice: dict[str, Any]) -> Response:
-    """Of vLLM's answer. The version is that of the weights that wrote the first token."""
+    """A response from vLLM's answer. Its version is that of the weights that wrote the first token."""
     tokens = tuple(choice["token_ids"])
     logprobs = tuple(each["logprob"] for each in choice["logprobs"]["content"])
     assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"

@@ -1,4 +1,4 @@
-"""A vLLM server that is started from here, and started anew when it is lost."""
+"""Starts a vLLM server, and starts it again when it is lost."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def spawn(
     environment: dict[str, str],
     log: Path,
 ) -> subprocess.Popen:
-    """A server that does not outlive this process. `arguments`: vLLM's max_model_len, max_num_seqs and more."""
+    """Start a server that ends with this process. `arguments`: vLLM's max_model_len, max_num_seqs and more."""
     if not torch.cuda.is_available():
         needs = arguments["max_model_len"], arguments["max_num_seqs"], arguments.get("tensor_parallel_size", 1)
         room = cache_bytes(AutoConfig.from_pretrained(model), dtype, *needs)
@@ -66,7 +66,7 @@ def wait_for(
 
 
 class LocalServer(ServerEngine):
-    """A server that is started from here, on a free port of this machine, and does not outlive this process."""
+    """A server of the run, on a free port of this machine. It ends with this process."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class LocalServer(ServerEngine):
         self._kill()
 
     def _kill(self) -> None:
-        """The reaper takes all that it started with it."""
+        """The reaper also ends all processes that the server has started."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
