@@ -33,7 +33,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH":
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's jemalloc would have one
 IMPORTED = (
     "megatron_rft.commands.main",
-    "megatron_rft.commands.generate",
+    "megatron_rft.training.generate",
     "megatron_rft.training",
     "megatron_rft.inference.hf.engine",
     "math_verify",
