@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from megatron_rft.families import family_of
+from megatron_rft.families import FAMILIES
 from megatron_rft.inference.engine import Engine, EngineOptions, Group, Request, Sampling, check_requests, checksum
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
@@ -123,7 +123,8 @@ class HFEngine(Engine):
 
 def check_family(config: PreTrainedConfig) -> None:
     """The families of this package compute logits as the output matrix times the last hidden state."""
-    family_of(config)
+    if config.model_type not in FAMILIES:
+        raise DataError(f"the hf engine generates with {', '.join(FAMILIES)}, not with {config.model_type!r}")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise DataError(f"this {config.model_type} model has sliding windows in its attention; the hf engine has none")
 
