@@ -136,7 +136,7 @@ def test_equals_an_independent_loop(name):
         (made("kto"), 0.5),  # sigmoid(0) = 1/2, and z0 is 0
         (made("kto", weight_correct=2.0), (2 * 3 + 3) / 6 / 2),
     ],
-    ids=repr,
+    ids=lambda value: value.options.name if hasattr(value, "options") else repr(value),
 )
 def test_closed_form_at_the_reference(objective, expected):
     same = torch.tensor(numbers()["ref_logprobs"])
