@@ -6,6 +6,8 @@ With Transformer Engine the layers keep less, from its sources: no copies of cos
 allocator leaves between blocks is not counted.
 """
 
+from typing import Any
+
 from megatron_rft.config.sections import Batching, Megatron
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.parameters import Sizes
@@ -13,9 +15,12 @@ from megatron_rft.plan.parameters import Sizes
 PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron/spec.py), on average
 
 
-def activations(element: int, megatron: Megatron, batching: Batching, s: Sizes, layout: Layout, stage: int) -> int:
+def activations(
+    element: int, megatron: Megatron, batching: Batching, second: bool, s: Sizes, layout: Layout, stage: int
+) -> int:
     """Of the micro-batches under way, and of what is largest beside them: the head, or one layer's backward pass.
-    `element`: bytes of a number."""
+    `element`: bytes of a number. `second`: the loss compares with a second distribution, which has an output matrix,
+    hidden states and blocks of logits too."""
     tokens = batching.micro_batch_tokens / layout.cp
     sequence = layout.tp if megatron.sequence_parallel else 1
     kinds = set(s.mixture)
@@ -29,6 +34,8 @@ def activations(element: int, megatron: Megatron, batching: Batching, s: Sizes, 
         weight = -(-s.vocabulary // layout.tp) * s.hidden * element
         head = element * tokens * (5 * s.hidden + 2 * s.hidden / sequence) + weight
         head += 2.5 * (batching.logprob_block_mib << 20)
+        if second:
+            head += weight + element * tokens * s.hidden + 2.5 * (batching.logprob_block_mib << 20)
     return round(element * tokens * layers * largest + max(element * tokens * beside, head))
 
 
@@ -68,3 +75,9 @@ def _backward(s: Sizes, layout: Layout, sequence: int, mixture: bool) -> float:
         return 2 * s.hidden + 5 * s.ffn / layout.tp
     copies = s.experts_per_token * layout.etp / sequence
     return copies * (3 * s.hidden + s.expert_ffn / layout.etp)
+
+
+def compares(algorithm: Any) -> bool:
+    """Whether the losses of a section `algorithm` look at a second distribution."""
+    exact = getattr(algorithm, "kl_estimator", None) == "exact" and getattr(algorithm, "kl_coefficient", 0) > 0
+    return exact or any(getattr(algorithm, name, False) for name in ("uses_feedback", "compares_distributions"))

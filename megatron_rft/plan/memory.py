@@ -16,7 +16,7 @@ from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
-from megatron_rft.plan.activations import activations
+from megatron_rft.plan.activations import activations, compares
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape
@@ -170,7 +170,7 @@ def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) ->
 
 def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
     critic = recipe.critic is not None
-    sections = BYTES[recipe.model.precision], recipe.megatron, recipe.batching
+    sections = BYTES[recipe.model.precision], recipe.megatron, recipe.batching, compares(recipe.algorithm)
     per_stage = []
     for stage in range(layout.pp):
         state = state_of(recipe, s, layout, stage)

@@ -52,6 +52,7 @@ class Ledger:
         self.waits: Counter[tuple[str, str, str]] = Counter()
         self.micro_batches: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.largest: Counter[str] = Counter()  # tokens of the largest micro-batch of each phase
 
     # ---- where we are
 

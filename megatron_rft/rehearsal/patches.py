@@ -102,6 +102,7 @@ def _neighbours(ledger: Ledger) -> None:
         for shapes in received.values():
             shapes.append(shape)
         ledger.tokens[ledger.phase] += micro.token_ids.numel()
+        ledger.largest[ledger.phase] = max(ledger.largest[ledger.phase], micro.token_ids.numel())
         ledger.micro_batches[ledger.phase] += 1
         return micro
 

@@ -257,6 +257,7 @@ def answer(ledger: Ledger, times: dict[str, tuple[float, float]]) -> dict[str, A
         "waits": [[*key, count] for key, count in ledger.waits.items()],
         "micro_batches": dict(ledger.micro_batches),
         "tokens": dict(ledger.tokens),
+        "largest": dict(ledger.largest),
     }
 
 
