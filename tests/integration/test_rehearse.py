@@ -182,11 +182,12 @@ def test_many_gpus(rehearse, tmp_path, name):
     """One micro-batch on the last stage and as many as are under way on the first."""
     model, gpus, layout = MANY[name]
     options = [
-        f"megatron.{key}_{'' if key == 'context' else 'model_'}parallel_size={size}" for key, size in layout.items()
+        f"megatron.{key}_{'' if key in ('context', 'expert_tensor') else 'model_'}parallel_size={size}"
+        for key, size in layout.items()
     ]
     options += [
         "rollout.prompts_per_step=2048",
-        "algorithm.mini_batch_prompts=2048",
+        "algorithm.mini_batch_prompts=1024",
         "batching.micro_batch_tokens=8192",
     ]
     options += ["--device", "h200"]
