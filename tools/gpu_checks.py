@@ -57,7 +57,7 @@ def gradients(precision: str) -> dict[str, torch.Tensor]:
     batch = sequences(512, 16, 128)
     loss = actor.backward(batch, SFT(Options()).loss, counts(batch))["loss"]
     main_grads = [p.main_grad.clone() for m in actor.models for p in m.parameters()]
-    with actor.swapped(main_grads):
+    with actor.use_weights(main_grads):
         found = {name: tensor.float().cpu().contiguous() for name, tensor in actor.stream()}
     return {**found, "loss": torch.tensor([loss])}
 

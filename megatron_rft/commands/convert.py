@@ -68,7 +68,7 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
         )
     recipe = load(stored)
     try:
-        return model_folder(recipe.model.path), build.tokenizer_folder(recipe)
+        return model_folder(recipe.model.path), build.tokenizer_folder(recipe.model)
     except DataError as error:
         raise DataError(f"{error} (so says {stored}); if it is elsewhere now, give --like") from None
 

@@ -126,13 +126,13 @@ class Actor:
         return weights.stream(self.models, self.hf_config)
 
     def snapshot(self) -> list[Tensor]:
-        """A copy of this rank's weights in host memory (pinned beside a GPU), for `swapped`."""
+        """A copy of this rank's weights in host memory (pinned beside a GPU), for `use_weights`."""
         self._settle()
         copies = [p.detach().to("cpu", copy=True) for p in self._parameters()]
         return copies if self.device.type == "cpu" else [copy.pin_memory() for copy in copies]
 
     @contextmanager
-    def swapped(self, other: list[Tensor]) -> Iterator[None]:
+    def use_weights(self, other: list[Tensor]) -> Iterator[None]:
         """Run with the weights of a `snapshot` (the frozen reference), then with our own again, bit for bit."""
         self._settle()
         own = [p.data for p in self._parameters()]
@@ -161,7 +161,7 @@ class Actor:
     ) -> dict[str, Tensor]:
         """[R] float32 per name of `HEADS` (but "hidden"), on the host and the same on every rank."""
         shares = self._plan(batch, self.batching.tokens_without_backward)
-        beside = second and self._beside(second, shares)
+        second_states = second and self._second_states(second, shares)
         order = sorted(names)
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
@@ -170,7 +170,9 @@ class Actor:
             return values.new_zeros(()), (micro.tokens["number"][real], values[:, real.to(values.device)])
 
         mine = shares[parallel.dp_rank()]
-        found = self._run(_numbered(batch.only(set(), set())), mine, collect, names, forward_only=True, beside=beside)
+        found = self._run(
+            _numbered(batch.only(set(), set())), mine, collect, names, forward_only=True, second_states=second_states
+        )
         full = torch.zeros(len(order), len(batch.response_ids), device=self.device)
         if self._reports():
             for number, values in found:
@@ -190,7 +192,7 @@ class Actor:
         dist.all_reduce(full, group=parallel.dp_group())
         return full.cpu()
 
-    def _beside(self, second: Second | Recorded, shares: list[list[Tensor]]) -> HiddenStates | None:
+    def _second_states(self, second: Second | Recorded, shares: list[list[Tensor]]) -> HiddenStates | None:
         if isinstance(second, Second):
             return self._hidden_states(second, shares)
         if not parallel.is_last_stage():
@@ -211,7 +213,7 @@ class Actor:
             real = micro.response_mask > 0
             return out["hidden"].new_zeros(()), (micro.tokens["number"][real], out["hidden"].cpu()[real])
 
-        with self.swapped(second.weights) if second.weights is not None else nullcontext():
+        with self.use_weights(second.weights) if second.weights is not None else nullcontext():
             numbered = _numbered(batch.only(set(), set()))
             found = self._run(numbered, cut[parallel.dp_rank()], collect, frozenset({"hidden"}), forward_only=True)
             if not parallel.is_last_stage():
@@ -238,7 +240,7 @@ class Actor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         shares = self._plan(batch, self.batching.micro_batch_tokens)
-        beside = second and self._beside(second, shares)
+        second_states = second and self._second_states(second, shares)
         numbered = batch if second is None else _numbered(batch)
 
         def differentiate(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
@@ -248,7 +250,7 @@ class Actor:
             return total, {"loss": total.detach().clone(), **logged}
 
         mine = shares[parallel.dp_rank()]
-        parts = self._run(numbered, mine, differentiate, outputs, forward_only=False, beside=beside)
+        parts = self._run(numbered, mine, differentiate, outputs, forward_only=False, second_states=second_states)
         return self._add_up(parts if self._reports() else [])
 
     def step(
@@ -285,7 +287,7 @@ class Actor:
         finish: Callable,
         names: frozenset[str],
         forward_only: bool,
-        beside: HiddenStates | None = None,
+        second_states: HiddenStates | None = None,
     ) -> list:
         """megatron-core's pipeline schedule over this rank's micro-batches; what `finish` gave, on the last stage."""
         assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
@@ -299,7 +301,7 @@ class Actor:
             return hidden, partial(last_stage, micro)
 
         def last_stage(micro: MicroBatch, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
-            value, kept = finish(self._heads(hidden, micro, names, beside), micro.batch)
+            value, kept = finish(self._heads(hidden, micro, names, second_states), micro.batch)
             return value, torch.zeros((), dtype=torch.int, device=self.device), kept  # no token count, see the header
 
         for chunk in self.chunks:
@@ -317,7 +319,7 @@ class Actor:
         )
 
     def _heads(
-        self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], beside: HiddenStates | None
+        self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], second_states: HiddenStates | None
     ) -> dict[str, Tensor]:
         """Hidden states [b, S, H] (1/tp of S with sequence parallelism) -> [R] per name, on every rank of the stage."""
         hidden = hidden.transpose(0, 1)  # [S, b, H], as the model holds it
@@ -329,11 +331,11 @@ class Actor:
             else:
                 hidden = copy_to_tensor_model_parallel_region(hidden)
             rows = take_rows(hidden.reshape(-1, hidden.shape[-1]), micro.rows)
-            found = {"hidden": rows} if names == {"hidden"} else self._distributions(rows, micro, names, beside)
+            found = {"hidden": rows} if names == {"hidden"} else self._distributions(rows, micro, names, second_states)
         return {name: self._whole(value, micro) for name, value in found.items()}
 
     def _distributions(
-        self, rows: Tensor, micro: MicroBatch, names: frozenset[str], beside: HiddenStates | None
+        self, rows: Tensor, micro: MicroBatch, names: frozenset[str], second_states: HiddenStates | None
     ) -> dict[str, Tensor]:
         """[R_local, H] -> [R_local] per name."""
         weight, targets = models.output_weight(self.models[-1]), micro.targets
@@ -346,11 +348,11 @@ class Actor:
         if names <= ALONE:
             values = logprobs_and_entropy(rows, weight, targets, **options, with_entropy="entropy" in names)
             return {name: v for name, v in zip(("logprobs", "entropy"), values, strict=True) if v is not None}
-        assert beside is not None, f"{sorted(names - ALONE)} compare with a second distribution"
-        place = beside.place[micro.batch.tokens["number"][micro.kept.cpu()]]
-        other = beside.rows[place].to(self.device)
-        options["extrapolation"] = beside.extrapolation
-        return compare(rows, weight, other, beside.weight, targets, names=names, **options)
+        assert second_states is not None, f"{sorted(names - ALONE)} compare with a second distribution"
+        place = second_states.place[micro.batch.tokens["number"][micro.kept.cpu()]]
+        other = second_states.rows[place].to(self.device)
+        options["extrapolation"] = second_states.extrapolation
+        return compare(rows, weight, other, second_states.weight, targets, names=names, **options)
 
     def _whole(self, values: Tensor, micro: MicroBatch) -> Tensor:
         """[R_local] of one context-parallel rank -> [R] on each. Forward adds up, backward takes one's own part: each

@@ -11,7 +11,7 @@ from megatron_rft.megatron.actor import Actor
 
 
 class MovingAverage:
-    """`weights` is what `Actor.swapped` takes: w <- (1 - rate) w + rate * actor, once per `update`."""
+    """`weights` is what `Actor.use_weights` takes: w <- (1 - rate) w + rate * actor, once per `update`."""
 
     def __init__(self, actor: Actor, rate: float):
         assert 0 < rate < 1, f"rate {rate}"

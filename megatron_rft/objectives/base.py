@@ -73,7 +73,7 @@ def counts(batch: Batch) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class SecondDistribution:
     """A second distribution q over the same response tokens, without a gradient, for losses that compare with one.
 
     weights: whose they are: the present "actor"'s own, the frozen "reference"'s, a moving-average "teacher"'s.
@@ -101,7 +101,7 @@ class Update:
     mini_batches: int = 1
     epochs: int = 1
     learning_rate: float | None = None  # None: the model's schedule, which then advances by one
-    beside: Beside | None = None
+    second: SecondDistribution | None = None
     counts: Callable[[Batch], dict[str, float]] = counts  # the denominators that `loss` names
     moments: str = "own"  # name of the optimizer's moments that the steps use: those of the model, or others kept apart
 

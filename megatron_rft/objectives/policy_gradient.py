@@ -15,11 +15,11 @@ from megatron_rft.config.algorithms import base as section
 from megatron_rft.objectives import kl
 from megatron_rft.objectives.advantages import group_normalised, to_tokens
 from megatron_rft.objectives.base import (
-    Beside,
     Loss,
     Outputs,
     PolicyObjective,
     Prepared,
+    SecondDistribution,
     State,
     Sum,
     Update,
@@ -139,7 +139,7 @@ class PolicyGradient(PolicyObjective):
             frozenset(outputs),
             mini_batches=self.setting.mini_batches,
             epochs=self.options.epochs,
-            beside=Beside("reference") if exact else None,
+            second=SecondDistribution("reference") if exact else None,
         )
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:

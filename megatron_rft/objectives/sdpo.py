@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config.algorithms import sdpo as section
-from megatron_rft.objectives.base import Beside, Loss, Outputs, PolicyObjective, Prepared, State, Update
+from megatron_rft.objectives.base import Loss, Outputs, PolicyObjective, Prepared, SecondDistribution, State, Update
 from megatron_rft.objectives.mismatch import mismatch_sums
 from megatron_rft.objectives.surrogates import LOG_RATIO_BOUND, aggregate, clipped_surrogate, log_ratio, surrogate_loss
 from megatron_rft.records import Batch
@@ -71,7 +71,7 @@ class SDPO(PolicyObjective):
             OUTPUTS,
             mini_batches=self.setting.mini_batches,
             epochs=self.options.epochs,
-            beside=Beside("teacher" if self.options.teacher_rate else "actor", in_context=True),
+            second=SecondDistribution("teacher" if self.options.teacher_rate else "actor", in_context=True),
         )
         share = informed.float().mean().item() if len(batch) else 0.0
         return Prepared([update], state, {"sdpo/informed": share})

@@ -101,7 +101,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         heads=config["num_attention_heads"],
         kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
         ffn=config["intermediate_size"],
-        experts=config.get("num_experts") or 0,
+        experts=config.get("num_experts") or config.get("num_local_experts") or 0,
         expert_ffn=config.get("moe_intermediate_size") or 0,
         max_positions=config["max_position_embeddings"],
         vocabulary=config["vocab_size"],

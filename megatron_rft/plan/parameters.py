@@ -39,7 +39,7 @@ class Sizes:
         config = json.loads((folder / "config.json").read_text())
         family = ARCHITECTURES[config["architectures"][0]]
         sparse, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-        experts = config.get("num_experts") or 0
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
         every = range(config["num_hidden_layers"])
         return cls(
             hidden=config["hidden_size"],

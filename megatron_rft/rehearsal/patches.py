@@ -66,7 +66,7 @@ def _name_categories(ledger: Ledger) -> None:
     around(vocabulary.Blocks, "buffer", lambda *_, **__: ledger.holding("log-prob blocks"))
     around(actors, "compare", lambda *_, **__: ledger.holding("second distribution"))
     around(P2PCommunicator, "_communicate", lambda *_, **__: ledger.holding("activations"))
-    plain = Actor.swapped
+    plain = Actor.use_weights
 
     @contextmanager
     def swapped(self: Actor, other: list[Tensor]) -> Iterator[None]:
@@ -77,7 +77,7 @@ def _name_categories(ledger: Ledger) -> None:
             stack.callback(lambda: setattr(ledger, "swapped", ledger.swapped - 1))
             yield
 
-    Actor.swapped = swapped
+    Actor.use_weights = swapped
 
 
 def _name_phases(ledger: Ledger) -> None:

@@ -138,16 +138,16 @@ class Step:
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
         batch = batch.with_sequences(rewards=rewards, unit=number // 2 if recipe.algorithm.pairs else number)
         reference = actor.snapshot()
-        with actor.swapped(reference):
+        with actor.use_weights(reference):
             batch = batch.with_tokens(ref_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
         batch = objective.annotate(batch)
         if "old_logprobs" in objective.needs:
             batch = batch.with_tokens(old_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
 
         def second(update: Any, mini_batch: Any) -> Any:
-            if update.beside is None:
+            if update.second is None:
                 return None
-            extrapolation = update.beside.extrapolation
+            extrapolation = update.second.extrapolation
             if getattr(recipe.algorithm, "reference", None) != "cached_hidden":
                 return Second(mini_batch, reference, extrapolation)
             return Recorded(mini_batch, self._cached_rows, self._output_matrix(actor), extrapolation)
@@ -209,7 +209,7 @@ class Step:
             counts = update.counts(mini_batch)
             actor.step(mini_batch, update.loss, counts, update.outputs, update.learning_rate, beside, update.moments)
         self.times[phase] = (passes, max(1.0, sequences / len(mini_batch)))
-        if update.beside is not None:
+        if update.second is not None:
             self.times["second distribution"] = self.times[phase]
 
     def _cached_rows(self, numbers: Any) -> Any:

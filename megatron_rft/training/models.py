@@ -13,7 +13,7 @@ from megatron_rft.inference.engine import Engine
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.megatron.second_distribution import Recorded, Second
-from megatron_rft.objectives.base import Beside, Update
+from megatron_rft.objectives.base import SecondDistribution, Update
 from megatron_rft.objectives.kl import k3
 from megatron_rft.objectives.plugins.dynamic import has_pairs, on_response_tokens, pairs
 from megatron_rft.records import Batch
@@ -51,7 +51,7 @@ class Models:
 
     def second(self, update: Update, mini_batch: Batch) -> Second | Recorded | None:
         """The second distribution that `update` compares with."""
-        assert update.beside is None, update.beside
+        assert update.second is None, update.second
         return None
 
     def end_of_step(self) -> None: ...
@@ -104,35 +104,35 @@ class OnlineModels(Models):
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """[R]"""
-        with self.actor.swapped(self.reference):
+        with self.actor.use_weights(self.reference):
             return self.actor.outputs(batch, LOGPROBS)["logprobs"]
 
     def push_reference(self, engine: Engine) -> None:
         """Sends the reference's weights to an engine that keeps them."""
-        with self.actor.swapped(self.reference):
+        with self.actor.use_weights(self.reference):
             weight_sync.push(self.actor.stream(), engine, version=0, verify=True)
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor:
         if self.teacher is None:
             return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
-        with self.actor.swapped(self.teacher.weights):
+        with self.actor.use_weights(self.teacher.weights):
             return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        if update.beside is None:
+        if update.second is None:
             return None
         return Second(
-            mini_batch.in_context() if update.beside.in_context else mini_batch,
-            self._weights(update.beside),
-            update.beside.extrapolation,
+            mini_batch.in_context() if update.second.in_context else mini_batch,
+            self._weights(update.second),
+            update.second.extrapolation,
         )
 
-    def _weights(self, beside: Beside) -> list[Tensor] | None:
-        if beside.weights == "reference":
+    def _weights(self, second: SecondDistribution) -> list[Tensor] | None:
+        if second.weights == "reference":
             return self.reference
-        if beside.weights == "teacher":
+        if second.weights == "teacher":
             return self.teacher.weights
-        assert beside.weights == "actor", beside.weights
+        assert second.weights == "actor", second.weights
         return None
 
     def end_of_step(self) -> None:

@@ -118,17 +118,17 @@ class Reference:
 
     def second(self, update: Update, batch: Batch) -> Second | Recorded | None:
         """The reference's distribution, if `update` compares with it."""
-        if update.beside is None:
+        if update.second is None:
             return None
         if self.cache is None:
-            return Second(batch, self.weights, update.beside.extrapolation)
+            return Second(batch, self.weights, update.second.extrapolation)
         place = batch.tokens["place"]
         return Recorded(
-            batch, lambda numbers: self.cache.rows(place[numbers]), self.output, update.beside.extrapolation
+            batch, lambda numbers: self.cache.rows(place[numbers]), self.output, update.second.extrapolation
         )
 
     def _logprobs(self, data: Batch, path: Path) -> Tensor:
-        with self.actor.swapped(self.weights):
+        with self.actor.use_weights(self.weights):
             parts = [self.actor.outputs(data.select(chunk), LOGPROBS)["logprobs"] for chunk in chunks(data)]
         found = torch.cat(parts)
         if dist.get_rank() == 0:
@@ -140,7 +140,7 @@ class Reference:
         """Written by one rank of the last pipeline stage."""
         writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
         writer = Writer(folder) if writes else None
-        with self.actor.swapped(self.weights):
+        with self.actor.use_weights(self.weights):
             for chunk in chunks(data):
                 hidden = self.actor.hidden_states(data.select(chunk))
                 if writer:

@@ -106,7 +106,7 @@ def test_a_step_goes_through(precision):
     actor = build(precision)
     assert actor.outputs(some_batch(), frozenset({"logprobs"}))["logprobs"].shape == (sum(LENGTHS) - 16,)
     assert {"loss", "grad_norm", "skipped"} <= step(actor).keys()
-    with actor.swapped(actor.snapshot()):
+    with actor.use_weights(actor.snapshot()):
         actor.outputs(some_batch(), frozenset({"logprobs"}))
 
 

@@ -84,7 +84,7 @@ LOSSES: dict[str, PolicyObjective] = {
     "dapo": made("dapo", overlong_buffer=10, max_response_tokens=24),
     "dapo, dynamic constraint": dynamic(made("dapo", kl_coefficient=0.0), eta=0.3),
     "cispo": made("cispo", clip_high=0.2, importance="masked", importance_cap=1.2),
-    "rloo": made("rloo", kl_coefficient=0.05),
+    "rloo": made("rloo", kl_coefficient=0.05, aggregation="sequence_mean"),
     "reinforce_plus_plus": made("reinforce_plus_plus", gamma=0.9),
     "reinforce_plus_plus_baseline": made("reinforce_plus_plus_baseline"),
     "ppo": made("ppo", kl_coefficient=0.05),
@@ -123,7 +123,7 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
             actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
             beside = second(update, steps, frozen)
             logged[key] = actor.backward(steps, update.loss, update.counts(steps), update.outputs, beside)
-            with actor.swapped([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
+            with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
                 found[key] = {name: value.clone() for name, value in actor.stream()}
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}
     parallel.forget_layout()
@@ -150,7 +150,7 @@ def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tens
     now = actor.outputs(batch, LOGPROBS)["logprobs"]
     values = actors["critic"].outputs(batch, frozenset({"values"}))["values"]
     exact = actor.outputs(batch, frozenset({"reverse_kl"}), Second(batch, frozen))["reverse_kl"]
-    with actor.swapped(frozen):
+    with actor.use_weights(frozen):
         ref = actor.outputs(batch, LOGPROBS)["logprobs"]
     teacher = actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
     return batch.with_tokens(
@@ -164,11 +164,11 @@ def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tens
 
 
 def second(update: Update, batch: Batch, frozen: list[torch.Tensor]) -> Second | None:
-    if update.beside is None:
+    if update.second is None:
         return None
     return Second(
-        batch.in_context() if update.beside.in_context else batch,
-        None if update.beside.weights == "actor" else frozen,
+        batch.in_context() if update.second.in_context else batch,
+        None if update.second.weights == "actor" else frozen,
     )
 
 

@@ -44,7 +44,7 @@ class Case:
         self.actor = Actor(model_config(), megatron, batching, "fp32", optimizer=optimizer)
         self.actor.load(weights.random_tensors(model_config(), seed=4))
         self.reference = self.actor.snapshot()
-        with self.actor.swapped(self.reference):
+        with self.actor.use_weights(self.reference):
             data = self._data()
             self.hidden = self.actor.hidden_states(data)
             if parallel.is_last_stage():
@@ -58,13 +58,13 @@ class Case:
         return data.with_tokens(ref_logprobs=self.actor.outputs(data, frozenset({"logprobs"}))["logprobs"])
 
     def second(self, update, batch: Batch, recorded: bool) -> Second | Recorded | None:
-        if update.beside is None:
+        if update.second is None:
             return None
         if not recorded:
-            return Second(batch, self.reference, update.beside.extrapolation)
+            return Second(batch, self.reference, update.second.extrapolation)
         place = batch.tokens["place"]
         output = self.output if parallel.is_last_stage() else None
-        return Recorded(batch, lambda numbers: self.hidden[place[numbers]], output, update.beside.extrapolation)
+        return Recorded(batch, lambda numbers: self.hidden[place[numbers]], output, update.second.extrapolation)
 
     def gradient(self, objective, recorded: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         data = objective.annotate(self.data)
@@ -75,7 +75,7 @@ class Case:
         (mini,) = update.steps()
         second = self.second(update, mini, recorded)
         metrics = self.actor.backward(mini, update.loss, update.counts(mini), update.outputs, second)
-        with self.actor.swapped([p.main_grad.clone() for m in self.actor.models for p in m.parameters()]):
+        with self.actor.use_weights([p.main_grad.clone() for m in self.actor.models for p in m.parameters()]):
             return {name: value.clone() for name, value in self.actor.stream()}, metrics
 
 

@@ -89,7 +89,7 @@ def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
         "LAUNCH_MOUNTS": f"{tmp_path}:{tmp_path}",
     }
     keys = tiny_keys(tmp_path, run__steps=2, **TestStartedAgain.LAYOUT)
-    keys += ["reward.kind=server", f"reward.url=http://SERVER_HOST:{port}"]
+    keys += ["reward.kind=server", "reward.answer=null", f"reward.url=http://SERVER_HOST:{port}"]
     options = ["--gpus-per-node=1", f"--output={tmp_path}/log"]
     job = cluster.submit("launch/pipo_4b.sh", *options, *keys, **variables)
     assert job.wait() == "COMPLETED", job.log[-6000:]

@@ -81,7 +81,7 @@ class Ours:
         else:
             batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
             mismatch(rollout, batch.tokens["old_logprobs"], batch.response_mask)
-        with self.actor.swapped(self.reference):
+        with self.actor.use_weights(self.reference):
             return batch.with_tokens(ref_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
 
     def step(self) -> None:

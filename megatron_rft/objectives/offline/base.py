@@ -12,12 +12,12 @@ from torch import Tensor
 from megatron_rft.config.algorithms.offline import base as section
 from megatron_rft.objectives import base
 from megatron_rft.objectives.base import (
-    Beside,
     Loss,
     LossFunction,
     Objective,
     Outputs,
     Prepared,
+    SecondDistribution,
     State,
     Sum,
     Update,
@@ -38,7 +38,7 @@ class Offline(Objective):
     needs: frozenset[str] = frozenset({"ref_logprobs"})
 
     @property
-    def beside(self) -> Beside | None:
+    def second(self) -> SecondDistribution | None:
         """The reference beside the policy, where `outputs` compare with it."""
         return None
 
@@ -58,7 +58,7 @@ class Offline(Objective):
         return Loss(self.terms(outputs, batch), dynamics(outputs, batch))
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        return Prepared([Update("policy", batch, self.loss, self.outputs, counts=counts, beside=self.beside)], state)
+        return Prepared([Update("policy", batch, self.loss, self.outputs, counts=counts, second=self.second)], state)
 
 
 def counts(batch: Batch) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config.algorithms.offline import fpa as section
-from megatron_rft.objectives.base import Beside, Outputs, sequence_means
+from megatron_rft.objectives.base import Outputs, SecondDistribution, sequence_means
 from megatron_rft.objectives.offline.base import weights
 from megatron_rft.objectives.offline.off_rl import OffRL
 from megatron_rft.records import Batch
@@ -25,8 +25,8 @@ class FPA(OffRL):
         return super().outputs | {"extrapolated_logprobs"}
 
     @property
-    def beside(self) -> Beside:
-        return Beside("reference", extrapolation=self.options.extrapolation)
+    def second(self) -> SecondDistribution:
+        return SecondDistribution("reference", extrapolation=self.options.extrapolation)
 
     def objective(self, outputs: Outputs, batch: Batch) -> Tensor:
         logprobs = outputs["logprobs"]

@@ -9,7 +9,7 @@ over trajectories, or a mean over tokens (`kl_aggregation`).
 from torch import Tensor
 
 from megatron_rft.config.algorithms.offline import off_rl as section
-from megatron_rft.objectives.base import Beside, Outputs, Sum
+from megatron_rft.objectives.base import Outputs, SecondDistribution, Sum
 from megatron_rft.objectives.offline.base import Offline, over_sequences, weights
 from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch
@@ -23,8 +23,8 @@ class OffRL(Offline):
         return frozenset({"logprobs", "forward_kl"} if self.options.kl_coefficient else {"logprobs"})
 
     @property
-    def beside(self) -> Beside | None:
-        return Beside("reference") if self.options.kl_coefficient else None
+    def second(self) -> SecondDistribution | None:
+        return SecondDistribution("reference") if self.options.kl_coefficient else None
 
     def objective(self, outputs: Outputs, batch: Batch) -> Tensor:
         """[B] what is raised for right and lowered for wrong trajectories"""

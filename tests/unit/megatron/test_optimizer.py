@@ -95,7 +95,7 @@ def test_average_by_hand(one_rank):
     average.update()
     mean = torch.cat([w.flatten() for w in average.weights])
     torch.testing.assert_close(mean, 0.75 * start + 0.25 * snapshot(actor))
-    with actor.swapped(average.weights):
+    with actor.use_weights(average.weights):
         torch.testing.assert_close(snapshot(actor), mean)
 
 

@@ -206,7 +206,7 @@ def fingerprint(objective) -> tuple:
     batch = batch.with_scalars(sampled_reward_sum=3.0, sampled_count=7.0)
     found = [tuple(objective.keep(batch).tolist())]
     for update in objective.prepare(batch, objective.init()).updates:
-        found.append((update.name, str(update.beside), update.moments, update.learning_rate))
+        found.append((update.name, str(update.second), update.moments, update.learning_rate))
         for mini_batch in update.steps():
             place = mini_batch.tokens["place"]
             leaves = {k: v[place].clone().requires_grad_() for k, v in model_outputs(SEQUENCES).items()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rft.objectives.base import Beside, counts
+from megatron_rft.objectives.base import SecondDistribution, counts
 from megatron_rft.records import Batch
 from tests.made import made, pipo
 
@@ -28,7 +28,7 @@ def test_only_the_informed_are_taught():
     prepared = made("sdpo").prepare(sampled(), {})
     (update,) = prepared.updates
     assert update.batch.response_ids.tolist() == [5, 6, 8, 9, 10] and update.batch.context_lens.tolist() == [3, 2]
-    assert update.beside == Beside("actor", in_context=True)
+    assert update.second == SecondDistribution("actor", in_context=True)
     assert prepared.metrics == pytest.approx({"sdpo/informed": 2 / 3})
 
 
@@ -65,7 +65,7 @@ def test_verification_scales_the_attributions():
     torch.testing.assert_close(verification.batch.tokens["advantages"], expected)
     (step,) = verification.steps()
     assert counts(step)["response_tokens"] == 5  # Z
-    assert verification.batch.context_ids is None and verification.beside is None
+    assert verification.batch.context_ids is None and verification.second is None
 
 
 @pytest.mark.parametrize(

@@ -336,9 +336,9 @@ def test_the_kl_of_off_rl_is_a_sum_over_the_trajectory(how, expected):
 
 
 def test_only_what_is_needed_is_asked_for():
-    assert made("off_rl").outputs == {"logprobs"} and made("off_rl").beside is None
+    assert made("off_rl").outputs == {"logprobs"} and made("off_rl").second is None
     assert made("off_rl", kl_coefficient=0.1).outputs == {"logprobs", "forward_kl"}
-    assert made("off_rl", kl_coefficient=0.1).beside.weights == "reference"
-    assert made("fpa", extrapolation=2.0).beside.extrapolation == 2.0
+    assert made("off_rl", kl_coefficient=0.1).second.weights == "reference"
+    assert made("fpa", extrapolation=2.0).second.extrapolation == 2.0
     assert made("fpa", kl_coefficient=0.1).outputs == {"logprobs", "forward_kl", "extrapolated_logprobs"}
     assert made("kto").needs == {"ref_logprobs", "old_logprobs"} and made("rft").needs == {"ref_logprobs"}
