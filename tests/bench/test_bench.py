@@ -1,10 +1,11 @@
 """Each script of tools/bench runs at its smallest size and prints its table.
 
 A script says that size itself: SMALLEST, its arguments, where {model} is a folder with an arithmetic model of random
-weights and {out} one that is not there yet. A script without it fails here.
+weights, {rows} one with problems of mathematics and {out} one that is not there yet. A script without it fails here.
 """
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -62,7 +63,9 @@ def tables(output: str) -> list[list[list[str]]]:
 def test_it_prints_its_table(script, model, tmp_path):
     if "VLLMEngine(" in script.read_text() and "--engine" not in script.read_text() and unusable():
         pytest.skip(unusable())
-    words = smallest(script).format(model=model, out=tmp_path / "out").split()
+    rows = [{"problem": "Add.", "answer": answer} for answer in ("\\frac{1}{2}", "(1, 2)", "12")]
+    (tmp_path / "math500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = smallest(script).format(model=model, rows=tmp_path, out=tmp_path / "out").split()
     done = subprocess.run(
         [sys.executable, str(script), *words],
         env=os.environ | ENVIRONMENT,

@@ -15,7 +15,9 @@ from statistics import mean, median, stdev
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from compare_online import before_and_after, curve, train, warm_start
 
-SMALLEST = "--out {out} --start {model} --seeds 0 --staleness 0 1 --steps 3"  # tests/bench
+SMALLEST = """--out {out} --start {model} --seeds 0 --staleness 0 1 --steps 3
+    rollout.prompts_per_step=2 rollout.max_response_tokens=4
+    algorithm.mini_batch_prompts=2 evaluation.limit=2"""  # tests/bench
 
 
 def cell(values: list[float], digits: int) -> str:
@@ -44,11 +46,12 @@ def main() -> None:
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--steps", type=int, default=30)
+    options.add_argument("overrides", nargs="*", help="section.option=value, for every run")
     args = options.parse_args()
 
     start = args.start or warm_start(args.out, jobs=1)
     runs = args.out / "runs"
-    common = ["rollout.engine=hf", "rollout.placement=process", "algorithm.importance=truncated"]
+    common = ["rollout.engine=hf", "rollout.placement=process", "algorithm.importance=truncated", *args.overrides]
     for seed in args.seeds:
         for staleness in args.staleness:
             own = [f"rollout.staleness={staleness}", f"run.seed={seed}", f"run.steps={args.steps}"]

@@ -25,6 +25,7 @@ from megatron_rft.rewards.equivalence.latex import one_spelling
 from megatron_rft.rewards.equivalence.rationals import number
 from megatron_rft.rewards.math import MathReward, reference_form
 
+SMALLEST = "{rows} 2"  # tests/bench
 FILES = {
     "math500": "answer", "math_test": "solution", "gaokao2023en": "answer", "olympiadbench": "final_answer",
     "aime24": "answer", "aime25": "answer", "amc23": "answer", "gsm8k_test": "answer",
@@ -236,6 +237,8 @@ def main() -> None:
     right = sum(case[4] for case in table)
     print(f"{right} equivalents, {len(table) - right} wrong answers")
     graders: dict[str, Callable] = {"ours": ours, "math-verify": math_verify, "qwen rules": qwen_rules}
+    print("| grader | false negatives | false positives | seconds |\n|---|---|---|---|")
+    details = []
     for name, grade in graders.items():
         start = time.perf_counter()
         verdicts = grade(table)
@@ -243,12 +246,14 @@ def main() -> None:
         errors = [(case, said) for case, said in zip(table, verdicts, strict=True) if said != case[4]]
         kinds = Counter((case[4], case[0]) for case, _ in errors)
         negatives = sum(case[4] for case, _ in errors)
-        print(f"\n{name}: {negatives} false negatives, {len(errors) - negatives} false positives, {seconds:.0f} s")
-        print(
-            "  " + ", ".join(f"{how} {count} ({'-' if is_right else '+'})" for (is_right, how), count in kinds.items())
+        print(f"| {name} | {negatives} | {len(errors) - negatives} | {seconds:.0f} |", flush=True)
+        details.append(
+            f"\n{name}: "
+            + ", ".join(f"{how} {count} ({'-' if is_right else '+'})" for (is_right, how), count in kinds.items())
         )
         for (how, _, reference, text, is_right), _ in errors[: 40 if name == "ours" else 0]:
-            print(f"  {'false negative' if is_right else 'false positive'}, {how}: {reference!r}: {text!r}")
+            details.append(f"  {'false negative' if is_right else 'false positive'}, {how}: {reference!r}: {text!r}")
+    print("\n".join(details))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.rewards.math import MathReward
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import Sampler
-from megatron_rft.training.build import PREDICTED
+from megatron_rft.training.engines import PREDICTED
 
 SMALLEST = "{model} --prompts 2 --group 2 --tokens 8 --rounds 1"  # tests/bench
 TEMPLATE = "{question}{response}\nRefine:\n"  # of examples/dynamic/tiny
@@ -116,7 +116,9 @@ class Bench:
                 self.actor.step(mini_batch, update.loss, update.counts(mini_batch), update.outputs, learning_rate=1e-20)
         found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "sampling": sampled_at}
         found |= {name.partition("/")[2]: value for name, value in sampled.metrics.items() if "/" in name}
-        written = {(each.place, each.sample): each.refined.token_ids for each in sampled.rollouts if each.refined}
+        written = {
+            (each.prompt_index, each.sample): each.refined.token_ids for each in sampled.rollouts if each.refined
+        }
         return found | {"written": written}
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 
+SMALLEST = "--size 1m --shapes 8x2x4 --tokens 32 --steps 1"  # tests/bench
 SHAPES = ("1024x8x128", "48x8x20", "64x8x4096")
 LOGPROBS = frozenset({"logprobs"})
 
