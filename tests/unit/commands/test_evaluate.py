@@ -121,7 +121,8 @@ def test_what_is_wrong_with_the_last_benchmark_shows_before_the_first(recipe, mo
     (tmp_path / "none.jsonl").write_text('{"question": "?"}\n')
     broken = f"evaluation.benchmarks.second.path={tmp_path}/none.jsonl"
     assert cli.main(["evaluate", str(recipe), "--model", str(model), broken]) == 2
-    assert "evaluation.benchmarks.second: row 1 has no field 'answer'" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"evaluation.benchmarks.second: {tmp_path}/none.jsonl: row 1 has no field 'answer'" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -42,6 +42,8 @@ def test_a_port_that_is_taken():
 def test_a_process_that_no_launcher_started_has_a_ranks_variables_while_it_is_a_world(monkeypatch):
     """vLLM's external_launcher reads them."""
     parallel.shutdown()  # another test's world
+    for name in (*VARIABLES, "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)  # as an engine of another test left them
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # what is set stays
     parallel.initialize(Megatron())
     try:
