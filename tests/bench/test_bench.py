@@ -37,7 +37,7 @@ def model(tmp_path_factory) -> Path:
 
 def smallest(script: Path) -> str:
     for node in ast.parse(script.read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "SMALLEST":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SMALLEST":
             return ast.literal_eval(node.value)
     pytest.fail(f"{script.name} has no SMALLEST, the arguments of its smallest size")
 
