@@ -1,7 +1,7 @@
 """Bytes of activations on a rank, from the tensors that each layer keeps for its backward pass. Plain arithmetic.
 
 By torch's spec (megatron/spec.py) on a GPU: fused norms keep their input, torch's rotary embedding the cosines and
-sines, flash attention no matrix; there is no dropout. `tests/integration/test_rehearse.py` holds it against the code itself.
+sines, flash attention no matrix; there is no dropout. `tests/integration/test_rehearse.py` compares it with the code.
 With Transformer Engine the layers keep less, from its sources: no copies of cosines and sines and of queries. What the
 allocator leaves between blocks is not counted.
 """
