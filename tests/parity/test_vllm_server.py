@@ -78,10 +78,10 @@ def test_a_server(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(0).items()}
     server = LocalServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
     pool = EnginePool([server], torch.float32)
-    pool.reload = lambda: weight_sync(weights(2).items(), pool, 2, verify=True)
+    pool.reload = lambda: weight_sync.push(weights(2).items(), pool, 2, verify=True)
     try:
         for version in (1, 2):
-            weight_sync(weights(version).items(), pool, version, verify=True)
+            weight_sync.push(weights(version).items(), pool, version, verify=True)
             assert_equal(pool, version, version)
 
         with pytest.raises(ConfigError, match="serves another model: its vocab_size is 64, that of model.path 65"):
@@ -100,7 +100,7 @@ def test_a_server(tmp_path):
         while not running(server):
             assert writing.is_alive(), "it was over before new weights came"
             time.sleep(0.01)
-        weight_sync(weights(3).items(), server, 3)
+        weight_sync.push(weights(3).items(), server, 3)
         assert writing.is_alive(), "it was not in the middle of it"
         writing.join()
         assert [len(r.token_ids) for r in answers[0].responses] == [2000] * 4
@@ -111,12 +111,12 @@ def test_a_server(tmp_path):
         bad = weights(4)
         bad["model.layers.1.self_attn.q_norm.weight"] *= torch.nan
         with pytest.raises(RunFailed, match="version 4: model.layers.1.self_attn.q_norm.weight has 32 non-finite"):
-            weight_sync(bad.items(), pool, 4)
-        weight_sync(weights(2).items(), pool, 2)
+            weight_sync.push(bad.items(), pool, 4)
+        weight_sync.push(weights(2).items(), pool, 2)
 
         processes = family(server.process.pid)
         assert len(processes) >= 2  # the server, and its engine
-        weight_sync(killing(weights(2).items(), processes[-1]), pool, 2, verify=True)
+        weight_sync.push(killing(weights(2).items(), processes[-1]), pool, 2, verify=True)
         assert pool.lost and pool.recover() and pool.restarts == 1
         assert_equal(pool, 2, 2)
 
@@ -151,11 +151,11 @@ def test_vllm_in_a_process_of_its_own(tmp_path):
     build = partial(VLLMEngine, CONFIG, torch.float32, "cpu", **options)
     engine = EngineProcess(build, "engine process 0", tmp_path / "log", 300, 120, {"OMP_NUM_THREADS": "1"})
     try:
-        weight_sync(weights(1).items(), engine, 1, verify=True)
+        weight_sync.push(weights(1).items(), engine, 1, verify=True)
         assert_equal(engine, 1, 1)
         found = engine.generate([Request(0, (5, 6, 7), 4, 1), Request(1, (5, 6), 1, 1, max_tokens=2)], Sampling(1500))
         assert next(found).id == 1  # from now on it is in the middle of the other
-        weight_sync(weights(2).items(), engine, 2)
+        weight_sync.push(weights(2).items(), engine, 2)
         assert [(len(r.token_ids), r.weight_version) for r in next(found).responses] == [(1500, 1)] * 4
         assert list(found) == []
         assert_equal(engine, 2, 2)
