@@ -76,19 +76,19 @@ def need_no_gpu() -> None:
 
 def receiver(port: int, syncs: int, results) -> None:
     device = torch.device("cuda:1") if torch.cuda.device_count() > 1 else None
-    link = network.connect(network.meeting("127.0.0.1", 2, 120, port), 1, 2, 120, device)
+    link = network.connect(network.rendezvous("127.0.0.1", 2, 120, port), 1, 2, 120, device)
     for _ in range(syncs):
         results.put({name: checksum(tensor) for name, tensor in network.receive(link)})
 
 
 def over_the_wire() -> Iterator[Row]:
-    context, place, syncs = multiprocessing.get_context("spawn"), network.meeting("127.0.0.1", 2, 120), 3
+    context, store, syncs = multiprocessing.get_context("spawn"), network.rendezvous("127.0.0.1", 2, 120), 3
     results = context.Queue()
-    other = context.Process(target=receiver, args=(place.port, syncs, results))
+    other = context.Process(target=receiver, args=(store.port, syncs, results))
     other.start()
     try:
         device = torch.device("cuda:0") if torch.cuda.device_count() > 1 else None
-        link = network.connect(place, 0, 2, 120, device)
+        link = network.connect(store, 0, 2, 120, device)
         for seed in range(syncs):
             weights = random_weights(seed)
             network.send(link, weights.items())

@@ -1,4 +1,4 @@
-"""HF <-> megatron-core: names, shapes and the files of an HF folder. Process groups are in `megatron.weights`."""
+"""Converts names, shapes and files between Hugging Face and megatron-core; process groups are in `megatron.weights`."""
 
 from megatron_rft.conversion.folder import FolderWriter, HFFolder, load_config
 from megatron_rft.conversion.mapping import Mapping, hf_shapes

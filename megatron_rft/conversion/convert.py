@@ -1,7 +1,7 @@
-"""One checkpoint into another: copied tensor by tensor, read back and compared, and only then given its name.
+"""Converts a checkpoint: copies tensor by tensor, reads the copy back, compares it, and only then renames it to `out`.
 
-Either side may be a Hugging Face folder or a torch_dist checkpoint; between two of one kind it cuts the files anew.
-What a checkpoint of a training run has beside the model (optimizer, schedule) stays behind.
+Source and target are each a Hugging Face folder or a torch_dist checkpoint; with the same format on both sides only the
+files are split differently. Optimizer and schedule of a training checkpoint are not copied.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ REPORT_FILE = "conversion.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read: its tensors, and the folder that its config.json and tokenizer come from."""
+    """A checkpoint to read. `companions`: the folder with its config.json and tokenizer."""
 
     path: Path
     format: Format
@@ -41,14 +41,15 @@ class Source:
         return open_checkpoint(self.path, self.format, self.hf_config)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor) of the whole model."""
+        """Yield (HF name, tensor) for the whole model."""
         lookup = self.open()
         return ((name, lookup(name)) for name in hf_shapes(self.hf_config))
 
 
 @dataclass(frozen=True)
 class Report:
-    """`digest` is of all tensors' names, types, shapes and bits: the same for one model in either format."""
+    """The result of a conversion. `digest` hashes the names, dtypes, shapes and bits of all tensors: a model has the
+    same digest in both formats."""
 
     source: str
     format: Format
@@ -58,7 +59,7 @@ class Report:
 
 
 def open_checkpoint(path: Path, format: Format, hf_config: Any) -> HFFolder | MegatronFolder:
-    """A lookup by HF name; a folder that is not this model, whole, is an error that says what is missing."""
+    """Return a lookup of tensors by HF name. Raises DataError if they are not exactly the tensors of the model."""
     return (HFFolder if format == "hf" else MegatronFolder)(path, hf_config)
 
 
@@ -71,17 +72,17 @@ def convert(
     file_bytes: int = 4 << 30,
     check: Callable[[Path], None] = lambda _: None,
 ) -> Report:
-    """Write `source` to the new folder `out`. `check` may look at the result, and refuse it, before it gets its name.
+    """Write `source` to the new folder `out`. `check` may inspect the result, and raise, before it is renamed to `out`.
 
     Raises:
-        DataError: the source is not whole or not this model, `out` exists, or the disk is too small.
-        RunFailed: what was written does not read back as what was read.
+        DataError: the source is incomplete or not this model, `out` exists, or the disk is too small.
+        RunFailed: the written tensors differ from the source when they are read back.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists already: choose a new folder, or remove it")
     lookup = source.open()
     _check_space(out, lookup, source.hf_config)
-    with _whole_or_nothing(out) as partial:
+    with _atomic_folder(out) as partial:
         read = RecordingReader(lookup)
         if to == "hf":
             _write_hf(read, source, partial, file_bytes)
@@ -105,7 +106,7 @@ def _write_hf(read: "RecordingReader", source: Source, partial: Path, file_bytes
 
 
 class RecordingReader:
-    """A lookup that remembers what went through it."""
+    """A lookup that records the fingerprints of the tensors it returned."""
 
     def __init__(self, lookup: Callable[[str], Tensor]):
         self.lookup, self.seen, self.bytes = lookup, {}, 0
@@ -122,7 +123,7 @@ class RecordingReader:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Of a tensor's type, shape and bits."""
+    """Return a hash of a tensor's dtype, shape and bits."""
     content = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
     content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return content.hexdigest()
@@ -133,27 +134,27 @@ def _compare(read: RecordingReader, written: Callable[[str], Tensor]) -> None:
     if different:
         raise RunFailed(
             f"{len(different)} of {len(read.seen)} tensors do not read back as they were written, the first is "
-            f"{different[0]}: the disk or the memory is not to be trusted. Nothing was kept"
+            f"{different[0]}: the disk or the memory is faulty. Nothing was kept"
         )
 
 
 def _check_space(out: Path, lookup: HFFolder | MegatronFolder, hf_config: Any) -> None:
     elements = sum(torch.Size(shape).numel() for shape in hf_shapes(hf_config).values())
     needed = elements * lookup(next(iter(hf_shapes(hf_config)))).element_size()
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if (free := shutil.disk_usage(there).free) < needed:
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if (free := shutil.disk_usage(existing).free) < needed:
         raise DataError(f"{out}: {needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free there")
 
 
 @contextmanager
-def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` at the end; after any failure there is nothing of it."""
+def _atomic_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `out` at the end, and removed after a failure."""
     partial = out.with_name(f".{out.name}.converting")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         yield partial
         if out.exists():
-            out.rmdir()  # it was there, and empty
+            out.rmdir()  # `convert` has checked that it is empty
         os.rename(partial, out)
     except (OSError, RuntimeError, SafetensorError) as error:
         if disk_is_full(error):

@@ -1,7 +1,7 @@
 """The files of an HF model folder: safetensors shards with an index, config.json, tokenizer.
 
-Reads lazily, one tensor at a time, after checking names and shapes; writes shards as tensors come and appears under
-its name only when complete. Does not read pickles (`pytorch_model.bin`).
+Reading checks names and shapes first, and then loads one tensor at a time. Writing saves shards as tensors arrive, into
+a temporary folder that is renamed when it is complete. Pickles (`pytorch_model.bin`) are not read.
 """
 
 import copy
@@ -23,7 +23,7 @@ from megatron_rft.conversion.mapping import hf_shapes
 from megatron_rft.families import family_of
 from megatron_rft.utils.errors import DataError
 
-IGNORED = ("rotary_emb.inv_freq", "score.weight")  # computed; a critic's head, asked for only by a critic
+IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,54 +39,54 @@ COMPANIONS = (
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """Of a model's folder."""
+    """Load the model configuration from `folder`. Raises DataError."""
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, StrictDataclassError) as error:  # the last is transformers' of a value that cannot be
+    except (OSError, ValueError, StrictDataclassError) as error:  # transformers raises the last for invalid values
         reason = str(error).splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else error
         raise DataError(f"no model configuration can be loaded from {folder}: {reason}") from None
 
 
 class HFFolder:
-    """The tensors of an HF folder by name, read when asked for: `folder(name)`; KeyError where there is none.
+    """The tensors of an HF folder by name. `folder(name)` reads one; KeyError if there is none of that name.
 
-    Checked against `hf_config` when opened: a missing tensor, one of another shape, or one that the model would not use
-    is an error that names it.
+    The constructor raises DataError, naming the tensors, if one is missing, has another shape than `hf_config` says, or
+    is not used by the model.
     """
 
     def __init__(self, path: str | Path, hf_config: Any):
         self.path = Path(path)
-        # One file at a time is mapped: what is read of it counts as this process's memory until it is closed.
+        # Only one file is mapped at a time: pages read from it count as this process's memory until it is closed.
         self._open = lru_cache(maxsize=1)(lambda file: safe_open(self.path / file, "pt"))
-        self.where: dict[str, str] = {}  # name -> file
+        self.files: dict[str, str] = {}  # tensor name -> file name
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in self._files():
-            self._list(file)
+        for file in self._weight_files():
+            self._index(file)
         self._check(hf_config)
 
-    def _list(self, file: str) -> None:
+    def _index(self, file: str) -> None:
         try:
             tensors = self._open(file)
             names = list(tensors.keys())
         except SafetensorError as error:
             raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
-        self.where |= dict.fromkeys(names, file)
+        self.files |= dict.fromkeys(names, file)
         self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
 
-    def _files(self) -> list[str]:
+    def _weight_files(self) -> list[str]:
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if index.exists():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         elif single.exists():
             files = [single.name]
         else:
-            raise DataError(f"{self.path}: no model.safetensors and no model.safetensors.index.json here{self._seen()}")
+            raise DataError(f"{self.path}: no model.safetensors and no model.safetensors.index.json here{self._hint()}")
         absent = [file for file in files if not (self.path / file).exists()]
         if absent:
             raise DataError(f"{self.path}: {index.name} names files that are not there: {', '.join(absent)}")
         return files
 
-    def _seen(self) -> str:
+    def _hint(self) -> str:
         if not self.path.is_dir():
             return " (no such folder)"
         if list(self.path.glob("*.bin")):
@@ -97,32 +97,32 @@ class HFFolder:
         expected = hf_shapes(hf_config)
         ignored = IGNORED + (("lm_head.weight",) if hf_config.tie_word_embeddings else ())
         problems = {
-            "missing": [name for name in expected if name not in self.where],
-            "unexpected": [name for name in self.where if name not in expected and not name.endswith(ignored)],
+            "missing": [name for name in expected if name not in self.files],
+            "unexpected": [name for name in self.files if name not in expected and not name.endswith(ignored)],
             "of another shape": [
                 f"{name} {self.shape(name)}, config.json says {shape}"
                 for name, shape in expected.items()
-                if name in self.where and self.shape(name) != shape
+                if name in self.files and self.shape(name) != shape
             ],
         }
-        complain(self.path, hf_config, problems)
+        raise_on_problems(self.path, hf_config, problems)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
     def __call__(self, name: str) -> Tensor:
-        return self._open(self.where[name]).get_tensor(name)
+        return self._open(self.files[name]).get_tensor(name)
 
 
-def complain(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:
-    """One error about everything that keeps a folder from being this model."""
+def raise_on_problems(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:
+    """Raise one DataError that lists all `problems`: kind -> names of tensors. Empty lists are no problem."""
     found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
     if found:
         raise DataError(f"{path}: the tensors are not those of this {hf_config.model_type} model. " + "; ".join(found))
 
 
 def copy_companions(source: str | Path | None, target: Path) -> None:
-    """Tokenizer, chat template and generation defaults, as far as the source has them."""
+    """Copy those of the tokenizer, chat template and generation defaults that `source` has."""
     for file in COMPANIONS:
         if source is not None and (Path(source) / file).exists():
             shutil.copy(Path(source) / file, target / file)
@@ -133,7 +133,7 @@ def _some(names: list[str], most: int = 3) -> str:
 
 
 class FolderWriter:
-    """Writes an HF folder from a stream of tensors: `add` each, then `finish`. Loadable by transformers."""
+    """Writes an HF folder, which transformers can load: call `add` with each tensor, then `finish`."""
 
     def __init__(self, path: str | Path, shard_bytes: int = 4 << 30):
         self.path, self.shard_bytes = Path(path), shard_bytes
@@ -159,7 +159,7 @@ class FolderWriter:
         self.pending = {}
 
     def finish(self, hf_config: Any, tokenizer_folder: str | Path | None) -> None:
-        """Name the shards, add config and tokenizer, and put the folder in its place (of an older one, if any)."""
+        """Name the shards, add configuration and tokenizer, and rename the folder; an existing one is replaced."""
         if self.pending:
             self._flush()
         self._name_shards()
@@ -173,7 +173,7 @@ class FolderWriter:
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
-        """Take back what was written so far."""
+        """Remove everything that was written so far."""
         self.pending = {}
         shutil.rmtree(self.partial, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Names, shapes and layouts of one model's tensors, on both sides.
+"""Maps names and layouts of a model's tensors between Hugging Face and megatron-core, and lists their shapes.
 
 A *canonical name* is a megatron-core parameter name with global numbers (layer over all pipeline stages, expert over
 all expert-parallel ranks), such as `decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`; Transformer
@@ -33,14 +33,14 @@ def head_dim(hf_config: Any) -> int:
 
 
 def is_mixture(hf_config: Any, layer: int) -> bool:
-    """Does this layer (from 0) have experts?"""
+    """Return whether layer `layer`, counted from 0, has experts."""
     if not family_of(hf_config).experts:
         return False
     return layer not in (hf_config.mlp_only_layers or ()) and (layer + 1) % hf_config.decoder_sparse_step == 0
 
 
 def canonical_names(hf_config: Any) -> Iterator[str]:
-    """Every parameter of the model, under the names of megatron-core's local spec, in the order of the layers."""
+    """Yield the names of all parameters, as megatron-core's local spec has them, in the order of the layers."""
     family = family_of(hf_config)
     yield "embedding.word_embeddings.weight"
     for number in range(hf_config.num_hidden_layers):
@@ -58,7 +58,7 @@ def canonical_names(hf_config: Any) -> Iterator[str]:
 
 
 class Mapping:
-    """Between the tensors of one HF model and whole (not sharded) megatron-core parameters, by canonical name."""
+    """Maps tensors of one HF model to unsharded megatron-core parameters and back, by canonical name."""
 
     def __init__(self, hf_config: Any):
         self.layer = family_of(hf_config).layer
@@ -67,7 +67,7 @@ class Mapping:
         self.head_dim = head_dim(hf_config)
 
     def hf_names(self, name: str) -> list[str]:
-        """The HF tensors that make up a parameter, in the order `merge` wants them."""
+        """Return the names of the HF tensors that form a parameter, in the order that `merge` expects."""
         if name in TOP:
             tied = self.tied and name == "output_layer.weight"
             return [TOP["embedding.word_embeddings.weight" if tied else name]]
@@ -82,13 +82,13 @@ class Mapping:
         return [target.replace(several[0], part) for part in several[1].split(",")] if several else [target]
 
     def merge(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """HF tensors -> the whole parameter. q, k and v are interleaved by query group: [q .. q k v] for each group."""
+        """Merge HF tensors into a parameter. q, k and v are interleaved by query group: [q .. q k v] for each group."""
         if ".linear_qkv." in name and len(parts) == 3:
             return torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], 1).flatten(0, 1)
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
     def split(self, name: str, whole: Tensor) -> list[Tensor]:
-        """The inverse of `merge`."""
+        """Split a parameter into its HF tensors: the inverse of `merge`."""
         count = len(self.hf_names(name))
         if count < 3:
             return list(whole.chunk(count))
@@ -98,7 +98,7 @@ class Mapping:
 
 
 def hf_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every tensor of the model, tied output matrix left out, in the order of the layers."""
+    """Return the shape of every HF tensor by name, in the order of the layers, without a tied output matrix."""
     c, hidden, heads = hf_config, hf_config.hidden_size, head_dim(hf_config)
     q, kv = c.num_attention_heads * heads, c.num_key_value_heads * heads
     family = family_of(hf_config)

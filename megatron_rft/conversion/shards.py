@@ -1,4 +1,4 @@
-"""How a whole megatron-core parameter is cut over tensor-parallel ranks, by its (canonical) name."""
+"""Splits a megatron-core parameter over tensor-parallel ranks, and joins its shards, by its canonical name."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def partition_dim(name: str) -> int | None:
-    """The dimension that tensor parallelism cuts; None where every rank holds the whole."""
+    """Return the dimension that tensor parallelism splits; None if the parameter is replicated."""
     return 0 if COLUMN.fullmatch(name) else 1 if ROW.fullmatch(name) else None
 
 
@@ -23,7 +23,8 @@ def padded_vocab(vocab_size: int, tp_size: int) -> int:
 
 
 def shard(name: str, whole: Tensor, size: int, rank: int) -> Tensor:
-    """One rank's part. Gate and up are each cut; vocabulary rows are padded with zeros to a multiple of `size`."""
+    """Return the shard of one rank. Gate and up are split separately; vocabulary rows are zero-padded to a multiple of
+    `size`."""
     dim = partition_dim(name)
     if dim is None or size == 1:
         return whole
@@ -35,7 +36,7 @@ def shard(name: str, whole: Tensor, size: int, rank: int) -> Tensor:
 
 
 def unshard(name: str, parts: Sequence[Tensor], vocab_size: int) -> Tensor:
-    """All ranks' parts, in order -> the whole; padded vocabulary rows are dropped."""
+    """Join the shards of all ranks, in rank order; padded vocabulary rows are dropped."""
     if len(parts) > 1 and GATE_AND_UP.fullmatch(name):
         return torch.cat([torch.cat(halves) for halves in zip(*(p.chunk(2) for p in parts), strict=True)])
     whole = torch.cat(list(parts), partition_dim(name)) if len(parts) > 1 else parts[0]

@@ -1,1 +1,1 @@
-"""Generation engines, how weights reach them, and the proof that they arrived. Import from the modules."""
+"""Generation engines, the transport of weights to them, and its verification. Import from the modules."""

@@ -1,4 +1,4 @@
-"""Metrics of speculative decoding, from vLLM's counters: how many draft tokens were accepted."""
+"""Metrics of speculative decoding from vLLM's counters: how many draft tokens the model accepted."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,13 @@ PASSES, PROPOSED, ACCEPTED = (f"speculation/{what}" for what in ("passes", "prop
 
 
 class Acceptance:
-    """The increase of the counters between two calls."""
+    """Measures the increase of the counters between two calls of `since`."""
 
     def __init__(self):
         self._seen = dict.fromkeys(COUNTERS, 0.0)
 
     def since(self, counted: Iterable[tuple[str, float]]) -> dict[str, float]:
-        """`counted`: (name, value) of counters; the values of a name that appears several times are added."""
+        """Return the metrics since the last call. `counted`: (name, value) pairs; values of the same name are added."""
         total = dict.fromkeys(COUNTERS, 0.0)
         for name, value in counted:
             if name in total:
@@ -24,7 +24,7 @@ class Acceptance:
 
 
 def metrics(passes: float, proposed: float, accepted: float) -> dict[str, float]:
-    """`passes` of the model over drafts; `proposed` and `accepted` count draft tokens."""
+    """Return the metrics for `passes` of the model over drafts with `proposed` and `accepted` draft tokens."""
     if not passes:
         return {}
     return {
@@ -36,6 +36,6 @@ def metrics(passes: float, proposed: float, accepted: float) -> dict[str, float]
 
 
 def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several engines, or of several rounds, added up."""
+    """Return the sum of the metrics of several engines or rounds."""
     parts = [part for part in parts if part]
     return metrics(*(sum(part[name] for part in parts) for name in (PASSES, PROPOSED, ACCEPTED)))

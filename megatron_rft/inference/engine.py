@@ -19,7 +19,7 @@ from megatron_rft.utils.errors import DataError, RunFailed, UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. The recipe refuses top_p and top_k in training: the trainer's log-probs could not replay them."""
+    """Sampling parameters. Recipes refuse top_p and top_k in training: the trainer cannot compute such log-probs."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
@@ -37,8 +37,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     n: int
     seed: int
-    max_tokens: int | None = None  # below the sampling's, for this request
-    draft: tuple[int, ...] = ()  # of the response, for an engine with speculative decoding: changes speed, never tokens
+    max_tokens: int | None = None  # a lower limit than the sampling's, for this request
+    draft: tuple[int, ...] = ()  # predicted response for speculative decoding: changes the speed, never the tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Group:
 
 
 class EngineLost(RunFailed):
-    """An engine was killed, has crashed or hangs. `pool.py` can start a new one in its place."""
+    """An engine was killed, has crashed or hangs. `pool.py` can replace it."""
 
 
 class Engine(Protocol):
@@ -69,60 +69,60 @@ class Engine(Protocol):
     requests and gets groups, the others pass none."""
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
-        """Groups in the order in which they finish, exactly one for each request."""
+        """Yield one group for each request, in the order in which they finish."""
         ...
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load every parameter of the model from the stream, which is always read to its end: it runs collectives.
+        """Load every parameter of the model from the stream. Always read it to its end, because it runs collectives.
 
         Raises:
-            RunFailed: naming the tensor: it is missing, repeated, unknown, has another shape, is not finite, or is all
-                zero and was not before.
+            RunFailed: a tensor is missing, repeated, unknown, has another shape, is not finite, or is all zero and was
+                not before. The message names it.
         """
         ...
 
     def checksums(self) -> dict[str, int | None]:
-        """HF name -> `checksum` of every parameter as the engine holds it, to verify a sync. None: the engine rounds
-        this parameter, and has compared the rounded values with the received ones itself.
+        """Return the `checksum` of every parameter in the engine by HF name, to verify a sync. None stands for a
+        parameter that the engine rounds, and has compared with the received values itself.
 
-        Empty on a rank without an engine, and for a lost engine that will be replaced."""
+        The result is empty on a rank without an engine, and for a lost engine that will be replaced."""
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Metrics since the last call, where an engine has any: of speculative decoding (acceptance.py)."""
+        """Return the metrics of speculative decoding since the last call (acceptance.py); empty without it."""
         return {}
 
     def sleep(self) -> None:
-        """Free device memory until `wake`. Weights and caches may be lost, so `load_weights` must follow `wake`.
-        Engines outside of the ranks stay awake."""
+        """Free device memory until `wake`. Weights and caches may be lost: call `load_weights` after `wake`.
+        Engines outside of the ranks do nothing."""
 
     def wake(self) -> None: ...
 
     def close(self) -> None:
-        """Free all processes and memory. May be called twice."""
+        """End all processes and free all memory. May be called twice."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a recipe says to an engine in a process of the run. Each engine.py below `inference` has a function
+    """The recipe's options for an engine in a process of the run. Each engine.py below `inference` has a function
 
         builder(source, dtype, options) -> Callable[[device], Engine]
 
-    where `source` is a configuration or a folder with weights. What it returns can be sent to another process: it is a
-    partial of a class or of a module's function.
+    where `source` is a configuration or a folder with weights. The result must be picklable, because it may be sent to
+    another process: a partial of a class or of a module's function.
     """
 
     max_batch_sequences: int
     max_tokens: int  # of a prompt and its response together
     arguments: dict[str, Any]  # the section `vllm`
-    gpu_share: float | None  # of the device's memory; None: the device is the engine's own
+    gpu_share: float | None  # share of the device's memory; None: no other process uses the device
     keep_caches: bool  # rollout.cache_after_sync=keep
-    sleeps: bool  # `sleep` must give device memory back
+    sleeps: bool  # `sleep` must free device memory
 
 
 def request_seed(*parts: int | str) -> int:
-    """63 bits that depend on `parts` alone: the same on every rank, in every layout, on every machine."""
+    """Return a seed of 63 bits that depends on `parts` alone: not on the rank, the layout or the machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -132,8 +132,8 @@ def limit(request: Request, sampling: Sampling) -> int:
 
 
 def check_requests(requests: list[Request], sampling: Sampling, longest: int, room: str, vocabulary: int) -> None:
-    """Refuse requests that no engine can serve. `longest`: the most tokens of a prompt and its response; `room` names
-    the origin of that limit in messages."""
+    """Raise UserError for a request that no engine can serve. `longest`: the limit on the tokens of a prompt and its
+    response; `room`: how messages name the origin of that limit."""
     assert len({r.id for r in requests}) == len(requests), "two requests have the same id"
     for request in requests:
         length, most = len(request.prompt_ids), limit(request, sampling)
@@ -153,7 +153,7 @@ def check_requests(requests: list[Request], sampling: Sampling, longest: int, ro
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 64-bit checksum of a tensor's bits and their order; -0 counts as 0. Both sides of a weight sync compute it."""
+    """Return a 64-bit checksum of a tensor's bits and their order; -0 counts as 0. Both sides of a sync compute it."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     total = 0
     for values in tensor.detach().contiguous().view(-1).split(1 << 22):  # int64 copies of a part at a time

@@ -1,9 +1,8 @@
 """Presents the engines that run outside of the ranks as one engine, and replaces lost ones.
 
-Each rank drives none, one or several engines (`shares`). A lost engine loses its weights and its unfinished requests.
-Reloading weights is collective, because they come from the actor; so lost engines are restarted at one point only, in
-`recover`: all ranks restart their lost engines and push the actor's current weights. The unfinished requests are then
-tried once more (`retry`).
+Each rank drives zero or more engines (`shares`). A lost engine loses its weights and its unfinished requests. Reloading
+weights from the actor is collective, so lost engines restart only in `recover`: all ranks restart their lost engines
+and push the actor's current weights. `retry` then generates the unfinished requests once more.
 """
 
 import queue
@@ -26,7 +25,7 @@ class Member(Engine, Protocol):
     name: str
 
     def start(self) -> None:
-        """Start a new one in its place, without weights."""
+        """Start a replacement, without weights."""
         ...
 
 
@@ -35,7 +34,7 @@ class EnginePool(Engine):
     Args:
         members: the engines that this rank drives.
         gather: concatenates all ranks' lists, on every rank.
-        driver: this rank's number among the ranks that drive engines (None: it drives none), and how many they are.
+        driver: this rank's index among the ranks that drive engines (None: it drives none), and the number of them.
 
     `generate`, and `recover` after `load_weights`, are collective. The trainer sets `reload`, which pushes the actor's
     weights into this pool and verifies them.
@@ -51,10 +50,10 @@ class EnginePool(Engine):
         self.members, self.dtype, self.gather, self.driver = members, dtype, gather, driver
         self.reload: Callable[[], None] = self._no_source
         self.weight_version = -1
-        self.lost: dict[int, str] = {}  # member -> what happened to it
-        self._asking = threading.Lock()
-        self.restarts = 0  # of the whole run's engines
-        self.news: list[str] = []  # for a person
+        self.lost: dict[int, str] = {}  # index of the member -> the error
+        self._generating = threading.Lock()
+        self.restarts = 0  # of all engines of the run
+        self.news: list[str] = []  # messages about restarts, for the log
 
     # ---- generation
 
@@ -64,13 +63,13 @@ class EnginePool(Engine):
         yield from self.retry(left, sampling)
 
     def begin(self, requests: list[Request], sampling: Sampling, left: list[Request]) -> Iterator[Group]:
-        """Groups of this rank's engines; requests that a lost engine has not finished are appended to `left`.
+        """Yield groups of this rank's engines; append the unfinished requests of lost engines to `left`.
 
-        Not collective: one thread besides the trainer's may call it, and only `load_weights` may run meanwhile."""
+        Not collective. Only `load_weights` may run at the same time, in another thread."""
         ended: queue.Queue = queue.Queue()
         parts = [requests[i :: len(self.members)] for i in range(len(self.members))]
         assert self.members or not requests, "a rank without an engine has requests"
-        with self._asking, ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="engine") as pool:
+        with self._generating, ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="engine") as pool:
             jobs = [pool.submit(self._drive, i, part, sampling, ended, left) for i, part in enumerate(parts)]
             for _ in jobs:
                 while (group := ended.get()) is not None:
@@ -95,7 +94,7 @@ class EnginePool(Engine):
             ended.put(None)
 
     def retry(self, left: list[Request], sampling: Sampling) -> Iterator[Group]:
-        """Collective. Replace lost engines and generate the requests that `begin` left over on any rank."""
+        """Collective. Replace lost engines and generate the requests that `begin` left unfinished."""
         self.recover()
         if any(self.gather([bool(left)])):
             yield from self.begin(left, sampling, [])
@@ -104,7 +103,7 @@ class EnginePool(Engine):
     # ---- weights
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load all members at once. Call `recover` afterwards: a lost member has not got the weights."""
+        """Load all members in parallel. Call `recover` afterwards: a lost member has not received the weights."""
         living = [i for i in range(len(self.members)) if i not in self.lost]
         queues = [queue.Queue(maxsize=1) for _ in living]
         with ThreadPoolExecutor(max(len(living), 1), thread_name_prefix="weights") as pool:
@@ -127,23 +126,23 @@ class EnginePool(Engine):
         except EngineLost as error:
             self.lost[member] = str(error)
         finally:
-            for _ in stream:  # the other members and the actor's collectives continue
+            for _ in stream:  # other members and the actor's collectives need the rest of the stream
                 pass
 
     def checksums(self) -> dict[str, int]:
-        """The members' checksums, which must agree; empty on a rank without members."""
+        """Return the members' checksums. Raises RunFailed if two members differ. Empty on a rank without members."""
         found: dict[str, int] = {}
-        for member, held in self._of_each(lambda member: member.checksums()):
-            different = [name for name in held if found.setdefault(name, held[name]) != held[name]]
+        for member, checksums in self._ask_each(lambda member: member.checksums()):
+            different = [name for name in checksums if found.setdefault(name, checksums[name]) != checksums[name]]
             if different:
                 raise RunFailed(f"{member.name} holds another {min(different)} than {self.members[0].name}")
         return found
 
     def statistics(self) -> dict[str, float]:
-        return joined(counted for _, counted in self._of_each(lambda member: member.statistics()))
+        return joined(counted for _, counted in self._ask_each(lambda member: member.statistics()))
 
-    def _of_each(self, ask: Callable[[Member], dict]) -> Iterator[tuple[Member, dict]]:
-        """Every member that is not lost, with its answer."""
+    def _ask_each(self, ask: Callable[[Member], dict]) -> Iterator[tuple[Member, dict]]:
+        """Yield each member that is not lost with its answer."""
         for i, member in enumerate(self.members):
             try:
                 answer = {} if i in self.lost else ask(member)
@@ -155,11 +154,11 @@ class EnginePool(Engine):
     # ---- losses
 
     def recover(self) -> bool:
-        """Collective. Replace engines that were lost on any rank. Returns whether there were any."""
+        """Collective. Replace the lost engines of all ranks. Returns whether there were any."""
         if not any(self.gather([bool(self.lost)])):
             return False
-        with self._asking:  # wait until `begin` has put all unfinished requests into its `left`
-            news = self.gather(list(self.lost.values()))  # by now others may be lost too
+        with self._generating:  # wait until `begin` has appended all unfinished requests
+            news = self.gather(list(self.lost.values()))  # gathered again: more may be lost by now
             self.restarts += len(news)
             self.news += [f"{what}; it was started again with the actor's weights" for what in news]
             for member in self.lost:
@@ -182,8 +181,8 @@ class EnginePool(Engine):
 
 
 def shares(engines: int, rank: int, world: int) -> tuple[range, int | None, int]:
-    """The engines that `rank` drives; its number among the ranks that drive any (None: it drives none); and how many
-    these are. 4 engines, 2 ranks: 0 2 and 1 3. 2 engines, 4 ranks: rank 0 and rank 2 drive one each.
+    """Return the engines that `rank` drives, its index among the ranks that drive any (None: it drives none), and the
+    number of these. With 4 engines, 2 ranks drive 0 2 and 1 3. With 2 engines, ranks 0 and 2 of 4 drive one each.
     """
     if engines >= world:
         return range(rank, engines, world), rank, world

@@ -1,7 +1,7 @@
-"""Runs any engine in a process of its own, behind the same protocol, and watches that process.
+"""Runs any engine in a separate process, behind the same protocol, and monitors that process.
 
-When the process dies or makes no progress, calls raise `EngineLost`; `start` then starts a new one without weights. No
-process outlives the one that started it.
+When the process dies or makes no progress, calls raise `EngineLost`; `start` then starts a new one without weights. The
+process ends with the one that started it.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets, Full
 from megatron_rft.inference.transport.shared_memory import HostMemory, local_gpu, shared
 from megatron_rft.utils.errors import RunFailed
 
-LAST_LINES = 15  # of the log, in an error
-LEAVE_S = 5.0
+LAST_LINES = 15  # of the log in an error message
+EXIT_TIMEOUT_S = 5.0
 
 
 class EngineProcess(Engine):
-    """`build` makes the engine in the other process. It is pickled: a module's function, or a partial of one."""
+    """`build` creates the engine in the other process. It is pickled, so it must be a module's function or a partial."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class EngineProcess(Engine):
         silence_timeout_s: float = 300.0,
         environment: dict[str, str] | None = None,
     ):
-        """`log`: file for the output of the process. `silence_timeout_s`: how long it may make no progress on a call
-        before it counts as hung."""
+        """`log`: the file for the output of the process. `silence_timeout_s`: seconds without progress on a call after
+        which the process counts as hung."""
         self.build, self.name, self.log = build, name, log
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
         self.environment = environment or {}
         self.process: subprocess.Popen | None = None
-        self.transport = ""  # of weights, once there is a process
-        self._on_gpu: Tensor | None = None  # the buckets, if they lie there
-        self._statistics: list[dict[str, float]] = []  # of what was generated since they were asked for
+        self.transport = ""  # how weights are sent, for the log; set when the process has started
+        self._on_gpu: Tensor | None = None  # the buckets, if they are in GPU memory
+        self._statistics: list[dict[str, float]] = []  # since the last call of `statistics`
         self._jobs = itertools.count()
         self._sending, self._ending = threading.Lock(), threading.RLock()
         self.start()
@@ -60,7 +60,7 @@ class EngineProcess(Engine):
         """Start a new process, without weights, in place of a lost one.
 
         Raises:
-            RunFailed: it ended, or was not ready in time; with the last lines of its log.
+            RunFailed: the process ended, or was not ready in time. The message has the last lines of its log.
         """
         self._kill()
         self.weight_version = -1
@@ -79,15 +79,15 @@ class EngineProcess(Engine):
                 start_new_session=True,  # Ctrl-C in a terminal must reach the trainer only
             )
         self._groups, self._replies = queue.Queue(), queue.Queue()
-        self._heard = self._advanced = time.monotonic()
+        self._last_message = self._last_progress = time.monotonic()
         self._done = 0
-        heard = self._connection, self._groups, self._replies
-        self._reader = threading.Thread(target=self._read, args=heard, daemon=True)
+        arguments = self._connection, self._groups, self._replies
+        self._reader = threading.Thread(target=self._read, args=arguments, daemon=True)
         self._reader.start()
         try:
             self._send("build", self.build)
             self.dtype, gpus = self._reply(self.start_timeout_s)
-            self._lay_buckets(gpus)
+            self._place_buckets(gpus)
         except EngineLost as error:
             self._kill()
             raise RunFailed(f"{error}. It was starting; its log ends:\n{last_lines(self.log)}") from None
@@ -95,19 +95,19 @@ class EngineProcess(Engine):
             self._kill()
             raise
 
-    def _lay_buckets(self, gpus: list[str]) -> None:
+    def _place_buckets(self, gpus: list[str]) -> None:
         """Put the buckets into this rank's GPU memory if the process sees that GPU (`gpus`), else into host memory."""
         self._buckets, self.transport = Buckets(self._memory.slots), "shared host memory"
         if local_gpu() not in gpus:
             return
         try:
-            if self._on_gpu is None:  # reused by the next process: memory that a lost one had opened is never freed
+            if self._on_gpu is None:  # reused for the next process: CUDA never frees memory that a lost one had opened
                 self._on_gpu = torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device="cuda")
             self._send("open", shared(self._on_gpu))
             self._reply()
         except EngineLost:
             raise
-        except RuntimeError as error:  # not everywhere may processes share a GPU's memory
+        except RuntimeError as error:  # some systems do not let processes share GPU memory
             self.transport += f" (no CUDA IPC: {error})"
         else:
             self._buckets, self.transport = Buckets(self._on_gpu), "CUDA IPC"
@@ -121,7 +121,7 @@ class EngineProcess(Engine):
         self._send("generate", job, requests, sampling)
         while True:
             name, number, *rest = self._next(self._groups, self.silence_timeout_s)
-            if number != job:  # left over from an iterator that was not read to its end
+            if number != job:  # from an earlier iterator that was not read to its end
                 continue
             if name == "group":
                 yield rest[0]
@@ -157,13 +157,13 @@ class EngineProcess(Engine):
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(EngineLost, subprocess.TimeoutExpired):
                 self._send("close")
-                self.process.wait(LEAVE_S)
+                self.process.wait(EXIT_TIMEOUT_S)
         self._kill()
 
     # ---- messages
 
     def _send(self, *message) -> None:
-        self._advanced = max(self._advanced, time.monotonic())  # an idle process makes no progress
+        self._last_progress = max(self._last_progress, time.monotonic())  # an idle process makes no progress
         try:
             with self._sending:
                 self._connection.send(message)
@@ -177,13 +177,13 @@ class EngineProcess(Engine):
         return value
 
     def _next(self, messages: queue.Queue, timeout_s: float) -> tuple:
-        """The next message. Raises EngineLost where the process has ended or hangs."""
+        """Wait for the next message. Raises EngineLost if the process has ended or hangs."""
         begun = time.monotonic()
         while True:
             try:
                 message = messages.get(timeout=min(1.0, timeout_s / 4))
             except queue.Empty:
-                last = max(begun, self._advanced)
+                last = max(begun, self._last_progress)
                 if time.monotonic() - last > timeout_s:
                     raise self._hung(timeout_s) from None
                 continue
@@ -193,32 +193,32 @@ class EngineProcess(Engine):
             return message
 
     def _read(self, connection: Connection, groups: queue.Queue, replies: queue.Queue) -> None:
-        """Sort messages into two queues until the process ends; None is then the last entry of both."""
+        """Sort messages into two queues until the process ends; then append None to both."""
         try:
             while True:
                 name, *rest = connection.recv()
-                self._heard = time.monotonic()
+                self._last_message = time.monotonic()
                 if name == "beat":
                     if rest[0] != self._done:
-                        self._done, self._advanced = rest[0], self._heard
+                        self._done, self._last_progress = rest[0], self._last_message
                 elif name in ("group", "end"):
-                    self._advanced = self._heard
+                    self._last_progress = self._last_message
                     groups.put((name, *rest))
                 else:
-                    self._advanced = self._heard
+                    self._last_progress = self._last_message
                     replies.put((name, rest[0] if rest else None))
         except (EOFError, OSError):
             groups.put(None)
             replies.put(None)
 
-    # ---- losing it
+    # ---- loss of the process
 
     def _lost(self) -> EngineLost:
         with self._ending:
             if self.process is None:
                 return EngineLost(f"{self.name} was stopped")
             try:
-                status = self.process.wait(LEAVE_S)
+                status = self.process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._kill()
                 return EngineLost(f"{self.name} closed its connection")
@@ -226,13 +226,13 @@ class EngineProcess(Engine):
         return EngineLost(f"{self.name} {how}")
 
     def _hung(self, timeout_s: float) -> EngineLost:
-        silent = time.monotonic() - self._heard
+        silent = time.monotonic() - self._last_message
         what = "is silent" if silent > timeout_s / 2 else "gets nothing done"
         self._kill()
         return EngineLost(f"{self.name} {what} for {timeout_s:g} s")
 
     def _kill(self) -> None:
-        """Kill its whole process group: an engine may have workers."""
+        """Kill the whole process group, since an engine may have workers."""
         with self._ending:
             if self.process is None:
                 return
@@ -244,7 +244,7 @@ class EngineProcess(Engine):
             self._memory.close()
 
     def _disconnect(self) -> None:
-        """Close the connection after its reader and writers have stopped, so that its descriptor can be reused."""
+        """Close the connection after its reader and writers have stopped, so that its descriptor is free for reuse."""
         with socket.socket(fileno=os.dup(self._connection.fileno())) as line, contextlib.suppress(OSError):
             line.shutdown(socket.SHUT_RDWR)
         self._reader.join()

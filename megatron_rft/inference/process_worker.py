@@ -1,12 +1,12 @@
-"""The main program of an engine process: one engine, which the trainer's process controls by messages.
+"""The main program of an engine process: it serves one engine to the trainer's process through messages.
 
     python -m megatron_rft.inference.process_worker SOCKET BUCKETS PARENT
 
-The arguments are two file descriptors and the pid that this process must not outlive.
+The arguments are two file descriptors and the pid of the trainer's process, with which this process ends.
 
-Messages are tuples, a name first. In: build, open (buckets on a GPU), generate, load, full (a bucket of weights),
-loaded (the last of them), checksums, close. Out: beat, group, end, read, done, failed. `beat` comes every second, from
-a thread of its own, with a count of the engine's steps, groups and buckets: a count that stands still means a hang.
+Messages are tuples that begin with a name. In: build, open (buckets on a GPU), generate, load, full (a bucket of
+weights), loaded (no more buckets), checksums, close. Out: beat, group, end, read, done, failed. A thread sends `beat`
+every second with the count of the engine's steps, groups and buckets; if the count stops growing, the engine hangs.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ BEAT_S = 1.0
 class Host:
     def __init__(self, connection: Connection, buckets: Buckets):
         self.connection, self.buckets = connection, buckets
-        self.device: torch.device | None = None  # of weights, when their buckets are on a GPU
+        self.device: torch.device | None = None  # where weights go, when their buckets are on a GPU
         self.engine: Engine | None = None
         self.done = 0  # steps, groups and buckets
-        self._waiting: deque[tuple] = deque()  # messages that came while another was being served
+        self._waiting: deque[tuple] = deque()  # messages that arrived while another was being served
         self._sending = threading.Lock()
 
     def run(self) -> None:
@@ -62,7 +62,7 @@ class Host:
             self._send("beat", self.done)
             time.sleep(BEAT_S)
 
-    # ---- what the trainer may ask
+    # ---- messages from the trainer
 
     def _build(self, build) -> None:
         self.engine = build()
@@ -101,7 +101,7 @@ class Host:
             self.engine.load_weights(stream, version)
         except Exception as error:
             answer = ("failed", reportable(error, f"weights of version {version}"))
-        for _ in stream:  # the trainer sends the whole stream, also after an error here
+        for _ in stream:  # after an error the trainer still sends the whole stream
             pass
         for _ in full:
             read()
@@ -120,7 +120,7 @@ class Host:
 
 
 def reportable(error: Exception, what: str) -> Exception:
-    """As the trainer's process will raise it. Of an error that is none of ours the log has the traceback."""
+    """Return the error that the trainer's process raises. Print the traceback of an unexpected one to the log."""
     if isinstance(error, RunFailed | UserError):
         return error
     traceback.print_exc()
@@ -129,12 +129,12 @@ def reportable(error: Exception, what: str) -> Exception:
 
 def main(socket: int, buckets: int, parent: int) -> None:
     die_with(parent)
-    sys.stdout.reconfigure(line_buffering=True)  # into the log at once: whoever reads it does so when this has failed
-    with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone
+    sys.stdout.reconfigure(line_buffering=True)  # the log must be complete when this process dies
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer has ended
         Host(Connection(socket), Buckets(HostMemory(buckets).slots)).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the thread that beats, and whatever threads an engine has, are nobody's to wait for
+    os._exit(0)  # does not wait for the heartbeat's thread and for threads of the engine
 
 
 if __name__ == "__main__":

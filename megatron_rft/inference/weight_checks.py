@@ -1,4 +1,4 @@
-"""The checks of a stream of weights, the same for every engine: each parameter once, its shape, finite values."""
+"""Checks a stream of weights for every engine: each parameter comes once, with its shape and finite values."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class WeightValidator:
-    """Checks the tensors of a stream, also against those of the last accepted stream."""
+    """Checks the tensors of a stream, also against the last accepted stream."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], model_type: str):
         """`shapes`: the HF name and shape of every tensor that a stream must have."""
@@ -19,7 +19,7 @@ class WeightValidator:
         self._now = {}
 
     def problem(self, name: str, tensor: Tensor) -> str | None:
-        """The problem of the next tensor of the stream, or None. Reads its values once."""
+        """Return the problem of the next tensor of the stream, or None. Reads its values once."""
         shape = self.shapes.get(name)
         if shape is None:
             return f"{name} is no tensor of this {self.model_type} model"
@@ -40,10 +40,10 @@ class WeightValidator:
         return None
 
     def missing(self) -> str | None:
-        """The problem that the stream has ended without some tensors, or None."""
+        """Return the problem that tensors are missing at the end of the stream, or None."""
         names = [name for name in self.shapes if name not in self._now]
         return f"{names[0]} is missing ({len(names)} of {len(self.shapes)} tensors are)" if names else None
 
     def accept(self) -> None:
-        """The stream was good: compare the next one with it."""
+        """Accept the stream: the next one is compared with it."""
         self.before = self._now

@@ -1,8 +1,8 @@
-"""One weight sync, verified. The stream runs collectives on every rank, so it is read to its end after any error.
+"""Pushes weights into an engine and verifies them. The stream runs collectives: after an error it is read to its end.
 
 The engine refuses tensors that are unknown, missing, repeated, misshapen, non-finite, or newly all zero
-(`Engine.load_weights`). This file checks that the engine has read the whole stream and, on request, that what it holds
-equals the stream bit for bit in the engine's dtype, except for parameters that it rounds.
+(`Engine.load_weights`). This file checks that the engine has read the whole stream and, on request, that its parameters
+equal the stream bit for bit in the engine's dtype, except for parameters that it rounds.
 """
 
 import time
@@ -19,7 +19,7 @@ def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, ver
     """Load `stream` into `engine` as weights of `version`. Returns metrics.
 
     Raises:
-        RunFailed: naming the tensor, where the engine does not hold what was sent.
+        RunFailed: the engine's parameters differ from the stream. The message names one.
     """
     start = time.perf_counter()
     recorder = ChecksumRecorder(stream, engine.dtype if verify else None)
@@ -29,8 +29,8 @@ def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, ver
         left = recorder.exhaust()
     if left is not None:
         raise RunFailed(f"weights of version {version}: the engine stopped reading before {left}")
-    if verify and (held := engine.checksums()):
-        compare(recorder.checksums, held, version)
+    if verify and (received := engine.checksums()):
+        compare(recorder.checksums, received, version)
     return {
         "sync/seconds": time.perf_counter() - start,
         "sync/bytes": float(recorder.bytes),
@@ -39,7 +39,7 @@ def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, ver
 
 
 class ChecksumRecorder:
-    """Passes a stream on, and records checksums of its tensors."""
+    """Passes a stream on and records checksums of its tensors."""
 
     def __init__(self, stream: Iterable[tuple[str, Tensor]], checksum_dtype: torch.dtype | None):
         """`checksum_dtype`: the engine's dtype, in which checksums are computed; None: compute none."""
@@ -60,9 +60,10 @@ class ChecksumRecorder:
         return left[0] if left else None
 
 
-def compare(sent: dict[str, int], held: dict[str, int | None], version: int) -> None:
-    """Raises RunFailed where they differ. None in `held`: the engine rounds this tensor and has compared it itself."""
-    different = [name for name in sent.keys() | held.keys() if held.get(name, -1) not in (None, sent.get(name))]
+def compare(sent: dict[str, int], received: dict[str, int | None], version: int) -> None:
+    """Raise RunFailed if checksums differ. None in `received`: the engine rounds this tensor and has compared it."""
+    names = sent.keys() | received.keys()
+    different = [name for name in names if received.get(name, -1) not in (None, sent.get(name))]
     if different:
         raise RunFailed(
             f"weights of version {version}: {min(different)} in the engine is not what the actor sent "

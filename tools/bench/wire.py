@@ -27,7 +27,7 @@ def tensors(groups: list[tuple[int, int]]) -> list[tuple[str, torch.Tensor]]:
 
 
 def receiver(port: int, transfers: int) -> None:
-    link = network.connect(network.meeting("127.0.0.1", 2, 60, port), 1, 2, 60)
+    link = network.connect(network.rendezvous("127.0.0.1", 2, 60, port), 1, 2, 60)
     for _ in range(transfers):
         for _ in network.receive(link):
             pass
@@ -35,10 +35,10 @@ def receiver(port: int, transfers: int) -> None:
 
 def measure(name: str, rounds: int) -> None:
     stream = tensors(MODELS[name])
-    place = network.meeting("127.0.0.1", 2, 60)
-    other = multiprocessing.get_context("spawn").Process(target=receiver, args=(place.port, rounds + 2))
+    store = network.rendezvous("127.0.0.1", 2, 60)
+    other = multiprocessing.get_context("spawn").Process(target=receiver, args=(store.port, rounds + 2))
     other.start()
-    link = network.connect(place, 0, 2, 60)
+    link = network.connect(store, 0, 2, 60)
     target = [torch.empty_like(tensor) for _, tensor in stream]
     taken, copied = [], []
     for _ in range(rounds + 2):

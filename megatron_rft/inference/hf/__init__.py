@@ -1,1 +1,1 @@
-"""The engine on transformers' models, in the process of the rank."""
+"""The engine that generates with models of transformers, in the process of the rank."""

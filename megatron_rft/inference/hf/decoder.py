@@ -1,8 +1,7 @@
-"""The decode loop of the in-process engine: continuous batching over a cache with shared prompts.
+"""The decode loop of the hf engine: continuous batching over a cache with shared prompts.
 
-Rows enter together with their prompt's prefill, and every row takes one token a step. When an eighth of the rows has
-ended, their responses are returned, the remaining rows move together, and waiting requests take the free rows: the cost
-follows the live rows. The loop knows a decoder's forward pass and nothing of its weights.
+Each row of the batch is one response, and gets one token per step. When an eighth of the rows has finished, their
+responses are returned, the remaining rows are compacted, and waiting requests are prefilled into the free rows.
 """
 
 import hashlib
@@ -18,21 +17,22 @@ from megatron_rft.inference.engine import Group, Request, Sampling, limit
 from megatron_rft.inference.hf.kv_cache import SharedPrefixCache
 from megatron_rft.records import Response
 
-PREFILL_TOKENS = 16384  # of one forward pass over prompts, padding included
-GPU_STEPS_PER_LOOK = 8  # looking at what has ended makes the host wait for the device
+PREFILL_TOKENS = 16384  # in one forward pass over prompts, padding included
+GPU_STEPS_PER_CHECK = 8  # a check for finished rows makes the host wait for the device
 
 
 def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
-    """The random stream of one response: `count` numbers in [0, 1), a function of (seed, sample) alone."""
+    """Return `count` random numbers in [0, 1) for one response; they depend on (seed, sample) alone."""
     digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count, dtype=np.float32)
 
 
 def choose(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """[L, V] logits, [L] uniform numbers -> [L] tokens and their log-probs under the distribution they came from.
+    """Sample tokens: [L, V] logits, [L] uniform numbers -> [L] tokens, [L] log-probs under the sampled distribution.
 
-    That is softmax(logits / temperature), cut to top_k and then to top_p (the most probable tokens whose mass before
-    them is below top_p) and renormalised. Temperature 0 takes the largest logit, with its log-prob at temperature 1.
+    The distribution is softmax(logits / temperature), truncated to top_k and then to top_p (keep a token if the more
+    probable ones have less mass than top_p) and renormalised. Temperature 0 takes the largest logit, with its log-prob
+    at temperature 1.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -41,7 +41,7 @@ def choose(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
     else:
         logprobs = _truncate((logits / sampling.temperature).log_softmax(-1), sampling).log_softmax(-1)
         mass = logprobs.exp().cumsum(-1)  # [L, V]
-        below_total = mass[:, -1:].nextafter(torch.zeros_like(mass[:, -1:]))  # u * total may round up to the total
+        below_total = mass[:, -1:].nextafter(torch.zeros_like(mass[:, -1:]))  # since u * total may round up to total
         token = torch.searchsorted(mass, torch.minimum(u[:, None] * mass[:, -1:], below_total), right=True)
     return token[:, 0], logprobs.gather(-1, token)[:, 0]
 
@@ -60,14 +60,14 @@ def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """The responses of one request that are decoded together: all of them, unless the batch is smaller."""
+    """The responses of one request that are decoded together: all of them, or as many as the batch has rows."""
 
     request: Request
     samples: range
 
 
 class Decoder:
-    """Decodes one list of requests. `forward(ids, positions, cache)` gives hidden states, `head` makes them logits."""
+    """Decodes one list of requests. `forward(ids, positions, cache)` returns hidden states, `head` their logits."""
 
     def __init__(
         self,
@@ -99,32 +99,32 @@ class Decoder:
         self.cache = SharedPrefixCache(
             config, groups, self.width, rows, (len(longest_first[0].prompt_ids), tokens), like
         )
-        self.parts: list[Part] = []  # of the live groups
-        self.owners: list[tuple[Request, int, int]] = []  # of the live rows: request, sample and version of the weights
+        self.parts: list[Part] = []  # one for each live group
+        self.owners: list[tuple[Request, int, int]] = []  # (request, sample, weight version) for each live row
         self.most_rows = rows
 
         def column(*shape: int, dtype=torch.long) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=self.device)
 
-        # one entry a row; tokens written so far are `count`, and a row that is done stays as it is
+        # One entry for each row. `count`: tokens written so far. A row that is done no longer changes.
         self.slot, self.prompt_len, self.count, self.limit, self.last = (column() for _ in range(5))
         self.done = column(dtype=torch.bool)
-        self.u = column(tokens + 1, dtype=torch.float32)  # one more: a row that is done still computes, into the last
+        self.u = column(tokens + 1, dtype=torch.float32)  # one column more: finished rows still write, into the last
         self.tokens, self.logprobs = column(tokens + 1), column(tokens + 1, dtype=torch.float32)
 
     def run(self) -> Iterator[Group]:
-        look_every = GPU_STEPS_PER_LOOK if self.device.type == "cuda" else 1
+        steps_per_check = GPU_STEPS_PER_CHECK if self.device.type == "cuda" else 1
         while self.waiting or self.owners:
             self._admit()
             ended = int(self.done[: len(self.owners)].sum())
             while ended == 0 or ended < len(self.owners) // 8:
-                for _ in range(look_every):
+                for _ in range(steps_per_check):
                     self._step()
                 ended = int(self.done[: len(self.owners)].sum())
-            yield from self._hand_out()
-            self._close_up()
+            yield from self._finished()
+            self._compact()
 
-    # --- entering ---
+    # --- prefill ---
 
     def _admit(self) -> None:
         first, entering = len(self.owners), []
@@ -142,7 +142,7 @@ class Decoder:
         self._measure()
 
     def _prefill(self, group: int, parts: list[Part]) -> Tensor:
-        """[n, V] logits of the first response token; the prompts' keys and values stay in the cache."""
+        """Write the prompts' keys and values into the cache. Returns [n, V] logits of the first response tokens."""
         prompts = [torch.tensor(part.request.prompt_ids) for part in parts]
         ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)  # [n, S]
         self.cache.begin_prefill(group, len(parts))
@@ -150,7 +150,7 @@ class Decoder:
         return self.head(hidden[torch.arange(len(parts)), torch.tensor([len(prompt) - 1 for prompt in prompts])])
 
     def _register(self, entering: list[Part]) -> None:
-        """Add rows for all samples of the parts, behind the live rows."""
+        """Add rows for all samples of the parts after the live rows."""
         new, owners, slots, version = len(self.owners), [], [], self.weight_version()
         for group, part in enumerate(entering, len(self.parts)):
             owners += [(part.request, sample, version) for sample in part.samples]
@@ -180,7 +180,7 @@ class Decoder:
         self.spans = (*self.spans[:2], min(self.spans[2] + 1, self.u.shape[1] - 1))
 
     def _write(self, rows: slice, logits: Tensor) -> None:
-        """Append a token to each of `rows`; finished rows write behind their end, which nobody reads."""
+        """Append a token to each of `rows`. Finished rows write after their end, where nothing is read."""
         count, done = self.count[rows], self.done[rows]
         at = count[:, None]
         token, logprob = choose(logits, self.u[rows].gather(1, at)[:, 0], self.sampling)
@@ -191,7 +191,7 @@ class Decoder:
         done |= torch.isin(token, self.stop) | (count >= self.limit[rows])
 
     def _measure(self) -> None:
-        """Update the parts of the caches in use: groups, columns of prompts, columns of responses."""
+        """Update `spans`, the used extent of the caches: groups, columns of prompts, columns of responses."""
         live = slice(0, len(self.owners))
         self.spans = (
             len(self.parts),
@@ -199,9 +199,9 @@ class Decoder:
             int(self.count[live].max()) if self.owners else 0,
         )
 
-    # --- leaving ---
+    # --- finished rows ---
 
-    def _hand_out(self) -> Iterator[Group]:
+    def _finished(self) -> Iterator[Group]:
         """Turn finished rows into responses. Yields a group for each request that is complete."""
         ended = self.done[: len(self.owners)].nonzero()[:, 0]
         counts, lasts = self.count[ended].tolist(), self.last[ended].tolist()
@@ -214,7 +214,7 @@ class Decoder:
             if None not in self.answers[request.id]:
                 yield Group(request.id, tuple(self.answers.pop(request.id)))
 
-    def _close_up(self) -> None:
+    def _compact(self) -> None:
         """Move the last live rows and groups into the positions of finished ones."""
         keep = (~self.done[: len(self.owners)]).tolist()
         to, source = fill_holes(keep)
@@ -224,11 +224,11 @@ class Decoder:
                 column[to] = column[source]
             for table in (self.u, self.tokens, self.logprobs):
                 table[to] = table[source]
-        _close_list(self.owners, to, source, sum(keep))
-        self._close_groups()
+        _compact_list(self.owners, to, source, sum(keep))
+        self._compact_groups()
         self._measure()
 
-    def _close_groups(self) -> None:
+    def _compact_groups(self) -> None:
         slots = self.slot[: len(self.owners)]
         used = set((slots // self.width).tolist())
         keep = [group in used for group in range(len(self.parts))]
@@ -238,24 +238,24 @@ class Decoder:
             new_group = torch.arange(len(keep), device=self.device)
             new_group[source] = torch.tensor(to, device=self.device)
             slots.copy_(new_group[slots // self.width] * self.width + slots % self.width)
-        _close_list(self.parts, to, source, sum(keep))
+        _compact_list(self.parts, to, source, sum(keep))
 
 
 def fill_holes(keep: list[bool]) -> tuple[list[int], list[int]]:
-    """Moves that make the kept entries the first ones: (to, source). [1, 0, 0, 1, 1] -> ([1, 2], [3, 4])."""
+    """Return moves (to, source) after which the kept entries come first. [1, 0, 0, 1, 1] -> ([1, 2], [3, 4])."""
     count = sum(keep)
     holes = [i for i in range(count) if not keep[i]]
     return holes, [i for i in range(count, len(keep)) if keep[i]]
 
 
-def _close_list(entries: list, to: list[int], source: list[int], count: int) -> None:
+def _compact_list(entries: list, to: list[int], source: list[int], count: int) -> None:
     for hole, entry in zip(to, source, strict=True):
         entries[hole] = entries[entry]
     del entries[count:]
 
 
 def _chunks(parts: list[Part]) -> Iterator[tuple[int, list[Part]]]:
-    """(first, parts) of prefills of about PREFILL_TOKENS; the first part of each has its longest prompt."""
+    """Split `parts`, longest prompts first, into prefills of about PREFILL_TOKENS: (index of the first, parts)."""
     first = 0
     while first < len(parts):
         count = max(1, PREFILL_TOKENS // len(parts[first].request.prompt_ids))

@@ -1,7 +1,7 @@
-"""Generation by a transformers model in this process, on the CPU or on one GPU: the engine where vLLM is not installed.
+"""Generates with a transformers model in this process, on the CPU or on one GPU, where vLLM is not installed.
 
-Weights are written in place, from the stream (or first from a folder). The families of `families.py`, without sliding
-windows; the model's own forward computes everything except attention over the caches.
+It supports the families of `families.py` without sliding windows. The model's own forward computes everything except
+the attention over the caches.
 """
 
 import copy
@@ -39,12 +39,12 @@ class HFEngine(Engine):
         max_batch_sequences: int = 256,
     ):
         given = isinstance(source, PreTrainedConfig)
-        config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)  # the model writes into its own
+        config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)  # the model changes its config
         check_family(config)
         if given:
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-            model.tie_weights()  # which a model without initialisation has not done yet
+            model.tie_weights()  # `no_init_weights` skips it
         else:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
         self.dtype, self.device, self.max_batch_sequences = dtype, torch.device(device), max_batch_sequences
@@ -87,8 +87,8 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """In place, each tensor straight from the stream. The stream is exhausted even when a tensor is refused,
-        for its collectives involve every rank; the first problem is raised then, and no `generate` is possible."""
+        """Copy each tensor from the stream into the model. After a problem the stream is still read to its end, because
+        it runs collectives; then the first problem is raised, and `generate` refuses to run."""
         self.validator.begin()
         self.weight_version = -1
         problem = None
@@ -122,7 +122,8 @@ class HFEngine(Engine):
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    """The families of this package compute logits as the output matrix times the last hidden state."""
+    """Refuse models of other families, whose logits may not be the output matrix times the last hidden state, and
+    sliding windows."""
     if config.model_type not in FAMILIES:
         raise DataError(f"the hf engine generates with {', '.join(FAMILIES)}, not with {config.model_type!r}")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
@@ -130,8 +131,8 @@ def check_family(config: PreTrainedConfig) -> None:
 
 
 def hf_views(model: torch.nn.Module) -> dict[str, Tensor]:
-    """HF checkpoint name -> the memory it is written to. transformers holds a layer's experts in two tensors,
-    gate_up_proj [E, 2I, H] and down_proj [E, H, I], where checkpoints name each expert's three."""
+    """Return views of the model's parameters by HF checkpoint name. transformers stores a layer's experts in two
+    tensors, gate_up_proj [E, 2I, H] and down_proj [E, H, I]; checkpoints have three tensors for each expert."""
     views = {}
     for name, parameter in model.named_parameters():  # a tied lm_head is not listed again
         experts = name.removesuffix("gate_up_proj").removesuffix("down_proj")

@@ -1,14 +1,14 @@
-"""Keys and values of a decoding batch, the prompt's kept once for all responses to it, and the attention over them.
+"""A KV cache that stores a prompt once for all of its responses, and the attention over it.
 
     L  rows being decoded            S  columns of a cache (tokens)        g  query heads per key head
     N  groups (prompts) of the rows  W  rows a group may have at most      K  key and value heads,  D  their size
 
-A row attends to its group's prompt and to its own tokens. The prompt part is one product for all rows of a group
-(as in cascade or prefix-shared attention), so that its keys are neither copied nor read G times: decoding is bound by
-memory traffic. Every row has a length of its own, tokens begin in column 0, and there is no padding on the left.
+A row attends to its group's prompt and to its own tokens. The prompt part is one product for all rows of a group, as in
+cascade or prefix-shared attention, so that its keys are read once per group: decoding is bound by memory traffic. Rows
+have different lengths, and tokens begin in column 0: there is no padding on the left.
 
-transformers calls `attend` through its registry of attention functions; the cache reaches it as a keyword of the
-model's forward. Sliding windows are not known here.
+transformers calls `attend` through its registry of attention functions; the model's forward passes the cache to it as a
+keyword. Sliding windows are not supported.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ FIRST_COLUMNS = 64
 
 
 class SharedPrefixCache:
-    """Live rows and groups come first, without gaps. Whoever moves them calls `move_*`."""
+    """Live rows and groups come first, without gaps: the decoder calls `move_*` to keep it so."""
 
     def __init__(self, config, groups: int, width: int, rows: int, columns: tuple[int, int], like: Tensor):
         """`columns`: the most tokens of a prompt, and of a response; `like` gives dtype and device."""
@@ -32,7 +32,7 @@ class SharedPrefixCache:
         self.width, self.most_columns = width, columns[1]
 
         def zeros(*shape: int) -> list[Tensor]:
-            # not empty: a hidden column has weight 0, and 0 times an uninitialised NaN is NaN
+            # Not `empty`: a masked column has weight 0, and 0 times an uninitialised NaN is NaN.
             return [like.new_zeros(*shape) for _ in range(config.num_hidden_layers)]
 
         first = min(columns[1], FIRST_COLUMNS)
@@ -53,7 +53,7 @@ class SharedPrefixCache:
         """
         self.filling, self.slot, self.spans = None, slot, spans
         self.rows = torch.arange(len(slot), device=slot.device)
-        self.row_of_slot = slot.new_zeros(spans[0] * self.width)  # a free slot shows row 0; its result is not read
+        self.row_of_slot = slot.new_zeros(spans[0] * self.width)  # free slots use row 0; their results are not read
         self.row_of_slot[slot] = self.rows
         self._grow(spans[2])
         self.column = counts - 1  # [L]
@@ -63,7 +63,7 @@ class SharedPrefixCache:
         self.bias = torch.zeros_like(hidden, dtype=self.keys[0].dtype).masked_fill_(hidden, float("-inf"))
 
     def prefill(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """query [n, K*g, S, D], keys and values [n, K, S, D] -> [n, S, K*g, D]. Causality alone hides the padding."""
+        """query [n, K*g, S, D], keys and values [n, K, S, D] -> [n, S, K*g, D]. The causal mask also hides padding."""
         length = keys.shape[2]
         self.prompt_keys[layer][self.filling, ..., :length] = keys.transpose(2, 3)
         self.prompt_values[layer][self.filling, :, :length] = values
@@ -100,7 +100,7 @@ class SharedPrefixCache:
         return slots.index_select(0, self.slot)
 
     def _grow(self, columns: int) -> None:
-        """Make room for `columns` tokens of a response. Grows by half, so that copying stays cheap."""
+        """Allocate at least `columns` columns for responses. Grows by half, so that copies are rare."""
         have = self.values[0].shape[2]
         if columns > have:
             more = max(columns, min(have * 3 // 2, self.most_columns)) - have
@@ -108,11 +108,11 @@ class SharedPrefixCache:
             self.values = [F.pad(values, (0, 0, 0, more)) for values in self.values]
 
     def move_rows(self, to: Sequence[int], source: Sequence[int], columns: int) -> None:
-        """Responses, of which the first `columns` tokens matter."""
+        """Move the first `columns` tokens of responses."""
         _move(self.keys, self.values, to, source, columns)
 
     def move_groups(self, to: Sequence[int], source: Sequence[int], columns: int) -> None:
-        """Prompts, of which the first `columns` tokens matter."""
+        """Move the first `columns` tokens of prompts."""
         _move(self.prompt_keys, self.prompt_values, to, source, columns)
 
 
@@ -123,7 +123,7 @@ def _move(keys: list[Tensor], values: list[Tensor], to: Sequence[int], source: S
 
 
 def attend(module, query, key, value, attention_mask, scaling: float, cache: SharedPrefixCache, **_):
-    """transformers' calling convention; `cache` comes from the caller of the model's forward."""
+    """Compute attention with transformers' signature; `cache` is a keyword of the model's forward."""
     run = cache.decode if cache.filling is None else cache.prefill
     return run(module.layer_idx, query, key, value, scaling), None
 

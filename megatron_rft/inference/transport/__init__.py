@@ -1,1 +1,1 @@
-"""How tensors reach an engine in another process: buckets over shared memory or a network."""
+"""Sends tensors to an engine in another process, in buckets, through shared memory or a network."""

@@ -1,8 +1,8 @@
-"""A stream of tensors through two buckets of bytes, however large the model: the protocol, whatever the memory is.
+"""Sends a stream of tensors of any total size through two buckets of bytes, in any kind of memory.
 
-Two buckets take turns: while the receiver reads one the sender fills the other. Tensors lie in them end to end, cut
-where a bucket ends. Both ends see the same two buckets (shared memory of one machine, `shared_memory.py`), or each has
-its own and a full one is sent (`wire.py`). On a GPU they lie in its memory, and so do the tensors that come out.
+The sender fills one bucket while the receiver reads the other. Tensors are concatenated, and split where a bucket ends.
+Both sides share the same two buckets (`shared_memory.py`), or each side has its own and full ones are sent
+(`network.py`). With buckets in GPU memory the received tensors are on the GPU too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` bytes of a tensor from its byte `start` on, at `offset` in the bucket."""
+    """`length` bytes of a tensor, from its byte `start` on, stored at `offset` in the bucket."""
 
     name: str
     dtype: torch.dtype
@@ -42,13 +42,13 @@ class Full:
 
 
 class Buckets:
-    """`slots`: [2, size] uint8, of a size that 8 divides."""
+    """`slots`: [2, size] uint8; `size` is a multiple of 8."""
 
     def __init__(self, slots: Tensor):
         self.slots, self.size = slots, slots.shape[1]
 
     def content(self, full: Full) -> Tensor:
-        """[n] the bytes of a full bucket."""
+        """Return the bytes of a full bucket, [n] uint8."""
         return self.slots[full.slot, : full.length]
 
     # ---- sender
@@ -86,9 +86,9 @@ class Buckets:
     def receive(
         self, full: Iterable[Full], read: Callable[[], None], device: torch.device | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the sender's stream, each in memory of its own; `read` says that a bucket may be filled again.
+        """Yield the tensors of the sender's stream, each in new memory. `read` is called when a bucket has been read.
 
-        `device`: where the tensors shall be; None: where the buckets are.
+        `device`: of the tensors; None: that of the buckets.
 
         Raises:
             RunFailed: the checksum of a bucket is wrong. Raised at the end of the stream, because the sender always
@@ -107,7 +107,7 @@ class Buckets:
                 whole[piece.start : piece.start + piece.length] = content[piece.offset : piece.offset + piece.length]
                 if piece.start + piece.length == tensor.nbytes:
                     ready.append((piece.name, tensor))
-            settle(content)
+            synchronize(content)
             read()
             yield from ready
         if damaged:
@@ -115,8 +115,8 @@ class Buckets:
 
 
 def cuts(length: int, free: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of the pieces of `length` bytes: the first as large as `free` allows, unless it is whole in the
-    next bucket of `size`."""
+    """Split `length` bytes into pieces (start, length) for a bucket with `free` bytes left and further ones of `size`.
+    What fits whole into the next bucket, but not into this one, is not split."""
     start = 0
     if length > free and (length <= size or not free):
         free = size
@@ -129,19 +129,19 @@ def cuts(length: int, free: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """[n] uint8, where the tensor is; its own memory if that is contiguous."""
+    """View a tensor as [n] uint8; a tensor that is not contiguous is copied first."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def total(data: Tensor) -> int:
-    """A checksum at the speed of memory: [n] uint8 -> the sum of its 64-bit words and of the remaining bytes."""
+    """Return a fast checksum of [n] uint8: the sum of its 64-bit words and of the remaining bytes."""
     words = len(data) // 8 * 8
     aligned = data[:words].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:words].clone().view(torch.int64)
     return (int(aligned.sum()) + int(data[words:].sum())) % 2**64
 
 
-def settle(tensor: Tensor) -> None:
-    """Wait for the GPU, so that another process may overwrite what it has read."""
+def synchronize(tensor: Tensor) -> None:
+    """Wait until the GPU has read the bucket, before another process may overwrite it."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)

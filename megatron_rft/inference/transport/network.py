@@ -1,8 +1,8 @@
-"""Tensors from one process to others over a network, through a pair of buckets at each end. Rank 0 sends.
+"""Sends tensors from rank 0 to other processes over a network, through a pair of buckets in each process.
 
-Full buckets are announced over gloo and then broadcast: by NCCL from GPU to GPU where every end has one of its own,
-else by gloo from host to host. The groups are torch's, so that a trainer needs no vLLM, and apart from those of the
-trainer and of the engine.
+Rank 0 announces full buckets over gloo and broadcasts them: with NCCL between GPUs if every process has its own GPU,
+else with gloo between hosts. The process groups are separate from those of the trainer and of the engine, and are
+torch's, so that the trainer does not need vLLM.
 """
 
 import json
@@ -22,7 +22,7 @@ HOST, GPU = "gloo, host memory", "NCCL, GPU memory"
 
 
 class Link:
-    """One end of the connection. `data`: the group that the buckets' bytes go through."""
+    """One process's side of the connection. `control` carries announcements, `data` the buckets' bytes."""
 
     def __init__(self, control: dist.Backend, data: dist.Backend, device: torch.device):
         self.control, self.data, self.device = control, data, device
@@ -35,34 +35,34 @@ class Link:
 
 
 def transport(ends: list[str | None]) -> str:
-    """The transport for these ends: the GPU of each, or None. NCCL does not support two ranks on one GPU."""
+    """Return the transport for processes with these GPUs (None: no GPU). NCCL does not support two ranks on one GPU."""
     return GPU if None not in ends and len(set(ends)) == len(ends) else HOST
 
 
-def meeting(host: str, size: int, timeout_s: float, port: int | None = None) -> dist.TCPStore:
-    """Where `size` processes meet. Rank 0 opens it without a `port`: `.port` is the free one that it got, which the
-    others are told. `host`: of rank 0, as the others reach it."""
+def rendezvous(host: str, size: int, timeout_s: float, port: int | None = None) -> dist.TCPStore:
+    """Open the store through which `size` processes connect. `host`: the address of rank 0. Rank 0 passes no `port`,
+    and tells the others the free one it got (`.port`)."""
     limit = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port or 0, size, port is None, limit, wait_for_workers=False)
 
 
 def connect(store: dist.TCPStore, rank: int, size: int, timeout_s: float, device: torch.device | None = None) -> Link:
-    """Returns when all `size` processes are there; RuntimeError when they are not in time.
+    """Connect to the other `size` - 1 processes. Raises RuntimeError if they do not join in time.
 
-    `device`: this end's GPU, for the transport GPU; None for HOST. All ends agree on that.
+    `device`: this process's GPU for the transport GPU, None for HOST. All processes must use the same transport.
     """
     limit = timedelta(seconds=timeout_s)
     control = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, size, limit)
     if device is None:
         return Link(control, control, torch.device("cpu"))
     link = Link(control, nccl(dist.PrefixStore("weights/nccl", store), rank, size, limit), device)
-    broadcast(link.data, link.buckets.slots[0, :8]).wait()  # the first one builds the group: it fails before training
+    broadcast(link.data, link.buckets.slots[0, :8]).wait()  # NCCL connects in its first broadcast: fail before training
     torch.cuda.synchronize(device)
     return link
 
 
 def nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Backend:
-    """A group in which a lost peer raises an error after `limit`; by default torch would end this process."""
+    """Create a group in which a lost peer raises an error after `limit`; by default torch would end this process."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     with environment(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
@@ -81,21 +81,21 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def send(link: Link, stream: Iterable[tuple[str, Tensor]]) -> None:
-    under_way: deque[dist.Work] = deque()
+    pending: deque[dist.Work] = deque()
 
     def tell(full: Full) -> None:
         announce(link.control, full)
-        under_way.append(broadcast(link.data, link.buckets.content(full)))
+        pending.append(broadcast(link.data, link.buckets.content(full)))
 
-    link.buckets.send(stream, tell, lambda: under_way.popleft().wait())
+    link.buckets.send(stream, tell, lambda: pending.popleft().wait())
     announce(link.control, None)
 
 
 def receive(link: Link) -> Iterator[tuple[str, Tensor]]:
-    """The stream of `send`. Raises RunFailed at its end if a bucket arrived damaged."""
+    """Yield the stream of `send`. Raises RunFailed at its end if a bucket arrived damaged."""
 
     def arriving() -> Iterator[Full]:
-        while (full := hear(link.control)) is not None:
+        while (full := next_announced(link.control)) is not None:
             broadcast(link.data, link.buckets.content(full)).wait()
             yield full
 
@@ -103,13 +103,14 @@ def receive(link: Link) -> Iterator[tuple[str, Tensor]]:
 
 
 def announce(group: dist.Backend, full: Full | None) -> None:
+    """Tell the receivers which bucket is broadcast next; None: the stream has ended."""
     what = full and [full.slot, full.total, [_plain(piece) for piece in full.pieces]]
     words = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
     broadcast(group, torch.tensor([len(words)])).wait()
     broadcast(group, words).wait()
 
 
-def hear(group: dist.Backend) -> Full | None:
+def next_announced(group: dist.Backend) -> Full | None:
     length = torch.zeros(1, dtype=torch.long)
     broadcast(group, length).wait()
     words = torch.empty(int(length), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Memory for buckets that a trainer and an engine's process share: on the host, or on the rank's GPU."""
+"""Shares memory for buckets between a trainer and an engine's process: host memory, or memory of the rank's GPU."""
 
 import mmap
 import os
@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from megatron_rft.inference.transport.buckets import BUCKET_BYTES
 from megatron_rft.utils.errors import RunFailed
 
-DEVICE = 6  # place of the device's index among the arguments that torch opens shared memory with
+DEVICE = 6  # position of the device's index in the arguments of torch's `rebuild_cuda_tensor`
 
 
 class HostMemory:
-    """Two buckets in an anonymous file, whose descriptor `fd` a child process inherits. The file vanishes with the two
-    processes."""
+    """Two buckets in an anonymous file, whose descriptor `fd` a child process inherits. The kernel frees it when both
+    processes have ended."""
 
     def __init__(self, fd: int | None = None, size: int = BUCKET_BYTES):
         if fd is None:
@@ -28,7 +28,7 @@ class HostMemory:
         self.slots = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(2, size)
 
     def close(self) -> None:
-        """Close the descriptor. The memory is freed with the last tensor over it."""
+        """Close the descriptor. The memory is freed with the last tensor that views it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -36,19 +36,19 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Handle:
-    """A handle of GPU memory for another process of this machine (CUDA IPC)."""
+    """A handle to GPU memory for another process of this machine (CUDA IPC)."""
 
     gpu: str
     arguments: tuple  # of torch's `rebuild_cuda_tensor`
 
 
 def shared(slots: Tensor) -> Handle:
-    """A handle for one process, which opens it once. `slots` must live as long as that process."""
+    """Return a handle, which one process may open once. `slots` must live as long as that process."""
     return Handle(gpu_name(slots.device.index), reduce_tensor(slots)[1])
 
 
 def opened(handle: Handle) -> Tensor:
-    """The other process's memory, on its device; the same GPU may have another index here."""
+    """Open the other process's memory. The same GPU may have another index in this process."""
     names = gpus()
     if handle.gpu not in names:
         raise RunFailed(f"GPU {handle.gpu} is not visible here")
@@ -58,7 +58,7 @@ def opened(handle: Handle) -> Tensor:
 
 
 def gpus() -> list[str]:
-    """UUIDs of the GPUs that this process sees."""
+    """Return the UUIDs of the GPUs that this process sees."""
     return [gpu_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
@@ -67,5 +67,5 @@ def gpu_name(index: int) -> str:
 
 
 def local_gpu() -> str | None:
-    """The UUID of this rank's GPU, or None."""
+    """Return the UUID of this rank's GPU, or None."""
     return gpu_name(torch.cuda.current_device()) if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""vLLM's engine arguments, for an engine in this process and on the command line of a server."""
+"""Builds vLLM's engine arguments, for an engine in this process and for a server's command line."""
 
 import copy
 import json
@@ -10,47 +10,47 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-PREFILL_TOKENS = 8192  # of one forward pass
-CACHE_BYTES = 1 << 30  # of keys and values on the CPU, at most, when the recipe does not say
+PREFILL_TOKENS = 8192  # in one forward pass
+CACHE_BYTES = 1 << 30  # default limit of the KV cache on the CPU
 CACHE_BLOCK = 128  # tokens
 
 
 def save_config(config: PreTrainedConfig, folder: Path) -> None:
-    """What vLLM needs of a model whose weights it gets from a trainer."""
+    """Save the configuration that vLLM builds the model from; the trainer sends the weights later."""
     config = copy.deepcopy(config)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
 
 
 def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequences: int) -> dict[str, Any]:
-    """Of every engine that a trainer sends weights to, over the `transfer` of that name. `longest`: tokens of prompt
-    and response; `sequences`: at one time."""
+    """Return the arguments of every engine that receives a trainer's weights, by the weight transfer `transfer`.
+    `longest`: the most tokens of a prompt and its response; `sequences`: the most sequences at one time."""
     return {
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy",
         "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "logprobs_mode": "processed_logprobs",  # under the distribution that is sampled from
         "weight_transfer_config": {"backend": transfer},
         "skip_tokenizer_init": True,
-        "enable_chunked_prefill": False,  # with it, seeds of their own crash
+        "enable_chunked_prefill": False,  # vLLM crashes with chunked prefill and per-request seeds
         "max_num_batched_tokens": max(PREFILL_TOKENS, longest, sequences),  # prompts are not split
     }
 
 
 def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, longest: int, sequences: int, ranks: int = 1) -> int:
-    """On the CPU, of each of the engine's `ranks`: room for all sequences at their longest, within CACHE_BYTES; for one
-    of them in any case."""
+    """Return the size of the KV cache on the CPU for each of the engine's `ranks`: all sequences at their longest, at
+    most CACHE_BYTES, but at least one sequence."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = max(1, config.num_key_value_heads // ranks)  # of keys and values, on each of them
+    heads = max(1, config.num_key_value_heads // ranks)  # key-value heads of each rank
     token = 2 * config.num_hidden_layers * heads * head * dtype.itemsize
     sequence = token * (-(-longest // CACHE_BLOCK) + 1) * CACHE_BLOCK
     return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
 
 
 def speculation(given: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's configuration. Predicted output is a proposer of this package; a draft model has weights of its own, in a
-    folder."""
+    """Return vLLM's configuration of speculative decoding. Predicted output is this package's own proposer; a draft
+    model loads its weights from its folder."""
     config = {"draft_load_config": {"load_format": "auto"}} | given if given.get("model") else dict(given)
     if config["method"] == "predicted_output":
         config |= {"method": "custom_class", "model": "megatron_rft.inference.vllm.proposer.PredictedOutput"}
@@ -64,14 +64,14 @@ def command(
     host: str = "0.0.0.0",
     arguments: dict[str, Any] | None = None,
 ) -> list[str]:
-    """What starts a server that a trainer can send weights to. Without a GPU there is no graph to capture."""
+    """Return the command line of a server that accepts weights from a trainer."""
     arguments = arguments or {}
     longest, sequences = arguments.get("max_model_len", 0), arguments.get("max_num_seqs", 0)
     options = common(model, dtype, "wire", longest, sequences) | {
         "host": host,
         "port": port,
         "worker_extension_cls": "megatron_rft.inference.vllm.worker_extension.Extension",
-        "enable_scale_out": True,  # the end point of token ids
+        "enable_scale_out": True,  # the endpoint for token ids
         "disable_uvicorn_access_log": True,
     }
     options |= {} if torch.cuda.is_available() else {"enforce_eager": True}
@@ -80,7 +80,7 @@ def command(
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """As vLLM's command line wants it."""
+    """Format an option for vLLM's command line."""
     name = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]

@@ -1,8 +1,7 @@
-"""What vLLM's CPU build needs here: settings before its import, and work-arounds for four faults of version 0.32.
+"""Settings for vLLM's CPU build, and workarounds for four bugs of version 0.32.
 
-Most are silent: generation goes on, with wrong numbers. tests/parity/test_vllm.py notices the tied output matrix, and
-experts that are used unpacked after a sync or belong to another worker; tests/unit/inference/vllm/test_engine.py the
-temperatures.
+Most of the bugs are silent: vLLM generates with wrong numbers. tests/parity/test_vllm.py finds those of the tied output
+matrix and of experts; tests/unit/inference/vllm/test_engine.py finds that of the temperatures.
 """
 
 import gc
@@ -19,29 +18,29 @@ import torch
 from torch import nn
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads live here too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads run in this process too
 }
 FAULTY = ("0.32.",)
 
-_live = 0  # engines in this process
-_created_world = False  # there was no trainer: vLLM made the group of the whole world too
+_live = 0  # number of engines in this process
+_created_world = False  # vLLM initialised torch.distributed, because no trainer had
 
 
 def prepare() -> None:
-    """Before vLLM is imported; what the environment says already stays."""
+    """Set the environment before vLLM is imported. Variables that are set already keep their values."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
-        torch._dynamo.config.disable = True  # the first log-prob call would compile C++ for 10 s
+        torch._dynamo.config.disable = True  # else the first computation of log-probs compiles C++ for 10 s
 
 
 @contextmanager
-def bystanders() -> Iterator[None]:
-    """vLLM's start seeds this process's random generators, swaps torch.set_num_threads and takes everything there is
-    out of garbage collection: all of that is the trainer's."""
+def preserved_process_state() -> Iterator[None]:
+    """Restore the trainer's state after vLLM's start, which seeds the random generators, replaces
+    torch.set_num_threads and freezes the garbage collector."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     set_num_threads = torch.set_num_threads
@@ -58,7 +57,7 @@ def bystanders() -> Iterator[None]:
 
 
 def faulty() -> bool:
-    """Whether the installed vLLM is a CPU build with the faults below."""
+    """Return whether the installed vLLM is a CPU build with the bugs below."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -75,8 +74,8 @@ def repair() -> None:
 
 
 def repair_sampling() -> None:
-    """Speculative decoding above temperature 0: the temperatures, top_k and top_p of the drafted tokens were expanded
-    into a temporary when they were no int64, so that they were uninitialised memory."""
+    """Fix speculative decoding above temperature 0: temperatures, top_k and top_p of draft tokens that are not int64
+    were expanded into a temporary tensor, so that the kernel read uninitialised memory."""
     import vllm.utils.cpu_triton_utils as kernels
 
     def expand(output: Any, values: Any, ends: Any, replace_from: Any, replace_to: Any, MAX_NUM_TOKENS: Any = None):
@@ -88,7 +87,7 @@ def repair_sampling() -> None:
 
 
 def repair_expert_parallelism() -> None:
-    """The kernel of the experts takes the numbers that they have among all workers' for those that they have here."""
+    """Fix the experts' kernel, which takes an expert's global number for its number in this worker."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     original = CPUUnquantizedExperts.apply
@@ -98,9 +97,9 @@ def repair_expert_parallelism() -> None:
 
     def apply(*arguments: Any, **named: Any) -> None:
         given = names.bind(*arguments, **named)
-        here, weights = given.arguments["expert_map"], given.arguments["topk_weights"]
-        if here is not None:
-            ids = here[given.arguments["topk_ids"].long()]  # -1: another worker's
+        local_ids, weights = given.arguments["expert_map"], given.arguments["topk_weights"]
+        if local_ids is not None:
+            ids = local_ids[given.arguments["topk_ids"].long()]  # -1: an expert of another worker
             given.arguments["topk_weights"] = weights.masked_fill(ids < 0, 0)
             given.arguments["topk_ids"] = ids.clamp(min=0).to(given.arguments["topk_ids"].dtype)
         original(*given.args, **given.kwargs)
@@ -108,16 +107,17 @@ def repair_expert_parallelism() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-def bear_other_libraries() -> None:
-    """At its start vLLM asks every object of every module for its `__dict__`, and falls over one that answers to any
-    name: llvmlite's library, which numba brings in for n-grams, when a second engine of the process starts."""
+def repair_dispatcher() -> None:
+    """Fix vLLM's start, which reads `__dict__` of every object of every module and fails on objects that return
+    something for any name, such as llvmlite's library (numba loads it for n-grams; it breaks a second engine)."""
     from vllm.triton_utils import dispatcher
 
     dispatcher.vars = lambda value: found if hasattr(found := vars(value), "get") else {}
 
 
-def tell_runs_apart() -> None:
-    """Ranks that are one engine meet in shared memory, whose name is the same for every run on the machine."""
+def repair_shared_memory_name() -> None:
+    """Add the run's port to the name of the shared memory of an engine's ranks: vLLM uses one name for all runs on a
+    machine."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name
@@ -131,14 +131,14 @@ def tell_runs_apart() -> None:
 
 
 def before_reload(model: nn.Module) -> None:
-    """Experts were packed for their kernel once only, when that was made: it is made again."""
+    """Reset the experts' kernels, because they pack the weights only when they are created."""
     for layer in model.modules():
         if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
             layer.quant_method.moe_kernel = None
 
 
 def after_reload(model: nn.Module) -> None:
-    """An output matrix that is tied to the embeddings went on with the packed copy of their former values."""
+    """Pack a tied output matrix again: vLLM keeps the packed copy of the embeddings' former values."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
@@ -147,25 +147,25 @@ def after_reload(model: nn.Module) -> None:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """vLLM's engine, in this process."""
+    """Start vLLM's engine in this process."""
     global _live, _created_world
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if not _live:
         _created_world = not torch.distributed.is_initialized()
-    bear_other_libraries()
-    tell_runs_apart()
-    with bystanders():
+    repair_dispatcher()
+    repair_shared_memory_name()
+    with preserved_process_state():
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    engine.engine_core._finalizer.detach()  # would destroy the trainer's process groups
+    engine.engine_core._finalizer.detach()  # it would destroy the trainer's process groups
     _live += 1
     return engine
 
 
 def shut_down(engine: Any) -> None:
-    """As vLLM's own shutdown, but for the process groups. That destroys them all; here the trainer's stay, and vLLM's
-    go with the last engine: those of a process share them."""
+    """Shut an engine down like vLLM's own shutdown, but keep the trainer's process groups, which that destroys. The
+    engines of a process share vLLM's groups, so these are destroyed with the last engine."""
     from vllm.distributed import parallel_state
 
     global _live

@@ -1,4 +1,4 @@
-"""Draft models of speculative decoding have weights of their own, which they keep: the trainer's are not for them."""
+"""Makes draft models of speculative decoding load their own weights, which the trainer does not update."""
 
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
@@ -9,8 +9,8 @@ _create = DraftModelProposer._create_draft_vllm_config
 
 
 def load_from_their_folder() -> None:
-    """vLLM 0.32 loads a draft model as it loads the model, whatever `draft_load_config` says: here not at all. Random
-    weights cost time and show nowhere but in the acceptance."""
+    """Make vLLM respect `draft_load_config`. vLLM 0.32 ignores it and loads a draft model like the main model, here
+    with dummy weights, which would only show as a low acceptance."""
     DraftModelProposer._create_draft_vllm_config = _with_its_load_config
 
 

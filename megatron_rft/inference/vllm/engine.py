@@ -1,7 +1,7 @@
-"""Generation by vLLM inside this process, on the CPU or on this rank's GPU.
+"""Generates with vLLM in this process, on the CPU or on this rank's GPU.
 
-The engine is built without weights and takes them from the trainer's stream. Each response is a request of its own to
-vLLM, with a seed that is a function of (request seed, sample); vLLM's prefix cache computes a shared prompt once.
+The engine starts without weights and receives them from the trainer's stream. Each response is a separate vLLM request
+with a seed that depends on (request seed, sample); vLLM's prefix cache computes a shared prompt once.
 """
 
 import copy
@@ -38,7 +38,7 @@ from megatron_rft.plan.vllm import GPU_SHARE
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 
-STEPPING = Lock()  # one engine of this process at a time
+STEPPING = Lock()  # only one engine of this process runs a step at a time
 
 
 def builder(
@@ -60,13 +60,13 @@ def builder(
 class VLLMEngine(Engine):
     """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
 
-    `max_model_len`: tokens of the longest prompt and response. `options`: more of vLLM's engine arguments. `gpu_share`:
-    of its memory; None: what vLLM takes of a GPU that is its own. `keep_caches`: what is under way when new weights
-    come keeps its keys and values. `sleeps`: `sleep` gives the GPU's memory back. vLLM allows that to one engine of a
-    process; another keeps what it has.
+    `max_model_len`: tokens of the longest prompt and response. `options`: further engine arguments of vLLM.
+    `gpu_share`: the share of the GPU's memory; None: vLLM's default. `keep_caches`: unfinished responses keep their
+    keys and values when new weights come. `sleeps`: `sleep` frees the GPU's memory; vLLM allows that for only one
+    engine of a process.
 
-    With `tensor_parallel_size` n among the options, n consecutive ranks of the trainer's world are one engine. They
-    call everything together; the first of them gives the requests and gets the answers, the others get none.
+    With `tensor_parallel_size` n in the options, n consecutive ranks of the trainer's world form one engine. They make
+    all calls together; the first of them passes the requests and gets the answers.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class VLLMEngine(Engine):
         self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
-        self.versions: set[str] = set()  # of the weights that the responses under way may have been written with
+        self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
         self.asleep, self.acceptance, self.counting = False, Acceptance(), "speculative_config" in options
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
         self.validator = WeightValidator(shapes, self.config.model_type)
@@ -109,36 +109,37 @@ class VLLMEngine(Engine):
             self.load_weights(tensors_of(Path(source), set(shapes)), version=0)
 
     def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float | None) -> dict:
-        """vLLM's engine arguments: ours, under the recipe's."""
+        """Return vLLM's engine arguments. The recipe's `options` take precedence over those of this package."""
         save_config(self.config, Path(folder))
-        own = common(folder, self.dtype, "handover", self.max_model_len, sequences) | {
+        defaults = common(folder, self.dtype, "handover", self.max_model_len, sequences) | {
             "max_model_len": self.max_model_len,
             "max_num_seqs": sequences,
             "seed": 0,
             "disable_log_stats": True,
         }
         if self.ranks > 1 or (self.device.type == "cuda" and dist.is_initialized()):
-            own["distributed_executor_backend"] = "external_launcher"  # the rank's own device, not always the first
+            defaults["distributed_executor_backend"] = "external_launcher"  # use this rank's device, not the first one
         if self.device.type == "cuda":
-            own |= {"enable_sleep_mode": self.sleeps} | ({"gpu_memory_utilization": gpu_share} if gpu_share else {})
+            defaults |= {"enable_sleep_mode": self.sleeps}
+            defaults |= {"gpu_memory_utilization": gpu_share} if gpu_share else {}
         else:
             room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
-            own |= {"enforce_eager": True, "kv_cache_memory_bytes": room}
-        if self.counting:  # the statistics have the accepted lengths
-            own["disable_log_stats"] = False
+            defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": room}
+        if self.counting:  # the statistics count the accepted tokens
+            defaults["disable_log_stats"] = False
             options = options | {"speculative_config": speculation(options["speculative_config"])}
-        return own | options
+        return defaults | options
 
     # --- generation
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         if self.weight_version < 0 or self.asleep:
             raise RunFailed("generation was asked for before any weights were loaded")
-        requests, sampling = self._agreed(requests, sampling)
+        requests, sampling = self._from_first_rank(requests, sampling)
         room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
         check_requests(requests, sampling, self.max_model_len, room, self.config.vocab_size)
         answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
-        self.llm.reset_prefix_cache()  # what an earlier call left would change the last bits of this one's numbers
+        self.llm.reset_prefix_cache()  # cached prefixes of an earlier call would change the last bits of the log-probs
         self.versions = {str(self.weight_version)}
         try:
             for request in requests:
@@ -152,24 +153,24 @@ class VLLMEngine(Engine):
                     answers[id][sample] = self._response(output.outputs[0])
                     if None not in answers[id]:
                         group = Group(id, tuple(answers.pop(id)))
-                        if self._leads():
+                        if self._is_first_rank():
                             yield group
-        finally:  # an abandoned iterator leaves nothing behind
+        finally:  # abort the requests of an abandoned iterator
             left = [f"{id}/{i}" for id, some in answers.items() for i, each in enumerate(some) if each is None]
             if left and self.llm is not None:
                 self.llm.abort_request(left)
 
-    def _agreed(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], Sampling]:
-        """What the engine's first rank asks for."""
+    def _from_first_rank(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], Sampling]:
+        """Broadcast the requests of the engine's first rank to its other ranks."""
         if self.ranks == 1:
             return requests, sampling
-        assert self._leads() or not requests, "a rank that is not its engine's first has requests"
+        assert self._is_first_rank() or not requests, "a rank that is not its engine's first has requests"
         group = self._group()
         asked = [requests, sampling]
         dist.broadcast_object_list(asked, group.ranks[0], group.cpu_group)
         return asked[0], asked[1]
 
-    def _leads(self) -> bool:
+    def _is_first_rank(self) -> bool:
         return self.ranks == 1 or self._group().is_first_rank
 
     def _group(self) -> Any:
@@ -178,7 +179,8 @@ class VLLMEngine(Engine):
         return get_tp_group()
 
     def _step(self) -> list[Any]:
-        """vLLM's forward pass has global state, and it draws (and throws away) from the trainer's random generator."""
+        """Run one step. The lock protects global state of vLLM's forward pass; `fork_rng` protects the trainer's random
+        generator, from which vLLM draws."""
         with STEPPING, torch.random.fork_rng(devices=[]):
             return self.llm.step()
 
@@ -193,12 +195,12 @@ class VLLMEngine(Engine):
             max_tokens=limit(request, sampling),
             seed=request_seed(request.seed, sample),
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the model's own end is one of the stop tokens, if at all
+            ignore_eos=True,  # only `stop_token_ids` end a response
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # Above temperature 0 a draft would leave the distribution as it is, but not the tokens of a seed.
+            # Above temperature 0 a draft keeps the distribution, but changes the tokens of a seed.
             extra_args={"draft": list(request.draft)} if request.draft and not sampling.temperature else None,
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
@@ -223,8 +225,8 @@ class VLLMEngine(Engine):
 
     @torch.no_grad()
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The stream is exhausted even when a tensor is refused, for its collectives involve every rank; the first
-        problem is raised then, and no `generate` is possible."""
+        """Load the stream. After a problem it is still read to its end, because it runs collectives; then the first
+        problem is raised, and `generate` refuses to run."""
         from megatron_rft.inference.vllm import weights
 
         self.validator.begin()
@@ -240,7 +242,7 @@ class VLLMEngine(Engine):
             raise RunFailed(f"weights of version {version}: {problem}")
         self.validator.accept()
         self.llm.set_weight_version(str(version))
-        if not self.keep_caches:  # of the former weights; those of responses that are under way are computed again
+        if not self.keep_caches:  # vLLM then recomputes the caches of unfinished responses
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = version
         self.versions.add(str(version))
@@ -285,7 +287,7 @@ class VLLMEngine(Engine):
 
 
 def _start(arguments: dict[str, Any]) -> Any:
-    """vLLM's engine; what it says of arguments that it cannot use is for the user."""
+    """Start vLLM's engine. Raises ConfigError if vLLM refuses the arguments."""
     try:
         return cpu_patches.start(arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -293,13 +295,13 @@ def _start(arguments: dict[str, Any]) -> Any:
 
 
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
-    """The model without memory: the names and shapes of its checkpoint."""
+    """Return the model on the meta device, for the names and shapes of its parameters."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def tensors_of(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder, of which a tied output matrix (if it is there) is no parameter."""
+    """Yield the tensors of a model folder, without a tied output matrix, which is no parameter."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  a safe_open object is no dict

@@ -1,13 +1,13 @@
-"""Predicted output as a method of vLLM's speculative decoding: the draft is a prediction of the whole response.
+"""Predicted output for vLLM's speculative decoding: the draft is a prediction of the whole response.
 
-A request may carry a draft (`Request.draft`). Its next tokens are proposed, and the model verifies them in one pass,
-as it does with the drafts of any other method.
+A request may carry a draft (`Request.draft`). The proposer proposes its next tokens, and the model verifies them in one
+pass.
 """
 
 from typing import Any
 
-FIRST_REACH = 4  # tokens to propose after a mismatch; each fully accepted proposal doubles this
-SUFFIX = 3  # tokens of the response that are searched for in the draft after a mismatch
+FIRST_REACH = 4  # tokens to propose after a mismatch; doubled after each fully accepted proposal
+SUFFIX = 3  # last tokens of the response that are searched for in the draft after a mismatch
 
 
 class DraftPosition:
@@ -20,11 +20,11 @@ class DraftPosition:
         return self.draft[self.position : self.position + self.reach]
 
     def update(self, written: list[int], new: int) -> None:
-        """Move on. `written`: the last tokens of the response, of which the last `new` have just been generated.
+        """Advance the position. `written`: the last tokens of the response; the last `new` of them are new.
 
-        When they match the draft, the position moves by `new`. After a mismatch the last tokens of the response are
-        searched for in the draft; the match nearest to the expected position counts. Without a match the position
-        moves by `new` too, as if one token had been replaced.
+        If the new tokens match the draft, the position advances by `new`. Otherwise the last tokens of the response are
+        searched for in the draft, and the match nearest to the expected position counts. Without a match the position
+        also advances by `new`, as if one token had been replaced.
         """
         expected = self.draft[self.position : self.position + new]
         if expected == tuple(written[-new:]):
@@ -37,14 +37,14 @@ class DraftPosition:
         self.position = next((end for end in found if end), after)
 
     def _end_of(self, suffix: tuple[int, ...], expected: int) -> int | None:
-        """Where `suffix` ends in the draft; the end nearest to `expected`, None without any."""
+        """Return the position at which `suffix` ends in the draft: the nearest to `expected`, None if there is none."""
         size = len(suffix)
         ends = [end for end in range(size, len(self.draft) + 1) if self.draft[end - size : end] == suffix]
         return min(ends, key=lambda end: abs(end - expected), default=None)
 
 
 class PredictedOutput:
-    """vLLM's interface for a custom proposer. `runner` knows the requests; it is set when the engine is complete."""
+    """Implements vLLM's interface for a custom proposer. The engine sets `runner`, which has the requests."""
 
     def __init__(self, vllm_config: Any):
         self.count = vllm_config.speculative_config.num_speculative_tokens
@@ -53,17 +53,17 @@ class PredictedOutput:
         self.positions: dict[str, DraftPosition] = {}  # by request id
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """This method has no model."""
+        """Do nothing: predicted output has no model."""
 
     def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None) -> list[list[int]]:
-        """The tokens to verify next, for each row of the batch.
+        """Return the tokens to verify next for each row of the batch.
 
         Args:
-            sampled_token_ids: by row, the tokens of the last step.
+            sampled_token_ids: the tokens of the last step for each row.
             num_tokens_no_spec: [rows] length of prompt and response.
             token_ids_cpu: [rows, longest] prompt and response.
         """
-        if self.runner is None:  # vLLM warms up
+        if self.runner is None:  # during vLLM's warm-up
             return [[] for _ in sampled_token_ids]
         ids, found = self.runner.input_batch.req_ids, []
         for row, sampled in enumerate(sampled_token_ids):

@@ -1,4 +1,4 @@
-"""What a vLLM server says of itself (`vllm_server.Extension.rft_facts`), held against what a run needs of it."""
+"""Checks the facts that a vLLM server reports (`worker_extension.Extension.rft_facts`) against the needs of a run."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from megatron_rft.config.vllm import EXACT_CACHES, FP8, SUPPORTED
 
 MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-STARTED_WITH = {  # fact -> what it has to be
+STARTED_WITH = {  # fact -> required value
     "transfer": "wire",
     "logprobs_mode": "processed_logprobs",
     "chunked_prefill": False,
@@ -19,10 +19,10 @@ STARTED_WITH = {  # fact -> what it has to be
 def problems(
     facts: dict[str, Any], config: PreTrainedConfig, dtype: torch.dtype, longest: int, keep_caches: bool, how: str
 ) -> Iterator[str]:
-    """Why this server will not do, each a sentence that lacks its URL at the beginning. `how`: it is to be started."""
+    """Yield the problems of this server, each a sentence without its subject, the URL. `how`: how to start a server."""
     version = str(facts.get("vllm"))
     if not version.startswith(f"{SUPPORTED}."):
-        yield f"runs vLLM {version}, and supported is {SUPPORTED}.x"
+        yield f"runs vLLM {version}; this package supports {SUPPORTED}.x"
         return
     for name in MODEL:
         if facts[name] != getattr(config, name):
@@ -40,21 +40,21 @@ def problems(
         )
     if keep_caches and facts["prefix_caching"]:
         yield (
-            "would give new responses the keys and values of old weights, which rollout.cache_after_sync keeps: start "
-            "it with --no-enable-prefix-caching, or recompute"
+            "would give new responses the keys and values of old weights, which rollout.cache_after_sync=keep keeps: "
+            "start it with --no-enable-prefix-caching, or set recompute"
         )
     if facts["replicas"] > 1:
         yield (
-            f"is {facts['replicas']} data-parallel replicas behind one URL, of which one alone would be asked whether "
-            "its weights arrived: start a server for each, and name them all"
+            f"has {facts['replicas']} data-parallel replicas behind one URL, and only one of them would verify its "
+            "weights: start a server for each, and list them all"
         )
     if facts["quantization"] not in (None, *FP8):
         yield (
-            f"was started with --quantization {facts['quantization']}, and what is not proven to arrive is refused: "
-            f"there is {', '.join(FP8)}"
+            f"was started with --quantization {facts['quantization']}, whose weights cannot be verified after a sync: "
+            f"use {', '.join(FP8)}"
         )
 
 
 def rounds(facts: dict[str, Any]) -> bool:
-    """Whether it computes with numbers that the trainer does not have."""
+    """Return whether the server rounds weights or caches."""
     return facts["quantization"] is not None or facts["kv_cache_dtype"] not in EXACT_CACHES

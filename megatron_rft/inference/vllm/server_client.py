@@ -1,13 +1,13 @@
-"""A vLLM server as an engine: token ids in and out over HTTP, weights over TCP, each sync proven by its answer.
+"""Uses a vLLM server as an engine: token ids over HTTP, weights over TCP.
 
-The server is given by its URL, or started by the run (`server_process.py`). It can take new weights while it generates:
-it pauses, loads them, computes the caches of unfinished responses again, and continues.
+The recipe gives the server's URL, or the run starts the server (`server_process.py`). A server can receive weights
+while it generates: it pauses, loads them, recomputes the caches of unfinished responses, and continues.
 
-A server that no longer answers raises `EngineLost`. `start` then waits for a given server to come back, since somebody
-else may restart it; a server of the run is started again.
+Calls to a server that no longer answers raise `EngineLost`. `start` then waits until a server of the recipe is back,
+since somebody else may restart it; a server of the run is started again.
 
-HTTP is Python's own `http.client`: `close` must interrupt answers that other threads wait for, which shutting down the
-connection's socket does.
+HTTP uses Python's `http.client`: `close` must interrupt answers that other threads wait for, and does so by shutting
+down the connection's socket.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ from megatron_rft.inference.vllm.arguments import command
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 
-CONNECTIONS = 128  # requests at one time; more of them wait here
-GENERATE, PING = "/inference/v1/generate", "/is_paused"  # the engine itself answers both; /health says nothing of it
-ANSWER_S = 30.0  # of a server that is there, to the question whether it is
-DYING_S = 10  # from an engine's failure to its server's knowledge that it is dead, at most
-PING_S = 2.0  # between two looks at a server that is busy
+CONNECTIONS = 128  # requests at one time; more of them wait in this process
+GENERATE, PING = "/inference/v1/generate", "/is_paused"  # answered by the engine itself, unlike /health
+ANSWER_S = 30.0  # timeout of a health check
+DYING_S = 10  # a server notices that its engine is dead after at most this time
+PING_S = 2.0  # interval of health checks while waiting for responses
 
 
 class ServerEngine(Engine):
@@ -63,11 +63,11 @@ class ServerEngine(Engine):
         self.keep_caches = keep_caches
         self.url, self.config, self.shapes, self.dtype, self.longest = url.rstrip("/"), config, shapes, dtype, longest
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
-        self.workers = 0  # of the server, once it has said so
+        self.workers = 0  # of the server; 0 until it has answered
         self.name = f"the server {self.url}"
         self.link = None
-        self._asked: set[http.client.HTTPConnection] = set()  # whose answers are waited for
-        self._asking, self._epoch = threading.Lock(), 0  # hanging up begins another epoch
+        self._open: set[http.client.HTTPConnection] = set()  # connections that wait for answers without a time limit
+        self._lock, self._epoch = threading.Lock(), 0  # `_hang_up` begins a new epoch
         self.start()
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class ServerEngine(Engine):
         self._connect()
 
     def _wait_until_ready(self) -> None:
-        """A server that answered before may come back; one that never answered is a mistake in the recipe."""
+        """Wait for a server that answered before. One that never answered is an error in the recipe."""
         try:
             wait_until_ready(self._health, self.start_timeout_s if self.workers else 0)
         except RunFailed as error:
@@ -90,7 +90,7 @@ class ServerEngine(Engine):
         self._text("GET", "/health", timeout_s=ANSWER_S)
 
     def _check_facts(self) -> None:
-        """Check that the server serves this model, and can take its weights."""
+        """Check that the server serves this model and can receive its weights. Raises ConfigError."""
         where = f"rollout.servers: {self.url}"
         try:
             each = self._rpc("rft_facts")
@@ -105,7 +105,8 @@ class ServerEngine(Engine):
         self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in each)])
 
     def _without_token_ids(self) -> str | None:
-        """The problem that the server has no endpoint for token ids, or None. A GET of an existing one is not a 404."""
+        """Return the problem that the server has no endpoint for token ids, or None. A GET of an existing endpoint has
+        another status than 404."""
         try:
             self._text("GET", GENERATE, timeout_s=ANSWER_S)
         except RunFailed as error:
@@ -120,21 +121,21 @@ class ServerEngine(Engine):
     def _connect(self) -> None:
         """Form the process group for weights: this process and the server's workers."""
         host, size, limit_s = local_address(self.url), 1 + self.workers, self.silence_timeout_s
-        store = network.meeting(host, size, limit_s)
+        store = network.rendezvous(host, size, limit_s)
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         address = {"host": host, "port": store.port, "size": size, "shapes": shapes, "timeout_s": limit_s}
         address["transport"] = self.transport
         device = torch.device("cuda", torch.cuda.current_device()) if self.transport == network.GPU else None
-        with ThreadPoolExecutor(1) as aside:
-            asked = aside.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
             try:
                 self.link = network.connect(store, 0, size, limit_s, device)
             except RuntimeError as error:
-                asked.result()  # its own reason comes first
+                answer.result()  # raises the server's own error, if it has one
                 raise EngineLost(
                     f"{self.name}: its workers do not reach {host}:{store.port} ({self.transport}: {error})"
                 ) from None
-            asked.result()
+            answer.result()
 
     # ---- generation
 
@@ -157,7 +158,7 @@ class ServerEngine(Engine):
                     self._hang_up()
 
     def _next(self, ended: queue.Queue) -> tuple:
-        """The next finished response. While waiting, checks that the engine behind the server is alive."""
+        """Wait for the next finished response, and check meanwhile that the engine behind the server is alive."""
         while True:
             try:
                 request, sample, answer = ended.get(timeout=PING_S)
@@ -176,7 +177,7 @@ class ServerEngine(Engine):
             "max_tokens": limit(request, sampling),
             "seed": request_seed(request.seed, sample),
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the model's own end is one of the stop tokens, if at all
+            "ignore_eos": True,  # only `stop_token_ids` end a response
             "logprobs": 0,
             "detokenize": False,
         }
@@ -192,24 +193,24 @@ class ServerEngine(Engine):
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight_version = -1
-        # Even when no request is unfinished: another thread may be about to send one.
+        # Pause even without unfinished requests: another thread may be about to send one.
         self._call("POST", "/pause?mode=keep" + ("&clear_cache=false" if self.keep_caches else ""))
         self._call("POST", "/start_weight_update")
-        with ThreadPoolExecutor(1) as aside:
-            update = aside.submit(self._call, "POST", "/update_weights", {"update_info": {}})
+        with ThreadPoolExecutor(1) as thread:
+            update = thread.submit(self._call, "POST", "/update_weights", {"update_info": {}})
             try:
                 network.send(self.link, stream)
             except RuntimeError as error:
                 if isinstance(error, RunFailed):
                     raise
-                update.result()  # its own reason comes first
+                update.result()  # raises the server's own error, if it has one
                 raise EngineLost(f"{self.name} was lost while it got weights ({error})") from None
             update.result()
         self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
         for problem in (each["problem"] for each in self._rpc("rft_problem")):
             if problem:
                 raise RunFailed(f"weights of version {version}: {problem}")
-        if not self.keep_caches:  # of the former weights
+        if not self.keep_caches:  # they were computed with the former weights
             self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
         self._call("POST", "/resume")
         self.weight_version = version
@@ -222,7 +223,7 @@ class ServerEngine(Engine):
             text = self._text("GET", "/metrics")
         except EngineLost:
             raise
-        except RunFailed:  # it keeps them to itself
+        except RunFailed:  # the server has no metrics
             return {}
         lines = re.finditer(r"^(vllm:spec_\w+)_total(?:{.*})? (\S+)$", text, re.MULTILINE)
         return self.acceptance.since((line[1], float(line[2])) for line in lines)
@@ -241,21 +242,22 @@ class ServerEngine(Engine):
     def _rpc(self, method: str) -> list[dict]:
         answer = self._call("POST", "/collective_rpc", {"method": method})
         if not isinstance(answer, dict) or not answer.get("results"):
-            raise RunFailed(f"{self.name} is no vLLM: /collective_rpc is answered with {str(answer)[:80]!r}")
+            raise RunFailed(f"{self.name} is no vLLM server: /collective_rpc is answered with {str(answer)[:80]!r}")
         return answer["results"]
 
     def _call(self, method: str, path: str, body: dict | None = None, epoch: int | None = None) -> Any:
-        """The answer's JSON, if it has any."""
+        """Send a request and return the answer's JSON; None if it is empty. Raises the errors of `_text`."""
         text = self._text(method, path, body, epoch=epoch)
         try:
             return json.loads(text) if text else None
         except ValueError:
-            raise RunFailed(f"{self.name} is no vLLM: {path} is answered with {text[:80]!r}") from None
+            raise RunFailed(f"{self.name} is no vLLM server: {path} is answered with {text[:80]!r}") from None
 
     def _text(
         self, method: str, path: str, body: dict | None = None, timeout_s: float = 0.0, epoch: int | None = None
     ) -> str:
-        """The answer's text. `epoch`: given for an answer without a time limit; `_hang_up` interrupts it.
+        """Send a request and return the answer's text. With `epoch` there is no time limit, and `_hang_up` interrupts
+        the call.
 
         Raises:
             EngineLost: there is no answer.
@@ -269,7 +271,7 @@ class ServerEngine(Engine):
             connection.connect()
             if epoch is not None:
                 connection.sock.settimeout(None)
-                self._wait_for(connection, epoch)
+                self._register(connection, epoch)
             content = None if body is None else json.dumps(body)
             connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -277,40 +279,40 @@ class ServerEngine(Engine):
         except (OSError, http.client.HTTPException) as error:
             raise EngineLost(f"{self.name} does not answer: {error or type(error).__name__}") from None
         finally:
-            self._asked.discard(connection)
+            self._open.discard(connection)
             connection.close()
         if answer.status >= 500 and path in ("/health", PING, GENERATE):
             raise EngineLost(f"{self.name} is broken: {answer.status} {text[:200]}".rstrip())
         if answer.status >= 500:
-            self._watch_it_die()
+            self._raise_if_dying()
         if answer.status >= 400:
             raise RunFailed(f"{self.name} refuses {path.partition('?')[0]}: {answer.status} {text[:400]}")
         return text
 
-    def _watch_it_die(self) -> None:
-        """Raise EngineLost if the engine behind the server is gone, which the server notices some seconds later."""
+    def _raise_if_dying(self) -> None:
+        """Raise EngineLost if the engine behind the server has died, which the server notices after some seconds."""
         for _ in range(DYING_S):
             self._text("GET", "/health")
             time.sleep(1)
 
-    def _wait_for(self, connection: http.client.HTTPConnection, epoch: int) -> None:
-        with self._asking:
+    def _register(self, connection: http.client.HTTPConnection, epoch: int) -> None:
+        with self._lock:
             if epoch != self._epoch:
                 raise ConnectionAbortedError("nobody waits for the answer any more")
-            self._asked.add(connection)
+            self._open.add(connection)
 
     def _hang_up(self) -> None:
-        """Interrupt all waiting for answers, also of requests that are about to be sent."""
-        with self._asking:
+        """Interrupt all open requests, and those that are about to be sent."""
+        with self._lock:
             self._epoch += 1
-            for connection in list(self._asked):
-                with contextlib.suppress(OSError, AttributeError):  # it has just ended
+            for connection in list(self._open):
+                with contextlib.suppress(OSError, AttributeError):  # the request has just ended
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def wait_until_ready(ask: Callable[[], None], limit_s: float, process: subprocess.Popen | None = None) -> None:
-    """Returns when `ask` does. Raises its last RunFailed (EngineLost is one) after `limit_s`, or when the server's
-    `process` has ended."""
+    """Call `ask` until it succeeds. Raises its last RunFailed (EngineLost is one) after `limit_s` seconds, or when
+    the server's `process` has ended."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -322,7 +324,7 @@ def wait_until_ready(ask: Callable[[], None], limit_s: float, process: subproces
 
 
 def local_address(url: str) -> str:
-    """The address of this machine that the server at `url` can reach."""
+    """Return the address of this machine that the server at `url` can reach."""
     parts = urlsplit(url)
     addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
     family, *_, address = min(addresses)  # IPv4 first
@@ -332,11 +334,11 @@ def local_address(url: str) -> str:
 
 
 def as_response(choice: dict[str, Any]) -> Response:
-    """A response from vLLM's answer. Its version is that of the weights that wrote the first token."""
+    """Build a Response from vLLM's answer. Its version is that of the weights that generated the first token."""
     tokens = tuple(choice["token_ids"])
     logprobs = tuple(each["logprob"] for each in choice["logprobs"]["content"])
     assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
     versions = choice.get("weight_versions")
     if not versions or not versions[0]["version"].isdecimal():
-        raise RunFailed(f"a server wrote a response with weights that nobody sent it: {versions}")
+        raise RunFailed(f"a server generated a response with weights that this run did not send: {versions}")
     return Response(tokens, logprobs, choice["finish_reason"], int(versions[0]["version"]))

@@ -1,4 +1,4 @@
-"""Starts a vLLM server, and starts it again when it is lost."""
+"""Starts a vLLM server on this machine, and restarts it when it is lost."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.processes import REAPER, reserved_port
 
 CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",  # the first log-prob call would compile C++ for 10 s
+    "TORCHDYNAMO_DISABLE": "1",  # else the first computation of log-probs compiles C++ for 10 s
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -31,7 +31,7 @@ def spawn(
     environment: dict[str, str],
     log: Path,
 ) -> subprocess.Popen:
-    """Start a server that ends with this process. `arguments`: vLLM's max_model_len, max_num_seqs and more."""
+    """Start a server that ends with this process. `arguments`: vLLM's max_model_len, max_num_seqs and others."""
     if not torch.cuda.is_available():
         needs = arguments["max_model_len"], arguments["max_num_seqs"], arguments.get("tensor_parallel_size", 1)
         room = cache_bytes(AutoConfig.from_pretrained(model), dtype, *needs)
@@ -55,7 +55,7 @@ def wait_for(
     """Wait until the server answers to `ask`.
 
     Raises:
-        RunFailed: its process has ended, or it does not answer in time; with the last lines of its log.
+        RunFailed: the process has ended, or does not answer in time. The message has the last lines of its log.
     """
     try:
         wait_until_ready(ask, limit_s, process)
@@ -80,8 +80,8 @@ class LocalServer(ServerEngine):
         silence_timeout_s: float = 300.0,
         keep_caches: bool = False,
     ):
-        """`log`: file of what it prints; the model's configuration goes into a folder beside it. `arguments`: as
-        of `spawn`."""
+        """`log`: the file for the server's output; the model's configuration goes into a folder beside it. `arguments`:
+        those of `spawn`."""
         self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
         save_config(config, self.model)
         self.arguments = arguments
@@ -110,7 +110,7 @@ class LocalServer(ServerEngine):
         self._kill()
 
     def _kill(self) -> None:
-        """The reaper also ends all processes that the server has started."""
+        """End the server. The reaper also ends all processes that it has started."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait()

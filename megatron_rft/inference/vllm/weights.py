@@ -1,8 +1,8 @@
-"""Weights into the model of a vLLM engine in this process, by vLLM's weight-transfer API.
+"""Loads weights into the model of a vLLM engine in this process, through vLLM's weight-transfer API.
 
-The two sides of the transfer are registered in vLLM's factories under the name HANDOVER: the worker pulls tensor by
-tensor from the trainer's stream itself, so that no copy of the model stands beside the trainer's and the engine's.
-Layers are processed (packed, quantised) by vLLM's own reloading as soon as their last tensor is there.
+Both sides of the transfer are registered in vLLM's factories under the name HANDOVER. The worker pulls tensors from the
+trainer's stream one at a time, so that there is no third copy of the model. vLLM's reloading processes a layer (packs,
+quantises) as soon as its last tensor has arrived.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,13 +27,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.inference.vllm.fp8 import Comparison
-from megatron_rft.inference.vllm.readback import held_by, made_of, tied
+from megatron_rft.inference.vllm.readback import layer_hf_names, read_layer, tied
 
 HANDOVER = "handover"
 
 
 class Stream(WeightSource):
-    """A stream of HF-named tensors as vLLM's WeightSource. Each sync sets the next stream."""
+    """Wraps a stream of HF-named tensors as vLLM's WeightSource. Each sync sets `tensors`."""
 
     def __init__(self, metadata: list[ParamMeta]):
         self._metadata, self.tensors = metadata, iter(())
@@ -56,11 +56,11 @@ class Update(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine[Nothing, Update]):
-    """The worker's side."""
+    """The worker's side of the transfer."""
 
     init_info_cls, update_info_cls = Nothing, Update
     supports_draft_weight_update = False
-    problems: list[str | None] = []  # with the last update
+    problems: list[str | None] = []  # of the last update
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         pass
@@ -79,7 +79,7 @@ class Receiver(WeightTransferEngine[Nothing, Update]):
         self.load(update_info.tensors)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.comparison = Comparison(self.model, partial(made_of, self.model), partial(held_by, self.model))
+        self.comparison = Comparison(self.model, partial(layer_hf_names, self.model), partial(read_layer, self.model))
         self.model.load_weights(self.comparison.watch(tensors))
 
     def finish_weight_update(self) -> None:
@@ -101,7 +101,7 @@ class SenderInit(TrainerInitInfo):
 
 
 class Sender(TrainerWeightTransferEngine[SenderInit]):
-    """The trainer's side."""
+    """The trainer's side of the transfer."""
 
     init_info_cls = SenderInit
 
@@ -117,7 +117,7 @@ class Sender(TrainerWeightTransferEngine[SenderInit]):
 
 
 class InProcess:
-    """vLLM's VLLMWeightSyncClient over an LLMEngine in this process."""
+    """Implements vLLM's VLLMWeightSyncClient for an LLMEngine in this process."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -138,7 +138,7 @@ class InProcess:
 
 
 def register() -> None:
-    """In vLLM's factories, once a process."""
+    """Register both sides in vLLM's factories, once per process."""
     if HANDOVER not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(HANDOVER, Receiver)
         WeightTransferTrainerFactory.register_engine(HANDOVER, Sender)
@@ -149,13 +149,13 @@ def connect(engine: Any, source: WeightSource) -> TrainerWeightTransferEngine:
 
 
 def problem(engine: Any) -> str | None:
-    """With what the last update made of a sound stream."""
+    """Return the worker's problem with the last update, or None."""
     return engine.collective_rpc(lambda worker: worker.weight_transfer_engine.problem)[0]
 
 
 def unwritten(model: nn.Module) -> Iterator[str]:
-    """Parameters of the model under reload that were not written element by element. Every layer that is complete has
-    been processed by now; what vLLM pads a vocabulary with, and a tied output matrix, are never written."""
+    """Yield the parameters that the reload has not written completely. vLLM has already processed complete layers. It
+    never writes the padding of a vocabulary and a tied output matrix."""
     alias = tied(model)
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -167,7 +167,7 @@ def unwritten(model: nn.Module) -> Iterator[str]:
 
 
 def _padding(layer: nn.Module) -> int:
-    """Elements of a vocabulary's matrix beyond the vocabulary."""
+    """Return the number of padding elements of an embedding or output matrix."""
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
     rows = layer.shard_indices

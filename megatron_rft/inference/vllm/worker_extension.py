@@ -1,7 +1,7 @@
-"""Inside a vLLM server: how it takes weights from a trainer, and what it says of those that it has.
+"""Runs in the workers of a vLLM server: receives weights from a trainer, and reports checksums of them.
 
-A server is started with this file's `Extension` (`vllm_arguments.command` has the whole line). Importing it registers
-the receiving side in vLLM's weight-transfer factory, under the name WIRE.
+A server is started with this file's `Extension` (`arguments.command` builds the command line). Importing this module
+registers the receiving side in vLLM's weight-transfer factory, under the name WIRE.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Address(WeightTransferInitInfo):
     host: str
     port: int
     size: int
-    shapes: dict[str, list[int]]  # of every parameter by its HF name
+    shapes: dict[str, list[int]]  # HF name -> shape of every parameter
     timeout_s: float
     transport: str
 
@@ -42,15 +42,15 @@ class WireReceiver(Receiver):
     link: network.Link | None = None
 
     def init_transfer_engine(self, init_info: Address) -> None:
-        here = self.parallel_config
-        rank = 1 + here.data_parallel_index * here.world_size + here.rank
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
         shapes = {name: torch.Size(shape) for name, shape in init_info.shapes.items()}
         self.validator = WeightValidator(shapes, self.model_config.hf_config.model_type)
-        self.shutdown()  # of a trainer before
+        self.shutdown()  # closes the link to an earlier trainer
         device = self.device if init_info.transport == network.GPU else None
         size, limit_s = init_info.size, init_info.timeout_s
         self.link = network.connect(
-            network.meeting(init_info.host, size, limit_s, init_info.port), rank, size, limit_s, device
+            network.rendezvous(init_info.host, size, limit_s, init_info.port), rank, size, limit_s, device
         )
 
     def shutdown(self) -> None:
@@ -72,7 +72,7 @@ class WireReceiver(Receiver):
             self.load(stream)
         except Exception as error:
             self.problems.append(f"{type(error).__name__}: {error}")
-        for _ in stream:  # the trainer sends all of it
+        for _ in stream:  # the trainer always sends the whole stream
             pass
         self.problems.append(self.validator.missing())
 
@@ -88,12 +88,12 @@ draft_models.load_from_their_folder()
 
 
 class Extension:
-    """What a trainer may ask of each worker, by `/collective_rpc`."""
+    """The methods that a trainer calls on each worker through `/collective_rpc`."""
 
     def rft_facts(self) -> dict:
         if cpu_patches.faulty():
             cpu_patches.repair()
-        config, here = self.model_config.hf_config, self.parallel_config
+        config, parallel = self.model_config.hf_config, self.parallel_config
         transfer = self.vllm_config.weight_transfer_config
         facts = {name: getattr(config, name) for name in MODEL} | {"vllm": installed()[1]}
         facts |= {"transfer": transfer and transfer.backend, "logprobs_mode": self.model_config.logprobs_mode}
@@ -101,12 +101,12 @@ class Extension:
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
         facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": local_gpu()}
         facts |= {"quantization": self.model_config.quantization, "kv_cache_dtype": self.cache_config.cache_dtype}
-        return facts | {"workers": here.world_size, "replicas": here.data_parallel_size}
+        return facts | {"workers": parallel.world_size, "replicas": parallel.data_parallel_size}
 
     def rft_problem(self) -> dict:
         return {"problem": self.weight_transfer_engine.problem}
 
     def rft_checksums(self) -> dict:
-        """HF name -> checksum, as text: JSON's numbers end at 53 bits. The same of every worker."""
+        """Return the checksums by HF name, as text because JSON's numbers have 53 bits. All workers return the same."""
         found = checksums(self.model_runner.model)
         return {name: None if value is None else str(value) for name, value in found.items()}

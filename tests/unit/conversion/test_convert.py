@@ -189,7 +189,7 @@ def test_an_output_that_is_there_already(source, megatron):
 
 
 def test_tensor_parallel_ranks_that_do_not_divide(source, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be cut for 7 tensor-parallel ranks"):
+    with pytest.raises(ConfigError, match="cannot be split over 7 tensor-parallel ranks"):
         convert(source, tmp_path / "out", "megatron", tensor_parallel=7)
     assert files(tmp_path) == ["hf"]
 

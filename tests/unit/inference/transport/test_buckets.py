@@ -116,9 +116,9 @@ def test_where_the_buckets_of_an_engine_process_lie(monkeypatch, own, answer, tr
     process = Process(answer)
     if transport is None:
         with pytest.raises(EngineLost):
-            process._lay_buckets(["GPU-0", "GPU-1"])
+            process._place_buckets(["GPU-0", "GPU-1"])
         return
-    process._lay_buckets(["GPU-0", "GPU-1"])
+    process._place_buckets(["GPU-0", "GPU-1"])
     assert process.transport == transport
     assert process.asked == ([("open", Handle("GPU-1", ()))] if own == "GPU-1" else [])
     memory = process._on_gpu if transport == "CUDA IPC" else process._memory.slots

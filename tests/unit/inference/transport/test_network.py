@@ -16,8 +16,8 @@ TENSORS += [("large", torch.randn(333, 7)), ("scalar", torch.tensor(2.5))]
 @pytest.fixture(scope="module")
 def ends():
     """The sender and two receivers, with buckets that are smaller than a tensor."""
-    place = network.meeting("127.0.0.1", 3, 20)
-    stores = [place, *(network.meeting("127.0.0.1", 3, 20, place.port) for _ in range(2))]
+    store = network.rendezvous("127.0.0.1", 3, 20)
+    stores = [store, *(network.rendezvous("127.0.0.1", 3, 20, store.port) for _ in range(2))]
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(network.connect, store, rank, 3, 20) for rank, store in enumerate(stores)]
         links = [job.result() for job in jobs]

@@ -102,4 +102,4 @@ def test_the_bound_holds_for_every_rounding_and_for_no_step_more(group, power_of
     assert beyond(weight, held, largest) is None
     row, column = divmod(int(weight.abs().argmax()), 256)
     held[row, column] *= 1.125
-    assert "(of 1 such elements the first)" in beyond(weight, held, largest)
+    assert "(the first of 1 such elements)" in beyond(weight, held, largest)
