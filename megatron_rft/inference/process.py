@@ -32,7 +32,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class EngineProcess(Engine):
-    """`build` creates the engine in the other process. It is pickled, so it must be a module's function or a partial."""
+    """`build` creates the engine in the other process. It is pickled: a module's function, or a partial of one."""
 
     def __init__(
         self,

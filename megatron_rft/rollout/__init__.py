@@ -1,1 +1,1 @@
-"""From prompts to a batch of graded responses: sampler, scheduler, refiner, feedback. Knows no vLLM."""
+"""Turns prompts into a batch of graded responses: sampler, scheduler, refiner, feedback. Does not import vLLM."""

@@ -1,6 +1,5 @@
-"""What a self-teacher is told of a response: a right sibling, the verifier's reason, the reference solution (SDPO).
-
-Knows texts and tokens; the objective sees only the contexts, prompts that carry the feedback.
+"""Builds the self-teacher's prompts with feedback on a response (SDPO): a correct sibling, the verifier's reason, or
+the reference solution. The objective sees only these prompts, the contexts.
 """
 
 from collections.abc import Callable
@@ -12,14 +11,14 @@ from megatron_rft.records import Prompt, Score
 
 @dataclass(frozen=True)
 class Feedback:
-    """Contexts for the responses of a group.
+    """Builds the contexts for the responses of a group.
 
     Args:
-        sources: of "sibling", "error", "solution". A response is told every one that there is for it, but the reference
-            solution only where no sibling is right. A right response is told of another right one alone.
-        encode: (problem, text that asks it) -> token ids, through the chat template where prompts go through it.
-        cut: text -> the same, cut to the most tokens that feedback may have.
-        template: of the whole, over {prompt} and {feedback}; `solution` and `error` of their parts, over {}.
+        sources: some of "sibling", "error", "solution". A wrong response gets all that are available, but the reference
+            solution only if no sibling is correct. A correct response gets only a correct sibling.
+        encode: (problem, text of the prompt) -> token ids, through the chat template where prompts go through it.
+        cut: truncates a text to the most tokens that feedback may have.
+        template: of the prompt, with {prompt} and {feedback}; `solution` and `error` are templates of a part, with {}.
         solution_field: the row's field with the reference solution.
     """
 
@@ -32,30 +31,30 @@ class Feedback:
     solution_field: str
 
     def __call__(self, prompt: Prompt, texts: list[str], scores: list[Score]) -> list[tuple[int, ...]]:
-        return [self._context(prompt, self._told(prompt, i, texts, scores)) for i in range(len(texts))]
+        return [self._context(prompt, self._parts(prompt, i, texts, scores)) for i in range(len(texts))]
 
-    def _context(self, prompt: Prompt, told: list[str]) -> tuple[int, ...]:
-        if not told:
+    def _context(self, prompt: Prompt, parts: list[str]) -> tuple[int, ...]:
+        if not parts:
             return ()
-        feedback = self.cut("\n\n".join(told))
+        feedback = self.cut("\n\n".join(parts))
         return tuple(self.encode(prompt, self.template.format(prompt=prompt.question, feedback=feedback)))
 
-    def _told(self, prompt: Prompt, index: int, texts: list[str], scores: list[Score]) -> list[str]:
-        """What there is to say of response `index`: the next right sibling in the order of samples, and so on."""
+    def _parts(self, prompt: Prompt, index: int, texts: list[str], scores: list[Score]) -> list[str]:
+        """Return the parts of the feedback on response `index`. Its sibling is the next correct one in sample order."""
         right = [i for i, score in enumerate(scores) if score.error is None and score.right]
         others = sorted((i for i in right if i != index), key=lambda i: (i < index, i))
-        told = []
+        parts = []
         if "sibling" in self.sources and others:
-            told.append(self.solution.format(texts[others[0]].strip()))
+            parts.append(self.solution.format(texts[others[0]].strip()))
         elif "solution" in self.sources and index not in right and prompt.fields.get(self.solution_field):
-            told.append(self.solution.format(str(prompt.fields[self.solution_field]).strip()))
+            parts.append(self.solution.format(str(prompt.fields[self.solution_field]).strip()))
         if "error" in self.sources and index not in right and scores[index].reason:
-            told.append(self.error.format(scores[index].reason.strip()))
-        return told
+            parts.append(self.error.format(scores[index].reason.strip()))
+        return parts
 
 
 def cutter(tokenizer: Any, limit: int) -> Callable[[str], str]:
-    """Texts longer than `limit` tokens lose their end."""
+    """Return a function that truncates texts to `limit` tokens."""
 
     def cut(text: str) -> str:
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -1,12 +1,11 @@
-"""A frozen model corrects what the policy wrote (dynamic_constraint.txt 3.2): prompts, clean-up, and what came of it.
+"""Lets a frozen model, the refiner, correct the policy's responses (dynamic constraint paper, section 3.2).
 
-The refiner reads the problem, a response and, where its template shows it, the reward, and writes a refined response.
-That is cleaned once; the reward grades the cleaned text, and training reads its tokens. Text that is the response's
-own has the response's own tokens; text that nothing was taken from has those that the engine wrote; any other is
-tokenised.
+The refiner reads the problem, a response and, if its template shows it, the reward, and writes a refined response. The
+text is cleaned once; the reward grades the cleaned text, and training uses its tokens. A text equal to the response
+keeps the response's tokens, a text that cleaning did not change keeps the engine's tokens, and any other is tokenised.
 
-What cannot pass the filter is not refined: a response that already has the largest reward there is. Nor are responses
-whose grader failed, that the algorithm leaves out of training, or whose prompt to the refiner is too long.
+Not refined are responses that already have the largest reward, since the filter would drop the pair; responses whose
+grader failed; responses that the algorithm leaves out of training; and responses whose refiner prompt is too long.
 """
 
 import math
@@ -30,8 +29,8 @@ AT_MAXIMUM, GRADER_FAILED, NOT_TRAINED, NOT_CHOSEN, TOO_LONG = "maximum", "grade
 
 
 def clean(text: str, response: str) -> str:
-    """A refined text without what surrounds it: chat markers, and a code fence around all of it, unless the response
-    that it refines is fenced too, for then the fence is what was asked for. White space at both ends goes with them."""
+    """Remove chat markers from a refined text, and a code fence around all of it. If the response has a fence too, the
+    fence stays. A text that was changed also loses white space at both ends."""
     found = CHAT_MARKER.sub("", text)
     block = ONE_BLOCK.fullmatch(found)
     if block and "```" not in response and "```" not in block[1]:
@@ -40,7 +39,7 @@ def clean(text: str, response: str) -> str:
 
 
 def edit_distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Levenshtein's, in tokens."""
+    """Return the Levenshtein distance in tokens."""
     other, columns = np.array(b), np.arange(len(b) + 1)
     row = columns
     for number, token in enumerate(a, start=1):
@@ -51,15 +50,15 @@ def edit_distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Refined:
-    """What the refiner made of one response."""
+    """A refined response."""
 
-    token_ids: tuple[int, ...]  # of the policy's tokenizer, with the stop token where the refiner finished
+    token_ids: tuple[int, ...]  # of the policy's tokenizer, with the stop token if the refiner finished
     text: str
     score: Score
     verbatim: bool
-    distance: int  # tokens to insert, remove or change, from the response to this
-    written: int  # tokens that the engine wrote
-    kept: bool  # whether the pair is learnt: the filter of Eq. 6
+    distance: int  # edit distance to the response, in tokens
+    written: int  # tokens that the engine generated
+    kept: bool  # whether training uses the pair: the filter of Eq. 6
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,15 @@ class Task:
 class Refiner:
     """
     Args:
-        engine: of the frozen model. Nobody else calls it.
-        encode: (problem, text that asks the refiner) -> token ids, through the chat template where prompts go through.
-        template: over {question}, {response} and perhaps {reward}.
-        maximum: of the reward; a response that has it is not refined. Infinity where no such response is to be skipped.
-        only_better: learn pairs whose refined response scores higher, or all of them.
-        agreeing: also refine groups that the algorithm would leave out because their rewards are all equal.
-        share, first: of the responses of a group that can be improved, how many are refined.
-        draft: give the engine the response as a draft of its refinement (speculative decoding).
-        most_tokens: of the refiner's prompt and response together.
+        engine: serves the frozen model to this refiner alone.
+        encode: (problem, text of the prompt) -> token ids, through the chat template where prompts go through it.
+        template: of the refiner's prompt, with {question}, {response} and perhaps {reward}.
+        maximum: the largest reward; responses that have it are not refined. Infinity refines them too.
+        only_better: use only pairs whose refined response scores higher.
+        agreeing: also refine groups that the algorithm leaves out because their rewards are all equal.
+        share, first: refine this share of the responses that can be improved, at most the first so many of a group.
+        draft: pass the response to the engine as a draft of its refinement (speculative decoding).
+        most_tokens: the limit on the refiner's prompt and response together.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Refiner:
         self.share, self.first, self.draft, self.overlap, self.most_tokens = share, first, draft, overlap, most_tokens
 
     def choose(self, group: list, step: int, trained: list[bool]) -> tuple[list[Task], dict[int, str]]:
-        """The responses of a group (rollouts of the sampler) to refine, and by sample why others are not."""
+        """Return the responses of a group (rollouts of the sampler) to refine, and by sample why others are not."""
         tasks, left = [], {}
         for rollout, worth in zip(group, trained, strict=True):
             reason = self._reason(rollout.score, worth)
@@ -154,7 +153,7 @@ class Refiner:
         )
 
     def _draft(self, rollout: Any) -> tuple[int, ...]:
-        """The response's tokens, ended where it was cut off."""
+        """Return the response's tokens, with a stop token if the response was truncated."""
         ids = rollout.response.token_ids
         stops = self.sampling.stop_token_ids
         return (ids if ids and ids[-1] in stops else (*ids, *stops[:1]))[: self.sampling.max_tokens]
@@ -165,7 +164,7 @@ class Refiner:
         )
 
     def write(self, tasks: list[Task]) -> list[Response]:
-        """Of the engine, in the order of the tasks."""
+        """Generate the refined responses, in the order of the tasks."""
         requests = [replace(task.request, id=number) for number, task in enumerate(tasks)]
         found = {group.id: group.responses[0] for group in self.engine.generate(requests, self.sampling)}
         return [found[number] for number in range(len(tasks))]
@@ -195,8 +194,8 @@ class Refiner:
 
 
 class Refining:
-    """The refinement of one round of sampling. Groups come in from the thread that scores them; whenever the refiner is
-    free it takes all that wait, and what it wrote is scored in that same thread, to which rewards belong."""
+    """The refinement of one round of sampling. The scoring thread adds groups; whenever the refiner is free it takes
+    all waiting tasks, and the scoring thread grades their results, since rewards run in one thread."""
 
     def __init__(self, refiner: Refiner, reward: Reward, scoring: Executor, step: int):
         self.refiner, self.reward, self.scoring, self.step = refiner, reward, scoring, step
@@ -207,7 +206,7 @@ class Refining:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="refiner")
 
     def add(self, group: list, trained: list[bool]) -> dict[int, str]:
-        """A scored group; by sample, why some of its responses are not refined."""
+        """Add a scored group. Returns by sample why some of its responses are not refined."""
         tasks, left = self.refiner.choose(group, self.step, trained)
         self.waiting.extend(tasks)
         if tasks and self.refiner.overlap:
@@ -223,7 +222,7 @@ class Refining:
             self.graded.append((tasks, self.scoring.submit(self.refiner.grade, tasks, written, self.reward)))
 
     def results(self) -> dict[tuple[int, int], Refined]:
-        """By prompt index and sample. Called when all groups have come in."""
+        """Return the refined responses by prompt index and sample. Call this when all groups have been added."""
         with self.thread:
             self.jobs.append(self.thread.submit(self._write))
             for job in self.jobs:
@@ -235,7 +234,7 @@ class Refining:
 
 
 def statistics(rollouts: list) -> dict[str, float]:
-    """Of a step's rollouts, those whose grader failed left out."""
+    """Return the metrics of a step's rollouts, without those whose grader failed; empty without a refiner."""
     scored = [each for each in rollouts if each.score.error is None]
     if not any(each.refined or each.unrefined for each in rollouts):
         return {}

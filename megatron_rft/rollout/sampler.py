@@ -1,6 +1,6 @@
-"""From prompts to a scored batch: every rank generates for some of them, all ranks get the same batch.
+"""Turns prompts into a scored batch: every rank generates for some of them, and all ranks get the same batch.
 
-Knows no process group: `gather` joins the ranks' lists. The batch does not depend on the number of ranks: seeds are
+The ranks' lists are joined through the argument `gather`. The batch does not depend on the number of ranks: seeds are
 functions of the problem and the step, and sequences are in the order of the prompts and their samples.
 """
 
@@ -27,7 +27,7 @@ from megatron_rft.utils.errors import RunFailed
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored response. `prompt_index` numbers the prompts of the step."""
+    """One scored response. `prompt_index`: the index of the prompt in the step."""
 
     prompt_index: int
     sample: int
@@ -35,9 +35,9 @@ class Rollout:
     response: Response
     text: str
     score: Score
-    context: tuple[int, ...] | None = None  # another prompt for the same response, where there is one to be had
-    refined: Refined | None = None  # what a refiner made of it
-    unrefined: str = ""  # why it made nothing of it, where there is a refiner
+    context: tuple[int, ...] | None = None  # a second prompt for the same response, for objectives that use one
+    refined: Refined | None = None
+    unrefined: str = ""  # why a refiner did not refine it
 
     def __str__(self) -> str:
         return f"{self.prompt.text}{self.text}   [reward {self.score.reward:g}]"
@@ -45,17 +45,17 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one rank, or all of them together, did in one round."""
+    """The result of one round of sampling, of one rank or of all ranks."""
 
     rollouts: list[Rollout]
     generation_seconds: float
-    reward_seconds: float  # of its own; most of it passes while other groups are still being generated
-    refiner_seconds: float = 0.0  # likewise
+    reward_seconds: float  # includes grading during generation
+    refiner_seconds: float = 0.0  # includes refinement during generation
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """`batch` is what to train on; `metrics` speak of everything that was sampled, `rollouts` are that."""
+    """A sampled step. `batch`: the groups to train on; `rollouts` and `metrics`: of everything that was sampled."""
 
     batch: Batch
     metrics: dict[str, float]
@@ -63,10 +63,10 @@ class Sampled:
 
 
 Keep = Callable[[Batch], Tensor]
-"""[B] bool: sequences worth training on."""
+"""Returns [B] bool: the sequences to train on."""
 
 Contexts = Callable[[Prompt, list[str], list[Score]], list[tuple[int, ...]]]
-"""(problem, responses, scores) of a group -> the context of each response, empty where there is none."""
+"""(problem, responses, scores) of a group -> the context of each response; empty if it has none."""
 
 
 Generate = Callable[[list[Request], Sampling], Iterator[Group]]
@@ -74,8 +74,8 @@ Generate = Callable[[list[Request], Sampling], Iterator[Group]]
 
 @dataclass(frozen=True)
 class PendingRound:
-    """A round of sampling that has started. `local` waits for this rank's result. `retry` then generates what a lost
-    engine has not finished; it is collective, and None where `local` is all."""
+    """A round of sampling that has started. `local` waits for this rank's result. `retry` (collective) then generates
+    the unfinished requests of lost engines; None: there are none."""
 
     step: int
     local: Callable[[], RoundResult]
@@ -86,9 +86,9 @@ class Sampler:
     """
     Args:
         gather: concatenates all ranks' lists, in rank order, on every rank.
-        rank: number among the `world` ranks that have an engine; None: this rank has none.
-        on_error: for a response whose grader failed. "drop": leave it out of the batch and of the statistics of
-            rewards, and count it. "stop": end the run.
+        rank: index among the `world` ranks that have an engine; None: this rank has none.
+        on_error: what to do with a response whose grader failed. "drop": leave it out of the batch and of the
+            statistics of rewards, and count it. "stop": end the run.
         on_nonfinite: the same for a reward that is NaN or infinite.
         background: `begin` samples and grades in another thread. This needs an engine outside of the process
             (`EnginePool`).
@@ -130,8 +130,8 @@ class Sampler:
     ) -> Sampled:
         """Sample until `keep` has accepted `count` groups, in at most `max_rounds` rounds (DAPO's dynamic sampling).
 
-        `draw(n)` gives the next n prompts, the same on every rank. After the last round the batch has the groups that
-        were accepted; if there are none, it is the whole last round, which has no training signal.
+        `draw(n)` returns the next n prompts, the same on every rank. The batch has the accepted groups; if there are
+        none, it is the whole last round, which has no training signal.
         """
         pending = self.begin(draw(count), step, keep)
         return conclude(self.collect(pending, draw, count, keep, max_rounds), count, step, keep)
@@ -139,14 +139,14 @@ class Sampler:
     def begin(
         self, prompts: list[Prompt], step: int, keep: Keep | None = None, number: int = 0, first: int = 0
     ) -> PendingRound:
-        """Start round `number` of a step; prompt indices start at `first`. With `background` it runs from now on."""
+        """Start round `number` of a step; prompt indices start at `first`. Without `background` it runs in `local`."""
         requests = self._requests(prompts, first, step, number)
         grade = partial(self._graded, dict(enumerate(prompts, first)), step, keep)
         if self._background is None:
             return PendingRound(step, partial(grade, requests, self.engine.generate))
-        left: list[Request] = []  # what an engine that was lost leaves over
-        own = self._background.submit(grade, requests, partial(self.engine.begin, left=left))
-        return PendingRound(step, own.result, partial(grade, left, self.engine.retry))
+        left: list[Request] = []  # unfinished requests of lost engines
+        job = self._background.submit(grade, requests, partial(self.engine.begin, left=left))
+        return PendingRound(step, job.result, partial(grade, left, self.engine.retry))
 
     def collect(
         self,
@@ -156,7 +156,7 @@ class Sampler:
         keep: Keep | None = None,
         max_rounds: int = 1,
     ) -> list[RoundResult]:
-        """The round, when it has ended, and more rounds where it has too few groups that `keep` wants. Collective."""
+        """Wait for a round, and sample more rounds if `keep` accepts too few groups. Collective."""
         rounds = [self._round(pending)]
         drawn = count
         while (missing := count - groups_in(kept_of(rounds, keep))) > 0 and len(rounds) < max_rounds:
@@ -165,19 +165,19 @@ class Sampler:
         return rounds
 
     def close(self) -> None:
-        """A round that has started continues until the engine is closed."""
+        """Shut the thread down. A round that has started continues until the engine is closed."""
         if self._background is not None:
             self._background.shutdown(wait=False, cancel_futures=True)
 
     def _round(self, pending: PendingRound) -> RoundResult:
-        """All ranks' rollouts in order, and the seconds of the slowest."""
+        """Wait for a round. Returns all ranks' rollouts in order, and the seconds of the slowest rank."""
         parts = [pending.local()] + ([pending.retry()] if pending.retry else [])
         step, results = pending.step, self.gather(parts)
         rollouts = sorted((r for result in results for r in result.rollouts), key=lambda r: (r.prompt_index, r.sample))
         rollouts = [self._checked(rollout, step) for rollout in rollouts]
         failed = [rollout for rollout in rollouts if rollout.score.error is not None]
         if failed and (self.on_error == "stop" or len(failed) == len(rollouts)):
-            worst = failed[0]  # every rank comes here, so every rank stops
+            worst = failed[0]  # all ranks have the same rollouts, so all of them stop
             raise RunFailed(
                 f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, first on problem "
                 f"{worst.prompt.index} ({worst.prompt.text[:80]!r}): {worst.score.error}"
@@ -187,7 +187,8 @@ class Sampler:
         return RoundResult(rollouts, *(max(getattr(result, name) for result in results) for name in clocks))
 
     def _check_refined(self, rollouts: list[Rollout], step: int) -> None:
-        """Where the grader fails on a refined response there is no pair; `on_error` may want more."""
+        """Stop the run if the grader failed on a refined response and `on_error` says so; otherwise there is no
+        pair."""
         failed = [each for each in rollouts if each.refined and each.refined.score.error is not None]
         if failed and self.on_error == "stop":
             raise RunFailed(
@@ -196,7 +197,7 @@ class Sampler:
             )
 
     def _checked(self, rollout: Rollout, step: int) -> Rollout:
-        """A reward that is no number would spoil the whole batch's advantages."""
+        """Handle a reward that is not finite, which would make all advantages of the group NaN."""
         score = rollout.score
         if score.error is not None or math.isfinite(score.reward + score.shaping):
             return rollout
@@ -233,8 +234,8 @@ class Sampler:
         return RoundResult(rollouts, seconds, reward_seconds, refining.seconds if refining else 0.0)
 
     def _requests(self, prompts: list[Prompt], first: int, step: int, number: int) -> list[Request]:
-        """This rank's requests, dealt by length of the prompt, so that ranks have about equal work. A problem that
-        was drawn twice is sampled with two seeds."""
+        """Return this rank's requests. Prompts are distributed by length, so that ranks have about equal work. A
+        problem that was drawn twice is sampled with two seeds."""
         seen: Counter[int] = Counter()
         requests = []
         for index, prompt in enumerate(prompts, first):
@@ -264,7 +265,7 @@ class Sampler:
 
 
 def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
-    """Which responses of a group the algorithm will train on."""
+    """Return for each response of a group whether the algorithm will train on it."""
     usable = [each.score.error is None and math.isfinite(each.score.reward + each.score.shaping) for each in group]
     if keep is None or not any(usable):
         return usable
@@ -273,7 +274,7 @@ def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
 
 
 def kept_of(rounds: list[RoundResult], keep: Keep | None) -> list[Batch]:
-    """The responses of each round that `keep` accepts."""
+    """Return for each round the batch of responses that `keep` accepts."""
     batches = [to_batch(each.rollouts) for each in rounds]
     return batches if keep is None else [batch.select(keep(batch)) for batch in batches]
 
@@ -283,10 +284,10 @@ def groups_in(batches: list[Batch]) -> int:
 
 
 def conclude(rounds: list[RoundResult], count: int, step: int, keep: Keep | None = None) -> Sampled:
-    """The batch of a step, from its rounds of sampling.
+    """Build the batch of a step from its rounds of sampling.
 
-    Its scalars: sampled_reward_sum and sampled_count over all rounds, the step, and the oldest version of the weights
-    that any response started with.
+    Its scalars are sampled_reward_sum and sampled_count over all rounds, the step, and the oldest weight version that
+    any response started with.
     """
     kept = kept_of(rounds, keep)
     groups = groups_in(kept)
@@ -305,7 +306,7 @@ def conclude(rounds: list[RoundResult], count: int, step: int, keep: Keep | None
 
 
 def to_batch(rollouts: list[Rollout]) -> Batch:
-    """The rollouts that have a reward, in their order. A group's number is its prompt index."""
+    """Build a batch of the rollouts that have a reward, in their order. A group's number is its prompt index."""
     rollouts = [rollout for rollout in rollouts if rollout.score.error is None]
     responses = [rollout.response for rollout in rollouts]
     logprobs = torch.tensor([logprob for response in responses for logprob in response.logprobs])
@@ -331,8 +332,8 @@ def to_batch(rollouts: list[Rollout]) -> Batch:
 
 
 def statistics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Metrics of the rollouts. Right: as the verifier says, else a reward of 1 or more. Wrong: a reward of 0 or less.
-    Lengths and counts include responses without a reward."""
+    """Return the metrics of the rollouts. A response is right if the verifier says so, or else if its reward is at
+    least 1, and wrong if its reward is at most 0. Lengths and counts include responses without a reward."""
     batch = to_batch(rollouts)
     rewards, groups = batch.sequences["rewards"], batch.sequences["group"]
     by_group = [rewards[groups == each] for each in groups.unique()]

@@ -1,17 +1,17 @@
-"""Sampling ahead: while a batch trains, the next ones are being generated (`rollout.staleness` n).
+"""Samples ahead: while a batch trains, the next ones are generated (`rollout.staleness` n).
 
-With W(v) the weights after v steps, step t trains on batch t and makes W(t) of W(t-1). Batch t is begun when step t - n
-begins:
+W(v) are the weights after v steps; step t trains on batch t and turns W(t-1) into W(t). Sampling of batch t starts when
+step t - n starts:
 
-    n = 0   batch t is sampled from W(t-1), and nothing else happens meanwhile: on-policy.
-    n = 1   batch t is sampled from W(t-2), whole, while step t-1 trains. The engine gets new weights between two
-            batches. What a batch is depends on no clock, so such a run is as reproducible as one with n = 0.
-    n > 1   n batches are under way, and the engine gets new weights in the middle of them: what is being written goes
-            on with the new ones. Batch t begins under W(t-1-n), and ends under whatever is the newest then. Which
-            token is the first of new weights depends on the clock.
+    n = 0   Batch t is sampled from W(t-1) before step t trains: on-policy.
+    n = 1   Batch t is sampled from W(t-2) while step t-1 trains. The engine gets new weights between two batches.
+            Timing does not change a batch, so such a run is as reproducible as one with n = 0.
+    n > 1   n batches are pending, and the engine gets new weights in the middle of them: unfinished responses continue
+            with the new weights. Batch t starts with W(t-1-n) and ends with the newest weights. Timing decides which
+            token is the first one from new weights.
 
-The bound holds by construction: no response of batch t is begun with weights older than W(t-1-n). A checkpoint holds
-the batches that are under way, whole: it waits for them. With n = 1 there is nothing to wait for.
+No response of batch t starts with weights older than W(t-1-n). A checkpoint waits for the pending batches and contains
+them.
 """
 
 import json
@@ -29,15 +29,15 @@ from megatron_rft.rollout.refiner import Refined
 from megatron_rft.rollout.sampler import Keep, PendingRound, Rollout, RoundResult, Sampled, Sampler, conclude
 from megatron_rft.utils.errors import RunFailed
 
-KEY = "ahead"  # in a checkpoint's state
+KEY = "ahead"  # key in a checkpoint's state
 
 
 @dataclass
 class Pending:
-    """A batch that is under way (`rounds` is None) or ready."""
+    """A batch that is being sampled (`rounds` is None) or ready."""
 
     step: int
-    begun: PendingRound | None
+    first_round: PendingRound | None
     rounds: list[RoundResult] | None = None
 
 
@@ -47,21 +47,21 @@ class Weights(Protocol):
     version: int
 
     def sleep(self) -> None:
-        """The engine gives its device memory to the trainer until the next push."""
+        """Free the engine's device memory for the trainer until the next push."""
         ...
 
     def push(self, version: int, verify: bool = False) -> dict[str, float]:
-        """Collective. What the actor has now, as `version`; metrics of the sync."""
+        """Collective. Push the actor's current weights as `version`. Returns metrics of the sync."""
         ...
 
 
 class RolloutScheduler:
-    """Batches of rollouts, and new weights for the engine between them, in the one order that is right:
+    """Orders the sampling of batches and the pushes of new weights.
 
-    `next(step)` begins what may be begun, collects the batch of `step`, and puts the engine to sleep.
-    `publish(version)` waits for what must end before the engine gets new weights, and pushes them.
+    `next(step)` starts the batches that may start, collects the batch of `step`, and puts the engine to sleep.
+    `publish(version)` waits for the batches that must end before the engine gets new weights, and pushes these.
 
-    `draw(n)` gives the next n prompts; `count`, `keep` and `max_rounds` are those of `Sampler.sample`.
+    `draw(n)` returns the next n prompts; `count`, `keep` and `max_rounds` are those of `Sampler.sample`.
     """
 
     def __init__(
@@ -82,23 +82,24 @@ class RolloutScheduler:
         self.pending: deque[Pending] = deque()
 
     def next(self, step: int) -> Sampled:
-        """The batch of `step`. Those up to step + n are under way from now on."""
+        """Return the batch of `step`. Batches up to step + n are pending afterwards."""
         with self.phases("generation"):
             sampled = self._next(step)
         self.weights.sleep()
         return sampled
 
     def publish(self, version: int, drain: bool = False, verify: bool = False) -> dict[str, float]:
-        """The actor's weights into the engine, as those after step `version`. `drain`: nothing may be under way
-        afterwards, since the engine is wanted for something else. `verify`: compare them bit by bit. Metrics."""
-        self.weights.version = version  # an engine that is lost while others drain gets the actor's present weights
+        """Push the actor's weights after step `version` into the engine. Returns metrics of the sync. `drain`: first
+        wait for all pending batches, because the engine is needed for something else. `verify`: compare bit by bit."""
+        self.weights.version = version  # an engine that is replaced during the drain gets the actor's current weights
         with self.phases("generation"):
             self.drain(everything=drain)
         with self.phases("sync"):
             return self.weights.push(version, verify)
 
     def drain(self, everything: bool = False) -> None:
-        """Collect the batches under way. With n > 1 they may go on over a sync, unless `everything` must end."""
+        """Wait for the pending batches. With n > 1 they may continue over a sync, so this waits only for
+        `everything`."""
         if self.staleness <= 1 or everything:
             for batch in self.pending:
                 self._collected(batch)
@@ -115,21 +116,21 @@ class RolloutScheduler:
         sampled = conclude(self._collected(batch), self.count, step, self.keep)
         if (stale := int(sampled.metrics["rollout/staleness"])) > self.staleness:
             raise RunFailed(
-                f"step {step}: a response was begun {stale} versions of the weights ago, and rollout.staleness is "
+                f"step {step}: a response started with weights that are {stale} versions old, and rollout.staleness is "
                 f"{self.staleness}: the engine does not have the weights that it was sent"
             )
         return sampled
 
     def _collected(self, batch: Pending) -> list[RoundResult]:
         if batch.rounds is None:
-            batch.rounds = self.sampler.collect(batch.begun, self.draw, self.count, self.keep, self.max_rounds)
-            batch.begun = None
+            batch.rounds = self.sampler.collect(batch.first_round, self.draw, self.count, self.keep, self.max_rounds)
+            batch.first_round = None
         return batch.rounds
 
     # ---- checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """The batches that are under way. Waits for them."""
+        """Wait for the pending batches and return them for a checkpoint."""
         self.drain(everything=True)
         if not self.pending:
             return {}
@@ -137,7 +138,7 @@ class RolloutScheduler:
         return {KEY: torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)}
 
     def restore(self, state: dict[str, Tensor], prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Takes what `state` put into a checkpoint, and returns the rest of it."""
+        """Restore the batches that `state` put into a checkpoint. Returns the rest of the checkpoint's state."""
         if KEY in state:
             by_index = {prompt.index: prompt for prompt in prompts}
             for row in json.loads(bytes(state[KEY].numpy())):

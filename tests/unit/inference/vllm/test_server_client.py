@@ -82,7 +82,7 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "",
         ),
         (
             FACTS | {"quantization": "awq"},
-            "was started with --quantization awq, .* refused: there is fp8, fp8_per_tensor",
+            "was started with --quantization awq, .* cannot be verified after a sync: use fp8, fp8_per_tensor",
         ),
         (FACTS | {"vllm": "0.33.1"}, "runs vLLM 0.33.1; this package supports 0.32.x"),
         ({"model_type": "qwen3"}, "runs vLLM None; this package supports 0.32.x"),
