@@ -1,1 +1,1 @@
-"""Untrusted programs, run and judged where they can do no harm and read no answer."""
+"""Runs and judges untrusted programs in isolation from the machine and from the expected answers."""

@@ -1,11 +1,11 @@
-"""Starting a sandbox's server in the strongest container that works on this machine.
+"""Starts a sandbox's server in one of three modes of isolation.
 
-    bubblewrap   bwrap builds the container: its own network (empty), processes, users, and a read-only root that
-                 holds the interpreter and the system's libraries alone
+    bubblewrap   bwrap builds the container: separate processes and users, no network, and a read-only root with only
+                 the interpreter and the system's libraries
     namespaces   the same container, built by our own system calls (inside/container.py)
-    none         no container: limits and the filter of system calls remain, but programs can read this user's files
+    none         no container: resource limits and a system-call filter only; programs can read this user's files
 
-In every case root becomes the user nobody, and each program is a cell of its own (inside/cell.py).
+In every mode root becomes the user nobody, and each program runs in a separate cell (inside/cell.py).
 """
 
 import os
@@ -17,15 +17,15 @@ from pathlib import Path
 
 INSIDE = Path(__file__).parent / "inside"
 MODES = ("bubblewrap", "namespaces")
-START_S, LEAVE_S = 60.0, 10.0  # on a busy machine
+START_TIMEOUT_S, EXIT_TIMEOUT_S = 60.0, 10.0  # enough for a busy machine
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache")
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONUTF8": "1",
-    "PYTHONHASHSEED": "0",  # rewards that depend on the order of a set are the same in every run
-    "MALLOC_ARENA_MAX": "1",  # else each thread reserves address space that counts
+    "PYTHONHASHSEED": "0",  # makes rewards that depend on the order of a set reproducible
+    "MALLOC_ARENA_MAX": "1",  # else each thread reserves address space, which counts against the memory limit
     "OPENBLAS_NUM_THREADS": "1",
 }
 
@@ -35,7 +35,7 @@ class SandboxError(Exception):
 
 
 class Server:
-    """One running server process, and our end of the socket to it."""
+    """A running server process and this process's end of the socket to it."""
 
     def __init__(self, mode: str):
         self.mode = mode
@@ -55,13 +55,13 @@ class Server:
             )
         finally:
             theirs.close()
-        if self.receive(START_S) != b"ready":
-            words = self._last_words()
+        if self.receive(START_TIMEOUT_S) != b"ready":
+            reason = self._last_error()
             self.close()
-            raise SandboxError(f"{mode}: {words}")
+            raise SandboxError(f"{mode}: {reason}")
 
     def receive(self, timeout_s: float) -> bytes:
-        """The next message; b"" where the server is gone or silent."""
+        """Return the next message, or b"" if the server has ended or sends nothing in time."""
         self.socket.settimeout(timeout_s)
         try:
             return self.socket.recv(4096)
@@ -69,18 +69,18 @@ class Server:
             return b""
 
     def close(self) -> None:
-        """The server leaves when its socket closes; every cell dies with the container, before this returns."""
+        """Close the socket, which makes the server exit. All cells have ended when this returns."""
         self.socket.close()
         try:
-            self.process.wait(LEAVE_S)
+            self.process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         os.close(self._errors)
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "the server ended without a word"
+        return lines[-1] if lines else "the server ended without a message"
 
 
 def command(mode: str, fd: int) -> list[str]:
@@ -91,10 +91,10 @@ def command(mode: str, fd: int) -> list[str]:
 
 
 def _bubblewrap(folders: list[str]) -> list[str]:
-    program = shutil.which("bwrap") or "bwrap"  # by its whole path: the server's environment has a PATH of its own
+    program = shutil.which("bwrap") or "bwrap"  # the full path, because the server's environment has another PATH
     args = [program, "--die-with-parent", "--new-session", "--unshare-net", "--unshare-ipc", "--unshare-pid"]
     args += ["--unshare-uts", "--unshare-cgroup-try"]
-    # Root needs no user namespace to build the container, and leaves its rights once inside.
+    # Root needs no user namespace to build the container, and drops its rights inside.
     args += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
     for path in SYSTEM:
         if os.path.islink(path):
@@ -111,11 +111,11 @@ def _bubblewrap(folders: list[str]) -> list[str]:
 
 
 def describe(mode: str) -> str:
-    """One line for a person."""
+    """Return one line about a mode's isolation, for the log."""
     user = "the user nobody" if os.geteuid() == 0 else "this user"
     if mode == "none":
         return (
             f"no container: resource limits and a filter of system calls, as {user}: THEY CAN READ THIS MACHINE'S FILES"
         )
-    how = "bubblewrap" if mode == "bubblewrap" else "namespaces of this package's making"
-    return f"{how}: no network, no files, no processes but their own, resource limits, system-call filter, as {user}"
+    how = "bubblewrap" if mode == "bubblewrap" else "namespaces made by this package"
+    return f"{how}: no network, no files or processes of this machine, resource limits, system-call filter, as {user}"

@@ -1,4 +1,4 @@
-"""The strongest isolation that works on this machine, and a pool of servers that run programs in it."""
+"""Chooses the strongest isolation that works on this machine, and runs programs on a pool of servers."""
 
 import platform
 import shutil
@@ -13,25 +13,26 @@ from megatron_rft.rewards.sandbox.runner import Limits, run_script
 
 
 def strongest(allow_none: bool) -> tuple[str, list[str]]:
-    """The mode to use, and what is wrong with the stronger ones. Raises SandboxError where only "none" would do."""
+    """Return the strongest mode that works, and the problems of stronger ones. Raises SandboxError if only "none" works
+    and `allow_none` is false."""
     problems = []
     for mode in launch.MODES:
         if mode == "bubblewrap" and shutil.which("bwrap") is None:
             problems.append("bubblewrap: bwrap is not installed")
             continue
         try:
-            _try(mode)
+            _check_mode(mode)
             return mode, problems
         except (SandboxError, OSError) as error:
             problems.append(str(error))
     if not allow_none:
         raise SandboxError("; ".join(problems))
-    _try("none")
+    _check_mode("none")
     return "none", problems
 
 
-def _try(mode: str) -> None:
-    """Start a server and let it build one cell."""
+def _check_mode(mode: str) -> None:
+    """Start a server and run one program. Raises SandboxError or OSError if the mode does not work here."""
     if not sys.platform.startswith("linux") or (mode != "none" and platform.machine() not in ("x86_64", "aarch64")):
         raise SandboxError(f"{mode}: needs Linux on x86_64 or aarch64")
     server = Server(mode)
@@ -42,7 +43,8 @@ def _try(mode: str) -> None:
 
 
 class Sandbox:
-    """`workers` servers, each with one program at a time. A server that fails is replaced, and its job done again."""
+    """A pool of `workers` servers, each of which runs one program at a time. If a server fails, it is replaced and the
+    job runs again."""
 
     def __init__(self, limits: Limits, workers: int = 2, allow_none: bool = False):
         self.mode, self.problems = strongest(allow_none)
@@ -53,17 +55,17 @@ class Sandbox:
             self._idle.put(None)
 
     def map(self, work, jobs: list) -> list:
-        """`work(server, job)` for each job, in their order; a SandboxError of the second try stands for its result."""
-        return list(self._threads.map(lambda job: self._twice(work, job), jobs))
+        """Return `work(server, job)` for each job, in their order, or a SandboxError if it failed twice."""
+        return list(self._threads.map(lambda job: self._run(work, job), jobs))
 
-    def _twice(self, work, job) -> Any:
+    def _run(self, work, job) -> Any:
         server = self._idle.get()
         try:
             for attempt in (1, 2):
                 try:
                     server = server or Server(self.mode)
                     return work(server, job)
-                except Exception as error:  # whatever it is: no fault of the program's
+                except Exception as error:  # a failure of the sandbox, not of the program
                     if server is not None:
                         server.close()
                     server = None
@@ -73,7 +75,7 @@ class Sandbox:
             self._idle.put(server)
 
     def close(self) -> None:
-        """No process is left. May be called twice."""
+        """End all processes. May be called twice."""
         self._threads.shutdown()
         while not self._idle.empty():
             server = self._idle.get()

@@ -1,7 +1,8 @@
-"""Programs into cells, outcomes out. What a program wrote is read only after it has ended.
+"""Runs programs in cells and reads their results after they have ended.
 
-A script (standard input to standard output) is one cell. A module under test is two: one holds the program, the other
-the tests, and a socket between them carries calls and plain values. No expected result ever enters the program's cell.
+A script (standard input to standard output) runs in one cell. A module under test needs two: one for the program and
+one for the tests, with a socket between them for calls and plain values. The program's cell never gets an expected
+result.
 """
 
 import json
@@ -16,23 +17,23 @@ from typing import Any
 
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server
 
-COMPILES_NOT = 90  # inside/program.py
-PATIENCE = 3  # inside/cell.py
-GRACE_S = 5.0  # beyond a cell's own limit, after which its server is replaced
+COMPILE_ERROR = 90  # exit status, as in inside/program.py
+MAX_WAIT_FACTOR = 3  # as in inside/cell.py
+GRACE_S = 5.0  # time beyond a cell's own limit after which its server is replaced
 CALL_LATE = (signal.SIGPROF, signal.SIGALRM)  # exit statuses of inside/program.py
-TOLD = 2000  # characters of standard error that are read
+MAX_ERROR_CHARS = 2000  # of standard error that are read
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process: a script on one input, or a module under all tests of its row."""
+    """The limits of one process: a script on one input, or a module under all tests of its row."""
 
     cpu_s: float = 5.0
-    wall_s: float = 10.0  # by the clock, less the time that it waits for a processor
+    wall_s: float = 10.0  # wall time without the time spent waiting for a processor
     memory_mb: int = 1024
     disk_mb: int = 32
     output_mb: int = 8
-    test_s: float = 5.0  # processor seconds of one call of a module's function
+    test_s: float = 5.0  # CPU seconds of one call of a module's function
 
     def order(self) -> dict[str, Any]:
         return {
@@ -47,30 +48,30 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """How a program's process ended. `status` negative: the signal that killed it."""
+    """The result of a program's process. A negative `status` is the signal that killed it."""
 
     status: int
     timeout: bool
     output: str
-    errors: str  # the end of what it wrote to standard error
+    errors: str  # the end of its standard error
     cpu_s: float = 0.0
 
     @property
     def compiled(self) -> bool:
-        return self.status != COMPILES_NOT
+        return self.status != COMPILE_ERROR
 
 
 @dataclass(frozen=True)
 class Tested:
-    """A module's run, and one (outcome, test, detail) for each test that came to an end: pass, fail, error, gone."""
+    """A module's run, and (outcome, test, detail) of each finished test. Outcomes: pass, fail, error, gone."""
 
     run: Run
     tests: list[tuple[str, str, str]]
-    judge_late: bool = False  # the judging of its results took all of the row's time
+    judge_late: bool = False  # judging the results exceeded the time limit
 
 
 def run_script(server: Server, source: str, text: str, limits: Limits) -> Run:
-    """One program on one input."""
+    """Run a program on one input."""
     with ExitStack() as stack:
         stdin, out, err, payload = (stack.enter_context(_file(each)) for each in (text, "", "", source))
         _order(server, 0, "script", limits, [stdin, out, err, payload])
@@ -79,8 +80,8 @@ def run_script(server: Server, source: str, text: str, limits: Limits) -> Run:
 
 
 def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits) -> Tested:
-    """One program under the tests that `task` describes (inside/tester.py: main)."""
-    longest = (1 + PATIENCE) * limits.wall_s + 1  # by the clock, the program's time ends before that of its tests
+    """Run a program under the tests that `task` describes (inside/tester.py: main)."""
+    longest = (1 + MAX_WAIT_FACTOR) * limits.wall_s + 1  # so that the program's limit ends before that of its tests
     ours = Limits(limits.cpu_s, longest, limits.memory_mb, 1, 2 * limits.output_mb)
     with ExitStack() as stack:
         ends = [stack.enter_context(end) for end in socket.socketpair()]
@@ -101,7 +102,7 @@ def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits)
 
 @contextmanager
 def _file(text: str) -> Iterator[int]:
-    """A file in memory that holds `text`."""
+    """Yield the descriptor of a file in memory with `text`."""
     fd = os.memfd_create("cell")
     try:
         data = text.encode("utf-8", "surrogatepass")
@@ -122,13 +123,13 @@ def _order(server: Server, number: int, role: str, limits: Limits, fds: list[int
 
 
 def _collect(server: Server, numbers: set[int], wall_s: float) -> dict[int, dict]:
-    """The reports of all cells; a cell that could not be built, or that nobody reports on, is our failure."""
+    """Wait for the reports of all cells. Raises SandboxError if a cell could not be built, or no report comes."""
     ended: dict[int, dict] = {}
-    patience_s = (1 + PATIENCE) * wall_s + GRACE_S
+    timeout_s = (1 + MAX_WAIT_FACTOR) * wall_s + GRACE_S
     while ended.keys() != numbers:
-        message = server.receive(patience_s)
+        message = server.receive(timeout_s)
         if not message:
-            raise SandboxError(f"the sandbox's server is gone, or did not answer within {patience_s:g} s")
+            raise SandboxError(f"the sandbox's server is gone, or did not answer within {timeout_s:g} s")
         report = json.loads(message)
         if "error" in report:
             raise SandboxError(f"no cell could be built: {report['error']}")
@@ -137,16 +138,16 @@ def _collect(server: Server, numbers: set[int], wall_s: float) -> dict[int, dict
 
 
 def _read(ended: dict, out: int, err: int, limits: Limits) -> Run:
-    # The kernel counts processor time against the limit in ticks, so that what it adds up to is a little off.
+    # The kernel counts CPU time against the limit in ticks, which differs a little from the reported time.
     late = ended["timeout"] or (ended["code"] == -9 and ended["cpu_s"] >= 0.7 * math.ceil(limits.cpu_s))
     size = os.fstat(err).st_size
-    errors = os.pread(err, TOLD, max(size - TOLD, 0)).decode(errors="replace")
+    errors = os.pread(err, MAX_ERROR_CHARS, max(size - MAX_ERROR_CHARS, 0)).decode(errors="replace")
     output = os.pread(out, limits.output_mb << 20, 0).decode(errors="replace")
     return Run(ended["code"], late, output, errors, ended["cpu_s"])
 
 
 def _outcomes(judged: Run) -> list[tuple[str, str, str]]:
-    """The tester's report; one that breaks off means that the tester ran out of time or memory."""
+    """Parse the tester's report. An incomplete one means that the tester exceeded its time or memory."""
     lines = [json.loads(line) for line in judged.output.splitlines() if line.endswith("]")]
     if lines and lines[-1][0] == "end":
         return [tuple(line) for line in lines[:-1]]

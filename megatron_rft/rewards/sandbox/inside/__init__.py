@@ -1,1 +1,1 @@
-"""What runs inside the sandbox, as plain scripts of one folder: nothing outside imports it."""
+"""The scripts that run inside the sandbox. Nothing outside of this folder imports them."""

@@ -1,7 +1,7 @@
-"""A cell: one process for one piece of code, which holds nothing but what it was given, and ends with everything in it.
+"""A cell: an isolated process for one piece of code, with nothing but the file descriptors that it was given.
 
-It is process 1 of a PID namespace of its own: when it ends, or is ended, the kernel ends whatever it started. It has a
-user namespace without capabilities, a private empty /tmp, no /proc, read-only files and a filter of system calls.
+It is process 1 of its own PID namespace: when it ends, the kernel kills all processes that it started. It has a user
+namespace without capabilities, a private empty /tmp, no /proc, read-only files and a system-call filter.
 """
 
 import fcntl
@@ -20,34 +20,34 @@ import tester
 
 NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
 PROCESSES, FILES, STACK = 64, 64, 64 << 20  # threads count as processes
-PATIENCE = 3  # times the clock's limit that a cell may have waited for a processor
-PAYLOAD, CHANNEL = 3, 4  # file descriptors of an inmate, after the standard three
+MAX_WAIT_FACTOR = 3  # a cell may wait for a processor for at most so many times its wall limit
+PAYLOAD, CHANNEL = 3, 4  # file descriptors in a cell, after the standard three
 
 
 class Cell:
-    """A running cell, as the server sees it."""
+    """A running cell, seen from the server."""
 
     def __init__(self, order: dict, fds: list[int], control: socket.socket):
         self.number, self.start, self.wall_s = order["id"], time.monotonic(), order["wall_s"]
         self.deadline, self.late = self.start + self.wall_s, False
-        self.built, told = os.pipe()
+        self.built, built_writer = os.pipe()
         user = os.getuid(), os.getgid()
         self.pid = kernel.clone(NAMESPACES) if order["isolated"] else os.fork()
         if self.pid == 0:
             control.close()
-            _inmate(order, user, fds, told)
-        os.close(told)
+            _run_cell(order, user, fds, built_writer)
+        os.close(built_writer)
         self.pidfd = os.pidfd_open(self.pid)
 
     def is_late(self) -> bool:
-        """By the clock, less the time that it waited for a processor: on a busy machine no program is to blame."""
+        """Return whether the wall time, without the time spent waiting for a processor, exceeds the limit."""
         if time.monotonic() >= self.deadline:
-            self.deadline = self.start + self.wall_s + min(self._waited(), PATIENCE * self.wall_s)
+            self.deadline = self.start + self.wall_s + min(self._waited(), MAX_WAIT_FACTOR * self.wall_s)
             self.late = time.monotonic() >= self.deadline
         return self.late
 
     def _waited(self) -> float:
-        """Seconds ready to run, but not running (proc(5): schedstat)."""
+        """Return the seconds that the process was ready to run, but not running (proc(5): schedstat)."""
         try:
             with open(f"/proc/{self.pid}/schedstat") as file:
                 return int(file.read().split()[1]) / 1e9
@@ -55,15 +55,15 @@ class Cell:
             return 0.0
 
     def end(self) -> dict:
-        """Stop it if it runs still. `code` (negative: the signal), `timeout`, `cpu_s`, `seconds`; or `error`, where the
-        cell could not be built, which is nobody's fault but ours."""
+        """Kill the process if it still runs, and return a report: `code` (negative: the signal), `timeout`, `cpu_s` and
+        `seconds`, or `error` if the cell could not be built."""
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        _, status, usage = os.wait4(self.pid, 0)  # the kernel lets it end only after everything in its namespace has
-        told = os.read(self.built, 1000)
+        _, status, usage = os.wait4(self.pid, 0)  # returns after all processes of the namespace have ended
+        built = os.read(self.built, 1000)
         os.close(self.built)
         os.close(self.pidfd)
-        if told != b"1":
-            return {"id": self.number, "error": told.decode() or "the cell ended before it was built"}
+        if built != b"1":
+            return {"id": self.number, "error": built.decode() or "the cell ended before it was built"}
         return {
             "id": self.number,
             "code": os.waitstatus_to_exitcode(status),
@@ -73,22 +73,22 @@ class Cell:
         }
 
 
-def _inmate(order: dict, user: tuple[int, int], fds: list[int], told: int) -> None:
-    """Never returns."""
+def _run_cell(order: dict, user: tuple[int, int], fds: list[int], built: int) -> None:
+    """Isolate this process and run the code. Writes b"1" or an error to `built`. Never returns."""
     status = 1
     try:
-        fds = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in [*fds, told]]  # clear of the numbers that they will get
+        fds = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in [*fds, built]]  # away from their final numbers
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
-        told = len(fds) - 1
+        built = len(fds) - 1
         os.closerange(len(fds), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         try:
-            _enclose(order, user)
-            os.write(told, b"1")
+            _isolate(order, user)
+            os.write(built, b"1")
         except Exception as error:
-            os.write(told, f"{type(error).__name__}: {error}".encode())
+            os.write(built, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        os.close(told)
+        os.close(built)
         status = _work(order)
     except BaseException as error:
         sys.stderr.write(repr(error))
@@ -96,8 +96,8 @@ def _inmate(order: dict, user: tuple[int, int], fds: list[int], told: int) -> No
         program.leave(status)
 
 
-def _enclose(order: dict, user: tuple[int, int]) -> None:
-    """From here on nothing can be reached that was not handed in."""
+def _isolate(order: dict, user: tuple[int, int]) -> None:
+    """Cut this process off from everything but its file descriptors."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     if order["isolated"]:
@@ -112,7 +112,7 @@ def _enclose(order: dict, user: tuple[int, int]) -> None:
 
 
 def _private_files(disk: int) -> None:
-    """An empty /tmp that goes with the cell, and no /proc. New user namespaces, with rights in them, are forbidden."""
+    """Mount an empty private /tmp, hide /proc, and forbid new user namespaces, which would give rights."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmp", "/tmp", "tmpfs", flags | kernel.MS_NOEXEC, f"size={disk},nr_inodes=1000,mode=700")

@@ -1,7 +1,7 @@
-"""The container around a server and its cells, built without bubblewrap: the same one, from the same namespaces.
+"""Builds the container around a server and its cells without bubblewrap, from the same namespaces.
 
-No network, no view of the machine's files but the interpreter's and the system's libraries (read-only), a /dev of five
-harmless devices, processes of its own, and a user without rights.
+It has no network, read-only files of the interpreter and of the system's libraries only, a /dev of five harmless
+devices, its own processes, and a user without rights.
 """
 
 import os
@@ -12,11 +12,11 @@ import kernel
 
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-KEPT = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC  # a mount's locked flags must be repeated
+KEPT = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC  # a remount must repeat a mount's locked flags
 
 
 def enter(read_only: list[str]) -> None:
-    """Returns in a child process that is inside; the caller's own process waits for it and ends with it."""
+    """Fork a child process inside the container and return in the child; the parent waits for it and exits."""
     user = os.geteuid(), os.getegid()
     namespaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
     namespaces |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -36,7 +36,7 @@ def _mount_root(read_only: list[str]) -> None:
     links = {path: os.readlink(path) for path in paths if os.path.islink(path)}
     handles = {path: os.open(path, os.O_PATH) for path in paths if path not in links}
     kernel.mount("root", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
-    for path, handle in handles.items():  # opened before, since they may lie under /tmp
+    for path, handle in handles.items():  # opened before the mount over /tmp, because they may be under /tmp
         _bind(f"/proc/self/fd/{handle}", f"/tmp{path}", stat.S_ISDIR(os.fstat(handle).st_mode), path in DEVICES)
         os.close(handle)
     for path, target in links.items():

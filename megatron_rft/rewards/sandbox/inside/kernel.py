@@ -1,6 +1,6 @@
-"""The kernel's side of isolation, by ctypes: namespaces, mounts, capabilities and the filter of system calls.
+"""Wraps Linux's system calls for isolation with ctypes: namespaces, mounts, capabilities and the system-call filter.
 
-Nothing here decides anything: `container.py` and `cell.py` say what is isolated from what. Linux only.
+`container.py` and `cell.py` decide what is isolated.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 
 def pivot_root_here() -> None:
-    """The working directory becomes the root, and nothing of the old root stays reachable."""
+    """Make the working directory the root, and unmount the old root."""
     number = {"x86_64": 155, "aarch64": 41}[platform.machine()]
     _checked(_libc.syscall(number, b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -44,7 +44,7 @@ def pivot_root_here() -> None:
 
 
 def clone(flags: int) -> int:
-    """fork(), with the child in new namespaces; 0 in the child. The caller has no other thread."""
+    """Fork a child in new namespaces. Returns 0 in the child. The caller must have no other thread."""
     child = ctypes.PyDLL(None).syscall(CLONE[platform.machine()], flags | signal.SIGCHLD, 0, 0, 0, 0)
     if child == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
@@ -58,14 +58,14 @@ def prctl(option: int, value: int, pointer: ctypes.c_void_p | None = None) -> No
 
 
 def map_own_user(uid: int, gid: int) -> None:
-    """In a new user namespace: this user, and no other, exists."""
+    """Map only this user into a new user namespace."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def become_nobody() -> None:
-    """Root becomes the user nobody; any other user stays what it is. /proc/self must stay writable for `unshare`."""
+    """Change from root to the user nobody; other users stay. /proc/self must stay writable for `unshare`."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
@@ -74,13 +74,13 @@ def become_nobody() -> None:
 
 
 def drop_capabilities() -> None:
-    """All of them, for good: no_new_privs stands, so no program can give them back."""
+    """Drop all capabilities. no_new_privs makes this permanent."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("=Ii", 0x20080522, 0)  # linux/capability.h, version 3: two words of each set
     _checked(_libc.capset(header, bytes(24)), "capset")
 
 
-# System calls by architecture: refused outright, and allowed on the calling process alone.
+# System calls by architecture: FORBIDDEN are refused, ON_ITSELF are allowed only on the calling process.
 FORBIDDEN = {
     "x86_64": {
         "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "ptrace": 101, "process_vm_readv": 310,
@@ -124,7 +124,7 @@ def can_filter() -> bool:
 
 
 def filter_system_calls() -> None:
-    """One process for ever: threads may start, processes may not, and there is no socket, signal or trace to others."""
+    """Install the filter: threads may start, but no processes, sockets, or signals and traces to other processes."""
     program = compiled_filter(os.getpid())
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))  # struct sock_fprog
@@ -138,7 +138,7 @@ def compiled_filter(pid: int) -> bytes:
 
 
 def _filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
-    """(code, skip if true, skip if false, operand) of each instruction."""
+    """Return (code, skip if true, skip if false, operand) of each instruction."""
 
     def answer(number: int, result: int) -> list[tuple[int, int, int, int]]:
         return [(EQUAL, 0, 1, number), (RETURN, 0, 0, result)]
@@ -149,7 +149,7 @@ def _filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
         program += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the x32 calling convention
     for number in FORBIDDEN[machine].values():
         program += answer(number, EPERM)
-    program += answer(CLONE3, ENOSYS)  # its flags are in memory, out of a filter's sight: libc then uses clone
+    program += answer(CLONE3, ENOSYS)  # a filter cannot read its flags in memory; libc falls back to clone
     program += [(EQUAL, 0, 4, CLONE[machine]), (LOAD, 0, 0, ARGUMENT), (ANY_BIT, 1, 0, CLONE_THREAD)]
     program += [(RETURN, 0, 0, EPERM), (RETURN, 0, 0, ALLOW)]
     for number in ON_ITSELF[machine]:

@@ -1,6 +1,6 @@
-"""What runs in the process of an untrusted program. Nothing in it is trusted once the program's code has begun.
+"""Runs an untrusted program in its cell. Nothing in this process can be trusted once the program's code has started.
 
-It never sees an expected result: inputs come in, outputs and values go out, and are judged elsewhere.
+The process never gets an expected result: it gets inputs and returns outputs and values, which another process judges.
 """
 
 import atexit
@@ -23,15 +23,15 @@ from typing import Any
 import wire
 
 FILE = "program.py"
-COMPILES_NOT = 90  # exit status; a program that exits with it alone harms itself
-TAIL = 1500  # characters of a traceback that are told
-PATIENCE = 8  # times the limit of processor time that a call may take by the clock; 2 where it sleeps
-IDLE = 0.02  # share of a processor below which a program sleeps
+COMPILE_ERROR = 90  # exit status; a program that exits with it only harms itself
+TAIL = 1500  # characters of a traceback that are reported
+MAX_WALL_FACTOR = 8  # wall time of a call, as a multiple of its CPU limit; 2 for a program that sleeps
+IDLE = 0.02  # share of a processor below which a program counts as sleeping
 BATCH = 256  # values of an iterator in one message
 
 
 def compiled(source: str) -> CodeType | None:
-    """None, and the reason on stderr, where the source is no Python."""
+    """Compile a program. Returns None, and writes the reason to stderr, if that fails."""
     try:
         code = compile(source, FILE, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
@@ -42,22 +42,22 @@ def compiled(source: str) -> CodeType | None:
 
 
 def explain(error: BaseException) -> str:
-    """The traceback from the program's first line on, its last characters."""
-    place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename != FILE:
-        place = place.tb_next
-    return "".join(traceback.format_exception(type(error), error, place))[-TAIL:]
+    """Return the end of the traceback, without the frames above the program's own."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))[-TAIL:]
 
 
 def run_script(source: str) -> int:
-    """The program as a script, from standard input to standard output; the exit status."""
+    """Run the program as a script, from standard input to standard output. Returns the exit status."""
     builtins.exit = builtins.quit = sys.exit
     code = compiled(source)
     if code is None:
-        return COMPILES_NOT
+        return COMPILE_ERROR
     try:
         exec(code, {"__name__": "__main__", "__builtins__": builtins, "__file__": FILE})
-        threading._shutdown()  # solutions often work in a thread, for a larger stack
+        threading._shutdown()  # waits for threads: solutions often use one for a larger stack
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except SystemExit as stop:
@@ -73,12 +73,13 @@ def run_script(source: str) -> int:
 
 
 def serve(source: str, channel: socket.socket, test_s: float) -> int:
-    """The program as a module, whose functions answer calls until the channel closes. `test_s`: of one call."""
+    """Import the program as a module and answer calls of its functions until the channel closes. `test_s`: the CPU
+    limit of one call."""
     builtins.exit = builtins.quit = sys.exit
     clock = _Clock(test_s)
     code = compiled(source)
     if code is None:
-        return COMPILES_NOT
+        return COMPILE_ERROR
     module: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins, "__file__": FILE}
     try:
         with clock:
@@ -95,10 +96,10 @@ def serve(source: str, channel: socket.socket, test_s: float) -> int:
 
 
 class _Clock:
-    """Ends the process where a call takes longer than its limit, with the number of the signal as its exit status.
+    """Ends the process if a call takes longer than its limit, with the signal's number as the exit status.
 
-    A program can undo that; it then has the time of the whole row. The handlers are C's `_exit`, since Python's would
-    wait for the end of a long operation, and signals without a handler do nothing to a namespace's first process.
+    A program can disable this; the limit of the whole row remains. The handler is C's `_exit`, because a Python handler
+    would wait for the end of a long operation, and signals without a handler do not end a namespace's first process.
     """
 
     def __init__(self, seconds: float):
@@ -125,16 +126,16 @@ class _Clock:
 
     def _rings(self, *_) -> None:
         passed = time.monotonic() - self.start
-        if time.process_time() - self.used < IDLE * passed or passed >= PATIENCE * self.seconds:
+        if time.process_time() - self.used < IDLE * passed or passed >= MAX_WALL_FACTOR * self.seconds:
             os._exit(signal.SIGALRM)
 
 
 class _Module:
-    """Answers what the tests ask. Calls of the tests' own functions go the other way, while a call is answered."""
+    """Answers the tests' requests. While it answers a call, it can call functions of the tests in turn."""
 
     def __init__(self, module: dict[str, Any], channel: socket.socket, clock: _Clock):
         self.module, self.channel, self.clock = module, channel, clock
-        self.held: list[Any] = []  # objects that the other side knows by number
+        self.objects: list[Any] = []  # objects that the other side refers to by index
 
     def serve(self) -> None:
         while True:
@@ -156,8 +157,8 @@ class _Module:
                 case "get":
                     value = getattr(self._target(message["target"]), message["name"])
                 case "set":
-                    place = self._target(message["target"])
-                    value = setattr(place, message["name"], wire.decode(message["value"], self._target))
+                    target = self._target(message["target"])
+                    value = setattr(target, message["name"], wire.decode(message["value"], self._target))
                 case "next":
                     return self._next(self._target(message["target"]), message["count"])
                 case "special":  # len(x), x[1], str(x) ...
@@ -183,7 +184,7 @@ class _Module:
         return answer
 
     def _next(self, iterator: Iterator, count: int) -> dict:
-        """At most `count` values; an exception comes after the values before it."""
+        """Return at most `count` values of an iterator, and the exception after them, if one was raised."""
         values, ended = [], None
         try:
             values.extend(islice(iterator, min(count, BATCH)))
@@ -200,21 +201,21 @@ class _Module:
     def _reference(self, value: Any) -> Any:
         if isinstance(value, _Callback):
             return {"callback": value.number}
-        self.held.append(value)
-        return {"iterator" if isinstance(value, Iterator) else "object": len(self.held) - 1}
+        self.objects.append(value)
+        return {"iterator" if isinstance(value, Iterator) else "object": len(self.objects) - 1}
 
     def _target(self, what: Any) -> Any:
-        """An object that stays here, by its number or its name; or a function of the tests."""
+        """Return an object of this process by its index or name, or a function of the tests."""
         if isinstance(what, dict):
             return _Callback(what["callback"], self)
-        return self.held[what] if isinstance(what, int) else _named(self.module, what)
+        return self.objects[what] if isinstance(what, int) else _named(self.module, what)
 
     def ask(self, number: int, args: tuple, kwargs: dict) -> Any:
-        """Calls a function of the tests."""
+        """Call a function of the tests."""
         arguments = [wire.encode(each, self._reference) for each in (args, kwargs)]
         wire.send(self.channel, {"callback": number, "args": arguments[0], "kwargs": arguments[1]})
         while "returned" not in (message := wire.receive(self.channel)):
-            self._reply(message)  # the function calls one of ours
+            self._reply(message)  # the function calls one of the program's
         if message["returned"] is None:
             error = getattr(builtins, message["error"], Exception)
             raise error(message["message"])
@@ -243,14 +244,14 @@ SPECIAL = {
 
 
 def _changes(value: Any) -> bool:
-    """Whether a function may change an argument of this type in place."""
+    """Return whether a function may change an argument of this type in place."""
     if isinstance(value, tuple):
         return any(map(_changes, value))
     return not isinstance(value, int | float | str | bytes | complex | frozenset | type(None) | _Callback)
 
 
 def _named(module: dict[str, Any], name: str) -> Any:
-    """A global of the program, or the method of its class Solution, as some judges have it."""
+    """Return a global of the program, or a method of its class Solution, which some judges use."""
     if name in module:
         return module[name]
     if hasattr(module.get("Solution"), name):
@@ -259,7 +260,7 @@ def _named(module: dict[str, Any], name: str) -> Any:
 
 
 def leave(status: int) -> None:
-    """Without the interpreter's own clean-up, which belongs to the server that was forked."""
+    """Exit without the interpreter's clean-up, which belongs to the server that was forked."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,7 +1,8 @@
-"""The fork server: a warm interpreter from which every cell is forked. Run as `server.py MODE SOCKET [FOLDERS]`.
+"""The fork server: an interpreter with imported modules that forks every cell. Run as `server.py MODE SOCKET
+[FOLDERS]`.
 
-It never reads what it passes on (programs, inputs, tests), so no cell finds another's in the memory it was forked from.
-Orders come over a socket, one message each, with the file descriptors that the cell gets.
+It never reads programs, inputs or tests, so that no cell finds another's data in its forked memory. Orders come over a
+socket, one message each, with the file descriptors for the cell.
 """
 
 import gc
@@ -18,7 +19,7 @@ import cell
 import container
 import kernel
 
-# Imported once, so that a program's own import of them costs nothing.
+# Imported once, so that programs import them without cost.
 WARM = (
     "abc", "array", "bisect", "cmath", "collections", "collections.abc", "contextlib", "copy", "csv", "dataclasses",
     "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "inspect", "io", "itertools", "json",
@@ -28,23 +29,23 @@ WARM = (
 
 
 def main(mode: str, socket_fd: int, folders: list[str]) -> None:
-    """`mode`: "bubblewrap" (the container stands already), "namespaces" (build it), or "none" (there is none)."""
+    """`mode`: "bubblewrap" (this process is in the container already), "namespaces" (build it) or "none"."""
     if mode == "namespaces":
         container.enter(folders)
     for name in WARM:
         importlib.import_module(name)
     kernel.become_nobody()
-    sys.path.pop(0)  # this folder, out of the programs' way
+    sys.path.pop(0)  # programs must not import from this folder
     control = socket.socket(fileno=socket_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     kernel.compiled_filter(1)
-    gc.freeze()  # what is shared stays shared: no cell's collector writes to it
+    gc.freeze()  # keeps the memory shared: a cell's garbage collector would write to it
     control.send(b"ready")
     serve(control, isolated=mode != "none")
 
 
 def serve(control: socket.socket, isolated: bool) -> None:
-    """Until the other end closes. Several cells may run at a time; each is reported on when it has ended."""
+    """Serve orders until the socket closes. Several cells may run at a time; a report is sent when a cell has ended."""
     running: dict[int, cell.Cell] = {}
     while True:
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""What runs in the process that judges: the tests of a problem, against functions that live in another process.
+"""Runs the tests of a problem against functions of a program in another process.
 
-The tests are the data set's code, so they too run in a sandbox, but in one that the program cannot reach. A name of
-the program is a `Remote` here: calling it sends the arguments over and brings a plain value back. Comparisons,
-built-ins and modules are this process's own.
+The tests are code of the data set, so they also run in a cell, which the program cannot reach. A name of the program is
+a `Remote` in this process: a call sends the arguments to the program and returns a plain value. Comparisons, built-ins
+and modules are those of this process.
 """
 
 import ast
@@ -19,18 +19,18 @@ from typing import Any, TextIO
 
 import wire
 
-SHOWN = 300  # characters of a value or a test that are told
+SHOWN = 300  # characters of a value or a test that are reported
 BATCH = 256  # values of an iterator in one message
 LONGEST = 1 << 20  # values of an iterator that are read
 HIDDEN = object.__getattribute__
 
 
 class RemoteError(Exception):
-    """The program raised something while it answered a call."""
+    """The program raised an exception while it answered a call."""
 
 
 class Remote:
-    """A function, class or object of the program. Equal to itself alone, whatever the program says."""
+    """A function, class or object of the program. It is equal only to itself; the program's `__eq__` is not called."""
 
     __slots__ = ("_target", "_client")
 
@@ -75,7 +75,7 @@ class Remote:
 
 
 class RemoteIterator:
-    """An iterator of the program, such as a generator; in comparisons it is the list of its values."""
+    """An iterator of the program, such as a generator. Comparisons use the list of its values."""
 
     def __init__(self, target: int, client: "Client"):
         self._target, self._client = target, client
@@ -112,11 +112,11 @@ def _ask(remote: Remote, **message) -> Any:
 
 
 class Client:
-    """The judging end of the channel to the program."""
+    """The tests' end of the channel to the program."""
 
     def __init__(self, channel):
         self.channel = channel
-        self.passed: list[Any] = []  # functions of the tests, which the program knows by number
+        self.passed: list[Any] = []  # functions of the tests, which the program refers to by index
         self.answered = False  # whether the program has answered anything
         try:
             wire.receive(channel)  # ready, or closed
@@ -124,7 +124,7 @@ class Client:
             raise wire.Closed from None
 
     def call(self, target: str | int, args: tuple, kwargs: dict) -> Any:
-        """A call, after which arguments that the program changed are changed here as well."""
+        """Call a function of the program. Changes that it made to its arguments are applied to `args`."""
         reply = self._reply(do="call", target=target, args=args, kwargs=kwargs)
         try:
             if "args" in reply:
@@ -137,7 +137,7 @@ class Client:
             raise _unreadable(problem) from None
 
     def next(self, target: int, count: int) -> tuple[list, RemoteError | None]:
-        """Up to `count` values of an iterator, and the error that ended it."""
+        """Return up to `count` values of an iterator, and the error that ended it."""
         reply = self._reply(do="next", target=target, count=count)
         try:
             then = reply.get("then")
@@ -154,7 +154,7 @@ class Client:
             raise _unreadable(problem) from None
 
     def _reply(self, **message) -> dict:
-        """The answer to a message. Until it comes, the program may call functions that the tests passed."""
+        """Send a message and return the answer. Meanwhile the program may call functions that the tests passed."""
         for name in {"args", "kwargs", "value"} & message.keys():
             message[name] = wire.encode(message[name], self._reference)
         wire.send(self.channel, message)
@@ -169,7 +169,7 @@ class Client:
             name, text, trace = str(error), str(reply["message"]), str(reply["trace"])
         except (wire.Closed, wire.Unsendable):
             raise
-        except Exception as problem:  # not what the runner writes: the program's doing
+        except Exception as problem:  # the program has forged or damaged the answer
             raise _unreadable(problem) from None
         raise _raised(name, text, trace)
 
@@ -180,7 +180,7 @@ class Client:
         return reply
 
     def _called(self, message: dict) -> dict:
-        """A function of the tests, called by the program."""
+        """Call a function of the tests for the program."""
         try:
             args, kwargs = (wire.decode(message[name], self._object) for name in ("args", "kwargs"))
             value = self.passed[message["callback"]](*args, **dict(kwargs))
@@ -211,23 +211,23 @@ class Client:
 
 
 def _unreadable(problem: Exception) -> RemoteError:
-    """Too deep, too large, or not what the runner writes: the program's doing."""
+    """Return the error of a program whose result is too deep, too large or forged."""
     return _raised("ValueError", "", f"a result that cannot be read: {type(problem).__name__}: {problem}"[:SHOWN])
 
 
 def _raised(name: str, message: str, trace: str) -> RemoteError:
-    """An exception that tests can catch as the built-in of that name."""
+    """Return an exception that tests can catch as the built-in of that name."""
     base = getattr(builtins, name, None)
     error = RemoteError(message)
     if isinstance(base, type) and issubclass(base, Exception):
-        with contextlib.suppress(TypeError):  # UnicodeDecodeError wants five arguments
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError needs five arguments
             error = type(name, (RemoteError, base), {})(message)
     error.trace = trace
     return error
 
 
 class Report:
-    """One JSON line for each test, in order; whoever reads it knows by the last line that it is whole."""
+    """Writes one JSON line for each test, in order. The last line marks a complete report."""
 
     def __init__(self, file: TextIO):
         self.file = file
@@ -247,18 +247,19 @@ class Report:
             self.add("fail", test, f"got {_short(got)}, expected {_short(expected)}")
 
     def failed(self, error: Exception, test: str) -> None:
-        """An assert could not be evaluated: an error of the program ends the tests, a wrong type is a wrong answer."""
+        """Report an assert that raised. An error of the program ends the tests; a value of a wrong type is a wrong
+        answer."""
         if isinstance(error, (RemoteError, wire.Closed, wire.Unsendable)):
             raise error
         self.add("fail", test, f"the result cannot be judged: {type(error).__name__}: {error}"[:SHOWN])
 
 
 class _Counted(ast.NodeTransformer):
-    """Each `assert` reports its outcome and goes on, so that a program's share of passed tests can be counted."""
+    """Makes each `assert` report its outcome and continue, so that the share of passed tests can be counted."""
 
     def visit_Assert(self, node: ast.Assert):
         if isinstance(node.test, ast.Constant) and node.test.value:
-            return ast.Pass()  # "assert True": no test of anything
+            return ast.Pass()  # "assert True" tests nothing
         text = ast.Constant(ast.unparse(node.test))
         compared = (
             isinstance(node.test, ast.Compare) and len(node.test.ops) == 1 and isinstance(node.test.ops[0], ast.Eq)
@@ -271,7 +272,7 @@ class _Counted(ast.NodeTransformer):
 
 
 def run_asserts(code: str, setup: str, names: list[str], client: Client, report: Report) -> None:
-    """The data set's asserts. `names` are the program's; a name that nothing else defines is the program's as well."""
+    """Run the data set's asserts. `names`, and names that nothing else defines, are taken from the program."""
     try:
         trees = [ast.parse(setup), ast.parse(code)]
     except SyntaxError as error:
@@ -280,16 +281,16 @@ def run_asserts(code: str, setup: str, names: list[str], client: Client, report:
     counted = ast.fix_missing_locations(_Counted().visit(trees[1]))
     scope: dict[str, Any] = {"__name__": "tests", "__equal__": report.equal, "__check__": report.check}
     scope["__failed__"] = report.failed
-    for name in _foreign(setup, code):
+    for name in _undefined(setup, code):
         module = _module(name, trees)
         scope[name] = Remote(name, client) if module is None else module
     exec(compile(trees[0], "setup", "exec"), scope)
-    scope |= {name: Remote(name, client) for name in names}  # over what the setup has of that name
+    scope |= {name: Remote(name, client) for name in names}  # replaces definitions in the setup
     exec(compile(counted, "tests", "exec"), scope)
 
 
-def _foreign(*sources: str) -> set[str]:
-    """Names that the tests read as globals, and nothing of theirs defines."""
+def _undefined(*sources: str) -> set[str]:
+    """Return the global names that the tests read but do not define."""
     read, made, tables = set(dir(builtins)), set(dir(builtins)), []
     for source in sources:
         top = symtable.symtable(source, "tests", "exec")
@@ -304,7 +305,7 @@ def _foreign(*sources: str) -> set[str]:
 
 
 def _module(name: str, trees: list[ast.Module]) -> Any:
-    """The standard library's `name`, where tests use it as a module without an import of theirs: `math.isclose`."""
+    """Import the module `name` of the standard library if tests use it without importing it, as in `math.isclose`."""
     if name not in sys.stdlib_module_names:
         return None
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -313,7 +314,7 @@ def _module(name: str, trees: list[ast.Module]) -> Any:
 
 
 def run_cases(name: str, cases: list[list], client: Client, report: Report) -> None:
-    """[arguments, expected result] each, as JSON has them."""
+    """Run cases: [arguments, expected result] each, from JSON."""
     for args, expected in cases:
         text = f"{name}({', '.join(_short(arg) for arg in args)})"
         got = settled(client.call(name, tuple(args), {}))
@@ -324,7 +325,7 @@ def run_cases(name: str, cases: list[list], client: Client, report: Report) -> N
 
 
 def _judged(got: Any, expected: Any) -> bool:
-    """A value that cannot be compared, such as a key of 5,000 digits, is a wrong answer."""
+    """Compare a result. One that cannot be compared, such as a key of 5,000 digits, is wrong."""
     try:
         return same(got, expected)
     except (ValueError, OverflowError, RecursionError):
@@ -332,7 +333,7 @@ def _judged(got: Any, expected: Any) -> bool:
 
 
 def settled(value: Any) -> Any:
-    """Iterators of the program as lists."""
+    """Replace iterators of the program by lists of their values."""
     if type(value) is RemoteIterator:
         return settled(list(value))
     if type(value) in (list, tuple) and any(type(each) in (RemoteIterator, list, tuple) for each in value):
@@ -341,7 +342,7 @@ def settled(value: Any) -> Any:
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Equal as JSON has it: tuples are lists, numbers may differ by rounding where one of them is a float."""
+    """Compare as JSON values: tuples equal lists, and numbers may differ by rounding if one of them is a float."""
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
@@ -360,16 +361,16 @@ def same(got: Any, expected: Any) -> bool:
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError) as error:  # an integer of more digits than Python writes
+    except (ValueError, RecursionError) as error:  # an integer with more digits than Python converts
         return f"a {type(value).__name__} that cannot be shown ({error})"[:SHOWN]
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def main(task: dict, channel, output: int) -> int:
-    """`task` has either `code`, `setup` and `names`, or `name` and `cases`. The report goes to the file `output`."""
+    """Run a task: either `code`, `setup` and `names`, or `name` and `cases`. `output`: descriptor for the report."""
     report = Report(os.fdopen(os.dup(output), "w"))
-    sys.set_int_max_str_digits(300_000)  # some tests write out such integers; longer ones take seconds to read
-    sys.stdout = sys.stderr = io.StringIO()  # what tests print is nobody's business
+    sys.set_int_max_str_digits(300_000)  # some tests have such integers; longer ones take seconds to parse
+    sys.stdout = sys.stderr = io.StringIO()  # discards what tests print
     client = None
     try:
         client = Client(channel)
@@ -384,7 +385,7 @@ def main(task: dict, channel, output: int) -> int:
     except wire.Unsendable as error:
         report.add("broken", detail=str(error))
     except Exception as error:
-        if client is not None and client.answered:  # of a type that the tests do not expect: a wrong answer
+        if client is not None and client.answered:  # the program returned an unexpected type: a wrong answer
             report.failed(error, "")
         else:
             report.add("broken", detail=f"the tests raise {type(error).__name__}: {error}")

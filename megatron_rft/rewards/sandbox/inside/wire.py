@@ -1,8 +1,7 @@
-"""Values between the process that runs a program and the process that judges it: JSON with tags, in framed messages.
+"""Sends values between the process of a program and the process of its tests: tagged JSON in framed messages.
 
-What arrives is plain data, built anew on the judging side from exact built-in types, so that no class of the program
-(with an __eq__ of its own, say) takes part in a comparison. Objects of other types stay where they are: the other
-side holds a number that stands for them.
+The receiver builds values of exact built-in types, so that no class of the program (with its own __eq__, for example)
+takes part in a comparison. Objects of other types stay in their process; the other side gets an index for them.
 """
 
 import json
@@ -16,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 LIMIT = 16 << 20  # bytes of a message
-HASHED = 20_000  # of a message: integers beyond EXACT and other numbers whose hashes can be made to collide
+HASHED = 20_000  # most integers beyond EXACT, and other numbers with forgeable hash collisions, in a message
 EXACT = 1 << 53
 ISO = {"date": date, "datetime": datetime, "time": time}
 
@@ -26,11 +25,11 @@ class Closed(Exception):
 
 
 class Unsendable(TypeError):
-    """A value that is no plain data."""
+    """The value is not plain data."""
 
 
 def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
-    """JSON for a value; `reference(object)` gives JSON that stands for what is no plain data."""
+    """Encode a value as JSON. `reference(object)` returns JSON that refers to an object that is not plain data."""
 
     def each(values) -> list:
         return [encode(item, reference) for item in values]
@@ -72,7 +71,7 @@ def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
 
 
 def decode(value: Any, dereference: Callable[[Any], Any]) -> Any:
-    """The inverse; `dereference(JSON)` gives the object for what `reference` made."""
+    """Decode a value: the inverse of `encode`. `dereference` is the inverse of `reference`."""
     if isinstance(value, list):
         return [decode(item, dereference) for item in value]
     if not isinstance(value, dict):
@@ -98,7 +97,7 @@ def decode(value: Any, dereference: Callable[[Any], Any]) -> Any:
 
 
 def too_slow(value: Any) -> bool:
-    """Whether a message holds so many large numbers that a set of them could take minutes to build."""
+    """Return whether a message has so many large numbers that building a set of them could take minutes."""
     count, left = 0, [value]
     while left:
         each = left.pop()
@@ -111,7 +110,7 @@ def too_slow(value: Any) -> bool:
 
 
 def update(old: Any, new: Any) -> Any:
-    """`old` with the content of `new`, in place wherever it can be changed; what stands for it from now on."""
+    """Return `old` with the content of `new`, changed in place if its type allows that."""
     if type(old) is not type(new):
         return new
     if isinstance(old, list):
