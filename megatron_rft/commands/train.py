@@ -50,7 +50,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         job = args.job and Job(args.job, Path(output_dir), node.index, node.count)
         return launcher.launch(command, args.nproc or 1, output_dir, node, job)
     if recipe.trainer == "generate":
-        launcher.see_one_gpu()
+        launcher.use_one_gpu()
 
     def start() -> int:
         from megatron_rft import training  # imports torch

@@ -1,1 +1,1 @@
-"""Starts the ranks of a node and follows the jobs of a Slurm queue. No torch."""
+"""Starts the ranks of a node and handles restarts of Slurm jobs. Imports no torch."""

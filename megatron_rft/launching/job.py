@@ -1,13 +1,11 @@
-"""A job of a queue, which is started again after a time limit, a preemption or a crash: what its nodes tell each other,
-and whether another start is worth it.
+"""Decides whether a queued job restarts after a time limit, a preemption or a crash. Its nodes share these files:
 
-    JOB/start_3/before.json   what the run had saved when the job was started for the fourth time
-    JOB/start_3/stop          the batch script: save and end (the queue wants the nodes back)
-    JOB/start_3/node_1.json   how node 1 ended: {"status": 3}
+    JOB/start_3/before.json   the checkpoints that existed when the job started for the fourth time
+    JOB/start_3/stop          written by the batch script: save and end, because the queue needs the nodes
+    JOB/start_3/node_1.json   the exit status of node 1: {"status": 3}
 
-The job's exit status says it to the batch script (launch/requeue.sh): 0 finished, 2 a mistake in what was given, 3
-failed and not worth another start, 75 start again. A crash is tried again as long as there are new checkpoints, and
-`RETRIES` times without.
+The batch script (launch/requeue.sh) reads the decision from the job's exit status: 0 finished, 2 user error, 3 failed,
+do not restart, 75 restart. A crash restarts as long as there are new checkpoints, and `RETRIES` times without new ones.
 """
 
 import json
@@ -21,12 +19,12 @@ from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 from megatron_rft.utils.files import write_atomically
 
 RETRIES = 2  # extra starts allowed without a new checkpoint
-PATIENCE = 20.0  # seconds that a node waits for the others' statuses; Slurm kills a step 30 s after its first failure
+STATUS_TIMEOUT_S = 20.0  # wait for the other nodes' statuses; Slurm kills a step 30 s after its first failure
 
 
 @dataclass(frozen=True)
 class Job:
-    """One start of a job, as one of its nodes sees it. All nodes and all starts share `folder`."""
+    """One start of a job on one of its nodes. All nodes and all starts share `folder`."""
 
     folder: Path
     output_dir: Path
@@ -38,39 +36,42 @@ class Job:
         return self._start(int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
     def begin(self) -> None:
-        """Note what is saved before this start. Raises RunFailed where the last starts have saved nothing new."""
+        """Record the checkpoints that exist before this start. Raises RunFailed if the last starts saved nothing
+        new."""
         self.start.mkdir(parents=True, exist_ok=True)
         if self.node:
             return
         _write(self.start / "before.json", self._saved())
-        if self._in_vain() > RETRIES + 1:
-            raise RunFailed(self._gave_up())
+        if self._starts_without_progress() > RETRIES + 1:
+            raise RunFailed(self._no_progress_message())
 
     def wants_stop(self) -> bool:
         return (self.start / "stop").exists()
 
     def failed_elsewhere(self) -> str | None:
-        """A message about another node whose ranks have failed, or None."""
+        """Return a message about another node whose ranks have failed, or None."""
         failed = [
             node for node, status in self._statuses().items() if node != self.node and status not in (FINISHED, STOPPED)
         ]
         return f"node {failed[0]} of this job failed" if failed else None
 
     def conclude(self, status: int) -> tuple[int, str]:
-        """The exit status of the whole job, as far as this node knows, with a message. Waits for the other nodes,
-        because Slurm ends the whole step soon after the first status that is not 0."""
+        """Return the exit status of the whole job and a message. Waits for the other nodes, because Slurm ends the
+        whole step soon after the first status that is not 0."""
         _write(self.start / f"node_{self.node}.json", {"status": status})
         if status == FINISHED:
             return FINISHED, ""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + STATUS_TIMEOUT_S
         while len(self._statuses()) < self.nodes and time.monotonic() < deadline:
             time.sleep(0.2)
         if USER_ERROR in self._statuses().values():
             return USER_ERROR, ""
-        return (FAILED, self._gave_up()) if self._in_vain() > RETRIES else (STOPPED, "")
+        if self._starts_without_progress() > RETRIES:
+            return FAILED, self._no_progress_message()
+        return STOPPED, ""
 
-    def _in_vain(self) -> int:
-        """The number of starts in a row, this one included, that have saved nothing new."""
+    def _starts_without_progress(self) -> int:
+        """Return the number of consecutive starts, up to this one, that have saved nothing new."""
         saved, count = self._saved(), 0
         for number in range(int(self.start.name.removeprefix("start_")), -1, -1):
             if _read(self._start(number) / "before.json") != saved:
@@ -79,15 +80,15 @@ class Job:
         return count
 
     def _saved(self) -> list[str]:
-        """Names of checkpoints and of shards of trajectories."""
+        """Return the names of complete checkpoints and shards of trajectories."""
         found = (path for kind in ("checkpoints", "shards") for path in (self.output_dir / kind).glob("*"))
-        return sorted(path.name for path in found if path.suffix in ("", ".parquet"))  # the others are half-written
+        return sorted(path.name for path in found if path.suffix in ("", ".parquet"))  # others are incomplete
 
     def _statuses(self) -> dict[int, int]:
-        words = {node: _read(self.start / f"node_{node}.json") for node in range(self.nodes)}
-        return {node: each["status"] for node, each in words.items() if each is not None}
+        files = {node: _read(self.start / f"node_{node}.json") for node in range(self.nodes)}
+        return {node: content["status"] for node, content in files.items() if content is not None}
 
-    def _gave_up(self) -> str:
+    def _no_progress_message(self) -> str:
         return (
             f"{RETRIES + 1} starts of this job in a row have saved nothing new in {self.output_dir}: it is not started "
             "again. The lines above say why each ended"

@@ -1,11 +1,10 @@
-"""The ranks of a node from one command: start them, pass signals on, and say which one failed. No torch.
+"""Starts the ranks of a node, passes signals on to them, and reports which one failed. Imports no torch.
 
-It does what torchrun does, and four things that torchrun does not: SIGUSR1 and SIGTERM reach the ranks and nobody kills
-them while they save; the exit status is the ranks' own; the rank that was killed is named; and no rank outlives this
-process. On several nodes Slurm starts it once on each (`launch/`), or the ranks themselves. A process that finds RANK
-set, by torchrun for example, is a rank.
+Unlike torchrun it passes SIGUSR1 and SIGTERM on and lets the ranks save, returns their exit status, names a rank that
+was killed, and ends all ranks when it ends. On several nodes Slurm starts this process once on each node (`launch/`),
+or starts the ranks itself. A process that finds RANK in its environment, set by torchrun for example, is a rank.
 
-Every rank leaves RUN/launch/rank_N.json, `{"status": 75, "message": "..."}`, for launchers that see no exit status.
+Every rank writes RUN/launch/rank_N.json, `{"status": 75, "message": "..."}`, for launchers that get no exit status.
 """
 
 import contextlib
@@ -27,23 +26,25 @@ from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import die_with, reserved_port
 
-PATIENCE = 10.0  # seconds that the other ranks have to notice a failure and to end by themselves
+EXIT_TIMEOUT_S = 10.0  # time for the other ranks to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 CAUGHT = (*STOPPING, signal.SIGINT)
-PARENT = "MEGATRON_RFT_LAUNCHER"  # pid, in the environment of ranks that this module started
+PARENT = "MEGATRON_RFT_LAUNCHER"  # environment variable of ranks: the pid of the launcher
 
 
 @dataclass
 class Rank:
     number: int
     process: subprocess.Popen
-    told: int | None = None  # the last signal that this process sent it
+    signal_sent: int | None = None  # the last signal that the launcher sent
 
     @property
     def status(self) -> int | None:
-        """None while it runs; negative: the signal that killed it. STOPPED if it was ours, before a handler."""
+        """The exit status; None while the rank runs; negative: the signal that killed it. STOPPED if the launcher sent
+        that signal before the rank had a handler."""
         code = self.process.poll()
-        return STOPPED if code is not None and self.told in STOPPING and code == -self.told else code
+        sent = self.signal_sent
+        return STOPPED if code is not None and sent in STOPPING and code == -sent else code
 
 
 def ranks_folder(output_dir: str) -> Path:
@@ -70,9 +71,9 @@ def die_with_launcher() -> None:
         die_with(int(os.environ[PARENT]))
 
 
-def see_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
-    """For a worker without a process group, before torch is imported: of the node's GPUs it sees the one that its
-    number says. vLLM alone in a process takes the first that it sees."""
+def use_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
+    """Set CUDA_VISIBLE_DEVICES to the GPU of this local rank, before torch is imported. It is for workers without a
+    process group, because vLLM then uses the first visible GPU."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given is not None else [str(n) for n in range(len(list(folder.glob("*"))))]
     if names and "LOCAL_RANK" in os.environ:
@@ -80,13 +81,13 @@ def see_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
 
 
 def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = None, job: Job | None = None) -> int:
-    """Run `command` as `nproc` ranks on this node and return the exit status, with a line about any failure.
+    """Run `command` as `nproc` ranks on this node, print a line about any failure, and return the exit status.
 
-    Of a job of a queue it is the job's, which all nodes return alike.
+    All nodes of a queued `job` return the same status, that of the job.
     """
     node = node or Node()
     ranks: list[Rank] = []
-    with _signals_passed_to(ranks) as passed_on, reserved_port() as free:
+    with _forward_signals(ranks) as forwarded, reserved_port() as free:
         try:
             if job is not None:
                 job.begin()
@@ -95,8 +96,8 @@ def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = 
                 number = node.index * nproc + local
                 (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
                 ranks.append(Rank(number, _start(command, number, local, nproc, node, port)))
-                if passed_on:  # the ranks started so far have got the signal
-                    _send(ranks[-1:], passed_on[-1])
+                if forwarded:  # a signal came while ranks were being started
+                    _send(ranks[-1:], forwarded[-1])
             elsewhere = _watch(ranks, job)
             stopped = _end(ranks)
         finally:
@@ -107,15 +108,15 @@ def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = 
 
 def _watch(ranks: list[Rank], job: Job | None) -> str | None:
     """Wait until a rank fails, all have ended, or another node has failed. Returns the message about that node."""
-    told_to_stop = False
+    stop_sent = False
     for tick in itertools.count():
         if not any(_alive(ranks)) or any(rank.status not in (None, FINISHED, STOPPED) for rank in ranks):
             return None
         time.sleep(0.1)
         if job is None or tick % 10:
             continue
-        if job.wants_stop() and not told_to_stop:
-            told_to_stop = True
+        if job.wants_stop() and not stop_sent:
+            stop_sent = True
             _send(ranks, signal.SIGUSR1)
         if elsewhere := job.failed_elsewhere():
             return elsewhere
@@ -125,14 +126,14 @@ def _conclude_job(job: Job, status: int) -> int:
     status, message = job.conclude(status)
     if message:
         print(f"error: {message}", file=sys.stderr)
-    for number in CAUGHT:  # Slurm ends the whole step after the first node that is not 0, and this status counts too
+    for number in CAUGHT:  # Slurm signals all nodes after the first nonzero status; keep this node's status
         signal.signal(number, signal.SIG_IGN)
     return status
 
 
 def _start(command: list[str], rank: int, local: int, nproc: int, node: Node, port: int) -> subprocess.Popen:
-    """Start a rank in a session of its own, so that Ctrl-C reaches it once, through this process."""
-    environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # else the ranks' threads compete
+    """Start a rank in its own session, so that Ctrl-C reaches it only through this process."""
+    environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # else the ranks' threads compete for processors
     environment |= os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
@@ -146,23 +147,23 @@ def _start(command: list[str], rank: int, local: int, nproc: int, node: Node, po
 
 
 @contextlib.contextmanager
-def _signals_passed_to(ranks: list[Rank]):
-    """SIGTERM and SIGUSR1 as they are; the first Ctrl-C as SIGTERM (save and end), the second kills. Gives the list of
-    those that came."""
-    interrupts, passed_on = 0, []
+def _forward_signals(ranks: list[Rank]):
+    """Forward SIGTERM and SIGUSR1 to the ranks, the first Ctrl-C as SIGTERM (save and end), the second as SIGKILL.
+    Yields the list of forwarded signals."""
+    interrupts, forwarded = 0, []
 
-    def pass_on(number: int, _frame) -> None:
+    def forward(number: int, _frame) -> None:
         nonlocal interrupts
         if number == signal.SIGINT:
             interrupts += 1
             number = signal.SIGTERM if interrupts == 1 else signal.SIGKILL
             print("stopping after this step; Ctrl-C again to kill" * (interrupts == 1), file=sys.stderr)
-        passed_on.append(number)
+        forwarded.append(number)
         _send(ranks, number)
 
-    before = {number: signal.signal(number, pass_on) for number in CAUGHT}
+    before = {number: signal.signal(number, forward) for number in CAUGHT}
     try:
-        yield passed_on
+        yield forwarded
     finally:
         for number, handler in before.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -171,7 +172,7 @@ def _signals_passed_to(ranks: list[Rank]):
 
 def _send(ranks: list[Rank], number: int) -> None:
     for rank in _alive(ranks):
-        rank.told = number
+        rank.signal_sent = number
         with contextlib.suppress(ProcessLookupError):
             rank.process.send_signal(number)
 
@@ -182,7 +183,7 @@ def _alive(ranks: list[Rank]) -> list[Rank]:
 
 def _end(ranks: list[Rank]) -> list[int]:
     """Wait for the remaining ranks after a failure. Kills those that do not end in time, and returns their numbers."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     while _alive(ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
     stopped = [rank.number for rank in _alive(ranks)]
@@ -207,11 +208,11 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere:
     if all(status in (FINISHED, STOPPED) for status in statuses.values()):
         return STOPPED
     killed = [number for number, status in statuses.items() if status < 0 and number not in stopped]
-    # A peer's abort is the consequence of a dead rank, not its cause.
+    # A rank that aborts does so because another one died: name the others first.
     killed = [number for number in killed if statuses[number] != -signal.SIGABRT] or killed
     if killed:
         names = ", ".join(f"rank {number} was killed by {signal.Signals(-statuses[number]).name}" for number in killed)
-        fix = f"The same command goes on from the last checkpoint in {output_dir}"
+        fix = f"The same command continues from the last checkpoint in {output_dir}"
         print(f"error: {names}; the other ranks were stopped. {fix}", file=sys.stderr)
         return FAILED
     failed = [
@@ -225,12 +226,12 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere:
 
 
 def check_environment(nproc: int | None) -> tuple[int, Node]:
-    """The number of ranks of the run, and this node among those whose launchers start `nproc` ranks each.
+    """Return the number of ranks of the run, and this node among those whose launchers start `nproc` ranks each.
 
     The ranks may exist already: started by another launcher, or as the tasks of a Slurm step (if nproc is not given).
     """
     if nproc is not None:
-        slurm.forget_tasks_as_ranks()
+        slurm.clear_hook_variables()
     if "RANK" not in os.environ and nproc is None:
         os.environ.update(slurm.rank_environment())
     if "RANK" not in os.environ:
@@ -244,7 +245,7 @@ def check_environment(nproc: int | None) -> tuple[int, Node]:
 
 
 def ranks_per_node(world_size: int, node: Node) -> int:
-    """Ranks on this node, where another launcher has started them. One that does not say has one node."""
+    """Return the number of ranks on this node. A launcher that does not set LOCAL_WORLD_SIZE runs on one node."""
     if "RANK" in os.environ:
         return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return world_size // node.count

@@ -1,7 +1,7 @@
-"""Reads from Slurm's environment variables on which node of a job step a process is, and where the ranks meet.
+"""Reads this process's node in a Slurm job step, and the address of rank 0, from Slurm's environment variables.
 
-Only the environment is used, because a container has no scontrol. A batch script or an `salloc` shell is no step: a
-process there is a run of one node.
+Only the environment is used, because a container has no scontrol. A batch script or an `salloc` shell is not a step: a
+process there is a run on one node.
 """
 
 import os
@@ -16,7 +16,7 @@ HOOK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Node:
-    """This node among the run's nodes, and where rank 0 waits for the others; port None: any free one."""
+    """This node among the run's nodes, and rank 0's address and port; port None: any free one."""
 
     index: int = 0
     count: int = 1
@@ -29,7 +29,8 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def this_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """This node of the step. MASTER_ADDR and MASTER_PORT take precedence, for networks without usable host names."""
+    """Return this node of the step. MASTER_ADDR and MASTER_PORT take precedence over the host names that Slurm
+    gives."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1")) if in_step(environment) else 1
     if nodes == 1:
         return Node()
@@ -40,7 +41,7 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
 
 
 def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that torch.distributed reads, for a step whose tasks are the ranks; empty otherwise."""
+    """Return the variables that torch.distributed reads if the step's tasks are the ranks; otherwise nothing."""
     if not in_step(environment) or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return {}
     return {
@@ -53,9 +54,9 @@ def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
     }
 
 
-def forget_tasks_as_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
-    """For a task that starts ranks itself. In a container of a PyTorch image a hook of enroot (50-slurm-pytorch.sh,
-    which many clusters enable) has set torch.distributed's variables as if each task were a rank."""
+def clear_hook_variables(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Delete torch.distributed's variables that a hook of enroot has set as if each task were a rank
+    (50-slurm-pytorch.sh, which many clusters enable for PyTorch images). For a task that starts ranks itself."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     rank = (environment.get("SLURM_PROCID"), environment.get("SLURM_LOCALID"), tasks)
     if in_step(environment) and tuple(map(environment.get, HOOK_VARIABLES)) == rank:
@@ -64,10 +65,10 @@ def forget_tasks_as_ranks(environment: MutableMapping[str, str] = os.environ) ->
 
 
 def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Before this process starts `nproc` ranks on its node.
+    """Check that this process can start `nproc` ranks on its node.
 
     Raises:
-        ConfigError: others do so on the same node, or it has fewer GPUs than that.
+        ConfigError: other tasks start ranks on the same node, or it has fewer GPUs than that.
     """
     if not in_step(environment):
         return
@@ -86,19 +87,19 @@ def check_ranks_per_node(nproc: int, environment: Mapping[str, str] = os.environ
 
 
 def tasks_of(node: int, counts: str) -> int:
-    """Tasks on a node, from Slurm's short form: 4(x2),1 is 4, 4, 1."""
+    """Return the number of tasks on a node from Slurm's short form: 4(x2),1 is 4, 4, 1."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))][node]
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's short form: n[08-11,13],m2 -> n08."""
+    """Return the first host of Slurm's short form: n[08-11,13],m2 -> n08."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def port(environment: Mapping[str, str] = os.environ) -> int:
-    """A port that depends on job, step and restart, below the range of ephemeral ports."""
+    """Return a port that depends on job, step and restart, below the range of ephemeral ports."""
     parts = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     job, step, start = (int(part) for part in parts)
     return 20000 + (job * 31 + step * 7 + start) % 10000

@@ -1,1 +1,1 @@
-"""Errors, atomic writes, processes and user code. Imports nothing else of this package."""
+"""Errors, atomic writes, processes and user code. Imports no other part of this package."""

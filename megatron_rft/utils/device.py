@@ -1,4 +1,4 @@
-"""Whether this machine has an NVIDIA GPU, and whether the installed packages can use it. No torch is imported."""
+"""Finds out whether this machine has an NVIDIA GPU and whether the installed packages can use it. Imports no torch."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ DEVICES = "/dev"
 
 
 def has_cuda_device() -> bool:
-    """torch's answer where torch is imported; else whether the driver's device files are here and not hidden."""
+    """Return whether there is a visible GPU: ask torch if it is imported, else look for the driver's device files."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return True
@@ -29,7 +29,7 @@ def has_cuda_device() -> bool:
 
 
 def torch_is_cpu_build() -> bool:
-    """By its version, such as 2.13.0+cpu."""
+    """Return whether the installed torch is a CPU build, by its version, such as 2.13.0+cpu."""
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def torch_is_cpu_build() -> bool:
 
 
 def check_torch_build() -> None:
-    """Raises ConfigError where a CPU build of torch would leave this machine's GPU unused."""
+    """Raise ConfigError if this machine has a GPU that the installed CPU build of torch would not use."""
     if torch_is_cpu_build() and has_cuda_device():
         raise ConfigError(
             f"torch {metadata.version('torch')} is a CPU build, and this machine has an NVIDIA GPU: {GPU_ENVIRONMENT} "
@@ -46,12 +46,13 @@ def check_torch_build() -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Transformer Engine with its extension for torch. Without that, importing it fails, and megatron-core with it."""
+    """Return whether Transformer Engine is installed with its extension for torch. Without the extension, importing it
+    and megatron-core fails."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     try:
         metadata.version("transformer-engine-torch")
-    except metadata.PackageNotFoundError:  # NVIDIA's images have one distribution of both
+    except metadata.PackageNotFoundError:  # NVIDIA's images have both in one distribution
         return any(_package_folder("transformer_engine").glob("**/transformer_engine_torch*.so"))
     return True
 

@@ -2,7 +2,7 @@
 
 FINISHED = 0
 USER_ERROR = 2
-"""Something that the user gave is wrong; running the same command again gives the same error."""
+"""Some input of the user is wrong; running the same command again gives the same error."""
 FAILED = 3
 """The run failed: a killed rank, a numerical failure, a full disk."""
 STOPPED = 75

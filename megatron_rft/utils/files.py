@@ -1,4 +1,4 @@
-"""Atomic writes, for files that another process may be reading, or that a full disk must not leave half-written."""
+"""Atomic writes, for files that another process may read, or that a full disk must not leave incomplete."""
 
 import os
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
-    """A temporary path beside `path` to write to. It is renamed to `path` at the end, unless the block raised.
+    """Yield a temporary path beside `path`, and rename it to `path` at the end, unless the block raised.
 
-    Several processes may do this to one path at the same time. Makes the folder. `sync` flushes to the disk first, so
+    Creates the folder. Several processes may replace one path at the same time. `sync` flushes to the disk first, so
     that the content survives a crash of the machine.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

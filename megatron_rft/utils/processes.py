@@ -1,4 +1,4 @@
-"""Child processes that must not outlive their parent, and free ports."""
+"""Ends child processes with their parent, and reserves free ports."""
 
 import contextlib
 import ctypes
@@ -10,21 +10,21 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # + the pid of who starts it, + a command
+REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # followed by the parent's pid and a command
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """The kernel signals this process when `parent`, which started it, is gone, whatever ended it. Linux only."""
+    """Make the kernel signal this process when `parent`, which started it, ends for any reason. Linux only."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), number)
 
 
 def reaper(parent: int, command: list[str]) -> int:
-    """Run a command that starts processes of its own, and kill all of them when it ends, on SIGTERM, and when `parent`
-    has ended. Returns its status."""
+    """Run a command, and kill all processes that it started when it ends, on SIGTERM, and when `parent` ends. Returns
+    the command's status."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
     signal.signal(signal.SIGTERM, _leave)
@@ -48,27 +48,27 @@ def _leave(number: int, _frame: object) -> None:
 
 
 def reserved_port(host: str = "127.0.0.1") -> socket.socket:
-    """A free port of `host`, an address of this machine ("": all of them), that nobody else is given while this socket
-    is open. It does not listen: on Linux a server that sets SO_REUSEADDR, as they all do, can be told to."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    return held
+    """Bind a free port of `host`, an address of this machine ("": all of them). The kernel gives it to no other process
+    while the returned socket is open. On Linux a server that sets SO_REUSEADDR can still listen on it."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 def children(pid: int) -> list[int]:
-    """Pids of the children, zombies included. Read from the list of all processes, because the kernel lists children
-    by thread, and threads come and go."""
+    """Return the pids of the children, including zombies. Scans all processes, because the kernel lists children by
+    thread, and the list of threads changes."""
     found = []
     for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the process has just ended
             if folder.name.isdigit() and parent_of(folder) == pid:
                 found.append(int(folder.name))
     return sorted(found)
 
 
 def parent_of(folder: Path) -> int:
-    """`folder`: a process's under /proc."""
+    """Return the parent's pid. `folder`: that of a process under /proc."""
     return int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 

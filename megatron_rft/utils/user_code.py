@@ -1,6 +1,6 @@
-"""Code of the user's that a recipe names: `my_file.py:Name`, or `my_module:Name`. Imports no torch.
+"""Loads the user's code that a recipe names: `my_file.py:Name`, or `my_module:Name`. Imports no torch.
 
-A file's path is relative to the working directory, and a module may lie there too.
+A file's path is relative to the working directory, which is also searched for modules.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 
 def load(named: str, option: str) -> Any:
-    """The object; `option` is where the recipe names it.
+    """Return the named object. `option`: the recipe's option that names it, for messages.
 
     Raises:
         ConfigError: there is no such file, module or name, or importing it fails.
@@ -34,7 +34,7 @@ def _import(module: str, option: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        return _of_file(Path(module), option) if module.endswith(".py") else importlib.import_module(module)
+        return _import_file(Path(module), option) if module.endswith(".py") else importlib.import_module(module)
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
@@ -54,14 +54,14 @@ def _failed(module: str, option: str, error: Exception) -> ConfigError:
     return ConfigError(f"{option}: importing {module} failed: {type(error).__name__}: {error}{where}")
 
 
-def _of_file(path: Path, option: str) -> ModuleType:
-    """Imported once, under a name that no other module has."""
+def _import_file(path: Path, option: str) -> ModuleType:
+    """Import a file once, under a name that no other module has."""
     if not path.is_file():
         raise ConfigError(f"{option}: there is no file {path} (looked for in {Path.cwd()})")
-    name = f"own:{path.resolve()}"
+    name = f"user:{path.resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # a dataclass looks its module up there
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up here
         try:
             spec.loader.exec_module(module)
         except BaseException:

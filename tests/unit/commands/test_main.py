@@ -129,7 +129,7 @@ class TestWords:
         if given is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         monkeypatch.setenv("LOCAL_RANK", str(local))
-        ranks.see_one_gpu(tmp_path)
+        ranks.use_one_gpu(tmp_path)
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
     def test_a_harness_without_a_place_for_its_results(self, capsys):
@@ -278,7 +278,7 @@ class TestOneProcess:
 @pytest.fixture
 def patient(monkeypatch):
     """For ranks that all end by themselves, however long they take to start."""
-    monkeypatch.setattr(ranks, "PATIENCE", 300)
+    monkeypatch.setattr(ranks, "EXIT_TIMEOUT_S", 300)
 
 
 class TestRanks:
@@ -293,7 +293,7 @@ class TestRanks:
         assert ranks.launch(rank_command(f"wanted = '5'; {code}", tmp_path), 2, str(tmp_path)) == 0
 
     def test_the_killed_rank_is_named_and_the_others_end(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(ranks, "PATIENCE", 0.5)
+        monkeypatch.setattr(ranks, "EXIT_TIMEOUT_S", 0.5)
         code = "pids = [f'{out}/pid_{r}' for r in range(3)]\n"
         code += "while not all(os.path.exists(p) and os.path.getsize(p) for p in pids): time.sleep(0.01)\n"
         code += "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)"

@@ -67,7 +67,7 @@ def test_mistakes_and_the_end_are_final(start):
 
 
 def test_a_mistake_on_another_node_is_the_jobs(start, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 300)
+    monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 300)
     job = start(0, nodes=2)
     other = Job(job.folder, job.output_dir, 1, 2)
     assert job.failed_elsewhere() is None
@@ -79,7 +79,7 @@ def test_a_mistake_on_another_node_is_the_jobs(start, monkeypatch):
 
 
 def test_nodes_wait_for_each_others_last_words(start, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.5)
+    monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 0.5)
     job, before = start(0, nodes=2), time.monotonic()
     assert job.conclude(STOPPED) == (STOPPED, "")
     assert time.monotonic() - before >= 0.5
@@ -94,7 +94,7 @@ class TestLauncher:
         assert launch(self.WAIT, 2, str(tmp_path / "run"), job=job) == STOPPED
 
     def test_a_failure_elsewhere_ends_this_nodes_ranks(self, start, tmp_path, monkeypatch, capfd):
-        monkeypatch.setattr("megatron_rft.launching.ranks.PATIENCE", 0.5)
+        monkeypatch.setattr("megatron_rft.launching.ranks.EXIT_TIMEOUT_S", 0.5)
         job = start(0, nodes=2)
         (job.start / "node_1.json").write_text('{"status": 3}')
         node = Node(0, 2, "127.0.0.1", 29999)
