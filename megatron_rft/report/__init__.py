@@ -1,4 +1,4 @@
-"""A page about one or several runs, in one file without references, and its charts as pictures. Needs no torch."""
+"""Writes a report on one or more runs: a self-contained HTML page, and its charts as PNG files. Imports no torch."""
 
 from pathlib import Path
 
@@ -8,10 +8,11 @@ from megatron_rft.report.runs import read_all
 
 
 def write(folders: list[Path], out: Path) -> list[Path]:
-    """`out`/report.html, and `out`/report.png with all charts, each alone in `out`/charts. The page comes first.
+    """Write `out`/report.html, `out`/report.png with all charts, and each chart in `out`/charts. Returns the paths, the
+    page first.
 
     Raises:
-        UserError: a folder holds no run, none of them has a finished step, or `out` cannot be written.
+        UserError: a folder contains no run, no run has a finished step, or `out` cannot be written.
     """
     runs, notices = read_all(folders)
     groups = grouped(runs)

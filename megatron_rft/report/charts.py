@@ -1,4 +1,4 @@
-"""The list of charts. A chart is shown when any run has its first metric. docs/metrics.md explains the metrics."""
+"""Defines the charts. A chart is shown if any run has its first metric. docs/metrics.md explains the metrics."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megatron_rft.report.groups import Group
 
 @dataclass(frozen=True)
 class Line:
-    """`dash`: solid, dashed or dotted; colours tell runs apart."""
+    """`dash`: solid, dashed or dotted; colours distinguish runs."""
 
     metric: str
     label: str
@@ -19,10 +19,10 @@ class Line:
 class Chart:
     title: str
     unit: str  # of the vertical axis
-    note: str  # how to read it
+    note: str  # explains the chart
     lines: tuple[Line, ...]
     log: bool = False
-    floor: float | None = None  # the vertical axis begins here
+    floor: float | None = None  # start of the vertical axis
 
     @property
     def id(self) -> str:
@@ -30,7 +30,7 @@ class Chart:
 
 
 def chart(title: str, unit: str, note: str, *lines: tuple[str, str], **rest) -> Chart:
-    """`lines` are (metric, label): the first solid, then dashed, then dotted."""
+    """Create a chart. `lines` are (metric, label): the first is solid, then dashed, then dotted."""
     dashes = ("solid", "dashed", "dotted")
     return Chart(title, unit, note, tuple(Line(*line, dash) for line, dash in zip(lines, dashes, strict=False)), **rest)
 
@@ -40,21 +40,21 @@ CHARTS = (
     chart(
         "Held-out accuracy",
         "pass@1",
-        "On data.validation. The band is the standard error: of the seeds, or of the sampling where there is one seed.",
+        "On data.validation. The band is the standard error over seeds, or over samples if there is one seed.",
         ("evaluation/pass@1", "pass@1"),
     ),
     chart(
         "PIPO's improvement",
         "standard deviations",
-        "xi: the mean reward against the last K means. Above zero the previous update is reinforced by phi = xi, "
-        "below it is rectified by a smaller phi.",
+        "xi compares the mean reward with the last K means. Above zero, PIPO reinforces the previous update by "
+        "phi = xi; below zero, it rectifies it by a smaller phi.",
         ("pipo/xi", "ξ"),
         ("pipo/phi", "φ(ξ)"),
     ),
     chart(
         "Refiner's improvement ratio",
         "share of responses",
-        "How often the refined response scores higher than the one it was made of; of refinements, verbatim copies.",
+        "Share of responses whose refined version scores higher, and share of refinements that are verbatim copies.",
         ("constraint/improved", "improved"),
         ("constraint/verbatim", "copied as it was"),
         floor=0,
@@ -62,44 +62,44 @@ CHARTS = (
     chart(
         "Reward of refined responses",
         "verifier's reward",
-        "Of the responses that were refined, after it and before.",
+        "Mean reward of the refined responses, and of the same responses as sampled.",
         ("constraint/refined_reward", "refined"),
         ("constraint/original_reward", "as sampled"),
     ),
     chart(
         "Cross entropy to refined responses",
         "nats per token",
-        "Of the policy on what the refiner wrote: how far it is from writing so itself.",
+        "Cross entropy of the policy on the refined responses: how unlikely they are to the policy.",
         ("constraint/cross_entropy", "cross entropy"),
         floor=0,
     ),
     chart(
-        "Groups that teach nothing",
+        "Groups without a signal",
         "share of groups",
-        "Groups in which all responses are right, or all are wrong: no advantage comes of them.",
+        "Groups whose responses are all right or all wrong: their advantages are zero.",
         ("reward/all_right_groups", "all right"),
         ("reward/all_wrong_groups", "all wrong"),
         floor=0,
     ),
     chart("KL to the reference", "nats per token", "How far the policy has moved.", ("policy/kl", "KL"), floor=0),
     chart(
-        "KL, measured alone",
+        "KL outside of the loss",
         "nats per token",
-        "To the reference, of which the loss knows nothing.",
+        "KL to the reference, measured but not part of the loss.",
         ("constraint/kl", "KL"),
         floor=0,
     ),
     chart(
         "Entropy",
         "nats per token",
-        "Of the policy. A fall towards zero ends exploration.",
+        "Entropy of the policy. If it falls to zero, exploration has ended.",
         ("policy/entropy", "entropy"),
         floor=0,
     ),
     chart(
         "Response length",
         "tokens",
-        "Mean, and the longest of a step.",
+        "Mean and longest response of a step.",
         ("response/length_mean", "mean"),
         ("response/length_max", "longest"),
         floor=0,
@@ -107,14 +107,14 @@ CHARTS = (
     chart(
         "Finished responses",
         "share of responses",
-        "Ended with a stop token, not at the length limit.",
+        "Responses that ended with a stop token, not at the length limit.",
         ("response/finished", "finished"),
     ),
-    chart("Loss", "per token or sequence", "What is minimised.", ("policy/loss", "loss")),
+    chart("Loss", "per token or sequence", "The loss that is minimised.", ("policy/loss", "loss")),
     chart(
         "Gradient norm",
         "L2, before clipping",
-        "Of the policy's steps, of PIPO's verification, of the critic's.",
+        "Gradient norms of the policy's steps, of PIPO's verification and of the critic's steps.",
         ("policy/grad_norm", "policy"),
         ("verification/grad_norm", "verification"),
         ("value/grad_norm", "critic"),
@@ -123,7 +123,7 @@ CHARTS = (
     chart(
         "Gradient norms of the constraint's two terms",
         "L2, before clipping",
-        "Of the algorithm's part of the loss alone, and of the constraint's.",
+        "Gradient norms of the algorithm's part of the loss, and of the constraint's part.",
         ("constraint/grad_norm_base", "algorithm"),
         ("constraint/grad_norm_constraint", "constraint"),
         floor=0,
@@ -131,7 +131,7 @@ CHARTS = (
     chart(
         "Clipped tokens",
         "share of tokens",
-        "Tokens whose gradient the clip sets to zero.",
+        "Share of tokens whose gradient is set to zero by clipping.",
         ("policy/clip_fraction", "policy"),
         ("verification/clip_fraction", "verification"),
         floor=0,
@@ -139,7 +139,8 @@ CHARTS = (
     chart(
         "Engine against trainer",
         "nats",
-        "The same tokens under the same weights: it should be rounding noise. KL per token, largest difference.",
+        "Log-probs of the same tokens with the same weights, which should differ by rounding only: KL per token, and "
+        "the largest difference.",
         ("mismatch/kl", "KL"),
         ("mismatch/max", "largest"),
         log=True,
@@ -147,50 +148,50 @@ CHARTS = (
     chart(
         "Critic",
         "share",
-        "Explained variance of the returns: 1 is a perfect critic, 0 one that knows the mean.",
+        "Explained variance of the returns: 1 is a perfect critic, 0 is as good as predicting the mean.",
         ("critic/explained_variance", "explained variance"),
     ),
     chart(
         "Distillation",
         "nats",
-        "KL of the policy to its informed teacher.",
+        "KL of the policy to its teacher, which sees the feedback.",
         ("policy/distillation", "KL"),
     ),
     chart(
         "Log-ratio of trajectories",
         "nats per trajectory",
-        "Policy against reference, of right and of wrong trajectories.",
+        "Log-ratio of policy to reference on right and on wrong trajectories.",
         ("dynamics/log_ratio_correct", "right"),
         ("dynamics/log_ratio_incorrect", "wrong"),
     ),
     chart(
         "Weight of trajectories",
         "geometric mean probability",
-        "What the gradient of right and of wrong trajectories is weighted by.",
+        "The weight of right and of wrong trajectories in the gradient.",
         ("dynamics/weight_correct", "right"),
         ("dynamics/weight_incorrect", "wrong"),
     ),
     chart(
         "Tokens per second",
         "tokens/s",
-        "Generated, over the whole step.",
+        "Generated tokens per second of the whole step.",
         ("tokens/per_second", "generated"),
         floor=0,
     ),
     chart(
         "Model FLOPs utilisation",
         "share of the peak",
-        "Of the optimizer steps, on GPUs whose peak is known.",
+        "MFU of the optimizer steps, on GPUs with a known peak.",
         ("training/mfu", "MFU"),
         floor=0,
     ),
-    chart("Memory peak", "GiB", "Of rank 0.", ("memory/peak_gib", "peak"), floor=0),
+    chart("Memory peak", "GiB", "Peak memory of rank 0.", ("memory/peak_gib", "peak"), floor=0),
 )
 
 
 def shown(groups: list[Group]) -> list[Chart]:
-    """Those with something to show. The loss of a policy gradient says nothing to look at: where there are rewards, it
-    is left out."""
+    """Return the charts that have data. The loss is left out if there are rewards, because the loss of a policy
+    gradient does not measure progress."""
 
     def has(name: str) -> bool:
         return any(group.has(name) for group in groups)
@@ -199,7 +200,7 @@ def shown(groups: list[Group]) -> list[Chart]:
 
 
 def phases(groups: list[Group]) -> list[str]:
-    """Metrics of the phases of a step, by their share of the time, the longest first."""
+    """Return the metrics of the phases of a step, sorted by their share of the time, the longest first."""
     total: dict[str, float] = {}
     for group in groups:
         for run in group.runs:

@@ -1,4 +1,4 @@
-"""The top of the page: the headline numbers of a group of runs, and the main options of its recipe."""
+"""Computes the top of the page: the headline numbers of a group of runs, and the main options of its recipe."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,13 @@ class Number:
 
 
 def headline(group: Group) -> list[Number]:
-    """The headline numbers of a group, the most important first."""
+    """Return the headline numbers of a group, the most important first."""
     found = [accuracy(group), reward(group), *pace(group)]
     return [number for number in found if number is not None]
 
 
 def accuracy(group: Group) -> Number | None:
-    """pass@1 on the test problems before and after; else on the held-out ones, first and last."""
+    """Return pass@1 on the test problems before and after training, else the first and last on the held-out ones."""
     for label, ends in (("pass@1, test", _tested), ("pass@1, held out", _validated)):
         pairs = [pair for run in group.runs if (pair := ends(run))]
         if pairs:
@@ -31,7 +31,7 @@ def accuracy(group: Group) -> Number | None:
 
 
 def _with_error(pairs: list[tuple[float, float | None]]) -> tuple[float, float | None]:
-    """Mean and standard error over seeds; a single seed keeps its own error."""
+    """Return mean and standard error over seeds; a single seed keeps its own error."""
     if len(pairs) == 1:
         return pairs[0]
     return mean_and_error([value for value, _ in pairs])
@@ -53,7 +53,7 @@ def _validated(run: Run) -> tuple[tuple[float, float | None], tuple[float, float
 
 
 def reward(group: Group) -> Number | None:
-    """Mean reward of the first and of the last tenth of the steps."""
+    """Return the mean reward of the first and of the last tenth of the steps."""
     pairs = []
     for run in group.runs:
         values = run.curves.of("reward/mean")[1]
@@ -67,7 +67,7 @@ def reward(group: Group) -> Number | None:
 
 
 def pace(group: Group) -> list[Number]:
-    """Steps, seconds and tokens."""
+    """Return the numbers of steps, seconds, tokens and skipped optimizer steps."""
     done = [run.steps for run in group.runs]
     planned = {run.options.get("run.steps") for run in group.runs} - {None}
     of = f"of {max(planned)}" if planned and max(planned) != min(done) else ""
@@ -90,13 +90,13 @@ def _range(values: list[int]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """3725 -> 1 h 2 min; 65 -> 1 min 5 s"""
+    """Format seconds: 3725 -> 1 h 2 min; 65 -> 1 min 5 s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-# What it is called, and how it is said. A fact is there where the recipe has all the options that it reads.
+# (label, text from the options). A fact is shown if the recipe has all options that it reads.
 FACTS = (
     ("model", lambda o: f"{o['model.path']}, {o['model.precision']}"),
     ("training data", lambda o: o["data.train.path"]),
@@ -114,7 +114,7 @@ FACTS = (
 
 
 def _layout(options: dict[str, Any]) -> str:
-    """`tensor 2 x pipeline 2`, or none."""
+    """Format the parallel layout as `tensor 2 x pipeline 2`, or `none`."""
     sizes = {part: options[f"megatron.{part}_model_parallel_size"] for part in ("tensor", "pipeline", "expert")}
     sizes["context"] = options["megatron.context_parallel_size"]
     return " x ".join(f"{part} {size}" for part, size in sizes.items() if size > 1) or "none"
@@ -123,9 +123,9 @@ def _layout(options: dict[str, Any]) -> str:
 def recipe_facts(group: Group) -> list[tuple[str, str]]:
     options = {key: value for key, value in group.runs[0].options.items() if value is not None}
     found = []
-    for label, say in FACTS:
+    for label, text in FACTS:
         try:
-            found.append((label, str(say(options))))
+            found.append((label, str(text(options))))
         except (KeyError, ValueError):
             continue
     seeds = ", ".join(str(run.seed) for run in group.runs)

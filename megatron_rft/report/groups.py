@@ -1,4 +1,4 @@
-"""Joins runs that differ in their seed only: their means, and the standard error over seeds."""
+"""Groups runs that differ only in their seed, and computes means and standard errors over seeds."""
 
 import math
 import os
@@ -11,16 +11,16 @@ from typing import Any
 
 from megatron_rft.report.runs import Run
 
-MOST_POINTS = 400  # of a curve: longer runs are shown as means over bins of steps
-# What does not make another experiment of a run.
-BESIDE = ("run.output_dir", "run.name", "run.seed", "run.resume", "tracking.", "checkpoint.")
+MOST_POINTS = 400  # of a curve; longer runs are shown as means over bins of steps
+# Options that do not make a different experiment
+IGNORED = ("run.output_dir", "run.name", "run.seed", "run.resume", "tracking.", "checkpoint.")
 
 Points = dict[float, float]  # step -> value
 
 
 @dataclass(frozen=True)
 class Series:
-    """A metric at the steps of its group: mean over the seeds, and its standard error (None for a single seed)."""
+    """A metric at the steps of a group: mean over seeds and its standard error (None for a single seed)."""
 
     mean: list[float | None]
     error: list[float | None] | None
@@ -41,34 +41,34 @@ class Group:
 
     @cached_property
     def bins(self) -> list[int]:
-        """Numbers of the bins of steps in which any run has a line; step 0 has one of its own."""
+        """The indices of the bins of steps for which any run has a record; step 0 has its own bin."""
         return sorted({self._bin(record["step"]) for run in self.runs for record in run.curves.records})
 
     def _bin(self, step: int) -> int:
         return -(-step // self.width)
 
     @cached_property
-    def places(self) -> list[float]:
+    def steps(self) -> list[float]:
         """The step in the middle of each bin."""
         return [number * self.width - (self.width - 1) / 2 if number else 0 for number in self.bins]
 
     @cached_property
     def metrics(self) -> list[str]:
-        """All metrics, in the order of the files."""
+        """The names of all metrics, in the order of the files."""
         return list(dict.fromkeys(name for run in self.runs for record in run.curves.records for name in record))
 
     def has(self, name: str) -> bool:
         return any(run.curves.has(name) for run in self.runs)
 
     def series(self, name: str) -> Series:
-        """One metric. A single run's evaluations have the standard error of the metrics file."""
+        """Return one metric. Evaluations of a single run have the standard error from its metrics file."""
         found = self._over_seeds(lambda run: zip(*run.curves.of(name), strict=True))
         if len(self.runs) == 1 and self.has(f"{name}_se"):
             return Series(found.mean, self.series(f"{name}_se").mean)
         return found
 
     def so_far(self, name: str) -> list[float | None]:
-        """The cumulative sum of a metric."""
+        """Return the cumulative sum of a metric."""
 
         def sums(run: Run):
             total = 0.0
@@ -96,7 +96,7 @@ class Group:
 
 
 def mean_and_error(values: list[float]) -> tuple[float | None, float | None]:
-    """Mean and its standard error, std / sqrt(n) with n - 1."""
+    """Return the mean and its standard error, std / sqrt(n), where std has n - 1 degrees of freedom."""
     if not values:
         return None, None
     mean, n = sum(values) / len(values), len(values)
@@ -106,7 +106,7 @@ def mean_and_error(values: list[float]) -> tuple[float | None, float | None]:
 
 
 def grouped(runs: list[Run]) -> list[Group]:
-    """Groups in the order given, their runs by seed. A second run with the same seed is a group of its own."""
+    """Group runs, in the order given. A second run with the same seed forms another group."""
     found: dict[tuple, list[Run]] = {}
     for run in runs:
         key, again = identity(run), 0
@@ -118,15 +118,15 @@ def grouped(runs: list[Run]) -> list[Group]:
 
 
 def identity(run: Run) -> tuple:
-    """Equal for runs that differ in their seed alone. A run without a recipe is equal to none."""
+    """Return a key that is equal for runs that differ only in their seed. A run without a recipe has a unique key."""
     if not run.recipe:
         return (str(run.folder),)
     options = sorted(run.options.items())
-    return tuple((key, repr(beside(run, value))) for key, value in options if not key.startswith(BESIDE))
+    return tuple((key, repr(relative(run, value))) for key, value in options if not key.startswith(IGNORED))
 
 
-def beside(run: Run, value: Any) -> Any:
-    """A path relative to the run's folder, if it lies beside it: each seed may have a folder of its own."""
+def relative(run: Run, value: Any) -> Any:
+    """Make a path next to the run's folder relative to it, because each seed may have its own folder."""
     home = os.path.dirname(os.path.normpath(run.options.get("run.output_dir", "")))
     if isinstance(value, str) and home and value.startswith(home + os.sep):
         return os.path.relpath(value, os.path.join(home, "run"))
@@ -134,15 +134,15 @@ def beside(run: Run, value: Any) -> Any:
 
 
 def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
-    """(option, its value in each group) for every option in which groups differ."""
+    """Return (option, its value in each group) for every option in which groups differ."""
     first = [group.runs[0] for group in groups]
-    keys = sorted({key for run in first for key in run.options if not key.startswith(BESIDE)})
-    rows = [(key, [beside(run, run.options.get(key)) for run in first]) for key in keys]
+    keys = sorted({key for run in first for key in run.options if not key.startswith(IGNORED)})
+    rows = [(key, [relative(run, run.options.get(key)) for run in first]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
 def names(groups: list[list[Run]]) -> list[str]:
-    """The shortest names that differ between groups: the method, the runs' names, or their folders."""
+    """Return names that differ between groups: the methods, the runs' names, or their folders."""
     for name in (_method, _run_name, _folder_name):
         found = [name(group) for group in groups]
         if (len(groups) > 1 or name is not _method) and len(set(found)) == len(found) and all(found):
@@ -167,12 +167,12 @@ def _method(group: list[Run]) -> str:
 
 
 def _run_name(group: list[Run]) -> str:
-    own = {run.recipe.get("run", {}).get("name") for run in group}
-    return str(own.pop()) if len(own) == 1 and None not in own else ""
+    found = {run.recipe.get("run", {}).get("name") for run in group}
+    return str(found.pop()) if len(found) == 1 and None not in found else ""
 
 
 def _folder_name(group: list[Run]) -> str:
-    """`pipo` of pipo-seed0 and pipo-seed1; of seed0/pipo and seed1/pipo as well."""
+    """Return the common name of the folders: `pipo` for pipo-seed0 and pipo-seed1, or for seed0/pipo and seed1/pipo."""
     folders = [run.folder.resolve().name for run in group]
     if len(set(folders)) == 1:
         return folders[0]

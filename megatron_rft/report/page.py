@@ -1,5 +1,7 @@
-"""The page: texts are written here, charts and samples are drawn in the reader's browser by page.js from numbers inside
-the page. It loads nothing, and its content policy would not let it."""
+"""Writes the HTML page. Python writes the texts; page.js draws charts and samples in the browser from data in the page.
+
+The page loads nothing, and its content security policy forbids it.
+"""
 
 import json
 import math
@@ -17,8 +19,8 @@ from megatron_rft.report.groups import Group, differing
 from megatron_rft.utils.errors import UserError
 
 HERE = files("megatron_rft.report")
-FEW = 8  # differences: more of them wait for a click
-MOST_LINES = 24  # recorded steps whose samples are on the page, of all runs together
+FEW = 8  # more differences than this are folded
+MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 
 
 def write(groups: list[Group], notices: list[str], out: Path) -> list[Path]:
@@ -45,7 +47,7 @@ def html(groups: list[Group], notices: list[str]) -> str:
     }
     page = (HERE / "page.html").read_text(encoding="utf-8")
     for name in ("title", "notices", "cards", "differing", "recipes", "made", "style", "script", "data"):
-        page = page.replace(f"<!--{name}-->", parts[name])  # the data last: what runs wrote is not looked into
+        page = page.replace(f"<!--{name}-->", parts[name])  # data last: markers inside it must stay
     return page
 
 
@@ -54,7 +56,7 @@ def title(groups: list[Group]) -> str:
 
 
 def card(number: int, group: Group) -> str:
-    """A group's name, its numbers and its recipe in a few words."""
+    """Return the HTML of a group's name, numbers and main options."""
     numbers = "".join(
         f'<div class="number"><span class="label">{escape(n.label)}</span><span class="value">{escape(n.value)}</span>'
         f'<span class="more">{escape(n.more)}</span></div>'
@@ -74,7 +76,7 @@ def differences(groups: list[Group]) -> str:
         return ""
     head = "".join(f"<th>{escape(group.name)}</th>" for group in groups)
     body = "".join(
-        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(said(value))}</td>' for value in values)}</tr>"
+        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(as_yaml(value))}</td>' for value in values)}</tr>"
         for key, values in rows
     )
     return (
@@ -84,7 +86,7 @@ def differences(groups: list[Group]) -> str:
     )
 
 
-def said(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -94,7 +96,7 @@ def recipe(group: Group) -> str:
 
 
 def data(groups: list[Group]) -> dict[str, Any]:
-    """The data that page.js draws."""
+    """Return the data that page.js draws."""
     return {
         "groups": [group_data(group) for group in groups],
         "charts": [
@@ -114,7 +116,7 @@ def group_data(group: Group) -> dict[str, Any]:
         "seeds": len(group.runs),
         "bin": group.width,
         "x": {
-            "steps": group.places,
+            "steps": group.steps,
             "hours": [short(None if s is None else s / 3600) for s in group.so_far("seconds/step")],
             "tokens": [short(None if t is None else t / 1e6) for t in group.so_far("tokens/generated")],
         },
@@ -129,12 +131,12 @@ def metric(group: Group, name: str) -> dict[str, Any]:
 
 
 def short(value: float | None) -> float | None:
-    """Five digits are enough to look at."""
+    """Round to five digits, which are enough for a chart."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
 def samples(groups: list[Group]) -> list[dict[str, Any]]:
-    """The samples of each run's first and last recorded steps, and of others between them."""
+    """Return the samples of each run's first and last recorded steps, and of some between them."""
     runs = [(group, run) for group in groups for run in group.runs if run.samples]
     each = max(MOST_LINES // len(runs), 2) if runs else 0
     return [

@@ -1,4 +1,4 @@
-"""The report's charts as PNG files: one with all of them, and each alone, for a slide or a paper. Needs no torch."""
+"""Draws the report's charts as PNG files: all of them in one file, and each in its own. Imports no torch."""
 
 from pathlib import Path
 
@@ -10,24 +10,24 @@ from megatron_rft.report.charts import Chart, phases, shown
 from megatron_rft.report.groups import Group, grouped
 from megatron_rft.report.runs import read, smooth
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart
+# Okabe and Ito's colours, which colour-blind readers can distinguish
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#777777"
-COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)  # of the groups, as on the page
+COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)  # for groups; the page uses the same
 PHASE_COLORS = (BLUE, ORANGE, GREEN, SKY, PURPLE, YELLOW, RED, GREY)
 STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
-FEW = 20  # fewer points are drawn without smoothing
+FEW = 20  # curves with fewer points are not smoothed
 MOST_BARS = 40
 
 
 def write(groups: list[Group], out: Path) -> list[Path]:
-    """`out`/report.png with all charts, and each alone in `out`/charts."""
+    """Write `out`/report.png with all charts, and each chart in `out`/charts. Returns the paths."""
     whole = _together(groups, out / "report.png")
     return [whole, *(_alone(chart, groups, out / "charts") for chart in shown(groups))]
 
 
 def draw_run(run_dir: Path) -> Path:
-    """All charts of one run in RUN/curves.png."""
+    """Draw all charts of one run in RUN/curves.png. Returns its path."""
     return _together(grouped([read(Path(run_dir))]), Path(run_dir) / "curves.png")
 
 
@@ -86,7 +86,7 @@ def draw(axes: Axes, chart: Chart, groups: list[Group]) -> None:
 
 
 def draw_phases(axes: Axes, group: Group) -> None:
-    """Seconds per step, stacked by phase: means over bins of steps. Phases after the seventh are one."""
+    """Draw seconds per step, stacked by phase, as means over bins of steps. Small phases are joined as "others"."""
     names = phases([group])
     shown_alone = names if len(names) <= 7 else names[:6]
     parts = {name.removeprefix("seconds/"): [name] for name in shown_alone} | {"others": names[len(shown_alone) :]}
@@ -118,7 +118,7 @@ def _line(axes: Axes, group: Group, metric: str, color: str, style: str) -> None
     series = group.series(metric)
     points = [
         (step, mean, (series.error[i] or 0.0) if series.error else 0.0)
-        for i, (step, mean) in enumerate(zip(group.places, series.mean, strict=True))
+        for i, (step, mean) in enumerate(zip(group.steps, series.mean, strict=True))
         if mean is not None
     ]
     steps, means, errors = (list(part) for part in zip(*points, strict=True))

@@ -1,6 +1,7 @@
-"""RUN/refinements.jsonl as one page: what the refiner changed, and how unlikely each token was (figure 6 of the paper).
+"""Draws RUN/refinements.jsonl as one HTML page: what the refiner changed, and each token's cross entropy (figure 6 of
+the paper).
 
-The page needs nothing else: no script, no style sheet, no network. The file's format is in docs/metrics.md.
+The page has no script and loads nothing. docs/metrics.md describes the file's format.
 """
 
 import html
@@ -16,7 +17,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospac
 .scale { display: inline-block; width: 12rem; height: 0.8rem; border: 1px solid #ccc;
          background: linear-gradient(to right, rgba(213,94,0,0), rgba(213,94,0,1)); vertical-align: middle; }
 """
-DARKEST = 5.0  # nats from which a token is as dark as can be
+DARKEST = 5.0  # nats; tokens above it have the darkest colour
 PAGE = "refinements.html"
 
 

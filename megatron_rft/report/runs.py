@@ -1,4 +1,4 @@
-"""Reads what a run has written into its folder, also while it runs, or after a kill in the middle of a line."""
+"""Reads the files in a run's folder, also while it runs, or after a kill in the middle of a line."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -23,24 +23,24 @@ class Curves:
     records: list[dict[str, Any]]
 
     def has(self, *names: str) -> bool:
-        """Whether any step has any of them."""
+        """Return whether any step has any of the metrics."""
         return any(record.get(name) is not None for record in self.records for name in names)
 
     def of(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values where there is one: evaluations are rarer than steps, and null stands for NaN."""
+        """Return the steps that have the metric and its values. Null, which stands for NaN, counts as no value."""
         points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
     @property
     def phases(self) -> list[str]:
-        """Names of the phases of a step, by total seconds, the longest first."""
+        """The names of the phases of a step, sorted by total seconds, the longest first."""
         names = {name for record in self.records for name in record if name.startswith("seconds/")} - {"seconds/step"}
         total = {name: sum(self.of(name)[1]) for name in sorted(names)}
         return sorted(total, key=total.get, reverse=True)
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Mean over a centred window of a tenth of the run, which is shorter at both ends: it does not lag behind."""
+    """Smooth values by the mean over a centred window of a tenth of the run, which is shorter at both ends."""
     half = len(values) // 20
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
@@ -71,21 +71,21 @@ class Run:
         return max((record["step"] for record in self.curves.records), default=0)
 
     def tested(self) -> list[tuple[int, dict[str, Any]]]:
-        """(step, result) of every evaluation of data.test, in order."""
+        """Return (step, result) of every evaluation on data.test, in order."""
         found = []
         for path in sorted((self.folder / "evaluation").glob("test_step_*/results.json")):
             try:
                 found.append((int(path.parent.name.rpartition("_")[2]), json.loads(path.read_text())[0]))
             except (ValueError, LookupError, OSError):
-                continue  # torn by a kill, or not ours
+                continue  # incomplete, or not written by a run
         return found
 
 
 def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
-    """The runs that have steps, and a sentence for each that has none.
+    """Return the runs that have steps, and notices about the others.
 
     Raises:
-        UserError: a folder holds no run, is given twice, or no run has a step.
+        UserError: a folder contains no run, is given twice, or no run has a step.
     """
     runs, notices = [], []
     paths = [Path(folder).resolve() for folder in folders]
@@ -97,17 +97,17 @@ def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
         if run.curves.records:
             runs.append(run)
         else:
-            notices.append(f"{run.folder} has no finished step yet: its {METRICS} has no whole line.")
+            notices.append(f"{run.folder} has no finished step yet: its {METRICS} has no complete line.")
     if not runs:
         raise UserError(f"there is nothing to report: {' '.join(notices)}")
     kinds = sorted({str(run.recipe.get("trainer", "unknown")) for run in runs})
     if len(kinds) > 1:
-        notices.append(f"Runs of different kinds ({', '.join(kinds)}): a chart has those that know its metric.")
+        notices.append(f"Runs of different kinds ({', '.join(kinds)}): a chart shows the runs that have its metric.")
     return runs, notices
 
 
 def read(folder: Path) -> Run:
-    """The run in a folder. Raises UserError where there is none."""
+    """Read the run in a folder. Raises UserError if there is none."""
     if not (folder / METRICS).is_file():
         raise UserError(_no_run(folder))
     try:
@@ -121,7 +121,7 @@ def read(folder: Path) -> Run:
 
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:
-    """{"step": 10, "samples": [...]} of the steps that have some: responses, and pairs of a response and its
+    """Return {"step": 10, "samples": [...]} for each recorded step: responses, and pairs of a response and its
     refinement."""
     found: dict[int, list[dict[str, Any]]] = {}
     for line in read_samples(folder / SAMPLES_FILE):
@@ -133,7 +133,7 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def side(example: dict[str, Any], name: str) -> dict[str, Any]:
-    """One side of a pair: the "response", or what the refiner made of it, "refined"."""
+    """Return one side of a pair as a sample: the "response" or the "refined" one."""
     refined = name == "refined"
     sample = Sample(
         prompt=example["prompt"],

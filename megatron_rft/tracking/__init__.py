@@ -1,1 +1,1 @@
-"""Logging: metrics files, the display on a terminal, wandb and TensorBoard. Knows no algorithms."""
+"""Logs metrics to files, a terminal display, wandb and TensorBoard."""

@@ -1,8 +1,9 @@
-"""The run's numbers: one JSON object per line and step, {"step": 12, "time": 1700000000.0, "reward/mean": 0.41, ...}.
+"""Writes and reads a run's metrics: one JSON line per step, {"step": 12, "time": 1700000000.0, "reward/mean": 0.41,
+...}.
 
-The file has every step exactly once, however often the run was killed: a resume drops the steps that will be done
-again, and a line that a kill left incomplete. NaN and infinities, which JSON does not have, are written as null.
-docs/metrics.md explains the names.
+The file has every step exactly once, however often the run was killed: a resume drops an incomplete last line and the
+steps that will run again. NaN and infinities, which JSON does not have, are written as null. docs/metrics.md explains
+the names.
 """
 
 import json
@@ -17,7 +18,7 @@ from megatron_rft.utils.files import write_atomically
 
 
 def _valid(value: Any) -> int | float | None:
-    """A number that JSON can hold. A Tensor of one element counts as a number."""
+    """Return a number that JSON supports, else None. A Tensor of one element counts as a number."""
     if isinstance(value, int):
         return int(value)
     value = float(value)
@@ -25,7 +26,7 @@ def _valid(value: Any) -> int | float | None:
 
 
 def _records(lines: list[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The complete lines with increasing steps, each with its record."""
+    """Yield (line, record) for the complete lines with increasing steps."""
     last_step = -math.inf
     for line in lines:
         try:
@@ -38,12 +39,12 @@ def _records(lines: list[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of the file, oldest first. A run may be writing to it meanwhile."""
+    """Return the records of all complete lines, oldest first. A run may be writing to the file."""
     return [record for _, record in _records(Path(path).read_bytes().splitlines(keepends=True))]
 
 
 def drop_from(path: Path, step: int) -> None:
-    """Keep the whole lines of steps before `step`. The file is replaced atomically, or left as it is."""
+    """Keep only the complete lines of steps before `step`. The file is replaced atomically."""
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line, record in _records(lines) if record["step"] < step]
     if len(kept) == len(lines):
@@ -52,7 +53,7 @@ def drop_from(path: Path, step: int) -> None:
 
 
 class StepFile:
-    """Append-only JSONL, one record a step. `resume_step`: the first step that this process will do; 0 starts afresh.
+    """Appends one JSON line per step. `resume_step`: the first step that this process will run; 0 starts a new file.
 
     Each line is flushed to the operating system at once, so that a killed process loses nothing. `sync`, called before
     a checkpoint, makes the lines survive a crash of the machine.

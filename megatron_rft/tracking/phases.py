@@ -1,4 +1,4 @@
-"""Where a step's seconds and memory go."""
+"""Measures the seconds and the peak memory of each phase of a step."""
 
 import resource
 import time
@@ -10,7 +10,7 @@ import torch
 
 
 class Phases:
-    """Seconds and peaks of memory by phase. Every second counts once: a phase inside another takes its time away from
+    """Measures seconds and peak memory by phase. Every second counts once: the time of an inner phase is not counted in
     the outer one.
 
         phases = Phases()
@@ -18,7 +18,7 @@ class Phases:
             ...
         metrics |= phases.take()  # {"seconds/generation": 1.2, "memory/generation_gib": 3.4, "seconds/step": 1.3, ...}
 
-    Kernels run behind the host's back, so that a phase ends when the device is done with it.
+    GPU kernels run asynchronously, so the end of a phase waits for the device.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -49,7 +49,7 @@ class Phases:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call and the peaks of memory, by phase and in all. Counting starts afresh."""
+        """Return seconds and peak memory since the last call, by phase and in total, and reset them."""
         self._attribute()
         seconds, self._seconds = self._seconds, defaultdict(float)
         peaks, self._peaks = self._peaks, defaultdict(float)
@@ -59,8 +59,8 @@ class Phases:
 
 
 def take_memory_peak() -> float:
-    """GiB, the most since the last call: on a GPU what torch allocated, else this process's resident set (where Linux
-    does not let a process forget its peak, the largest ever)."""
+    """Return the peak memory in GiB since the last call: torch's allocations on a GPU, else this process's resident
+    set. Where Linux does not let a process reset its peak, it is the largest ever."""
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
@@ -69,8 +69,8 @@ def take_memory_peak() -> float:
     try:
         with open("/proc/self/status") as status:
             peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
-        with open("/proc/self/clear_refs", "w") as forget:
-            forget.write("5")
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # resets VmHWM
     except (OSError, StopIteration):
         pass
     return peak

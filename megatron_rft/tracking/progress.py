@@ -1,6 +1,6 @@
-"""The progress display of a run: live on a terminal, one plain line per step elsewhere.
+"""Displays a run's progress: live on a terminal, or one line per step. Rank 0 only.
 
-It shows the metrics of SHOWN that a step has, so that one display serves every trainer. Rank 0 only.
+It shows those metrics of SHOWN that a step has, so one display serves every trainer.
 """
 
 import math
@@ -30,7 +30,7 @@ SHOWN = (
     ("tokens/per_second", "tokens/s", "{:,.0f}"),
     ("memory/peak_gib", "peak GiB", "{:.1f}"),
 )
-# The first of them that the run has is drawn as a line
+# The display draws a sparkline of the first one that the run has
 TREND = ("reward/mean", "policy/loss")
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -45,14 +45,14 @@ class Progress(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Show one line that stays on the screen."""
+        """Print one line, which stays on the screen."""
         ...
 
     def close(self) -> None: ...
 
 
 def accuracy(metrics: Mapping[str, float]) -> str | None:
-    """`0.412 ± 0.017` of an evaluation, when the step has one."""
+    """Return an evaluation's result as `0.412 ± 0.017`; None if the step has no evaluation."""
     if "evaluation/pass@1" not in metrics:
         return None
     error = metrics.get("evaluation/pass@1_se")
@@ -60,14 +60,14 @@ def accuracy(metrics: Mapping[str, float]) -> str | None:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, the longest first."""
+    """Return the seconds of each phase, the longest first."""
     phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     phases.pop("step", None)
     return dict(sorted(phases.items(), key=lambda item: -item[1]))
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last `width` finite values in eighths of a line's height; all of equal height when they are equal."""
+    """Draw the last `width` finite values with block characters."""
     values = [value for value in values if math.isfinite(value)][-width:]
     low, high = min(values, default=0.0), max(values, default=0.0)
     top = len(BLOCKS) - 1
@@ -75,14 +75,14 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """3725 -> 1:02:05, 65 -> 1:05"""
+    """Format seconds: 3725 -> 1:02:05, 65 -> 1:05."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class Pace:
-    """Time left, from the mean wall time of the last steps (evaluations and checkpoints between them included)."""
+    """Estimates the time left from the mean wall time of the last steps, including evaluations and checkpoints."""
 
     def __init__(self, total_steps: int, window: int = 20):
         self.total_steps = total_steps
@@ -99,7 +99,7 @@ class Pace:
 
 
 class PlainProgress:
-    """One line per step, for logs and pipes:
+    """Prints one line per step, for logs and pipes:
 
     step 12/200  reward 0.412  KL 0.0012  PIPO xi +0.82  3.1 s (generation 1.6, training 1.2)  left 9:43
     """
@@ -122,7 +122,7 @@ class PlainProgress:
         print("  ".join(parts), flush=True)
 
     def example(self, text: str) -> None:
-        pass  # examples are for looking at; a log keeps them out of the numbers' way
+        pass  # a log shows numbers only
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -132,13 +132,13 @@ class PlainProgress:
 
 
 class RichProgress:
-    """A display that stays in place at the bottom of a terminal; notes and other output scroll above it."""
+    """Shows a live display at the bottom of a terminal; notes and other output scroll above it."""
 
     def __init__(self, total_steps: int, title: str, console: Console | None = None):
         self._title = title
         self._pace = Pace(total_steps)
         self._step = 0
-        self._metrics: dict[str, float] = {}  # the latest of each
+        self._metrics: dict[str, float] = {}  # of the last step
         self._trends: dict[str, list[float]] = {name: [] for name in TREND}
         self._accuracies: list[str] = []
         self._example = ""
@@ -148,7 +148,7 @@ class RichProgress:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.step_done(step)
         self._step = step
-        self._metrics = {name: metrics[name] for name in metrics}
+        self._metrics = dict(metrics)
         for name, values in self._trends.items():
             if name in metrics:
                 values.append(metrics[name])
@@ -227,7 +227,7 @@ class RichProgress:
 
 
 class NoProgress:
-    """No display; the numbers are in the files."""
+    """Shows nothing."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def example(self, text: str) -> None: ...
@@ -236,7 +236,7 @@ class NoProgress:
 
 
 def make_progress(kind: str, total_steps: int, title: str) -> Progress:
-    """`kind`: auto (rich on a terminal, plain elsewhere), rich, plain or none."""
+    """Create a display. `kind`: auto (rich on a terminal, plain elsewhere), rich, plain or none."""
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() and not Console().is_dumb_terminal else "plain"
     if kind == "rich":

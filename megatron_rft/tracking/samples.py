@@ -1,9 +1,9 @@
-"""A few responses of some steps, token by token, for the report: RUN/samples.jsonl, one line a step.
+"""Records a few responses of some steps, token by token, for the report: RUN/samples.jsonl, one line per step.
 
     {"step": 10, "time": 1700000000.0, "samples": [{"prompt": "2+2=", "tokens": ["4", "\\n"], "reward": 1.0,
      "values": {"rollout_logprobs": [-0.1, -0.02]}, ...}]}
 
-Bounded whatever the run's length: so many steps, a few responses each, of a long response its two ends.
+The file's size is bounded: a number of steps, a few responses each, and only both ends of a long response.
 """
 
 import math
@@ -21,29 +21,29 @@ MOST_TEXT = 4000  # characters of a prompt, an answer, a reason
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. `values`: numbers per token under the names of `Batch.tokens`, null where there is none."""
+    """One response. `values`: numbers per token under the names of `Batch.tokens`; null if there is none."""
 
     prompt: str
-    tokens: list[str]  # texts; together they are the response
+    tokens: list[str]  # the texts of the tokens
     reward: float | None
     values: dict[str, list[float | None]]
     answer: str = ""  # the reference
-    reason: str = ""  # of the reward
-    problem: int | None = None  # its place in the data set
-    kind: str = "sampled"  # or who else wrote it
+    reason: str = ""  # the verifier's reason for the reward
+    problem: int | None = None  # its index in the data set
+    kind: str = "sampled"  # or another origin
     finished: bool = True
     shaping: float = 0.0
-    omitted: int = 0  # tokens left out
-    head: int = HEAD  # after so many
+    omitted: int = 0  # number of tokens that were left out
+    head: int = HEAD  # number of tokens before the omitted ones
 
 
 def due(step: int, total_steps: int, count: int) -> bool:
-    """The first step, the last, and about `count` in all, evenly spread: a function of the step alone."""
+    """Return whether to record a step: the first, the last, and about `count` in all at even distances."""
     return count > 0 and (step in (1, total_steps) or step % math.ceil(total_steps / count) == 0)
 
 
 def shortened(sample: Sample) -> Sample:
-    """The sample with long texts and responses shortened, as it goes into the file."""
+    """Return the sample for the file, with long texts and responses shortened."""
     texts = {name: short(getattr(sample, name)) for name in ("prompt", "answer", "reason")}
     values = {name: [rounded(v) for v in ends(many)] for name, many in sample.values.items()}
     omitted = max(len(sample.tokens) - HEAD - TAIL, 0)
@@ -64,12 +64,12 @@ def rounded(value: float | None) -> float | None:
 
 
 class SamplesFile(StepFile):
-    """Has every step once, as the metrics file does."""
+    """Writes each recorded step once, like the metrics file."""
 
     def log(self, step: int, samples: list[Sample]) -> None:
         self.write(step, {"samples": [asdict(shortened(sample)) for sample in samples]})
 
 
 def read_samples(path: Path) -> list[Mapping[str, Any]]:
-    """The complete lines; none where there is no file."""
+    """Return the records of the complete lines; none if there is no file."""
     return read_metrics(path) if Path(path).is_file() else []

@@ -1,4 +1,4 @@
-"""TensorBoard event files under RUN/tensorboard, when asked for."""
+"""Writes TensorBoard event files under RUN/tensorboard if tracking.tensorboard is set."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from megatron_rft.utils.errors import UserError
 
 
 class TensorBoardLogger:
-    """On a resume, points from `resume_step` on are removed from the curves."""
+    """On a resume, TensorBoard removes the points from `resume_step` on."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0):
         try:

@@ -1,9 +1,9 @@
-"""Tokens per second and per device, and the share of the devices' peak that training makes use of (MFU).
+"""Measures tokens per second and per device, and model FLOPs utilisation (MFU).
 
 Model FLOPs as in arXiv:2204.02311, appendix B: a token of a sequence of length l costs 2 N in the matrices (N: the
-parameters that multiply it, so the experts it goes to and the output matrix, but not the embedding), and 2 L q l in
-causal attention (L layers, q = heads x head size, on average l / 2 keys); backward costs twice as much. What is
-computed again in the backward pass, and forward passes without one, are not counted.
+parameters that multiply it, so the experts it is routed to and the output matrix, but not the embedding), and 2 L q l
+in causal attention (L layers, q = heads x head size, on average l / 2 keys); backward costs twice as much. Activation
+recomputation and forward passes without a backward pass are not counted.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.records import Batch
 
-# Dense bf16 by the name that CUDA gives the device, from NVIDIA's and AMD's data sheets; the first that fits counts.
+# Dense bf16 peak by a part of CUDA's device name, from NVIDIA's and AMD's data sheets; the first match counts.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -40,7 +40,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device: str | None) -> float | None:
-    """The peak of a device of that name; None where it is not known."""
+    """Return the peak of a device of that name; None if it is unknown."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if device and name in device), None)
 
 
@@ -59,10 +59,10 @@ class Throughput:
     flops: float = 0.0
 
     def trained(self, batch: Batch, share_prompts: bool = False) -> None:
-        """A mini-batch, over all ranks. A shared prompt costs once, as if no group were cut."""
+        """Count a mini-batch of all ranks. A shared prompt counts once, also if its group was split over ranks."""
         prompts, lengths = batch.prompt_lens.double(), batch.lengths.double()
         self.tokens += lengths.sum().item()
-        again = torch.zeros(len(batch), dtype=torch.bool)  # a prompt that an earlier sequence has computed
+        again = torch.zeros(len(batch), dtype=torch.bool)  # whether an earlier sequence has computed the prompt
         if share_prompts:
             numbers = batch.prompt_numbers
             again[1:] = numbers[1:] <= numbers.cummax(0).values[:-1]
@@ -71,7 +71,7 @@ class Throughput:
         self.flops += 3 * (2 * self.sizes.multiplied * computed + 2 * len(self.sizes.mixture) * self.sizes.q * pairs)
 
     def take(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The throughput metrics of the step that `metrics` describes. Resets the counts."""
+        """Return the throughput metrics of the step that `metrics` describes, and reset the counts."""
         found = {}
         if "tokens/generated" in metrics:
             found["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]

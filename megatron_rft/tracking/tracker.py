@@ -1,4 +1,4 @@
-"""Sends a step's metrics to the file, the display and the loggers. Only the main rank has any."""
+"""Sends a step's metrics to the file, the display and the loggers, on the main rank only."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +20,11 @@ class Logger(Protocol):
 
 
 class Tracker:
-    """Fans out to the metrics file, the display and the optional loggers; silent on ranks other than the main one.
+    """Sends metrics to the metrics file, the display and the optional loggers; does nothing on ranks other than the
+    main.
 
-    `resume_step` is the first step that this process will do. A step is logged once, with all that is known of it:
-    an evaluation after step 20 goes into the call for step 20. `name` is the run's: None takes the folder's.
+    `resume_step`: the first step that this process will run. A step is logged once, with all of its metrics: an
+    evaluation after step 20 goes into the call for step 20. `name`: of the run; None takes the folder's name.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Tracker:
         self._progress.log(step, numbers)
 
     def wants_samples(self, step: int) -> bool:
-        """Whether the responses of this step are among those that the report shows."""
+        """Return whether samples of this step are recorded."""
         return self._samples_file is not None and due(step, self._total_steps, self._sampled_steps)
 
     def samples(self, step: int, samples: list[Sample]) -> None:
@@ -76,7 +77,7 @@ class Tracker:
             self._progress.note(text)
 
     def sync(self) -> None:
-        """Flush the files to the disk. Called before a checkpoint is declared complete."""
+        """Flush the files to the disk. Call this before a checkpoint is marked complete."""
         for file in (self._metrics_file, self._samples_file):
             if file is not None:
                 file.sync()

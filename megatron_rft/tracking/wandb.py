@@ -1,7 +1,7 @@
-"""Weights & Biases, when asked for. One run there per output folder: a resumed job goes on in the run it began.
+"""Logs to Weights & Biases if tracking.wandb is set. Each output folder is one run there: a resume continues it.
 
-Steps done again after a kill are logged again; the curves are drawn over `step`, where both points coincide.
-Without network a start is logged offline, into a folder of its own under RUN/wandb; `wandb sync` joins them to one run.
+Steps that run again after a kill are logged again; the curves are drawn over `step`, where both points coincide.
+Without a network, each start is logged offline to a folder under RUN/wandb; `wandb sync` joins them to one run.
 """
 
 import ssl
@@ -15,12 +15,13 @@ from typing import Any
 from megatron_rft.utils.errors import UserError
 
 PROBE_TIMEOUT = 5.0  # seconds
-INIT_TIMEOUT = 30.0  # seconds; wandb's own would let a cluster wait for 90
-FINISH_TIMEOUT = 60.0  # seconds; wandb's own is none, and a job that is told to stop has minutes. The rest is on disk
+INIT_TIMEOUT = 30.0  # seconds; wandb's default of 90 would keep a cluster waiting
+FINISH_TIMEOUT = 60.0  # seconds; wandb has none, but a stopping job has only minutes. Unsent data stays on the disk
 
 
 class WandbLogger:
-    """`settings`: arguments of `wandb.init` (project, name, mode, entity). `resolved`: the recipe, shown with it."""
+    """`settings`: arguments of `wandb.init` (project, name, mode, entity). `resolved`: the recipe, shown with the
+    run."""
 
     def __init__(self, output_dir: Path, settings: Mapping[str, Any], resolved: Mapping[str, Any] | None = None):
         try:
@@ -61,12 +62,12 @@ class WandbLogger:
 
 
 def unreachable(url: str) -> str | None:
-    """Why the server cannot be reached; None where it can. wandb itself would try until its time-out."""
+    """Return why the server cannot be reached, or None. wandb itself would try until its timeout."""
     try:
         urllib.request.urlopen(url, timeout=PROBE_TIMEOUT).close()
     except urllib.error.HTTPError:
         return None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        return None if isinstance(reason, ssl.SSLError) else f"{url}: {reason}"  # wandb has certificates of its own
+        return None if isinstance(reason, ssl.SSLError) else f"{url}: {reason}"  # wandb brings its own certificates
     return None

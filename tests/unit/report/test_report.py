@@ -49,7 +49,7 @@ class TestGroups:
     def test_mean_and_standard_error(self, four):
         (pipo, _) = grouped(read_all(four)[0])
         series = pipo.series("reward/mean")
-        assert pipo.places == list(range(31)) and series.mean[0] is None
+        assert pipo.steps == list(range(31)) and series.mean[0] is None
         assert series.mean[1:] == pytest.approx([0.41 + 0.01 * step for step in range(1, 31)])
         assert series.error[5] == pytest.approx(0.01)  # of 0.45 and 0.47: std 0.02/sqrt(2), over sqrt(2)
         assert mean_and_error([]) == (None, None) and mean_and_error([2.0]) == (2.0, None)
@@ -65,8 +65,8 @@ class TestGroups:
 
     def test_long_runs_are_binned(self, tmp_path):
         (group,) = grouped(read_all([write_run(tmp_path / "long", steps=1000)])[0])
-        assert group.width == 3 and len(group.places) <= MOST_POINTS + 1
-        assert group.places[:3] == [0, 2, 5]
+        assert group.width == 3 and len(group.steps) <= MOST_POINTS + 1
+        assert group.steps[:3] == [0, 2, 5]
         assert group.series("reward/mean").mean[1] == pytest.approx(0.42)  # of steps 1, 2 and 3
         assert group.so_far("seconds/step")[-1] == pytest.approx(2005)
 

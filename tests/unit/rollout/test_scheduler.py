@@ -113,5 +113,5 @@ def test_a_checkpoint_keeps_what_is_under_way(model):
 def test_weights_that_do_not_arrive_are_noticed(model):
     scheduler = build(model, 1)
     scheduler.next(1), scheduler.drain(), scheduler.next(2), scheduler.drain()
-    with pytest.raises(RunFailed, match="begun 2 versions of the weights ago, and rollout.staleness is 1"):
+    with pytest.raises(RunFailed, match="weights that are 2 versions old, and rollout.staleness is 1"):
         scheduler.next(3)
