@@ -1,6 +1,6 @@
-"""Everything that knows a process group: the model, its layout over ranks, its weights, schedules and checkpoints.
+"""Everything that uses a process group: the model, its layout over ranks, its weights, schedules and checkpoints.
 
-Importing this package prepares megatron-core for the host it is on, before anything of megatron-core is used.
+Importing this package prepares megatron-core for this host, before any part of megatron-core is used.
 """
 
 from megatron_rft.megatron import adam, cpu

@@ -1,17 +1,17 @@
-"""A model on megatron-core that can be trained and asked: log-probs, entropies and values of response tokens.
+"""A model on megatron-core that is trained, or computes log-probs, entropies and values of response tokens.
 
-Two verbs, both on a *global* ragged batch that every rank holds:
+Its two main methods take a *global* ragged batch, which every rank has:
 
     outputs(batch, names)  forward only; [R] per name, complete on every rank
     step(batch, loss, ...) one optimizer step; the loss is a sum over micro-batches and ranks
 
-Either may look at a second distribution over the same tokens (`Second`): its hidden states come from a forward pass of
-its own, in other weights or after other prompts, and stay on the ranks that need them.
+Both may use a second distribution over the same tokens (`Second`): its hidden states come from a separate forward pass
+with other weights or other prompts, and stay on the ranks that need them.
 
-Scaling, in one place. `loss` gives sums; `Loss.mean(counts)` divides them by counts of the whole global mini-batch. The
-gradient wanted is therefore the plain *sum* over micro-batches and data- and context-parallel ranks. Megatron would
-average: with calculate_per_token_loss=True its schedule and its DDP add up instead, and the division by tokens that
-`finalize_model_grads` would make is left out by not passing it a token count.
+Loss scaling. `loss` returns sums; `Loss.mean(counts)` divides them by counts of the whole global mini-batch. So the
+gradient must be the *sum* over micro-batches and data- and context-parallel ranks. Megatron averages by default; with
+calculate_per_token_loss=True its schedule and its DDP add up instead. `finalize_model_grads` would divide by a token
+count, so it is not passed one.
 """
 
 import math
@@ -46,7 +46,7 @@ from megatron_rft.megatron.two_distributions import compare
 from megatron_rft.records import Batch, take_segments
 
 HEADS = COMPARED | {"values", "hidden"}
-ALONE = frozenset({"logprobs", "entropy"})  # what one distribution gives; the rest of COMPARED takes a second one
+ALONE = frozenset({"logprobs", "entropy"})  # the rest of COMPARED needs a second distribution
 
 
 class Actor:
@@ -54,14 +54,14 @@ class Actor:
 
     Args:
         hf_config: the transformers configuration of the model.
-        megatron: the recipe's section of that name (layout and TransformerConfig / DDP fields).
-        batching: the recipe's section: token budgets, packing, log-prob chunk.
+        megatron: the recipe's section `megatron` (layout, and fields of TransformerConfig and DDP).
+        batching: the recipe's section `batching`: token budgets, packing, log-prob chunk.
         precision: fp32 | bf16 | fp8.
-        temperature: the sampler's; log-probs are those of softmax(logits / temperature).
+        temperature: of the sampler; log-probs are those of softmax(logits / temperature).
         optimizer: OptimizerConfig and schedule fields by Megatron's names, or None.
-        total_steps: length of the learning-rate schedule where it does not say.
-        value_head: values instead of log-probs.
-        moments: names of more sets of Adam's moments, for steps that name one.
+        total_steps: default length of the learning-rate schedule.
+        value_head: compute values instead of log-probs.
+        moments: names of additional sets of Adam's moments, which `step` can use.
     """
 
     def __init__(
@@ -115,26 +115,27 @@ class Actor:
     # ---- weights
 
     def load(self, lookup: Callable[[str], Tensor]) -> None:
-        """All weights from HF-named tensors; the optimizer's main copies follow."""
+        """Load all weights from HF-named tensors, and update the optimizer's main copies."""
         weights.load(self.models, lookup, self.hf_config)
         if self.optimizer is not None:
             self.optimizer.megatron.reload_model_params()
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of every parameter, on every rank, in a fixed order. Every rank must exhaust it."""
-        self._settle()
+        """Yield (HF name, full tensor) of every parameter in a fixed order. Collective: every rank must exhaust it."""
+        self._finish_param_gather()
         return weights.stream(self.models, self.hf_config)
 
     def snapshot(self) -> list[Tensor]:
-        """A copy of this rank's weights in host memory (pinned beside a GPU), for `use_weights`."""
-        self._settle()
+        """Copy this rank's weights to host memory (pinned if there is a GPU), for `use_weights`."""
+        self._finish_param_gather()
         copies = [p.detach().to("cpu", copy=True) for p in self._parameters()]
         return copies if self.device.type == "cpu" else [copy.pin_memory() for copy in copies]
 
     @contextmanager
     def use_weights(self, other: list[Tensor]) -> Iterator[None]:
-        """Run with the weights of a `snapshot` (the frozen reference), then with our own again, bit for bit."""
-        self._settle()
+        """Use the weights of a `snapshot` (a frozen reference) in this context, then restore the current ones
+        exactly."""
+        self._finish_param_gather()
         own = [p.data for p in self._parameters()]
         for p, data in zip(self._parameters(), other, strict=True):
             p.data = data.to(self.device, p.dtype, non_blocking=True)
@@ -147,7 +148,7 @@ class Actor:
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         return (p for m in self.models for p in m.parameters())
 
-    def _settle(self) -> None:
+    def _finish_param_gather(self) -> None:
         """Finish a parameter gather that overlaps with the next forward pass."""
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
@@ -159,14 +160,14 @@ class Actor:
     def outputs(
         self, batch: Batch, names: frozenset[str], second: Second | Recorded | None = None
     ) -> dict[str, Tensor]:
-        """[R] float32 per name of `HEADS` (but "hidden"), on the host and the same on every rank."""
+        """Return [R] float32 per name of `HEADS` (except "hidden"), on the host, the same on every rank."""
         shares = self._plan(batch, self.batching.tokens_without_backward)
         second_states = second and self._second_states(second, shares)
         order = sorted(names)
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
             values = torch.stack([out[name].float() for name in order])
-            real = micro.response_mask > 0  # none of a filler's
+            real = micro.response_mask > 0  # a filler has no real tokens
             return values.new_zeros(()), (micro.tokens["number"][real], values[:, real.to(values.device)])
 
         mine = shares[parallel.dp_rank()]
@@ -182,13 +183,13 @@ class Actor:
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch) -> Tensor | None:
-        """[R, H] final hidden states of the response tokens, on the host; None where this rank's pipeline stage has
-        none. Small batches: every rank holds all of it."""
+        """Return [R, H] final hidden states of the response tokens, on the host; None on ranks that are not on the last
+        pipeline stage. For small batches, because every rank gets all of it."""
         shares = self._plan(batch, self.batching.tokens_without_backward)
         found = self._hidden_states(Second(batch), shares)
         if found is None:
             return None
-        full = found.rows[found.place].to(self.device)  # zeros where another rank has them
+        full = found.rows[found.row_of_token].to(self.device)  # zeros for tokens of other ranks
         dist.all_reduce(full, group=parallel.dp_group())
         return full.cpu()
 
@@ -203,8 +204,8 @@ class Actor:
 
     @torch.no_grad()
     def _hidden_states(self, second: Second, shares: list[list[Tensor]]) -> HiddenStates | None:
-        """Of the sequences that `shares` gives each data-parallel rank, cut into micro-batches of their own. None where
-        this rank is not on the last pipeline stage."""
+        """Compute the hidden states of the sequences that `shares` gives each data-parallel rank, with a separate split
+        into micro-batches. Returns None on ranks that are not on the last pipeline stage."""
         batch, budget = second.batch, self.batching.tokens_without_backward
         mine = [torch.cat(share) for share in shares]
         cut = plan_within(batch, mine, budget, self._count_multiple(), self.layout.share_prompts)
@@ -231,7 +232,7 @@ class Actor:
         outputs: frozenset[str] = frozenset({"logprobs"}),
         second: Second | Recorded | None = None,
     ) -> dict[str, float]:
-        """The gradient of a global mini-batch, into the DDP buffers.
+        """Compute the gradient of a global mini-batch into the DDP buffers.
 
         `loss(outputs, micro_batch)` returns an object with `.mean(counts) -> scalar` and `.logged() -> {name: sum}`
         (megatron_rft.objectives.base.Loss). Returns their means over the mini-batch, and "loss".
@@ -263,10 +264,10 @@ class Actor:
         second: Second | Recorded | None = None,
         moments: str = "own",
     ) -> dict[str, float]:
-        """One optimizer step on a global mini-batch, at `learning_rate` or at the schedule's next.
+        """Make one optimizer step on a global mini-batch, with `learning_rate` or the schedule's next rate.
 
-        Returns what `backward` does and "grad_norm", "learning_rate" and "skipped": 1 where the loss or the gradient
-        was not finite, and weights, moments and schedule stayed as they were.
+        Returns the result of `backward` and "grad_norm", "learning_rate" and "skipped": 1 if the loss or the gradient
+        was not finite; weights, moments and schedule then stay unchanged.
         """
         metrics = self.backward(batch, loss, counts, outputs, second)
         finite = math.isfinite(metrics["loss"])
@@ -277,7 +278,7 @@ class Actor:
     # ---- the schedule
 
     def _plan(self, batch: Batch, token_budget: int) -> list[list[Tensor]]:
-        """[data-parallel rank][micro-batch] -> positions in `batch`."""
+        """Return [data-parallel rank][micro-batch] -> positions in `batch`."""
         return plan(batch, parallel.dp_size(), token_budget, self._count_multiple(), self.layout.share_prompts)
 
     def _run(
@@ -289,7 +290,8 @@ class Actor:
         forward_only: bool,
         second_states: HiddenStates | None = None,
     ) -> list:
-        """megatron-core's pipeline schedule over this rank's micro-batches; what `finish` gave, on the last stage."""
+        """Run megatron-core's pipeline schedule over this rank's micro-batches. Returns the results of `finish` on the
+        last stage."""
         assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
         parts = [batch.select(index) if len(index) else filler(batch) for index in share]
         micro_batches = [pack(part, self.layout, self.device) for part in parts]
@@ -302,7 +304,7 @@ class Actor:
 
         def last_stage(micro: MicroBatch, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
             value, kept = finish(self._heads(hidden, micro, names, second_states), micro.batch)
-            return value, torch.zeros((), dtype=torch.int, device=self.device), kept  # no token count, see the header
+            return value, torch.zeros((), dtype=torch.int, device=self.device), kept  # no token count: see above
 
         for chunk in self.chunks:
             chunk.train(not forward_only)
@@ -322,7 +324,7 @@ class Actor:
         self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], second_states: HiddenStates | None
     ) -> dict[str, Tensor]:
         """Hidden states [b, S, H] (1/tp of S with sequence parallelism) -> [R] per name, on every rank of the stage."""
-        hidden = hidden.transpose(0, 1)  # [S, b, H], as the model holds it
+        hidden = hidden.transpose(0, 1)  # [S, b, H], the model's layout
         if self.value_head:
             found = {"values": take_rows(hidden.reshape(-1), micro.rows).float()}
         else:
@@ -332,7 +334,7 @@ class Actor:
                 hidden = copy_to_tensor_model_parallel_region(hidden)
             rows = take_rows(hidden.reshape(-1, hidden.shape[-1]), micro.rows)
             found = {"hidden": rows} if names == {"hidden"} else self._distributions(rows, micro, names, second_states)
-        return {name: self._whole(value, micro) for name, value in found.items()}
+        return {name: self._gather_context(value, micro) for name, value in found.items()}
 
     def _distributions(
         self, rows: Tensor, micro: MicroBatch, names: frozenset[str], second_states: HiddenStates | None
@@ -349,36 +351,36 @@ class Actor:
             values = logprobs_and_entropy(rows, weight, targets, **options, with_entropy="entropy" in names)
             return {name: v for name, v in zip(("logprobs", "entropy"), values, strict=True) if v is not None}
         assert second_states is not None, f"{sorted(names - ALONE)} compare with a second distribution"
-        place = second_states.place[micro.batch.tokens["number"][micro.kept.cpu()]]
-        other = second_states.rows[place].to(self.device)
+        index = second_states.row_of_token[micro.batch.tokens["number"][micro.kept.cpu()]]
+        other = second_states.rows[index].to(self.device)
         options["extrapolation"] = second_states.extrapolation
         return compare(rows, weight, other, second_states.weight, targets, names=names, **options)
 
-    def _whole(self, values: Tensor, micro: MicroBatch) -> Tensor:
-        """[R_local] of one context-parallel rank -> [R] on each. Forward adds up, backward takes one's own part: each
-        of these ranks computes the same loss, and their gradients are added later like data-parallel ones."""
+    def _gather_context(self, values: Tensor, micro: MicroBatch) -> Tensor:
+        """Gather [R_local] of each context-parallel rank into [R] on all of them. Forward adds up; backward returns the
+        local part, because each of these ranks computes the same loss and DDP adds their gradients later."""
         if parallel.cp_size() == 1:
             return values
         placed = values.new_zeros(len(micro.batch.response_ids), *values.shape[1:]).index_copy(0, micro.kept, values)
         return reduce_from_tensor_model_parallel_region(placed, group=parallel_state.get_context_parallel_group())
 
     def _count_multiple(self) -> int:
-        """Interleaved pipelines want a multiple of the pipeline's length."""
+        """Return the number that the count of micro-batches must be a multiple of: interleaved pipelines require it."""
         return parallel.pp_size() if len(self.chunks) > 1 else 1
 
     def _reports(self) -> bool:
-        """One rank speaks for each data-parallel share: on the last pipeline stage, first of its other groups."""
+        """Return whether this rank reports for its data-parallel share: the first rank of the last pipeline stage."""
         return parallel.is_last_stage() and parallel.tp_rank() == 0 and parallel.cp_rank() == 0
 
     def _add_up(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
-        """The sums of all micro-batches of all ranks, on every rank. Names are known on the last stage only."""
+        """Sum the values of all micro-batches over all ranks. Only the last stage has names and values."""
         own = {name: sum(part[name].double().item() for part in parts) for name in (parts[0] if parts else {})}
         gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, own)
-        spoken = [g for g in gathered if g]
-        return {name: sum(g[name] for g in spoken) for name in spoken[0]}
+        reported = [g for g in gathered if g]
+        return {name: sum(g[name] for g in reported) for name in reported[0]}
 
 
 def _numbered(batch: Batch) -> Batch:
-    """Each response token knows its number in the whole batch."""
+    """Add the token field `number`: the index of each response token in the whole batch."""
     return batch.with_tokens(number=torch.arange(len(batch.response_ids)))

@@ -1,8 +1,8 @@
-"""Adam with FusedAdam's conventions for hosts without transformer-engine and apex.
+"""Adam with FusedAdam's conventions, for hosts without transformer-engine and apex.
 
-megatron-core 0.16.1's distributed optimizer cannot load a checkpoint into torch's AdamW, which counts `step` in each
-parameter's state, but can load it into an optimizer that counts in the parameter group, as FusedAdam does. The
-arithmetic is torch's.
+megatron-core 0.16.1's distributed optimizer cannot load a checkpoint into torch's AdamW, which stores `step` in each
+parameter's state; it needs an optimizer that stores `step` in the parameter group, as FusedAdam does. The arithmetic is
+torch's.
 """
 
 import torch
@@ -48,7 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Makes megatron-core's optimizers use `FusedAdam` if neither transformer-engine nor apex is installed."""
+    """Make megatron-core's optimizers use `FusedAdam` if neither transformer-engine nor apex is installed."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

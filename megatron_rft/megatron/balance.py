@@ -1,8 +1,8 @@
-"""Which sequences go into which micro-batch of which data-parallel rank.
+"""Distributes sequences over data-parallel ranks and micro-batches.
 
-Every rank computes the same plan: it is a pure function of the batch. With shared prompts, sequences of one prompt stay
-in one micro-batch where the token budget allows it, because the prompt is then computed once. A group that does not
-fit is cut between responses, and each part computes the prompt again. Costs are the tokens that are really computed.
+Every rank computes the same plan, a pure function of the batch. With shared prompts, sequences of one prompt stay in
+one micro-batch if the token budget allows it, because the prompt is then computed once. A group that does not fit is
+split between responses, and each part computes the prompt again. Costs count the computed tokens.
 """
 
 import heapq
@@ -19,7 +19,7 @@ Unit = list[int]  # positions of sequences that must stay together
 
 
 class Costs:
-    """Tokens that some sequences of a batch take in one micro-batch."""
+    """Returns the number of tokens that sequences of a batch need in one micro-batch."""
 
     def __init__(self, batch: Batch, share_prompts: bool):
         self.prompts = (batch.prompt_numbers if share_prompts else torch.arange(len(batch))).tolist()
@@ -39,10 +39,10 @@ class Costs:
 def plan(
     batch: Batch, dp_size: int, token_budget: int, count_multiple: int = 1, share_prompts: bool = False
 ) -> list[list[Tensor]]:
-    """[dp][micro-batch] -> positions in `batch`.
+    """Return [dp][micro-batch] -> positions in `batch`.
 
     Every rank gets the same number of micro-batches (pipeline and expert parallelism need that), a multiple of
-    `count_multiple`, as few as the token budget allows, with about equal token counts. Units are not torn. A
+    `count_multiple`, as few as the token budget allows, with about equal token counts. Units are not split. A
     micro-batch may be empty.
     """
     costs = Costs(batch, share_prompts)
@@ -59,7 +59,7 @@ def plan(
 def plan_within(
     batch: Batch, members: list[Tensor], token_budget: int, count_multiple: int = 1, share_prompts: bool = False
 ) -> list[list[Tensor]]:
-    """`plan` where the sequences of each data-parallel rank are given: `members` and what is returned are positions in
+    """Plan micro-batches for given sequences of each data-parallel rank. `members` and the result are positions in
     `batch`."""
     cuts = [plan(batch.select(mine), 1, token_budget, count_multiple, share_prompts)[0] for mine in members]
     longest, nothing = max(len(cut) for cut in cuts), torch.zeros(0, dtype=torch.long)
@@ -70,7 +70,7 @@ def plan_within(
 
 
 def _groups(batch: Batch, costs: Costs) -> list[list[Unit]]:
-    """The units of the batch, those that have the same prompts together."""
+    """Return the units of the batch, grouped by their prompts."""
     _, number = batch.units.unique(return_inverse=True)
     units: list[Unit] = [[] for _ in range(int(number.max()) + 1 if len(number) else 0)]
     for position, unit in enumerate(number.tolist()):
@@ -82,7 +82,8 @@ def _groups(batch: Batch, costs: Costs) -> list[list[Unit]]:
 
 
 def _caps(groups: list[list[Unit]], costs: Costs, dp_size: int, count_multiple: int, token_budget: int) -> list[int]:
-    """Sizes at which to cut a group. Below the token budget only to give every rank as much to do."""
+    """Return the sizes at which to split groups: the token budget, and smaller ones that may balance the ranks
+    better."""
     if dp_size * count_multiple == 1 or all(len(group) == 1 for group in groups):
         return [token_budget]
     share = sum(costs(sum(group, [])) for group in groups) / (dp_size * count_multiple)
@@ -92,7 +93,7 @@ def _caps(groups: list[list[Unit]], costs: Costs, dp_size: int, count_multiple: 
 def _plan(
     groups: list[list[Unit]], costs: Costs, dp_size: int, count_multiple: int, token_budget: int, cap: int
 ) -> list[list[int]]:
-    """The micro-batches of all ranks, heaviest first."""
+    """Return the micro-batches of all ranks, the heaviest first."""
     pieces = [piece for group in groups for piece in _cut(group, costs, cap)]
     cost = [costs(piece) for piece in pieces]
     per_rank = max(1, math.ceil(sum(cost) / (token_budget * dp_size)))
@@ -107,7 +108,7 @@ def _plan(
 
 
 def _cut(group: list[Unit], costs: Costs, cap: int) -> Iterable[list[int]]:
-    """A group in as few parts as `cap` tokens allow, each unit whole."""
+    """Split a group into as few parts as `cap` tokens allow, without splitting a unit."""
     whole = sum(group, [])
     prompt, responses = costs(whole) - costs.responses(whole), [costs.responses(unit) for unit in group]
     count = 1
@@ -121,14 +122,14 @@ def _cut(group: list[Unit], costs: Costs, cap: int) -> Iterable[list[int]]:
 
 
 def _time(bins: list[list[int]], costs: Costs, dp_size: int, count_multiple: int) -> int:
-    """Tokens that pass one after the other: those of the busiest rank, and a pipeline's fill by the heaviest
-    micro-batch."""
+    """Estimate the time in tokens: those of the busiest rank, and the pipeline's fill with the heaviest micro-batch."""
     cost = [costs(each) for each in bins]
     return max(sum(cost[rank::dp_size]) for rank in range(dp_size)) + (count_multiple - 1) * max(cost)
 
 
 def _balanced(cost: list[int], bins: int) -> list[list[int]]:
-    """Longest first onto the lightest bin; bins come back heaviest first, so that a stride over them is balanced."""
+    """Assign units to bins, the longest first to the lightest bin. Returns the heaviest bins first, so that a stride
+    over them is balanced."""
     heap = [(0, index) for index in range(bins)]
     content: list[list[int]] = [[] for _ in range(bins)]
     for unit in sorted(range(len(cost)), key=lambda u: (-cost[u], u)):

@@ -1,11 +1,11 @@
-"""Checkpoints: megatron's distributed format for weights and optimizer, a JSON and a safetensors file for the rest.
+"""Writes and reads checkpoints: megatron's distributed format, and a JSON and a safetensors file for the rest.
 
-    checkpoints/step_000040/          complete or absent: written as step_000040.*.partial, then renamed
+    checkpoints/step_000040/          atomic: written as step_000040.*.partial, then renamed
         weights and moments           torch_dist, reshardable to any TP x PP x DP
         run.json                      step, data position and the trainer's other values
         state.safetensors             the objective's state (PIPO's window and previous batch)
 
-Saving is asynchronous by default: a forked writer works from a copy-on-write image while training goes on.
+Saving is asynchronous by default: a forked writer uses a copy-on-write image of the memory while training continues.
 """
 
 import gc
@@ -45,8 +45,8 @@ from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
 from megatron_rft.utils.processes import die_with
 
 PARTIAL = ".partial"
-# The one format that can change TP and PP. The optimizer's state is gathered on the host of the first data-parallel
-# rank alone: without the second flag every rank gathers all of it, a buffer at a time on its GPU.
+# Only this format can change TP and PP. With the second flag the optimizer's state is gathered only on the host of the
+# first data-parallel rank; without it every rank gathers all of it on its GPU.
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -54,7 +54,7 @@ METADATA = {
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint."""
+    """Return the newest complete checkpoint, or None."""
     found = sorted(p for p in folder.glob("step_*") if p.suffix != PARTIAL and (p / "run.json").is_file())
     return found[-1] if found else None
 
@@ -62,7 +62,7 @@ def latest(folder: Path) -> Path | None:
 class Checkpointer:
     """Writes and reads the checkpoints of `models` (name -> Actor), and of `averages` of their weights, under `folder`.
 
-    Every method is called by all ranks together. At most one save is in progress: a second waits for the first.
+    All methods are collective. At most one save is in progress: a second one waits for the first.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Checkpointer:
         _own_results_queue()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=parallel.host_group("checkpoint"))
-        self.partial = f".{attempt[0]}{PARTIAL}"  # unlike that of a killed start's surviving writer
+        self.partial = f".{attempt[0]}{PARTIAL}"  # unique, because the writer of a killed start may still be running
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(torn, ignore_errors=True)  # a surviving writer may still create files there
-        parallel.meet("checkpoint")
+        parallel.barrier("checkpoint")
 
     def save(self, step: int, run: dict[str, Any], state: dict[str, Tensor]) -> None:
         """Saves everything a run needs to resume after `step`."""
@@ -99,11 +99,11 @@ class Checkpointer:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-        parallel.meet("checkpoint")
+        parallel.barrier("checkpoint")
         request = dist_checkpointing.save(
             self._sharded(loading=False),
             str(partial),
-            # the weights, which all data-parallel ranks have, are written by all of them, a part each
+            # data-parallel ranks have the same weights: each writes a part
             FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), parallel.dp_with_cp_group()),
             async_sharded_save=self.asynchronous,
             content_metadata=METADATA,
@@ -118,20 +118,19 @@ class Checkpointer:
             self.queue.schedule_async_request(request)
 
     def poll(self) -> None:
-        """Finishes a save whose writer has ended. Cheap; call it once per step."""
+        """Finish a save whose writer has ended. Cheap; call it once per step."""
         with self._disk_may_be_full():
             self.queue.maybe_finalize_async_calls(blocking=False)
 
     def wait(self) -> None:
-        """Waits until all saves are finished."""
+        """Wait until all saves are finished."""
         with self._disk_may_be_full():
             while self.queue.get_num_unfinalized_calls():
                 self.queue.maybe_finalize_async_calls(blocking=True)
 
     @contextmanager
     def _disk_may_be_full(self) -> Iterator[None]:
-        """Removes a checkpoint that does not fit on the disk and ends the run, because later steps could not be
-        saved."""
+        """Remove a checkpoint that does not fit on the disk and end the run, because later steps could not be saved."""
         try:
             yield
         except (Exception, CheckpointException) as error:
@@ -149,12 +148,13 @@ class Checkpointer:
 
     def close(self) -> None:
         if self.failed:
-            return  # its writers have ended, and what they could not write will not be asked for
+            return  # the writers have ended already
         self.wait()
         self.queue.close()
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Weights, moments and schedule into the models; returns the run's facts and the objective's state."""
+        """Load weights, moments and schedule into the models. Returns the content of run.json and the objective's
+        state. Raises DataError if the checkpoint does not fit the models."""
         try:
             read = get_default_load_sharded_strategy(str(path))
             shared = FullyParallelLoadStrategyWrapper(read, parallel.dp_with_cp_group())  # each reads a part for all
@@ -162,7 +162,7 @@ class Checkpointer:
         except Exception as error:
             raise DataError(
                 f"the checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer "
-                "changed? Start in another run.output_dir, or remove the folder to go on from an earlier checkpoint"
+                "changed? Start in another run.output_dir, or remove the folder to continue from an earlier checkpoint"
             ) from error
         for name, actor in self.models.items():
             for index, chunk in enumerate(actor.models):
@@ -173,7 +173,7 @@ class Checkpointer:
             actor.optimizer.schedule.load_state_dict(found[f"{name}.schedule"])
         for name, average in self.averages.items():
             average.load(name, found)
-        parallel.meet("checkpoint")
+        parallel.barrier("checkpoint")
         return json.loads((path / "run.json").read_text()), load_file(path / "state.safetensors")
 
     def _sharded(self, loading: bool) -> dict[str, Any]:
@@ -208,12 +208,12 @@ class Checkpointer:
             complete = sorted(p for p in self.folder.glob("step_*") if p.suffix != PARTIAL)
             for old in complete[: -self.keep]:
                 shutil.rmtree(old)
-        parallel.meet("checkpoint")
+        parallel.barrier("checkpoint")
 
 
 def _own_results_queue() -> None:
-    """Gives megatron's writer a queue whose process dies with this one. Megatron's default starts a new interpreter,
-    which takes seconds and, when this process is killed, never ends."""
+    """Give megatron's writer a queue whose process ends with this one. Megatron's default starts a new interpreter,
+    which takes seconds and never ends if this process is killed."""
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(_begin_manager, (os.getpid(),))
@@ -222,8 +222,8 @@ def _own_results_queue() -> None:
 
 
 def _begin_manager(parent: int) -> None:
-    """Disables garbage collection in the forked manager: it would run destructors of process groups whose threads
-    exist only in the trainer, and crash."""
+    """Disable garbage collection in the forked manager: it would run destructors of process groups whose threads exist
+    only in the trainer, and crash."""
     gc.disable()
     die_with(parent)
 

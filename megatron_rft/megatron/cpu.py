@@ -1,13 +1,12 @@
-"""Lets the real megatron-core run on a host without CUDA (gloo). Where CUDA exists it mends one missing name.
+"""Lets megatron-core run on a host without CUDA (gloo). With CUDA it only adds one missing name.
 
 megatron-core names its device in four ways: `torch.cuda.current_device()`, `device="cuda"` (with `pin_memory`) in a
-factory call, `Tensor.cuda()`, and a comparison with `Tensor.type()`. Here megatron.core's modules get their own view
-of `torch`, in which the first two mean the CPU; torch itself, and every other library, keeps the real ones. (Wrapping
+factory call, `Tensor.cuda()`, and a comparison with `Tensor.type()`. megatron.core's modules get a separate view of
+`torch` in which the first two mean the CPU; torch itself and other libraries keep the real ones. (Wrapping
 `torch.empty` and the others globally would break `with torch.device(...)`, which compares functions by identity:
-transformers then leaves its rotary buffers uninitialised.)
+transformers would leave its rotary buffers uninitialised.)
 
-This is the one place that knows of such hosts. What an option of megatron-core can say is said by an option instead:
-see `model.transformer_config`.
+Where megatron-core has an option for such hosts, `model.transformer_config` sets it instead.
 """
 
 import functools
@@ -44,7 +43,7 @@ FACTORIES = ("empty", "empty_like", "zeros", "ones", "tensor")
 
 
 class _View(types.ModuleType):
-    """A module with some attributes replaced; everything else is the real module's."""
+    """A view of a module with some attributes replaced."""
 
     def __init__(self, module: types.ModuleType, **replaced):
         super().__init__(module.__name__)
@@ -55,7 +54,7 @@ class _View(types.ModuleType):
 
 
 def _on_cpu(factory):
-    """`factory` with device="cuda" read as the CPU and `pin_memory` ignored."""
+    """Wrap `factory` so that device="cuda" means the CPU and `pin_memory` is ignored."""
 
     @functools.wraps(factory)
     def call(*args, **kwargs):
@@ -77,9 +76,9 @@ def _type(tensor, *args, plain=torch.Tensor.type, **kwargs):
 
 
 def install() -> None:
-    """Prepare megatron-core for this host. Called when `megatron_rft.megatron` is imported; again: nothing."""
+    """Prepare megatron-core for this host. `megatron_rft.megatron` calls it on import; later calls do nothing."""
     if importlib.util.find_spec("psutil") is None:
-        # megatron-core does not list it, and without it `dist_checkpointing.save` hangs for ever
+        # megatron-core does not require it, but `dist_checkpointing.save` hangs without it
         raise UserError("megatron-core needs the package psutil, which is not installed: pip install psutil")
     if torch.cuda.is_available():
         _router_without_transformer_engine()
@@ -99,8 +98,8 @@ def install() -> None:
 
 @contextmanager
 def _lean_imports() -> Iterator[None]:
-    """Saves a third of a rank's start: megatron-core marks what a GPU should compile, and looks for wandb. Here nothing
-    is compiled, so that torch's compiler need not be imported; wandb is, by the rank that logs to it."""
+    """Import megatron-core without torch's compiler and wandb, which saves a third of a rank's start. Nothing is
+    compiled on the CPU, and only the rank that logs to wandb imports it."""
     compiler, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)
     absent = {"wandb": None} if "wandb" not in sys.modules else {}
     sys.modules.update(absent)
@@ -129,12 +128,12 @@ def _without_cuda_generators() -> None:
     from megatron.core.tensor_parallel import random
 
     random.get_cuda_rng_tracker(inference_rng_tracker=True)  # a tracker without states: fork() is a null context
-    # activation recompute saves and restores these beside the CPU generator's state, which it keeps by itself
+    # activation recompute saves and restores these, and separately the CPU generator's state
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 def _router_without_transformer_engine() -> None:
-    """megatron-core 0.16.1 raises NameError in the router of a mixture where Transformer Engine is absent."""
+    """Define a name whose absence raises NameError in megatron-core 0.16.1's router without Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
@@ -144,7 +143,7 @@ def _moe_without_streams() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-    dispatcher.cuda_dtoh_stream = "none"  # set, so that no torch.cuda.Stream is made
+    dispatcher.cuda_dtoh_stream = "none"  # any value, so that no torch.cuda.Stream is created
 
     def splits_to_host(self, point, tokens_per_expert=None):
         if not self.drop_and_pad and point == self.cuda_dtoh_point:
@@ -161,4 +160,4 @@ def _lean_rotary() -> None:
 
     from megatron_rft.megatron.torch_layers import rotary
 
-    rope_utils._apply_rotary_pos_emb_bshd = rotary  # reached by name from within the module: packed sequences too
+    rope_utils._apply_rotary_pos_emb_bshd = rotary  # the module calls it by this name, also for packed sequences

@@ -11,7 +11,8 @@ from megatron_rft.megatron.actor import Actor
 
 
 class MovingAverage:
-    """`weights` is what `Actor.use_weights` takes: w <- (1 - rate) w + rate * actor, once per `update`."""
+    """Averages an actor's weights: each `update` sets w <- (1 - rate) w + rate * actor. `Actor.use_weights` takes
+    `weights`."""
 
     def __init__(self, actor: Actor, rate: float):
         assert 0 < rate < 1, f"rate {rate}"
@@ -24,7 +25,7 @@ class MovingAverage:
             mean.lerp_(parameter.detach().to("cpu", torch.float32), self.rate)
 
     def sharded(self, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
-        """For megatron's checkpoints: the model's sharded state with these tensors instead of its parameters."""
+        """Return the model's sharded state for megatron's checkpoints, with the averages instead of the parameters."""
         whole = {
             f"{prefix}.{i}": chunk.sharded_state_dict(f"{prefix}.", metadata=metadata)
             for i, chunk in enumerate(self.actor.models)
@@ -38,10 +39,10 @@ class MovingAverage:
         return whole
 
     def load(self, prefix: str, found: dict[str, Any]) -> None:
-        """Loads what a checkpoint returned for `sharded`."""
+        """Load the averages from a checkpoint's `found` state, as saved by `sharded`."""
         for (index, name), mean in zip(self._parameters(), self.weights, strict=True):
             mean.copy_(found[f"{prefix}.{index}"][f"{prefix}.{name}"])
 
     def _parameters(self) -> dict[tuple[int, str], torch.nn.Parameter]:
-        """By chunk and name, in the order of `Actor.snapshot`."""
+        """Return the parameters by (chunk, name), in the order of `Actor.snapshot`."""
         return {(i, name): p for i, chunk in enumerate(self.actor.models) for name, p in chunk.named_parameters()}

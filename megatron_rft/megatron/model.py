@@ -1,7 +1,7 @@
-"""A megatron-core model from a transformers configuration and the recipe's `megatron` section.
+"""Builds a megatron-core model from a transformers configuration and the recipe's `megatron` section.
 
-The model ends at the final norm: its forward gives hidden states, so that the loss can fuse the output matrix
-(`logprobs`). With a value head it gives values instead. Weights are left unset: `weights.load` sets every one.
+The model ends at the final norm: its forward returns hidden states, so that the loss can fuse the output matrix
+(`logprobs`). With a value head it returns values instead. `weights.load` sets all weights later.
 """
 
 import dataclasses
@@ -39,17 +39,18 @@ LAYOUT = (
     "recompute_method",
     "recompute_num_layers",
 )
-ROPE_TYPES = ("default", "linear", "llama3")  # those that only change the frequencies
+ROPE_TYPES = ("default", "linear", "llama3")  # types that only change the frequencies
 
 
 def fields_of(config_class: type, megatron: Any) -> dict[str, Any]:
-    """The section's passed-through values that are fields of a megatron-core dataclass."""
+    """Return the section's passed-through values that are fields of a megatron-core dataclass."""
     known = {f.name for f in dataclasses.fields(config_class)}
     return {k: v for k, v in (getattr(megatron, "model_extra", None) or {}).items() if k in known}
 
 
 def transformer_config(hf_config: Any, megatron: Any, precision: str) -> TransformerConfig:
-    """`hf_config` in megatron-core's terms, laid out as `megatron` says. precision: fp32 | bf16 | fp8."""
+    """Translate `hf_config` and the section `megatron` to megatron-core's configuration. precision: fp32 | bf16 |
+    fp8."""
     check_architecture(hf_config)
     _check_options(hf_config, megatron, precision)
     options = {
@@ -58,10 +59,10 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
         **_precision(megatron, precision),
         **{name: getattr(megatron, name) for name in LAYOUT},
         "attention_backend": AttnBackend[megatron.attention_backend],
-        # micro-batches differ in length; the variable lengths want this dispatcher, for dense models too
+        # micro-batches differ in length; megatron-core then requires this dispatcher, for dense models too
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # the schedule and DDP then add up gradients; the trainer's losses are divided by global counts already
+        # makes the schedule and DDP add up gradients: the trainer's losses are already divided by global counts
         "calculate_per_token_loss": True,
         "init_method": _unset,
         "output_layer_init_method": _unset,
@@ -69,7 +70,7 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
         **fields_of(TransformerConfig, megatron),
     }
     if megatron.virtual_pipeline_model_parallel_size is not None:
-        # with the default batched exchange megatron-core 0.16.1 mixes up the virtual stages' tensors, silently
+        # with the default batched exchange megatron-core 0.16.1 silently mixes up the virtual stages' tensors
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     try:
         return TransformerConfig(**options)
@@ -78,7 +79,7 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
 
 
 def check_architecture(hf_config: Any) -> None:
-    """Refuse what megatron-core's model would silently compute in another way."""
+    """Raise DataError for a configuration that megatron-core's model would silently compute differently."""
     family_of(hf_config)
     c, refused = hf_config, []
     if c.hidden_act != "silu":
@@ -114,7 +115,8 @@ def _check_options(hf_config: Any, m: Any, precision: str) -> None:
 
 
 def _unset(weight: Tensor) -> None:
-    """Every weight is loaded after the build. (perform_initialization=False would leave out tensor-parallel marks.)"""
+    """Do not initialise: all weights are loaded later. (perform_initialization=False would also skip the
+    tensor-parallel attributes.)"""
 
 
 def _architecture(c: Any) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def _architecture(c: Any) -> dict[str, Any]:
         "moe_ffn_hidden_size": c.moe_intermediate_size,
         "moe_layer_freq": [int(is_mixture(c, i)) for i in range(c.num_hidden_layers)],
         "moe_router_topk": c.num_experts_per_tok,
-        "moe_router_pre_softmax": not c.norm_topk_prob,  # a softmax of the chosen is the renormalised softmax of all
+        "moe_router_pre_softmax": not c.norm_topk_prob,  # softmax of the chosen = renormalised softmax of all
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -152,17 +154,17 @@ def _architecture(c: Any) -> dict[str, Any]:
 
 
 def _host(precision: str) -> dict[str, Any]:
-    """What depends on the machine: fused kernels on GPUs, plain torch elsewhere."""
+    """Return the options that depend on the machine: fused kernels on GPUs, plain torch otherwise."""
     on_gpu, with_te = torch.cuda.is_available(), has_transformer_engine()
     return {
         "use_cpu_initialization": not on_gpu,
         "bias_activation_fusion": with_te,
-        "use_te_activation_func": not with_te,  # that is: the spec's activation, here `torch_layers.GatedActivation`
+        "use_te_activation_func": not with_te,  # means: use the spec's activation, `torch_layers.GatedActivation`
         "bias_dropout_fusion": on_gpu,
         "apply_rope_fusion": with_te,
         "masked_softmax_fusion": False,
-        # An interleaved pipeline frees a stage's output right after it began to send it. NCCL's streams keep it until
-        # then; gloo would read freed memory, and now and then a gradient would be wrong.
+        # An interleaved pipeline frees a stage's output while it is being sent. NCCL's streams keep the memory; gloo
+        # would read freed memory, and gradients would sometimes be wrong.
         "deallocate_pipeline_outputs": on_gpu,
         **({} if on_gpu else {"batch_p2p_sync": False}),
     }
@@ -177,22 +179,22 @@ def _precision(megatron: Any, precision: str) -> dict[str, Any]:
 
 
 def fp8_recipe_of_device() -> str:
-    """What the GPU's matrix units take: scales of blocks on Hopper, MXFP8 on Blackwell, else one scale per tensor."""
+    """Return the FP8 recipe of this GPU: block scales on Hopper, MXFP8 on Blackwell, else one scale per tensor."""
     major = torch.cuda.get_device_capability()[0]
     return {9: "blockwise", 10: "mxfp8"}.get(major, "tensorwise")
 
 
-# Tokens of a matrix product must be a multiple of this; recipe -> number.
+# FP8 recipe -> the number that the tokens of a matrix product must be a multiple of
 FP8_TOKENS = {"blockwise": 128, "mxfp8": 32}
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """What the tokens of a rank must be a multiple of."""
+    """Return the number that the tokens of a rank must be a multiple of."""
     return FP8_TOKENS.get(config.fp8_recipe, 16) if config.fp8 else 1
 
 
 def build(hf_config: Any, megatron: Any, precision: str, *, value_head: bool = False) -> list[GPTModel]:
-    """This rank's model chunks, one per virtual pipeline stage, not wrapped, weights not set."""
+    """Build this rank's model chunks, one per virtual pipeline stage, not wrapped and without weights."""
     config = transformer_config(hf_config, megatron, precision)
     stages = range(megatron.virtual_pipeline_model_parallel_size or 1)
     virtual = megatron.virtual_pipeline_model_parallel_size is not None
@@ -215,7 +217,7 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
     )
     model.rotary_pos_emb.__class__ = RotaryEmbedding
     rope_type = hf_config.rope_parameters["rope_type"]
-    if rope_type != "default":  # transformers' own frequencies: megatron-core knows one llama3 context length only
+    if rope_type != "default":  # transformers' frequencies: megatron-core supports only one llama3 context length
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, "cpu")
         assert scale == 1.0, f"{rope_type} also scales attention by {scale}"
         model.rotary_pos_emb.inv_freq = frequencies.to(parallel.device())
@@ -228,10 +230,10 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
 
 
 class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
-    """With the angles of each token's own position where responses share prompts, instead of those of 0, 1, 2 ..."""
+    """Uses the position of each token instead of 0, 1, 2 ... if responses share prompts."""
 
     def get_rotary_seq_len(self, *args, **options):
-        """megatron-core hands what this returns to `forward`, and tells that nothing else of the micro-batch."""
+        """Return the packed parameters instead of a length: megatron-core passes only this result to `forward`."""
         packed = options.get("packed_seq_params", args[-1])
         return packed if isinstance(packed, SharedPrompts) else super().get_rotary_seq_len(*args, **options)
 
@@ -243,10 +245,10 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
 
 
 class OutputMatrix(ColumnParallelLinear):
-    """Holds the output matrix, and passes hidden states on: the log-prob path multiplies.
+    """Stores the output matrix and passes hidden states through: the log-prob functions multiply.
 
-    It stays a module that is called, under its own name, so that checkpoints, DDP's hooks (which wait for an
-    overlapped parameter gather) and tied embeddings treat it as the layer it is.
+    It stays a called module with the usual name, so that checkpoints, DDP's hooks (which wait for an overlapped
+    parameter gather) and tied embeddings work as with the original layer.
     """
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
@@ -254,10 +256,10 @@ class OutputMatrix(ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Linear):
-    """A scalar head in the place of the output layer: values [s, b], on every tensor-parallel rank, zero at first.
+    """A scalar head instead of the output layer: values [s, b] on every tensor-parallel rank, initially zero.
 
-    The weight is whole on every rank; under sequence parallelism a rank sees only its own tokens, so the gradient is
-    summed over the group like a norm's.
+    The weight is replicated. With sequence parallelism a rank sees only its own tokens, so the gradient is summed over
+    the group, like that of a norm.
     """
 
     def __init__(self, config: TransformerConfig):
@@ -273,14 +275,15 @@ class ValueHead(torch.nn.Linear):
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and Float16Module."""
+    """Return the GPTModel inside DDP and Float16Module."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
 def output_weight(model: torch.nn.Module) -> Tensor:
-    """[padded V / tp, H] of a last-stage chunk; rows from the true vocabulary size on are padding, to be masked."""
+    """Return the output matrix [padded V / tp, H] of a last-stage chunk. Rows from the vocabulary size on are
+    padding."""
     model = unwrap(model)
     return (
         model.shared_embedding_or_output_weight()

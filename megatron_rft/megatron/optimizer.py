@@ -1,4 +1,4 @@
-"""Megatron's optimizer and schedule behind one `step`, which refuses to apply a gradient that is not finite."""
+"""Wraps Megatron's optimizer and schedule in one `step`, which does not apply a gradient that is not finite."""
 
 import dataclasses
 import math
@@ -16,11 +16,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 class Optimizer:
     """The optimizer of a list of DDP-wrapped model chunks.
 
-    Besides its `own` moments it may keep other named sets: a step with one set does not change the others. Each set
-    counts its steps separately, so that Adam's bias correction is right for each.
+    Besides the moments "own" it may have other named sets: a step with one set does not change the others. Each set
+    counts its steps separately, for Adam's bias correction.
 
-    `options` has OptimizerConfig's fields and the schedule's, under Megatron's names. The schedule advances *before*
-    its step, so that the first of W warm-up steps runs at lr / W rather than at 0.
+    `options` has fields of OptimizerConfig and of the schedule, with Megatron's names. The schedule advances *before*
+    its step, so that the first of W warm-up steps runs at lr / W and not at 0.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Optimizer:
 
     @property
     def every_moments(self) -> tuple[str, ...]:
-        """Names of all sets. The optimizer's own set comes last, so that loading in this order ends with it."""
+        """The names of all sets. "own" comes last, so that loading in this order ends with it in use."""
         return (*self.moments, "own")
 
     def fill_in(self) -> None:
-        """Creates zeros for moments that no step has set yet, because a checkpoint needs all of them."""
+        """Create zeros for moments that no step has set yet, because a checkpoint needs all of them."""
         for part in self._parts:
-            if part.init_state_fn is not None:  # an optimizer on the host has its moments from its first step on
+            if part.init_state_fn is not None:  # an optimizer on the host creates its moments in its first step
                 part.init_state_fn(part.optimizer, part.config)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Uses the moments of that name instead of the optimizer's own."""
+        """Use the moments `name` in this context."""
         others = self.moments[name] if name != "own" else []
         for part, other in zip(self._parts, others, strict=False):
             other.exchange(part.optimizer)
@@ -91,10 +91,10 @@ class Optimizer:
         return max(group["lr"] for group in self.megatron.param_groups)
 
     def step(self, learning_rate: float | None = None, moments: str = "own") -> tuple[bool, float]:
-        """One step from the gradients in the DDP buffers, at `learning_rate` or at the schedule's next.
+        """Make a step with the gradients in the DDP buffers and `learning_rate` or the schedule's next rate.
 
         Returns (applied, gradient norm before clipping). A gradient with a NaN or an infinity is not applied: weights,
-        moments and schedule stay as they were.
+        moments and schedule stay unchanged.
         """
         optimizer = self.megatron
         overflow = optimizer.prepare_grads()
@@ -109,7 +109,7 @@ class Optimizer:
         if self.clip_grad > 0:
             for part in self._parts:
                 if parameters := part.get_parameters():
-                    # a precision-aware optimizer reads its gradients elsewhere: from `decoupled_grad`
+                    # a precision-aware optimizer reads its gradients from `decoupled_grad`
                     clip_grad_by_total_norm_fp32(
                         parameters,
                         max_norm=self.clip_grad,
@@ -123,7 +123,7 @@ class Optimizer:
         return True, norm
 
     def grad_norm(self) -> float:
-        """Norm of the gradients in the DDP buffers, before clipping; makes no step."""
+        """Return the norm of the gradients in the DDP buffers, before clipping, without a step."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
@@ -132,14 +132,14 @@ class Optimizer:
 
 
 class _Moments:
-    """Adam's state of one optimizer, while it is not in use."""
+    """Stores Adam's state of one optimizer while it is not in use."""
 
     def __init__(self) -> None:
         self.state: dict[torch.nn.Parameter, dict] = defaultdict(dict)
         self.steps: list[int] | None = None
 
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """Swaps the stored state with the optimizer's."""
+        """Swap the stored state with the optimizer's."""
         groups = optimizer.param_groups
         steps = [group.get("step", 0) for group in groups]
         optimizer.state, self.state = self.state, optimizer.state

@@ -1,18 +1,18 @@
-"""From a ragged batch to what the model eats: one micro-batch, packed or padded.
+"""Builds the model's inputs for one micro-batch of a ragged batch, packed or padded.
 
-The last token of a sequence predicts nothing and is not fed. `rows` names, for each response token, the position whose
+The last token of a sequence predicts nothing and is not fed. `rows` has, for each response token, the position whose
 hidden state predicts it. Two sequences (x x y y) and (x y y y), x prompt and y response:
 
     packed     tokens x x y x y y        [1, T]    rows 1 2 3 4 5
     padded     tokens x x y / x y y      [b, S]    rows (row-major over [S, b]) 2 4 1 3 5
 
-Packed sequences that have the same prompt may share it: its tokens are there once, before all of their responses. Two
-responses (p q a b) and (p q c d e) to one prompt (p q), their last tokens b and e not fed:
+Packed sequences with the same prompt may share it: its tokens come once, before all of their responses. Two responses
+(p q a b) and (p q c d e) to one prompt (p q), their last tokens b and e not fed:
 
     shared     tokens p q a c d          positions 0 1 2 2 3       rows 1 2 1 3 4
 
-Everything in a layer but attention is computed token by token, so only attention must know (`SharedPrompts`).
-Knows no process group: the layout (context-parallel rank and size, padding multiples) is given.
+All parts of a layer but attention work token by token, so only attention handles shared prompts (`SharedPrompts`).
+This module uses no process group: `Layout` has the context-parallel rank and size and the padding multiples.
 """
 
 import math
@@ -30,8 +30,8 @@ from megatron_rft.records import Batch, segment_ids, take_segments
 
 @dataclass(frozen=True)
 class Layout:
-    """What a micro-batch must fit: each sequence a multiple of 2 cp (zigzag context parallelism), the whole a multiple
-    of `total_multiple` per context-parallel rank (sequence parallelism, FP8)."""
+    """Constraints on a micro-batch's lengths: each sequence must be a multiple of 2 cp (zigzag context parallelism),
+    the total a multiple of `total_multiple` per context-parallel rank (sequence parallelism, FP8)."""
 
     cp_size: int = 1
     cp_rank: int = 0
@@ -49,8 +49,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`rows` [R_local] are positions in this rank's flattened hidden states, `kept` [R_local] the response tokens (of
-    the micro-batch's R) that they predict: all of them, unless context parallelism spreads them over ranks."""
+    """The model's inputs. `rows` [R_local]: positions in this rank's flattened hidden states; `kept` [R_local]: the
+    response tokens (of the micro-batch's R) that they predict. With context parallelism each rank has some of them."""
 
     batch: Batch
     token_ids: Tensor  # [1, T_local] or [b, S_local]
@@ -61,7 +61,7 @@ class MicroBatch:
 
     @property
     def targets(self) -> Tensor:
-        """[R_local] the token ids whose log-probs are wanted."""
+        """[R_local] the token ids to compute log-probs of."""
         return self.batch.response_ids.to(self.token_ids.device)[self.kept]
 
 
@@ -74,7 +74,7 @@ class SharedPrompts(PackedSeqParams):
     """
 
     position_ids: Tensor | None = None  # [T]
-    # Ends of the runs of tokens that attend causally among themselves: a prompt, a response, or a prompt with its only
+    # Ends of the segments within which tokens attend causally: a prompt, a response, or a prompt with its only
     # response. Begins with 0.
     segments: tuple[int, ...] = ()
     # (a, b, c): the tokens b ... c - 1 also attend to all of a ... b - 1, their prompt.
@@ -82,8 +82,8 @@ class SharedPrompts(PackedSeqParams):
 
     @cached_property
     def gathered(self) -> tuple[Tensor, tuple[int, ...]]:
-        """The same as one variable-length attention call, causal from the bottom right: whose keys lie end to end, and
-        the ends of each segment's keys. In the example: (0 1 0 1 2 0 1 3 4), (0, 2, 5, 9)."""
+        """The same as one variable-length attention call with a bottom-right causal mask: the tokens of the
+        concatenated keys, and the ends of each segment's keys. In the example: (0 1 0 1 2 0 1 3 4), (0, 2, 5, 9)."""
         keys = []
         for start, end in pairwise(self.segments):
             prompt = next(((a, b) for a, b, c in self.groups if b <= start < c), (0, 0))
@@ -93,25 +93,26 @@ class SharedPrompts(PackedSeqParams):
 
     @cached_property
     def variable_length(self) -> PackedSeqParams:
-        """Of that call."""
+        """The parameters of that call."""
         return _variable_length(self.segments, self.gathered[1], self.position_ids.device)
 
 
 def fed_lens(batch: Batch) -> Tensor:
-    """[B] response tokens that are fed: all but the last."""
+    """Return [B]: the number of response tokens that are fed, all but the last."""
     return (batch.response_lens - 1).clamp(min=0)
 
 
 def filler(batch: Batch) -> Batch:
-    """The shortest sequence with no trainable token: what a rank without work forwards, so that collectives match."""
+    """Return the shortest sequence without trainable tokens. A rank without work feeds it, so that collectives
+    match."""
     shortest = batch.select(batch.lengths.argmin().reshape(1))
     masks = {name for name in batch.tokens if name.endswith("_mask")} | {"response_mask"}
     return shortest.with_tokens(**dict.fromkeys(masks, torch.zeros(len(shortest.response_ids))))
 
 
 def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """The positions of end-to-end sequences that one context-parallel rank holds: of each sequence cut into 2 cp equal
-    chunks, chunk `cp_rank` and chunk `2 cp - 1 - cp_rank` (megatron-core's load-balanced layout)."""
+    """Return the positions of concatenated sequences on one context-parallel rank: each sequence is split into 2 cp
+    equal chunks, and the rank has chunks `cp_rank` and `2 cp - 1 - cp_rank` (megatron-core's load-balanced layout)."""
     if cp_size == 1:
         return torch.arange(int(lengths.sum()))
     assert not (lengths % (2 * cp_size)).any(), f"{lengths.tolist()} tokens over {cp_size} context-parallel ranks"
@@ -124,28 +125,28 @@ def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
-    """One micro-batch as the model's inputs on this rank."""
+    """Build the model's inputs for one micro-batch on this rank."""
     return _pack(batch, layout, device) if layout.packed else _pad(batch, layout, device)
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where the tokens of a batch lie in a flat row of `total` cells."""
+class _Cells:
+    """The cells of a batch's tokens in a flat row of `total` cells."""
 
     batch: Batch
-    groups: Tensor  # [B] sequences of one number have their prompt in common
-    prompts: Tensor  # [N] where the prompt of each group begins
-    responses: Tensor  # [B] where the fed tokens of each response begin
+    groups: Tensor  # [B] sequences with the same number share their prompt
+    prompts: Tensor  # [N] first cell of each group's prompt
+    responses: Tensor  # [B] first cell of each response's fed tokens
     total: int
 
     @property
     def first(self) -> Tensor:
-        """[N] the first sequence of each group."""
+        """[N]: the first sequence of each group."""
         index = torch.arange(len(self.batch))
         return torch.full_like(self.prompts, len(index)).scatter_reduce(0, self.groups, index, "amin")
 
     def fill(self) -> tuple[Tensor, Tensor]:
-        """[total] token ids and position ids, 0 in padding."""
+        """Return [total] token ids and [total] position ids, 0 in padding."""
         batch, lens = self.batch, fed_lens(self.batch)
         tokens, positions = (torch.zeros(self.total, dtype=torch.long) for _ in range(2))
         prompt_lens = batch.prompt_lens[self.first]
@@ -157,7 +158,7 @@ class _Places:
         return tokens, positions
 
     def predicting(self) -> Tensor:
-        """[R] the cell whose hidden state predicts each response token: the prompt's last, then the response's."""
+        """Return [R]: the cell whose hidden state predicts each response token: the cell of the token before it."""
         ends = (self.prompts[self.groups] + self.batch.prompt_lens - 1)[self.batch.sequence_ids]
         return torch.where(
             _offsets(self.batch.response_lens) == 0, ends, _cells(self.responses - 1, self.batch.response_lens)
@@ -170,7 +171,7 @@ def _offsets(lens: Tensor) -> Tensor:
 
 
 def _cells(starts: Tensor, lens: Tensor) -> Tensor:
-    """The cells of segments that begin at `starts`, (10, 20), (3, 2) -> (10, 11, 12, 20, 21)"""
+    """Return the cells of segments that begin at `starts`: (10, 20), (3, 2) -> (10, 11, 12, 20, 21)."""
     return starts[segment_ids(lens)] + _offsets(lens)
 
 
@@ -183,44 +184,45 @@ def _padded_lengths(lengths: Tensor, layout: Layout) -> Tensor:
 
 
 def _local(rows: Tensor, held: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Global rows -> (positions on this rank, which of the rows those are)."""
-    where = torch.full((total,), -1)
-    where[held] = torch.arange(len(held))
-    local = where[rows]
+    """Return the positions of global `rows` on this rank, which has the cells `held`, and the indices of those rows."""
+    position = torch.full((total,), -1)
+    position[held] = torch.arange(len(held))
+    local = position[rows]
     kept = (local >= 0).nonzero().flatten()
     return local[kept], kept
 
 
 def _pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
     groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
-    places, padded = _group_by_group(batch, groups, layout)
-    token_ids, position_ids = places.fill()
+    cells, padded = _group_by_group(batch, groups, layout)
+    token_ids, position_ids = cells.fill()
     held = zigzag(padded, layout.cp_size, layout.cp_rank)
-    rows, kept = _local(places.predicting(), held, places.total)
+    rows, kept = _local(cells.predicting(), held, cells.total)
     inputs = [x[held][None].to(device) for x in (token_ids, position_ids)]
     shared = len(padded) < len(batch)
     ends = [0, *padded.cumsum(0).tolist()]
-    packed = _shared_params(places, position_ids, device) if shared else _variable_length(ends, ends, device)
+    packed = _shared_params(cells, position_ids, device) if shared else _variable_length(ends, ends, device)
     return MicroBatch(batch, *inputs, packed, rows.to(device), kept.to(device))
 
 
-def _group_by_group(batch: Batch, groups: Tensor, layout: Layout) -> tuple[_Places, Tensor]:
-    """Each group's prompt and, behind it, its responses; and the padded lengths of the groups."""
+def _group_by_group(batch: Batch, groups: Tensor, layout: Layout) -> tuple[_Cells, Tensor]:
+    """Place each group's prompt and, after it, its responses. Returns the cells and the padded lengths of the
+    groups."""
     count, lens = int(groups.max()) + 1, fed_lens(batch)
     prompt_lens = torch.zeros(count, dtype=torch.long).scatter_reduce(0, groups, batch.prompt_lens, "amax")
     lengths = prompt_lens.index_add(0, groups, lens)
     padded = _padded_lengths(lengths, layout)
     starts = padded.cumsum(0) - padded
     order = groups.argsort(stable=True)
-    before = lens[order].cumsum(0) - lens[order]  # response tokens ahead, those of earlier groups among them
+    before = lens[order].cumsum(0) - lens[order]  # response tokens before, including those of earlier groups
     earlier = (lengths - prompt_lens).cumsum(0) - (lengths - prompt_lens)
     responses = torch.empty_like(lens)
     responses[order] = before + (starts + prompt_lens - earlier)[groups[order]]
-    return _Places(batch, groups, starts, responses, int(padded.sum())), padded
+    return _Cells(batch, groups, starts, responses, int(padded.sum())), padded
 
 
 def _variable_length(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """Sequences end to end, from the ends of their queries and of their keys, which begin with 0."""
+    """Return the parameters of concatenated sequences from the ends of their queries and keys, which begin with 0."""
     ends_q, ends_kv = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (queries, keys))
     return PackedSeqParams(
         qkv_format="thd",
@@ -233,14 +235,14 @@ def _variable_length(queries: Sequence[int], keys: Sequence[int], device: torch.
     )
 
 
-def _shared_params(places: _Places, position_ids: Tensor, device: torch.device) -> SharedPrompts:
-    batch, groups = places.batch, places.groups
+def _shared_params(cells: _Cells, position_ids: Tensor, device: torch.device) -> SharedPrompts:
+    batch, groups = cells.batch, cells.groups
     shared = groups.bincount() > 1
-    ends_of_prompts = places.prompts + batch.prompt_lens[places.first]
-    ends = torch.cat([places.prompts[1:], torch.tensor([places.total])])
-    cuts = [places.prompts, places.responses[shared[groups]], torch.tensor([places.total])]
-    spans = torch.stack([places.prompts, ends_of_prompts, ends], 1)[shared & (ends_of_prompts < ends)]
-    whole = torch.tensor([0, places.total], device=device, dtype=torch.int32)
+    ends_of_prompts = cells.prompts + batch.prompt_lens[cells.first]
+    ends = torch.cat([cells.prompts[1:], torch.tensor([cells.total])])
+    cuts = [cells.prompts, cells.responses[shared[groups]], torch.tensor([cells.total])]
+    spans = torch.stack([cells.prompts, ends_of_prompts, ends], 1)[shared & (ends_of_prompts < ends)]
+    whole = torch.tensor([0, cells.total], device=device, dtype=torch.int32)
     return SharedPrompts(
         qkv_format="thd",
         cu_seqlens_q=whole,
@@ -260,11 +262,11 @@ def _pad(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
     count, longest = len(batch), int((batch.prompt_lens + fed_lens(batch)).max())
     width = -(-longest // whole) * whole
     starts = torch.arange(count) * width
-    places = _Places(batch, torch.arange(count), starts, starts + batch.prompt_lens, count * width)
-    token_ids, _ = places.fill()
+    cells = _Cells(batch, torch.arange(count), starts, starts + batch.prompt_lens, count * width)
+    token_ids, _ = cells.fill()
     held = zigzag(torch.tensor([width]), layout.cp_size, layout.cp_rank)
-    cells = places.predicting()
-    rows = cells % width * count + cells // width  # positions of [S, b], as the model holds them
+    predicting = cells.predicting()
+    rows = predicting % width * count + predicting // width  # positions in the model's layout [S, b]
     held_rows = (held[:, None] * count + torch.arange(count)).flatten()
     rows, kept = _local(rows, held_rows, width * count)
     position_ids = held.expand(count, -1).contiguous().to(device)

@@ -1,6 +1,6 @@
-"""Process groups, seeds, and who this rank is. Starts under torchrun or as a single process.
+"""Initialises process groups and seeds, and returns this rank's position in them. Runs under a launcher or alone.
 
-Does not choose a layout: the recipe does, and `megatron_rft.config` checks that it fits the number of ranks.
+The recipe chooses the layout, and `megatron_rft.config` checks that it fits the number of ranks.
 """
 
 import math
@@ -21,8 +21,8 @@ from megatron_rft.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a rank waits for the others: when they meet and load, in a step's collectives, for their responses,
-    and for checkpoints. On GPUs the step's limit is NCCL's: its watchdog ends the process after it."""
+    """Seconds that a rank waits for the others: at the start, in a step's collectives, for their responses, and for
+    checkpoints. On GPUs NCCL applies the step's limit: its watchdog ends the process."""
 
     start: float = 1800.0
     step: float = 1800.0
@@ -30,27 +30,27 @@ class Limits:
     checkpoint: float = 3600.0
 
 
-PHASES = ("start", "generation", "checkpoint")  # those that wait on the host, each in a gloo group with its own limit
+PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host, each in a gloo group with its own limit
 _host_groups: dict[str, dist.ProcessGroup] = {}
 _set_here: list[str] = []  # environment variables of a process that no launcher started
 
 
 def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) -> None:
-    """Join the other ranks and lay them out as the recipe's `megatron` section says.
+    """Connect to the other ranks and create the groups of the layout in the recipe's `megatron` section.
 
-    May be called again after `shutdown`, or with another layout after `forget_layout`.
+    May be called again after `shutdown`, or with another layout after `destroy_layout`.
 
     Raises:
-        ConfigError: the ranks cannot meet, or their number does not fit the layout.
+        ConfigError: the ranks cannot connect, or their number does not fit the layout.
     """
     limits = limits or Limits()
     if megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1:
-        # megatron-core overlaps their communication with matrix products, in the order in which both were started
+        # megatron-core overlaps their communication with matrix products, and relies on the order of their launches
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     if not dist.is_initialized():
-        _meet_first(limits)
+        _connect(limits)
     _check_world(megatron)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
@@ -64,20 +64,20 @@ def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) ->
     manual_seed(seed)
 
 
-def _meet_first(limits: Limits) -> None:
-    """Make the group of all ranks, and the groups in which they wait on the host."""
+def _connect(limits: Limits) -> None:
+    """Create the group of all ranks, and the groups in which they wait on the host."""
     alone = {}
     if "RANK" not in os.environ:
-        _become_a_world_of_one()
+        _set_single_rank_environment()
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=limits.start), **alone)
-    except dist.DistNetworkError as error:  # a port that is taken, or nobody there
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    except dist.DistNetworkError as error:  # the port is taken, or no rank answers
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {place} ({reason}). Name an address that all "
+            f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {address} ({reason}). Name an address that all "
             "nodes reach, and a port of it that is free"
         ) from None
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limits.step))
@@ -86,8 +86,8 @@ def _meet_first(limits: Limits) -> None:
         _host_groups[phase] = dist.new_group(backend="gloo", timeout=limit)
 
 
-def _become_a_world_of_one() -> None:
-    """A process that no launcher started. vLLM's external_launcher reads these variables too."""
+def _set_single_rank_environment() -> None:
+    """Set the variables of a launcher for a single rank. vLLM's external_launcher reads them too."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -99,12 +99,12 @@ def _become_a_world_of_one() -> None:
 
 
 def host_group(phase: str) -> dist.ProcessGroup:
-    """Of all ranks, on the host, with the limit of `phase`: one of PHASES. For waits that may be longer than a step."""
+    """Return the gloo group of all ranks with the limit of `phase`, one of PHASES, for waits longer than a step."""
     return _host_groups[phase]
 
 
-def meet(phase: str) -> None:
-    """Wait until all ranks are here, as long as `phase` may take."""
+def barrier(phase: str) -> None:
+    """Wait for all ranks, with the time limit of `phase`."""
     dist.barrier(group=_host_groups[phase])
 
 
@@ -116,8 +116,8 @@ def manual_seed(seed: int) -> None:
         model_parallel_cuda_manual_seed(seed)
 
 
-def forget_layout() -> None:
-    """Drop the groups of the layout, with their threads and sockets; the ranks stay connected."""
+def destroy_layout() -> None:
+    """Destroy the groups of the layout, with their threads and sockets; the ranks stay connected."""
     for group in parallel_state._global_process_group_list or ():
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -125,7 +125,7 @@ def forget_layout() -> None:
 
 
 def shutdown() -> None:
-    """Leave. Without it gloo's threads are now and then still running at the end of the process, which then aborts."""
+    """Destroy all groups. Otherwise gloo's threads may still run when the process ends, which then aborts."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -148,7 +148,7 @@ def _check_world(m: Any) -> None:
 
 
 def device() -> torch.device:
-    """Where this rank's model lives."""
+    """Return the device of this rank's model."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
@@ -187,7 +187,7 @@ def pp_group() -> dist.ProcessGroup:
 
 
 def is_last_stage() -> bool:
-    """On the last rank of the pipeline (of virtual stages too: the last of them is there)."""
+    """Return whether this rank is the last of the pipeline, which also has the last virtual stage."""
     return pp_rank() == pp_size() - 1
 
 
@@ -204,7 +204,7 @@ def cp_group() -> dist.ProcessGroup:
 
 
 def dp_rank() -> int:
-    """Among the ranks that see other data: context parallelism not counted."""
+    """Return the index among the ranks with different data; context-parallel ranks have the same."""
     return parallel_state.get_data_parallel_rank()
 
 
@@ -217,7 +217,7 @@ def dp_group() -> dist.ProcessGroup:
 
 
 def dp_with_cp_group() -> dist.ProcessGroup:
-    """The ranks that have the same weights: data parallel and context parallel."""
+    """Return the group of ranks with the same weights: data parallel and context parallel."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 

@@ -1,16 +1,16 @@
 """Attention in a packed micro-batch where responses share prompts (`packing.SharedPrompts`).
 
 A response's token attends to all of its prompt and, causally, to its own response. On the CPU these are two calls of
-torch's flash attention, whose results are put together by the logarithms of their softmax denominators l:
+torch's flash attention, whose results are merged by the logarithms of their softmax denominators l:
 
     out = out_own + w (out_prompt - out_own),   w = sigmoid(l_prompt - l_own),   l = log(exp l_own + exp l_prompt)
 
 (Dao et al., arXiv:2205.14135, section 3.1.) No key is copied, the prompt's part needs no mask, and all responses of a
-group are one call. Backward calls the kernel's own backward for each part with the joint `out` and `l`: its softmax
-weights are exp(score - l), so the parts' gradients are those of the whole and add up.
+group are one call. Backward calls the kernel's backward for each part with the merged `out` and `l`: its softmax
+weights are exp(score - l), so the gradients of the parts add up to that of the whole.
 
-Elsewhere keys and values are gathered, the prompt's before each response's own, for calls that are causal from the
-bottom right.
+On other devices keys and values are gathered, the prompt's before those of each response, for calls with a bottom-right
+causal mask.
 """
 
 from itertools import pairwise

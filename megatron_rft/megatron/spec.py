@@ -1,9 +1,8 @@
-"""The layer spec: Transformer Engine's where it is there (with CUDA), else torch's attention and norm.
+"""The layer spec: Transformer Engine's layers if it is installed and there is a GPU, else torch's attention and norm.
 
-Both are ordinary ModuleSpec substitutions of megatron-core; nothing is patched. The torch spec knows right-padded
-batches, packed sequences (thd), packed sequences that share prompts, and context parallelism, and runs on any device.
-Packed sequences are attended to in buckets of similar length on one rank of context, under a mask with all keys
-gathered on several.
+Both use megatron-core's ModuleSpec; nothing is patched. The torch spec supports right-padded batches, packed sequences
+(thd), packed sequences that share prompts, and context parallelism, on any device. Attention over packed sequences runs
+in buckets of similar length; with context parallelism it runs under one mask with all keys gathered.
 """
 
 import functools
@@ -25,7 +24,7 @@ from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
 from megatron_rft.records import segment_ids
 from megatron_rft.utils.device import has_transformer_engine as is_installed
 
-# A bucket of packed sequences is padded to its longest; its shortest is at least this share of that.
+# In a bucket of packed sequences, the shortest length is at least this share of the longest, to which all are padded.
 BUCKET_RATIO = 0.75
 
 
@@ -34,7 +33,7 @@ def has_transformer_engine() -> bool:
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage (`vp_stage` of it), dense or mixture of experts as the config says."""
+    """Return the layers of this rank's pipeline stage (and virtual stage `vp_stage`), dense or mixture of experts."""
     with_te = has_transformer_engine()
     block = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
     if with_te:
@@ -52,14 +51,14 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         mlp = layer.submodules.mlp
         feed_forward = mlp.submodules.experts if mlp.module is MoELayer else mlp
-        if feed_forward.submodules is not None:  # grouped experts have none, and their own activation
+        if feed_forward.submodules is not None:  # grouped experts have no submodules and their own activation
             feed_forward.submodules.activation_func = GatedActivation
     block.layer_norm = RMSNorm
     return block
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under megatron-core's signature; it honours params_dtype and sequence parallelism."""
+    """torch's RMSNorm with megatron-core's signature; it respects params_dtype and sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -67,7 +66,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """torch has a fused kernel on GPUs only; lower precisions it computes in fp32."""
+        """Use `Normalise` for fp32 on the CPU, where torch has no fused kernel."""
         if x.is_cpu and x.dtype == torch.float32:
             return Normalise.apply(x, self.weight, self.eps)
         return super().forward(x)
@@ -75,10 +74,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @functools.lru_cache(maxsize=8)
 def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Packed sequences in groups of similar length, each padded to its longest.
+    """Group packed sequences into buckets of similar length, each padded to its longest.
 
-    Returns per bucket the packed position [n, longest] of every cell (padding repeats the sequence's last), and where
-    each packed token lies in the flattened buckets, end to end [T].
+    Returns for each bucket the packed position [n, longest] of every cell (padding repeats the sequence's last token),
+    and [T] the index of each packed token in the concatenated flattened buckets.
     """
     spans = [(b - a, a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if b > a]
     spans.sort(key=lambda span: -span[0])  # stable: sequences of one length stay in order
@@ -101,7 +100,7 @@ def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Ten
 
 @functools.lru_cache(maxsize=2)
 def context_mask(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
-    """[Tq, Tk] True where this rank's query may see a key; keys in the order of the gathered ranks."""
+    """Return [Tq, Tk]: True if this rank's query may attend to a key; keys in the order of the gathered ranks."""
     lengths = torch.tensor(cu_seqlens).diff()
     sequence = segment_ids(lengths)
     position_q = zigzag(lengths, cp_size, cp_rank)
@@ -111,7 +110,7 @@ def context_mask(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device
 
 
 class TorchAttention(MegatronModule):
-    """Causal attention by torch's scaled_dot_product_attention, in the place of core attention."""
+    """Causal attention with torch's scaled_dot_product_attention, as megatron-core's core attention."""
 
     def __init__(self, config, *, softmax_scale=None, pg_collection=None, **_):
         super().__init__(config=config)
@@ -120,14 +119,14 @@ class TorchAttention(MegatronModule):
         self.softmax_scale = softmax_scale
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[b, heads, s, d]; `mask` True where allowed, causal without. Grouped queries share keys (no copies)."""
+        """[b, heads, s, d]. `mask`: True where allowed; None: causal. Grouped queries share keys without copies."""
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
-        """[T, heads, d], sequences end to end -> [T, heads * d]. Causality keeps real tokens from seeing padding."""
+        """[T, heads, d] of concatenated sequences -> [T, heads * d]. The causal mask also hides padding."""
         assert cu_seqlens[-1] == len(q), f"{cu_seqlens[-1]} tokens in sequences, {len(q)} in the micro-batch"
         cells, place = buckets(cu_seqlens, q.device)
         if len(cells) == 1 and cells[0].numel() == len(q):  # all of one length: nothing to gather
@@ -177,6 +176,6 @@ class TorchAttention(MegatronModule):
                 return self.attend_packed(query, key, value, ends)
             return self.attend_over_context(*(x[:, None] for x in (query, key, value)), ends)[:, 0]
         if self.cp_group.size() > 1:
-            assert attention_mask is None, "context parallelism knows causal attention only"
+            assert attention_mask is None, "context parallelism supports causal attention only"
             return self.attend_over_context(query, key, value, (0, query.shape[0] * self.cp_group.size()))
         return self.attend_padded(query, key, value, None if attention_mask is None else ~attention_mask)

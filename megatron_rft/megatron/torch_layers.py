@@ -1,7 +1,6 @@
-"""Elementwise parts of a layer with custom backward passes, in as few passes over memory as plain torch allows.
+"""Elementwise parts of a layer with custom backward passes, for hosts without Transformer Engine.
 
-For hosts without Transformer Engine. megatron-core's eager versions concatenate and copy more than they compute;
-these also save less for the backward pass (the input only).
+They make fewer passes over memory than megatron-core's eager versions, and save only the input for the backward pass.
 """
 
 import torch
@@ -31,7 +30,7 @@ class SwiGLU(torch.autograd.Function):
         return out
 
 
-class GatedActivation(MegatronModule):  # for its empty sharded_state_dict, which checkpoints call
+class GatedActivation(MegatronModule):  # MegatronModule has the sharded_state_dict that checkpoints call
     """`SwiGLU` as the `activation_func` of megatron-core's feed-forward."""
 
     def __init__(self, config: TransformerConfig):
@@ -63,8 +62,8 @@ class Normalise(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary position embedding, halves rotated against each other; its inverse is the rotation by the opposite angle.
-    Su et al., arXiv:2104.09864."""
+    """Rotary position embedding that rotates halves; backward rotates by the opposite angle. Su et al.,
+    arXiv:2104.09864."""
 
     @staticmethod
     def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """t * cos + direction * (-t2, t1) * sin, for t = (t1, t2) [.., heads, d]"""
+    """Return t * cos + direction * (-t2, t1) * sin for t = (t1, t2) [.., heads, d]."""
     half = t.shape[-1] // 2
     out = t * cos
     out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=-direction)

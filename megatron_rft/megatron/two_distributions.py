@@ -1,4 +1,4 @@
-"""Compares a trained distribution pi with a frozen one q, from two sets of hidden states and two output matrices.
+"""Compares a trained distribution pi with a frozen one q, from their hidden states and output matrices.
 
 With logits z of pi and u of q at the same positions (both divided by the temperature), and y_t the given token:
 
@@ -9,10 +9,10 @@ With logits z of pi and u of q at the same positions (both divided by the temper
     other_logprobs         log q(y_t)
     extrapolated_logprobs  log softmax((1 + lambda) z - lambda u)[y_t]              (fpa.txt Eq. 4)
 
-All of them are exact over the whole vocabulary and are computed in one pass over blocks of its columns: statistics are
-merged online and a [N, V] tensor never exists. Only the requested outputs are computed; backward recomputes q's logits
-only where a KL has a gradient. q never has a gradient. Conventions (padding rows, tensor parallelism with two
-collectives in forward and none in backward, the gradient of `hidden` not yet summed) are those of logprobs.py.
+All are exact over the whole vocabulary and computed in one pass over blocks of its columns: statistics are merged
+online, and a [N, V] tensor never exists. Only the requested outputs are computed. q never has a gradient; backward
+recomputes q's logits only if a KL has a gradient. Conventions (padding rows, tensor parallelism with two collectives in
+forward and none in backward, the gradient of `hidden` not yet summed) are those of logprobs.py.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def compare(
     extrapolation: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Tensor]:
-    """[N] fp32 per name of `names`. Rows of the weights from `vocab_size` on are padding and do not exist."""
+    """Return [N] fp32 for each name of `names`. Rows of the weights from `vocab_size` on are ignored padding."""
     assert names <= NAMES, f"unknown: {sorted(names - NAMES)}"
     assert len(weight) == len(other_weight) and len(hidden) == len(other_hidden) and extrapolation >= 0
     shape = {"vocab_size": vocab_size, "group": group, "temperature": temperature, "block_bytes": block_bytes}
@@ -52,7 +52,7 @@ def compare(
 
 
 class _Walk(NamedTuple):
-    """Statistics of pi, q and the extrapolation; and each of pi's and q's (logits - top, top) that is one block."""
+    """Statistics of pi, q and the extrapolation, and (logits - top, top) of pi and q if there is only one block."""
 
     own: SoftmaxSums
     other: SoftmaxSums | None
@@ -68,24 +68,24 @@ def _walk(own: Blocks, other: Blocks, group, names: set[str], extrapolation: flo
     extrapolated = SoftmaxSums(own) if "extrapolated_logprobs" in names else None
     kept = other_kept = None
     for rows in own:
-        places, gap, other_gap = own.places(rows), None, None
+        columns, gap, other_gap = own.target_columns(rows), None, None
         logits = own.logits(rows)
         if of_other or (extrapolated and not other.rounds):
             other_logits = other.logits(rows)
         if extrapolated:
-            # The extrapolation multiplies what bf16 rounds away, which always lowers the weights: 6 % at lambda 20.
+            # The extrapolation amplifies bf16's rounding errors, which always lowers the weights: by 6 % at lambda 20.
             exact, other_exact = (
                 (own.exact_logits(rows), other.exact_logits(rows)) if own.rounds else (logits, other_logits)
             )
             ahead = torch.mul(other_exact, -extrapolation, out=own.buffer("scratch", rows))
-            extrapolated.add(ahead.add_(exact, alpha=1 + extrapolation), places, ahead)
+            extrapolated.add(ahead.add_(exact, alpha=1 + extrapolation), columns, ahead)
         if reverse:
             gap = torch.sub(logits, other_logits, out=own.buffer("gap", rows))
         if forward:
             other_gap = torch.sub(other_logits, logits, out=other.buffer("gap", rows))
-        of_own.add(logits, places, own.buffer("scratch", rows), gap)
+        of_own.add(logits, columns, own.buffer("scratch", rows), gap)
         if of_other:
-            of_other.add(other_logits, places, own.buffer("scratch", rows), other_gap)
+            of_other.add(other_logits, columns, own.buffer("scratch", rows), other_gap)
         if own.one:
             kept = (logits, of_own.top)
             other_kept = (other_logits, of_other.top) if reverse or forward else None
@@ -96,7 +96,7 @@ def _walk(own: Blocks, other: Blocks, group, names: set[str], extrapolation: flo
 
 
 def _difference(own: SoftmaxSums, other: SoftmaxSums) -> Tensor:
-    """[N] log Z_own - log Z_other, in an order that keeps the digits where the two are alike."""
+    """Return [N] log Z_own - log Z_other, in an order that avoids cancellation if they are close."""
     return (own.top - other.top) + (own.log_total - other.log_total)
 
 
@@ -143,8 +143,8 @@ class _Compare(torch.autograd.Function):
         constant = constant - g_reverse * reverse_kl if g_reverse is not zero else constant
 
         def of_logprobs(rows: slice) -> Tensor:
-            column, here = own.places(rows)
-            return block_of_logprobs(own, rows, normalizer, ctx.kept).exp_().scatter_add_(1, column, -here)
+            column, inside = own.target_columns(rows)
+            return block_of_logprobs(own, rows, normalizer, ctx.kept).exp_().scatter_add_(1, column, -inside)
 
         def of_all(rows: slice) -> Tensor:
             block = block_of_logprobs(own, rows, normalizer, ctx.kept)
@@ -156,8 +156,8 @@ class _Compare(torch.autograd.Function):
                 block.addcmul_(other_block.exp_(), g_forward.unsqueeze(1), value=-1)
             else:
                 block.mul_(probs)
-            column, here = own.places(rows)
-            return block.scatter_add_(1, column, here * g_logprob.unsqueeze(1))
+            column, inside = own.target_columns(rows)
+            return block.scatter_add_(1, column, inside * g_logprob.unsqueeze(1))
 
         plain = all(g is zero for g in (g_entropy, g_reverse, g_forward))
         factor, function = (-g_logprob, of_logprobs) if plain else (torch.ones_like(zero), of_all)

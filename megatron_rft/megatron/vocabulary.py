@@ -1,8 +1,8 @@
 """Iterates over the logits of [N] tokens in blocks of vocabulary columns and merges softmax statistics.
 
-Shared by logprobs.py and two_distributions.py. Blocks split the vocabulary and not the tokens, because then each row
-of the weight's gradient is one matrix product over all tokens, which accumulates in fp32: no fp32 copy of a
-[V, H] gradient is needed. Matrix products run in the inputs' dtype, everything else in fp32.
+logprobs.py and two_distributions.py use it. Blocks split the vocabulary and not the tokens, so that each row of the
+weight's gradient is one matrix product over all tokens, which accumulates in fp32: an fp32 copy of the [V, H] gradient
+is not needed. Matrix products run in the inputs' dtype, everything else in fp32.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ COLUMNS = 128  # a block's width is a multiple of this, and at least this
 
 
 class Blocks:
-    """Iterates over [N, V/tp] logits, a block of columns at a time, in memory that is allocated once."""
+    """Iterates over blocks of columns of [N, V/tp] logits, in memory that is allocated once."""
 
     def __init__(
         self,
         hidden: Tensor,  # [N, H]
-        weight: Tensor,  # [V/tp, H] this rank's rows, of which those from vocab_size on are padding: not walked over
+        weight: Tensor,  # [V/tp, H] this rank's rows; rows from vocab_size on are padding and skipped
         targets: Tensor,  # [N] ids of the whole vocabulary
         *,
         vocab_size: int,
@@ -40,12 +40,12 @@ class Blocks:
         self.buffers: dict[str, Tensor] = {}
 
     def __iter__(self):
-        """Slices of the weight's rows, which are columns of the logits."""
+        """Yield slices of the weight's rows, which are columns of the logits."""
         for start in range(0, len(self.weight), max(self.width, 1)):
             yield slice(start, min(start + self.width, len(self.weight)))
 
     def buffer(self, name: str, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
-        """[N, columns] scratch memory: the same for every block of that name."""
+        """Return [N, columns] scratch memory, the same for every block with that name."""
         if name not in self.buffers:
             self.buffers[name] = self.hidden.new_empty(len(self.hidden) * self.width, dtype=dtype or self.dtype)
         shape = len(self.hidden), rows.stop - rows.start
@@ -55,18 +55,18 @@ class Blocks:
         self.buffers.clear()
 
     def logits(self, rows: slice) -> Tensor:
-        """[N, columns] fp32, for the caller to overwrite."""
+        """Return [N, columns] fp32 logits, which the caller may overwrite."""
         product = self.buffer("product", rows, self.hidden.dtype)
         torch.addmm(product, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale, out=product)
         return self.cast(product, "logits", rows, self.dtype)
 
     @property
     def rounds(self) -> bool:
-        """Whether `logits` come from a product that is rounded to the inputs' dtype."""
+        """Whether `logits` are rounded to the inputs' dtype before fp32."""
         return self.hidden.dtype != self.dtype
 
     def exact_logits(self, rows: slice) -> Tensor:
-        """[N, columns] fp32 from a product that is not rounded, for the caller to overwrite. Where `rounds`."""
+        """Return [N, columns] fp32 logits without that rounding, which the caller may overwrite."""
         columns = self.weight[rows].t()
         if self.hidden.is_cuda:
             return torch.mm(self.hidden, columns, out_dtype=self.dtype).mul_(self.scale)
@@ -76,27 +76,27 @@ class Blocks:
     def cast(self, values: Tensor, name: str, rows: slice, dtype: torch.dtype) -> Tensor:
         return values if values.dtype == dtype else self.buffer(name, rows, dtype).copy_(values)
 
-    def places(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """[N, 1] the target's column in this block (arbitrary if it is in another), and 1 if it is in this block,
-        else 0."""
+    def target_columns(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return [N, 1] the target's column in this block (arbitrary if it is in another), and [N, 1] 1 if it is in
+        this block, else 0."""
         column = (self.targets - rows.start).unsqueeze(1)
         last = rows.stop - rows.start - 1
         return column.clamp(0, last), ((column >= 0) & (column <= last)).to(self.dtype)
 
 
 class SoftmaxSums:
-    """Running statistics of [N] rows of logits z: top = max z, total = sum e^(z - top), target = z_y; where asked,
-    dot = sum e^(z - top) (z - top) and moment = sum e^(z - top) v for values v that the caller gives."""
+    """Running statistics of [N] rows of logits z: top = max z, total = sum e^(z - top), target = z_y; optionally
+    dot = sum e^(z - top) (z - top), and moment = sum e^(z - top) v for values v of the caller."""
 
     def __init__(self, blocks: Blocks, dot: bool = False, moment: bool = False):
         like = blocks.hidden.new_zeros(len(blocks.hidden), dtype=blocks.dtype)
-        self.top = torch.full_like(like, torch.finfo(like.dtype).min)  # finite: a rank may hold nothing but padding
+        self.top = torch.full_like(like, torch.finfo(like.dtype).min)  # finite, because a rank may have only padding
         self.total, self.target = like, like.clone()
         self.dot = like.clone() if dot else None
         self.moment = like.clone() if moment else None
 
     def rebase(self, top: Tensor):
-        """Express the sums relative to another maximum, at least the present one."""
+        """Express the sums relative to another maximum, which is at least the current one."""
         shift = self.top - top
         if self.dot is not None:
             self.dot = (self.dot + shift * self.total) * shift.exp()
@@ -104,10 +104,11 @@ class SoftmaxSums:
             self.moment = self.moment * shift.exp()
         self.total, self.top = self.total * shift.exp(), top
 
-    def add(self, logits: Tensor, places: tuple[Tensor, Tensor], scratch: Tensor, values: Tensor | None = None):
-        """Adds a block. Leaves logits - top in `logits`, unless that is `scratch` too; overwrites `values`."""
-        column, here = places
-        self.target += (logits.gather(1, column) * here).squeeze(1)
+    def add(self, logits: Tensor, targets: tuple[Tensor, Tensor], scratch: Tensor, values: Tensor | None = None):
+        """Add a block with its `target_columns`. Leaves logits - top in `logits`, unless that is also `scratch`;
+        overwrites `values`."""
+        column, inside = targets
+        self.target += (logits.gather(1, column) * inside).squeeze(1)
         self.rebase(torch.maximum(self.top, logits.amax(1)))
         logits.sub_(self.top.unsqueeze(1))
         exp = torch.exp(logits, out=scratch)
@@ -128,7 +129,7 @@ class SoftmaxSums:
 
     @property
     def logprobs(self) -> Tensor:
-        """[N] of the targets"""
+        """[N] log-probs of the targets"""
         return self.target - self.top - self.log_total
 
     @property
@@ -137,7 +138,7 @@ class SoftmaxSums:
 
 
 def reduce(many: list[SoftmaxSums], group: dist.ProcessGroup) -> None:
-    """Sums over the whole vocabulary, on every rank of the group: one MAX and one SUM for all of them."""
+    """Reduce statistics over the group's vocabulary shards, with one MAX and one SUM for all of them."""
     tops = torch.stack([sums.top for sums in many])
     dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
     for sums, top in zip(many, tops, strict=True):
@@ -157,8 +158,8 @@ def input_gradients(
     factor: Tensor,  # [N]
     logit_gradient: Callable[[slice], Tensor],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight, given [N, columns] of the logits' gradient for each block of columns, but for
-    a `factor` per token: that need not touch the block, it is applied to [N, H] tensors on either side of the products.
+    """Return the gradients of hidden and weight. `logit_gradient` returns [N, columns] of the logits' gradient for a
+    block, without `factor`, one per token, which is cheaper to apply to the [N, H] tensors of the products.
     """
     factor = factor.unsqueeze(1) * blocks.scale
     scaled = (hidden * factor).to(hidden.dtype)

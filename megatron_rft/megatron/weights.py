@@ -1,8 +1,8 @@
 """Loads HF-named tensors into a model and streams them out, in any tensor, pipeline, virtual pipeline and expert
 layout.
 
-`load` and `stream` are inverse to each other, bit for bit. Both hold one parameter at a time in memory. A *lookup* is
-any function from an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
+`stream` is the exact inverse of `load`. Both need memory for one parameter at a time. A *lookup* is any function from
+an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getitem__`.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ Lookup = Callable[[str], Tensor]
 
 
 def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any) -> None:
-    """Set every parameter of this rank. A value head is left as it is where the lookup has none (KeyError).
+    """Load every parameter of this rank. A value head stays unchanged if the lookup has none (KeyError).
 
-    Afterwards call `reload_model_params` of an optimizer that keeps main parameters.
+    Afterwards call `reload_model_params` of an optimizer that has main parameters.
     """
     mapping = Mapping(hf_config)
     with torch.no_grad():
@@ -47,12 +47,12 @@ def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any) -> None:
 
 
 def stream(chunks: list[GPTModel], hf_config: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of the model on every rank, in a fixed order; a tied output matrix is left out.
+    """Yield (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
-    Collective: every rank must exhaust it. A tensor may share the model's memory: copy what outlives the next update.
+    Collective: every rank must exhaust it. A tensor may share the model's memory: copy it to keep it after an update.
     """
     mapping, mine = Mapping(hf_config), dict(named_parameters(chunks))
-    for stage, name, shape, own_dtype in _listing(mine, hf_config.tie_word_embeddings):
+    for stage, name, shape, own_dtype in _list_parameters(mine, hf_config.tie_word_embeddings):
         if stage == parallel.pp_rank():
             part = _plain(mine[name]).to(dtype or own_dtype).contiguous()
         else:
@@ -64,7 +64,7 @@ def stream(chunks: list[GPTModel], hf_config: Any, dtype: torch.dtype | None = N
 
 
 def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters by canonical name: layers and experts numbered over the whole model."""
+    """Yield this rank's parameters by canonical name: layers and experts are numbered over the whole model."""
     for model in chunks:
         for name, parameter in model.named_parameters():
             in_layer = LAYER.fullmatch(name)
@@ -82,7 +82,7 @@ def _local_experts(config: Any) -> int:
 
 
 def _expert_renumbered(name: str, offset: int) -> str:
-    """`name` within a layer, with its expert's number (if any) increased by `offset`."""
+    """Return `name`, a part of a layer, with its expert's number (if any) increased by `offset`."""
     expert = EXPERT.fullmatch(name)
     if not expert:
         return name
@@ -97,7 +97,7 @@ def _is_expert(name: str) -> bool:
 
 
 def _sharding(name: str) -> tuple[int, int]:
-    """(ranks, rank) among those that hold parts of this parameter."""
+    """Return (number of shards, this rank's shard) of a parameter."""
     if _is_expert(name):
         return parallel.etp_size(), parallel.etp_rank()
     return parallel.tp_size(), parallel.tp_rank()
@@ -107,8 +107,8 @@ def _plain(parameter: Tensor) -> Tensor:
     return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
 
 
-def _listing(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str, torch.Size, torch.dtype]]:
-    """(pipeline rank, name, shape, dtype) of every parameter of this rank's pipeline, stage by stage."""
+def _list_parameters(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str, torch.Size, torch.dtype]]:
+    """Return (pipeline rank, name, shape, dtype) of every parameter of this rank's pipeline, stage by stage."""
     stages: list[Any] = [None] * parallel.pp_size()
     own = [(name, p.shape, p.dtype) for name, p in mine.items()]
     dist.all_gather_object(stages, own, group=parallel.pp_group())
@@ -117,7 +117,8 @@ def _listing(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str, torch.
 
 
 def _gather(name: str, part: Tensor, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
-    """One rank's part -> the whole parameter and, for an expert, also its counterparts on the expert-parallel ranks."""
+    """Gather the shards of a parameter. Yields the parameter and, for an expert, those of the other expert-parallel
+    ranks."""
     if not _is_expert(name):
         group = parallel.tp_group() if partition_dim(name) is not None else None
         yield name, unshard(name, _all_gather(part, group), hf_config.vocab_size)
@@ -139,9 +140,9 @@ def _all_gather(part: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 def random_tensors(hf_config: Any, seed: int) -> Lookup:
-    """Fresh weights by HF's conventions, each drawn from (seed, its name): the same for every layout.
+    """Return a lookup of random weights by HF's conventions. Each depends on (seed, name), not on the layout.
 
-    Matrices and embeddings normal(0, initializer_range), norms one, biases zero.
+    Matrices and embeddings are normal(0, initializer_range), norms one, biases zero.
     """
     shapes = hf_shapes(hf_config)
 
@@ -159,21 +160,21 @@ def random_tensors(hf_config: Any, seed: int) -> Lookup:
 
 
 def open_folder(path: str | Path, hf_config: Any) -> HFFolder:
-    """A lookup over an HF folder, checked against the configuration."""
+    """Open an HF folder as a lookup, and check it against the configuration."""
     return HFFolder(path, hf_config)
 
 
 def save_folder(
     tensors: Iterator[tuple[str, Tensor]], path: str | Path, hf_config: Any, tokenizer_folder: str | Path | None = None
 ) -> None:
-    """Writes a `stream` to an HF folder that transformers can load. Rank 0 writes; all ranks return together.
+    """Write a `stream` to an HF folder that transformers can load. Rank 0 writes; all ranks return together.
 
     Raises:
-        RunFailed: on every rank if the disk is full. The new folder is then removed; an older one stays.
+        RunFailed: the disk is full, on every rank. The new folder is removed; an older one stays.
     """
     full: list[str] = []
     writer = FolderWriter(path) if parallel.rank() == 0 else None
-    for name, tensor in tensors:  # exhausted even if the disk is full, because the other ranks take part
+    for name, tensor in tensors:  # read to the end even if the disk is full, because the stream is collective
         if writer and not full:
             with _disk_may_be_full(writer, full):
                 writer.add(name, tensor)
@@ -187,14 +188,14 @@ def save_folder(
 
 
 @contextmanager
-def _disk_may_be_full(writer: FolderWriter, told: list[str]) -> Iterator[None]:
+def _disk_may_be_full(writer: FolderWriter, errors: list[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
         if not disk_is_full(error):
             raise
         writer.discard()
-        told.append(
-            f"the disk is full: the model did not fit into {writer.path}. The checkpoints are as they were: free some "
+        errors.append(
+            f"the disk is full: the model did not fit into {writer.path}. The checkpoints are unchanged: free some "
             "space and run the same command again"
         )

@@ -84,7 +84,7 @@ class EngineBuilder:
         if self.rollout.placement == "process":
             return self._pool(hf_config, build_on)
         engine = build_on(parallel.device())
-        parallel.meet("start")
+        parallel.barrier("start")
         return engine
 
     def build_refining(self, hf_config: Any) -> Engine:
@@ -95,7 +95,7 @@ class EngineBuilder:
         if self.constraint.drafts(self.kind(hf_config)) and given.get("method") != PREDICTED["method"]:
             arguments |= {"speculative_config": PREDICTED}
         engine = self.local(hf_config, arguments, self.gpu_share)(parallel.device())
-        parallel.meet("start")
+        parallel.barrier("start")
         return engine
 
     def local(

@@ -47,7 +47,7 @@ def one_rank(monkeypatch):
         monkeypatch.delenv(f"NVTE_{kernel}_ATTN", raising=False)
     parallel.initialize(Megatron())
     yield
-    parallel.forget_layout()
+    parallel.destroy_layout()
 
 
 def config_of(kind: str):

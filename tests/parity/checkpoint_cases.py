@@ -83,7 +83,7 @@ def main():
                     continue
                 if "tp" in layout and family == "qwen3_moe":
                     layout = {**layout, "sp": True}
-                parallel.forget_layout()
+                parallel.destroy_layout()
                 parallel.initialize(section(**layout))
                 counts = case(hf_config, layout, folder, expected)
                 if dist.get_rank() == 0:

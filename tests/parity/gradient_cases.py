@@ -126,7 +126,7 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
             with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
                 found[key] = {name: value.clone() for name, value in actor.stream()}
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}
-    parallel.forget_layout()
+    parallel.destroy_layout()
     return found, logged
 
 

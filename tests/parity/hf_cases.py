@@ -250,7 +250,7 @@ def main():
                 continue
             if mixture and "tp" in layout:
                 layout = {**layout, "sp": True}  # megatron-core wants it of a mixture
-            parallel.forget_layout()
+            parallel.destroy_layout()
             parallel.initialize(section(**layout))
             policy(family, name, layout, path, ids, logits)
             if family == "qwen3" and ("sp" in layout or world == 1):

@@ -106,7 +106,7 @@ def main():
                 if "ep" in layout and family != "qwen3_moe":
                     continue
                 layout = layout | ({"sp": True} if "tp" in layout else {})
-                parallel.forget_layout()
+                parallel.destroy_layout()
                 parallel.initialize(recipe_of(layout, "fp32", False).megatron)
                 for options in OPTIONS:
                     wrong = case(folder, hf_config, layout, OPTIONS[options])

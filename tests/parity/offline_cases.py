@@ -85,7 +85,7 @@ def main() -> None:
         options = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
         case = Case(options)
         found = {name: case.gradient(each, bool(options.get("recorded"))) for name, each in OBJECTIVES.items()}
-        parallel.forget_layout()
+        parallel.destroy_layout()
         if "write" in options:
             torch.save(found, path)
         wanted = torch.load(path)

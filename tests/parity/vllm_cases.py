@@ -108,7 +108,7 @@ def case(placement, family, tied, root):
     tie = "tied" if tied else "untied"
     engine = build(placement, hf_config, root / f"{placement}_{family}_{tie}")
     for place, (name, layout) in enumerate((OF_EXPERTS if family == "experts" else LAYOUTS).items()):
-        parallel.forget_layout()
+        parallel.destroy_layout()
         parallel.initialize(section(**layout))
         chunks = models.build(hf_config, section(**layout), "fp32")
         for sync in range(SYNCS):

@@ -34,7 +34,7 @@ CONFIG = Qwen3Config(
 def one_rank():
     parallel.initialize(Megatron())
     yield
-    parallel.forget_layout()
+    parallel.destroy_layout()
 
 
 def build(distributed: bool) -> Actor:
