@@ -1,4 +1,4 @@
-"""The login node of a cluster, this machine or one at the other end of ssh: what nemo.py asks it before it submits."""
+"""Checks the login node of a cluster, on this machine or through ssh, before nemo.py submits."""
 
 import io
 import os

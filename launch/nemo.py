@@ -1,4 +1,4 @@
-"""The recipes by NeMo-Run: on this machine, or on Slurm from a login node or through ssh; alone or as a sweep.
+"""Runs recipes with NeMo-Run: on this machine, or on Slurm from a login node or through ssh; alone or as a sweep.
 
     python launch/nemo.py RECIPE [section.option=value ...] --local --nproc 2
     python launch/nemo.py RECIPE --account ME --partition GPU --gpus-per-node 8 --workspace /lustre/me/rft

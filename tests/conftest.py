@@ -1,5 +1,5 @@
-"""Whatever the tests are started in, and in whatever order, they find the same: nobody's rank, this machine without a
-proxy, signals that are heard, and generators of random numbers that are as they were for every other test."""
+"""Gives every test the same environment: no variables of a rank, no proxy for this machine, default signal handlers,
+and unchanged random generators."""
 
 import os
 import random

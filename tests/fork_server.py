@@ -1,4 +1,4 @@
-"""Python processes that start with torch, megatron-core and the trainers already imported.
+"""Starts Python processes with torch, megatron-core and the trainers already imported.
 
 Importing them takes ten seconds of processor time, and the tests start a hundred runs. A server process imports them
 once and forks for each start. What comes of it is a real process: it has a pid and a process group of its own, it is a

@@ -1,4 +1,4 @@
-"""Objectives for tests, from the options that differ."""
+"""Creates objectives for tests from the options that differ from the defaults."""
 
 from megatron_rft import objectives
 from megatron_rft.config.algorithms import SECTIONS

@@ -1,4 +1,4 @@
-"""Convert a checkpoint: Hugging Face to Megatron, Megatron to Hugging Face, or either with other files.
+"""Convert a checkpoint: Hugging Face to Megatron, Megatron to Hugging Face, or the same format with other files.
 
     python tools/convert_checkpoint.py Qwen/Qwen3-8B-Base checkpoints/qwen3_8b --tensor-parallel 8
     python tools/convert_checkpoint.py runs/pipo exported

@@ -1,4 +1,5 @@
-"""The checks behind gpu_checks.sh: each part gives rows of (what, found, bound or floor) or says why it cannot run.
+"""The checks of gpu_checks.sh: each part returns rows of (what, found, bound or floor), or the reason why it cannot
+run.
 
 A part that needs something which is not here is named with the reason; a part that raises is a failure. The reference
 for parity is computed on the CPU in fp32 by a process of its own, from which the GPU is hidden.

@@ -1,4 +1,4 @@
-"""What the parts of gpu_checks.sh share: a row of the table, a bound, a reason for not having run, and the clock."""
+"""Shared by the parts of gpu_checks.sh: a row of the table, a bound, a reason for not running, and the clock."""
 
 import importlib.util
 import time

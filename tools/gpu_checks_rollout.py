@@ -1,4 +1,5 @@
-"""The parts of gpu_checks.sh about engines: how weights get to them, what they compute with, what memory they leave."""
+"""The parts of gpu_checks.sh about engines: how they get weights, what they compute with, and how much memory they
+leave."""
 
 import multiprocessing
 import os

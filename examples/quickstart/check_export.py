@@ -1,4 +1,4 @@
-"""The trained model as anybody would use it: loaded by transformers, asked in plain text, graded.
+"""Loads the trained model with transformers, asks it in plain text, and grades its answers.
 
 usage: check_export.py FOLDER
 """

@@ -1,4 +1,4 @@
-"""The CUDA stack's tests: they run in the environment of requirements-gpu.lock, on a GPU or on tools/cuda_without_gpu.
+"""Tests of the CUDA stack. They run in the environment of requirements-gpu.lock, on a GPU or on tools/cuda_without_gpu.
 
 Elsewhere (in CI, too) they are skipped. On the pretended machine the kernels of Transformer Engine and vLLM do nothing:
 these tests are of control flow, names and shapes, and look at no number that such a kernel would give."""

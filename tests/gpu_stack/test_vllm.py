@@ -1,5 +1,5 @@
-"""vLLM's CUDA build: its configuration for every option that is passed on; start, weights, sleep and wake of an engine,
-and of the two engines of a dynamic constraint. Each engine is in a process of its own. Nothing is generated."""
+"""vLLM's CUDA build: the configuration for every option; start, weight loading, sleep and wake of one engine and of a
+dynamic constraint's two. Each engine runs in its own process. Nothing is generated."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""What tests/gpu_stack/test_vllm.py starts: python vllm_engines.py configurations OPTIONS | one HOW | two HOW."""
+"""The processes that tests/gpu_stack/test_vllm.py starts: python vllm_engines.py configurations OPTIONS | one HOW | two
+HOW."""
 
 import ast
 import sys

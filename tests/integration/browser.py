@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over WebDriver: JSON over HTTP, for which the standard library is enough."""
+"""Drives a headless Chromium over WebDriver, which is JSON over HTTP, with the standard library."""
 
 import json
 import os

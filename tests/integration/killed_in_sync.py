@@ -1,5 +1,5 @@
-"""`megatron-rft`, but an engine outside of this process is killed in the middle of each sync whose number is in the
-environment's KILL_IN_SYNCS ("2 5"): the engine itself, where a server stands before it."""
+"""Runs `megatron-rft` and kills an engine process in the middle of each sync in the environment variable KILL_IN_SYNCS
+("2 5"). With a server, it kills the server's engine."""
 
 import os
 import signal

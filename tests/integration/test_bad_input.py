@@ -1,4 +1,4 @@
-"""What a user can get wrong with data, tokenizer, folder and numbers: one clear error, early, and nothing lost.
+"""Bad data, tokenizers, folders and numbers: each gives one clear error at the start, and loses nothing.
 
 Mistakes that the recipe alone shows (model folder, architecture, world size) are in tests/unit/commands/test_main.py
 and test_config.py. These runs go through the command line, in this process.

@@ -1,4 +1,4 @@
-"""A run's checkpoints: as models to convert and to evaluate, and on a disk that fills up."""
+"""A run's checkpoints: converting and evaluating them, and a full disk."""
 
 import json
 import re

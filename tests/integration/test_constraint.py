@@ -1,4 +1,4 @@
-"""Whole runs under a dynamic constraint: killed and resumed, with and without the skip, and with eta 0."""
+"""Whole runs with a dynamic constraint: killed and resumed, with and without skipping, and with eta 0."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs whose engines are processes of their own: engines are killed, and the trainer is. Nobody is left behind."""
+"""Runs with engines in separate processes: engines are killed, and the trainer is; no process is left."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on as if nothing had been: the same weights bit for bit, each step logged once.
+"""A run that is killed at any moment resumes exactly: the same weights bit for bit, and each step logged once.
 
 MEGATRON_RFT_KILLS says how many times the run is killed (default 3).
 """

@@ -1,4 +1,4 @@
-"""A run whose rows have verifiers of their own: programs in the sandbox beside mathematics with a shaping term."""
+"""A run with different verifiers per row: programs in the sandbox, and mathematics with a shaping term."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Trajectories generated, methods trained on them: killed and resumed, on a cache or not, and what is refused."""
+"""Whole offline runs: generate trajectories, train methods on them, kill and resume, with and without a cache; and
+refused recipes."""
 
 import json
 import os

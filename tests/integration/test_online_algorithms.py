@@ -1,5 +1,5 @@
-"""Each of the five algorithms closed by PIPO, as a whole run: killed by kill -9 and resumed it ends with the same
-weights, bit for bit. The cheap variants run once."""
+"""Whole runs of the five algorithms with PIPO: after kill -9 and a resume they end with the same weights, bit for bit.
+The cheap variants run once."""
 
 import random
 

@@ -1,5 +1,5 @@
-"""The examples of docs/own_algorithm.md and docs/own_data_and_reward.md in one run, from a recipe alone; and the report
-of a real run."""
+"""Runs the examples of docs/own_algorithm.md and docs/own_data_and_reward.md from a recipe, and makes a report of that
+run."""
 
 import json
 import shutil

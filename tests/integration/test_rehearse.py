@@ -1,4 +1,4 @@
-"""`megatron-rft rehearse`: recipes of examples/ at full size, in processes that have no GPU.
+"""`megatron-rft rehearse`: recipes of examples/ at full size, in processes without a GPU.
 
 The models are folders with a config.json of known sizes and nothing else.
 """

@@ -1,4 +1,4 @@
-"""The report as a reader's browser has it: what stands there, what a hover says, and that nothing goes wrong."""
+"""The report in a browser: its content, its tooltips, and no errors."""
 
 import pytest
 

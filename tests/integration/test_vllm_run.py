@@ -1,4 +1,4 @@
-"""A run whose engine is vLLM, with a learning rate of nothing: engine and trainer then agree at every step."""
+"""A run with vLLM and a learning rate of 0: engine and trainer must agree at every step."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A run that takes seconds: two layers, four problems a step. Everything in it is real but small.
+"""A run that takes seconds: two layers, four problems per step. All parts are real but small.
 
 The task is to repeat a digit. With a vocabulary of eight and answers of two tokens a model of random weights is right
 now and then, so that there are rewards to learn from at once.

@@ -1,4 +1,5 @@
-"""On several ranks: every family, tied and untied, between Hugging Face's format and megatron-core's, in every layout.
+"""Runs on several ranks: converts every family, tied and untied, between Hugging Face's format and megatron-core's, in
+every layout.
 
 Both ways with megatron-core itself on the other side: ranks load what `conversion` wrote, and `conversion` reads what
 ranks saved. Prints one line per case with the number of tensors that differ in a bit.

@@ -1,4 +1,4 @@
-"""The gradient of one mini-batch under every layout. Run by test_gradient_invariance on several ranks.
+"""Computes the gradient of one mini-batch under given layouts. test_gradient_invariance runs it on several ranks.
 
 usage: gradient_cases.py OUT.pt CASE [CASE ...]      a case is "tp=2,sp=1,budget=64"
 The first run, on one process, writes what the others are compared with.

@@ -1,4 +1,4 @@
-"""On several ranks: every family in every layout of this world size against transformers, in one job.
+"""Runs on several ranks: compares every family in every layout of this world size with transformers.
 
 Writes an HF folder with weights of its own, lets transformers and megatron-core load it, and compares logits (a packed
 and a padded micro-batch in one pipeline schedule) and the exported tensors. Prints one line per case.

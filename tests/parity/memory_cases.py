@@ -1,4 +1,4 @@
-"""On 4 ranks: the bytes of weights, gradients and optimizer of built actors beside those that `plan` announces."""
+"""Runs on 4 ranks: compares the bytes of weights, gradients and optimizer of real actors with those of `plan`."""
 
 import copy
 import sys

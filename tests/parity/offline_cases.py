@@ -1,4 +1,5 @@
-"""The gradients of every offline objective under every layout. Run by test_offline_invariance on several ranks.
+"""Computes the gradients of every offline objective under given layouts. test_offline_invariance runs it on several
+ranks.
 
 usage: offline_cases.py OUT.pt CASE [CASE ...]      a case is "tp=2,sp=1,budget=64"; recorded=1 reads hidden states
 The first run, on one process, writes what the others are compared with.

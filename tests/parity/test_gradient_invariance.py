@@ -1,5 +1,5 @@
-"""The gradient of a mini-batch, for every objective, is the same for every cut into micro-batches, packing and parallel
-layout (1e-5)."""
+"""The gradient of a mini-batch is the same (1e-5) for every split into micro-batches, packing and parallel layout, for
+every objective."""
 
 import json
 from collections import defaultdict

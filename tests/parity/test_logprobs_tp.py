@@ -1,4 +1,4 @@
-"""Vocab-parallel log-probs on two gloo ranks against one: values, gradients, and a rank that holds only padding."""
+"""Vocab-parallel log-probs on two gloo ranks against one rank: values, gradients, and a rank with only padding."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What `plan` says that weights, gradients and optimizer take, against actors that are built: the same bytes."""
+"""`plan` states exactly the bytes that weights, gradients and optimizer of real actors take."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Every offline objective's gradient is the same for every cut and layout, the reference recomputed or written down."""
+"""The gradient of every offline objective is the same for every split and layout, with a recomputed and with a cached
+reference."""
 
 import json
 from pathlib import Path

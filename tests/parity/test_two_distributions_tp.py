@@ -1,4 +1,5 @@
-"""Two vocab-parallel distributions, two gloo ranks against one: values, gradients, a rank of nothing but padding."""
+"""Two vocab-parallel distributions on two gloo ranks against one rank: values, gradients, and a rank with only
+padding."""
 
 import torch
 import torch.distributed as dist

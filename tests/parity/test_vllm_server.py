@@ -1,5 +1,5 @@
-"""A real vLLM server of two workers that is started from here: its answers are transformers', its weights are proven,
-it is replaced when it is killed, and nothing of it is left behind."""
+"""A real vLLM server with two workers: its answers equal those of transformers, its weights are verified, it is
+replaced after a kill, and it leaves no process."""
 
 import os
 import re

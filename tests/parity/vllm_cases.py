@@ -1,4 +1,4 @@
-"""Under torchrun: what vLLM generates after each of five syncs from actors in three layouts, against transformers.
+"""Runs under torchrun: compares vLLM's output after each of five syncs from actors in three layouts with transformers.
 
     vllm_cases.py FOLDER PLACEMENT/FAMILY/tied|untied ...
 

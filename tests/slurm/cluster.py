@@ -1,4 +1,5 @@
-"""What a test does on the cluster: submit, wait, look, disturb. Every wait has an end."""
+"""Helpers for tests on the Slurm cluster: submit jobs, wait, read output, disturb nodes. Every wait has a time
+limit."""
 
 import contextlib
 import os

@@ -1,4 +1,5 @@
-"""A real Slurm of four virtual nodes with pretend GPUs, for the tests of this folder; skipped where there is none."""
+"""Starts a real Slurm of four virtual nodes with simulated GPUs for the tests of this folder, which are skipped without
+Slurm."""
 
 import os
 import shutil

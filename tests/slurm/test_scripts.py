@@ -1,4 +1,4 @@
-"""The scripts in launch/ on a real Slurm: submitted, refused, run, disturbed, failing, in containers."""
+"""The scripts in launch/ on a real Slurm: submission, refusals, runs, signals, failures, containers."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""The documentation is true as far as a machine can tell: links lead somewhere, commands parse, options and metrics
-exist, recipes load, and the examples in Python run."""
+"""Checks the documentation: links, commands, options and metrics exist, recipes load, and Python examples run."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING says of adding something to the package, done to a copy of it: nothing else has to be edited."""
+"""Follows CONTRIBUTING's instructions for additions in a copy of the package: no other file has to be edited."""
 
 import json
 import os

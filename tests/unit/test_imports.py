@@ -1,4 +1,4 @@
-"""Who may import whom: read from the sources, so that an import inside a function counts as well."""
+"""Checks which package may import which, from the sources, so that imports inside functions count as well."""
 
 import ast
 import subprocess

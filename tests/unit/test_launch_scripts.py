@@ -1,4 +1,4 @@
-"""The scripts in launch/ on the login node, with a stand-in for sbatch and python; tests/slurm has the real one."""
+"""The scripts in launch/ on the login node, with a fake sbatch and python; tests/slurm has real ones."""
 
 import os
 import subprocess

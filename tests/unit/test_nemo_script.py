@@ -1,4 +1,4 @@
-"""launch/nemo.py as far as it goes without NeMo-Run: what is given, the points of a sweep, the scripts, the verdict."""
+"""launch/nemo.py without NeMo-Run: arguments, the points of a sweep, the scripts, the exit status."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""Ragged batches: selection, concatenation and the trip through a file, on numbers that can be checked by hand."""
+"""Ragged batches: selection, concatenation, saving and loading, on numbers that can be checked by hand."""
 
 import pytest
 import torch

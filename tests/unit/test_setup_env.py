@@ -1,4 +1,4 @@
-"""tools/setup_env.sh in a strict shell, with a Python that notes what it is asked to install."""
+"""tools/setup_env.sh in a strict shell, with a fake Python that records what it is asked to install."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""Sampling ahead against sampling in turn: wall time per step and what is learnt, on arithmetic in miniature.
+"""Compares sampling ahead with alternating sampling and training: wall time per step and learning, on miniature
+arithmetic.
 
     python tools/bench/asynchronous.py [--out FOLDER] [--seeds 0 1 2] [--staleness 0 1 2] [--steps 30]
 

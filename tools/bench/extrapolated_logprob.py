@@ -1,4 +1,4 @@
-"""Peak memory and time of FPA's two log-probs, beside materialised logits; and of FPA's step over Off-RL's.
+"""Measures peak memory and time of FPA's two log-probs against materialised logits, and of FPA's step against Off-RL's.
 
     python tools/bench/extrapolated_logprob.py [--tokens 4096] [--vocab 151936] [--hidden 1024]
 

@@ -1,4 +1,4 @@
-"""FPA's optimizer step over Off-RL's on the same batch: how much longer, and where the time goes.
+"""Compares FPA's optimizer step with Off-RL's on the same batch: how much longer it takes, and why.
 
     python tools/bench/fpa_step.py [--size 1m] [--vocab 151936] [--sequences 16] [--rounds 5]
 

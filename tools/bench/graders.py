@@ -1,4 +1,4 @@
-r"""Mathematics graders side by side, on references of real benchmarks: python tools/bench/graders.py FOLDER [ROWS]
+r"""Compares graders of mathematics on references of real benchmarks: python tools/bench/graders.py FOLDER [ROWS]
 
 Each reference is written in other ways that mean the same, and as answers that are wrong; a grader errs by a false
 negative on the former and a false positive on the latter. FOLDER holds rows as JSON lines (math500.jsonl ...).

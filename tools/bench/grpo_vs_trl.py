@@ -1,4 +1,4 @@
-"""One whole GRPO step, generation included, beside TRL's GRPOTrainer.
+"""Compares one whole GRPO step, including generation, with TRL's GRPOTrainer.
 
     pip install trl                      # without it our side runs alone
     python tools/bench/grpo_vs_trl.py [--prompts 16] [--group 8] [--tokens 64] [--steps 5] [--threads 1]

@@ -1,4 +1,4 @@
-"""Peak memory and time of the fused log-prob path beside materialised logits, each in a fresh process.
+"""Measures peak memory and time of the fused log-probs against materialised logits, each in a fresh process.
 
     python tools/bench/logprob_memory.py [--tokens 4096] [--vocab 151936] [--hidden 256] [--entropy]
 

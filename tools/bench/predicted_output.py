@@ -1,4 +1,4 @@
-"""Tokens per second with a guess of the response, and without, where the response is the guess but for a few tokens.
+"""Measures tokens per second with and without a draft of the response that differs in a few tokens.
 
     OMP_NUM_THREADS=1 python tools/bench/predicted_output.py [--changed 0 0.02 0.1]
 

@@ -1,4 +1,5 @@
-"""What the refiner of the dynamic constraint costs: a step without it, with it, and with each of its measures.
+"""Measures the cost of the dynamic constraint's refiner: a step without it, with it, and with each of its
+optimisations.
 
     python examples/compare_constraints.py --out FOLDER          # a model that can answer and refine, and trained ones
     python tools/bench/refiner.py FOLDER/warm/export --policy FOLDER/ppo/dynamic_0/export [--engine vllm] [--rounds 5]

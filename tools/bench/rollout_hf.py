@@ -1,4 +1,5 @@
-"""Tokens per second of the hf engine beside transformers' own `generate`: same model, prompts, samples and threads.
+"""Measures tokens per second of the hf engine and of transformers' `generate`: same model, prompts, samples and
+threads.
 
     OMP_NUM_THREADS=1 python tools/bench/rollout_hf.py
 

@@ -1,4 +1,4 @@
-"""Tokens per second of vLLM and of the hf engine on the quickstart's workload, and what a weight sync costs beside a
+"""Measures tokens per second of vLLM and of the hf engine on the quickstart's workload, and a weight sync against a
 plain copy of the same bytes.
 
     OMP_NUM_THREADS=1 python tools/bench/rollout_vllm.py [--sync 3m 100m 600m]

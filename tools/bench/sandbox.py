@@ -1,4 +1,5 @@
-"""Small programs per second in the sandbox, by kind of test and number of workers, beside a fresh interpreter for each.
+"""Measures small programs per second in the sandbox by kind of test and number of workers, against a fresh interpreter
+for each.
 
     python tools/bench/sandbox.py --programs 400 --workers 1 2
 

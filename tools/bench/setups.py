@@ -1,4 +1,4 @@
-"""What the benchmarks share: Qwen3-shaped models of named sizes with random weights, on both sides the same."""
+"""Qwen3-shaped models of named sizes with random weights, equal for both sides of a benchmark."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Log-probs and training steps with and without shared prompts, beside the ratio of their arithmetic.
+"""Measures log-probs and training steps with and without shared prompts, and the ratio of their arithmetic.
 
     python tools/bench/shared_prompts.py [--size 20m] [--steps 5] [--threads 1] [--precision fp32] [--shapes 1024x8x128]
 

@@ -1,4 +1,4 @@
-"""Ways to one result, each measured in a fresh process: what the benchmarks of memory share.
+"""Measures several ways to one result, each in a fresh process, for the benchmarks of memory.
 
 Memory is the peak over what was there before (resident set on a CPU, the allocator's peak on a GPU).
 """

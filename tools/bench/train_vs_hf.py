@@ -1,4 +1,4 @@
-"""A training step of our Actor beside Hugging Face transformers: forward, backward, clipping and AdamW.
+"""Compares a training step of our Actor with Hugging Face transformers: forward, backward, clipping and AdamW.
 
     python tools/bench/train_vs_hf.py [--sizes 1m 3m 20m] [--steps 10] [--threads 1] [--precision fp32]
 

@@ -1,4 +1,4 @@
-"""Seconds of one transfer of weights between two processes of this machine, as between a trainer and a server.
+"""Measures one transfer of weights between two processes of this machine, as between a trainer and a server.
 
     OMP_NUM_THREADS=1 python tools/bench/wire.py [--rounds 20]
 

@@ -1,4 +1,4 @@
-"""`megatron-rft evaluate` with a real model of no skill: benchmarks by their adapters, and going on after a kill."""
+"""`megatron-rft evaluate` with an untrained model: benchmarks through their adapters, and resuming after a kill."""
 
 import json
 

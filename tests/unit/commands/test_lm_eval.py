@@ -1,4 +1,4 @@
-"""The bridge to lm-evaluation-harness: a task of our own on a model of no skill."""
+"""The bridge to lm-evaluation-harness, with a custom task and an untrained model."""
 
 import json
 import sys

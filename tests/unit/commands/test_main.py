@@ -1,4 +1,4 @@
-"""The command line as a person or a launcher meets it: words, exit statuses, signals, ranks that die."""
+"""The command line: messages, exit statuses, signals, and ranks that die."""
 
 import json
 import os

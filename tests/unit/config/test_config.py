@@ -1,4 +1,4 @@
-"""Recipes: inheritance, overrides, what is refused and in which words, and the arithmetic of a plan."""
+"""Recipes: inheritance, overrides, refusals with their messages, and the arithmetic of a plan."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a recipe names its data: by adapter, file, folder or hub name; checked without network and without torch."""
+"""The ways to name data in a recipe: adapter, file, folder or hub name; checked without network and torch."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Recipes of trainers generate and offline: what they come to, and what is refused in which words."""
+"""Recipes of the trainers generate and offline: resolved values, and refusals with their messages."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""The sections of the online family: what cannot work or would do nothing is refused in words."""
+"""The sections of the online family: recipes that cannot work, or with options without effect, are refused with a
+message."""
 
 import json
 

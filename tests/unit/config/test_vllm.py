@@ -1,4 +1,4 @@
-"""Which engine a recipe gets, and what its section `vllm` may say. Without importing vLLM."""
+"""The engine that a recipe gets, and the checks of its section `vllm`, without importing vLLM."""
 
 import subprocess
 import sys

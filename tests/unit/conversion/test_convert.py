@@ -1,4 +1,4 @@
-"""From one format into the other and back: the same bits, the tokenizer along, and nothing half on any failure."""
+"""Conversion in both directions: equal bits, the tokenizer is copied, and a failure leaves no files."""
 
 import io
 import json

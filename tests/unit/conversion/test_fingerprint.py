@@ -1,4 +1,4 @@
-"""Fingerprints tell models and tokenizers apart, and nothing else."""
+"""Fingerprints differ exactly for different models and tokenizers."""
 
 import shutil
 

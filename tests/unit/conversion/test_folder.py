@@ -1,4 +1,4 @@
-"""Reading and writing HF folders: what transformers writes, what it reads, and what is wrong with a folder."""
+"""Reading and writing HF folders: those of transformers, and the errors for damaged ones."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Names and layouts of both sides, on numbers small enough to read."""
+"""Names and layouts of Hugging Face and megatron-core, on numbers small enough to check by hand."""
 
 import pytest
 import torch

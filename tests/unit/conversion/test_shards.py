@@ -1,4 +1,4 @@
-"""Cutting whole parameters over tensor-parallel ranks, and putting them together again."""
+"""Splitting parameters over tensor-parallel ranks, and joining them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each adapter on rows made here, in the field names of the published set; the real ones are in test_real_rows."""
+"""Each adapter on rows made for the test, with the field names of the published set; test_real_rows has real ones."""
 
 import base64
 import json

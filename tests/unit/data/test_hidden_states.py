@@ -1,4 +1,4 @@
-"""The cache of hidden states: read as it was written, bit for bit; what is torn or does not fit is refused."""
+"""The cache of hidden states: it returns what was written bit for bit, and refuses damaged or unsuitable files."""
 
 import json
 import os

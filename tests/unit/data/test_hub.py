@@ -1,4 +1,4 @@
-"""The hub's own client against a server on this machine that speaks the part of its protocol that a download needs."""
+"""The hub's own client against a local server that implements the download part of its protocol."""
 
 import hashlib
 import json

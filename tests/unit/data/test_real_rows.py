@@ -1,4 +1,4 @@
-"""Every row of the benchmarks' own files goes through its adapter. The rows are not part of this project."""
+"""Every row of the benchmarks' files goes through its adapter. The rows are not part of this project."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Text files that are not quite right: what is read, and what is refused with file and line."""
+"""Unusual and damaged text files: which are read, and which are refused with file and line."""
 
 import json
 import sys

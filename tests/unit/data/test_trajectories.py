@@ -1,4 +1,4 @@
-"""The trajectory store: same files in any order of work, whole or refused."""
+"""The trajectory store: the same files whatever the order of work, and damaged stores are refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A scripted engine stands for the model: what is tested is the sharing, the grading and the books."""
+"""Evaluation with a scripted engine: distribution over ranks, grading and statistics."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Runs under different constraints in one figure."""
+"""The figure that compares runs under different constraints."""
 
 import json
 

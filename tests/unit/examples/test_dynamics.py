@@ -1,4 +1,4 @@
-"""The figure of offline runs: drawn from what they log, whichever method they are."""
+"""The figure of offline runs, from logs of any method."""
 
 import json
 

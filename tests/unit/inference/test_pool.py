@@ -1,4 +1,5 @@
-"""Real engine processes, killed and stopped at bad moments: the pool's answers are those of one engine in here."""
+"""Real engine processes that are killed and stopped at bad moments: the pool's answers equal those of one engine in
+this process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A sync's proof, with a real engine and engines that fail in one way each."""
+"""Verification of a sync, with a real engine and with engines that each fail in one way."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tiny random models of the families the engine serves, and engines that hold their weights."""
+"""Tiny random models of the families that the engine supports, and engines with their weights."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig

@@ -1,4 +1,4 @@
-"""What the nodes and the starts of a queue's job tell each other, and when another start is worth it."""
+"""The files that the nodes and starts of a queued job share, and when the job restarts."""
 
 import threading
 import time

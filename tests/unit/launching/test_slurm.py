@@ -1,4 +1,4 @@
-"""Places and ranks from a step's environment, without a Slurm."""
+"""Nodes and ranks from a step's environment, without a Slurm."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which sequences go into which micro-batch: each once, within the budget, balanced, groups together."""
+"""The distribution of sequences over micro-batches: each once, within the budget, balanced, groups together."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""The view of torch that megatron-core gets on a host without CUDA, and the optimizer it gets there."""
+"""megatron-core's view of torch on a host without CUDA, and its optimizer there."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""From a transformers configuration to megatron-core's: what is translated, and what is refused, in which words."""
+"""Translation of a transformers configuration to megatron-core's, and refusals with their messages."""
 
 from types import SimpleNamespace
 

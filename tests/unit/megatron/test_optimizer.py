@@ -1,4 +1,4 @@
-"""Moments kept apart, and the moving average of a model's weights, through a checkpoint."""
+"""Separate sets of moments, and the moving average of a model's weights, also through a checkpoint."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Micro-batches: who gets what, what is fed, and which hidden state predicts which token."""
+"""Micro-batches: the fed tokens, their distribution over ranks, and which hidden state predicts which token."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where the ranks meet. What they do there is in tests/parity."""
+"""Connecting the ranks. tests/parity has what they compute."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Attention where responses share a prompt, against each sequence by itself: values and gradients."""
+"""Attention with shared prompts against each sequence alone: values and gradients."""
 
 import pytest
 import torch

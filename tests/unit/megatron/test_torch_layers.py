@@ -1,4 +1,4 @@
-"""The lean elementwise layers against autograd of their definitions."""
+"""The custom elementwise layers against autograd of their definitions."""
 
 import torch
 import torch.nn.functional as F

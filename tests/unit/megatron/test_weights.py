@@ -1,4 +1,4 @@
-"""Loading, streaming and saving on one rank; layouts over several ranks are in tests/parity."""
+"""Loading, streaming and saving on one rank; tests/parity has layouts over several ranks."""
 
 import subprocess
 

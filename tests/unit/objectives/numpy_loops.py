@@ -1,5 +1,5 @@
-"""The online family once more, as loops over sequences and tokens in float64 numpy: slow, plain and written from the
-formulas alone. Nothing of the package is imported, so that a mistake there is not repeated here.
+"""The online family as loops over sequences and tokens in float64 numpy, written from the formulas alone. It imports
+nothing of the package, so that a mistake is not repeated.
 
 A batch is a list of sequences, each a dict with group, reward and, per token, lists: mask, logp, old, ref, rollout,
 entropy, value, kl (exact). `terms` of a loss are weights times means over a mini-batch.

@@ -1,4 +1,4 @@
-"""Credit: group-relative (pipo.txt Eq. 3 and 4.1) and its cousins, generalised advantages, whitening, penalties."""
+"""Advantages: group-relative (pipo.txt Eq. 3 and 4.1) and variants, generalised advantages, whitening, penalties."""
 
 import pytest
 import torch

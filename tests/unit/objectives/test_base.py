@@ -1,4 +1,4 @@
-"""Losses as sums, and updates cut into optimizer steps."""
+"""Losses as sums, and updates split into optimizer steps."""
 
 import pytest
 import torch

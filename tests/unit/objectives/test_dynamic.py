@@ -1,4 +1,4 @@
-"""The dynamic constraint: Eq. 6 against numpy, its gradient, where it acts, and where it leaves no trace."""
+"""The dynamic constraint: Eq. 6 against numpy, its gradient, where it acts, and where it changes nothing."""
 
 import math
 

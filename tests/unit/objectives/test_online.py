@@ -1,5 +1,5 @@
-"""Every online objective against loops in numpy, on ragged batches with all that can go wrong in one; and every option
-of every objective does something."""
+"""Every online objective against loops in numpy, on ragged batches with all edge cases; and every option of every
+objective has an effect."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""PIPO: the arithmetic of its feedback, what it updates and when, and that its state survives a file."""
+"""PIPO: its feedback by hand, what it updates and when, and saving and loading its state."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""PPO: its credit, its two updates, and the steps in which the critic is alone."""
+"""PPO: its advantages, its two updates, and the steps that train only the critic."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""SDPO: who is taught, by what, and what PIPO makes of it."""
+"""SDPO: which responses are trained on, with which teacher, and SDPO inside PIPO."""
 
 import pytest
 import torch

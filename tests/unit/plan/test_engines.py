@@ -1,4 +1,4 @@
-"""Where engines run and how far ahead they sample: what cannot work, or would do nothing, is refused in words."""
+"""Placement of engines and sampling ahead: impossible recipes and options without effect are refused with a message."""
 
 import pytest
 

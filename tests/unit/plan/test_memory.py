@@ -1,4 +1,4 @@
-"""The memory of a plan, by hand: bytes per parameter, phases, and what it says where there is no room."""
+"""The memory of a plan by hand: bytes per parameter, phases, and the message when it does not fit."""
 
 import json
 

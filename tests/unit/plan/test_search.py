@@ -1,4 +1,4 @@
-"""`plan --search`: which layouts it lists, in which order, and what it says where it cannot."""
+"""`plan --search`: the layouts that it lists, their order, and its messages."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Seconds by arithmetic: against published H100 runs, against a rehearsal, and what must hold between layouts."""
+"""Estimated seconds: against published H100 runs, against a rehearsal, and relations between layouts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Every shipped recipe fits the node that its script in launch/ asks for: 8 GPUs of 80 GiB, with a tenth to spare."""
+"""Every shipped recipe fits the node that its script in launch/ requests: 8 GPUs of 80 GiB, with a tenth to spare."""
 
 import json
 from pathlib import Path

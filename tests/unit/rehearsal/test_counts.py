@@ -1,4 +1,4 @@
-"""The arithmetic of a rehearsal by hand: roofline, links, peaks, bounds, and what a user may get wrong."""
+"""The arithmetic of a rehearsal by hand: roofline, links, peaks, bounds, and user errors."""
 
 import pytest
 

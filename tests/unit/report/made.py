@@ -1,4 +1,4 @@
-"""Folders of runs as a trainer leaves them, with made-up numbers."""
+"""Creates run folders like a trainer's, with made-up numbers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The page of what a refiner changed."""
+"""The page that shows what a refiner changed."""
 
 import json
 

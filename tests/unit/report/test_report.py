@@ -1,4 +1,4 @@
-"""The pure parts of the report: what is read, what is one group, what the numbers are, what the page may not do."""
+"""The report without a browser: reading runs, grouping them, computing numbers, and what the page must not contain."""
 
 import json
 import math

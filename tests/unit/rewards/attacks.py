@@ -1,4 +1,4 @@
-"""Programs that try to get out, to get hold of what is not theirs, or to be rewarded for nothing: attack_programs/.
+"""Programs that try to escape, to read secrets, or to get an unearned reward: attack_programs/.
 
 A script that succeeds prints ESCAPED, which is the output that its test expects: a reward above that of a wrong answer
 is a successful attack. Those in STEAL are to print a secret, which is their test's expected output as well as the

@@ -1,4 +1,4 @@
-"""Responses that try to be rewarded without an answer, each with the verdict that it must get."""
+"""Responses that try to get a reward without an answer, each with its correct verdict."""
 
 import pytest
 

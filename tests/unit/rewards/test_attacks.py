@@ -1,4 +1,4 @@
-"""Every program of attacks.py in the sandbox: none gets out, none is rewarded, none leaves a process or a file."""
+"""Every program of attacks.py in the sandbox: none escapes, none is rewarded, none leaves a process or a file."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pairs of a reference and an answer, in the forms in which benchmarks and models write them."""
+"""Pairs of reference and answer, in the forms in which benchmarks and models write them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of a row work across two processes as in one: arguments that change, objects, iterators, callbacks."""
+"""Tests of a row work across two processes as in one process: changed arguments, objects, iterators, callbacks."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""HumanEval and MBPP: the reference solutions have all of the reward, and mutated ones exactly that of their fault."""
+"""HumanEval and MBPP: reference solutions get the full reward, and mutated ones exactly that of their fault."""
 
 import ast
 import json

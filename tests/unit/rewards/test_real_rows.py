@@ -1,4 +1,4 @@
-"""Reference answers of real benchmarks verify against themselves, and against the answer of another row they do not."""
+"""Reference answers of real benchmarks match themselves, and not the answers of other rows."""
 
 import json
 import os

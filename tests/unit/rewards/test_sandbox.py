@@ -1,4 +1,4 @@
-"""The sandbox itself: which container it takes, its limits, what happens when a server dies."""
+"""The sandbox: which container it uses, its limits, and what happens when a server dies."""
 
 import os
 import signal

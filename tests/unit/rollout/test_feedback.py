@@ -1,4 +1,4 @@
-"""What the self-teacher is told of each response."""
+"""The feedback that the self-teacher gets on each response."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The refiner: which responses it gets, what becomes of its texts, and that the pairs of a batch score higher."""
+"""The refiner: which responses it gets, how its texts are processed, and that a batch's pairs score higher."""
 
 import math
 import random

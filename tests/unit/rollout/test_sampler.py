@@ -1,4 +1,4 @@
-"""Batches from a real engine: the same for any number of ranks, filtered, refilled, and honest about failed graders."""
+"""Batches from a real engine: the same for any number of ranks, filtered, refilled, and with failed graders."""
 
 import math
 import time

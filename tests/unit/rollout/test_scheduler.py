@@ -1,4 +1,4 @@
-"""Sampling ahead: which weights write which batch, whatever the clock says; and what a checkpoint keeps of it."""
+"""Sampling ahead: which weights generate which batch, whatever the timing, and the pending batches in a checkpoint."""
 
 import time
 

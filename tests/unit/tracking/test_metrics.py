@@ -1,4 +1,4 @@
-"""Every step once, whatever killed the run."""
+"""The metrics file has every step once, however the run was killed."""
 
 import json
 import math

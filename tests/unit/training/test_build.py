@@ -1,4 +1,4 @@
-"""Which field of an adapter's rows is compared with, and which is learned."""
+"""The fields of an adapter's rows that are compared with and trained on."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What a run does with its engines around a step; processes and servers are in tests/integration and tests/parity."""
+"""What a run does with its engines before and after a step; tests/integration and tests/parity have processes and
+servers."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

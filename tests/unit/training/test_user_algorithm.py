@@ -1,4 +1,4 @@
-"""An algorithm in a file of the user's, from a recipe."""
+"""An algorithm in a user's file, used from a recipe."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is said of this machine's GPU without torch, by pretended device files and versions."""
+"""Statements about this machine's GPU without torch, with simulated device files and versions."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Ports for processes to meet at, and who started whom. What ends with whom is in the tests of those who start
-something."""
+"""Reserved ports and parents of processes. Other tests check which processes end together."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Drawing tokens, and the book-keeping of rows."""
+"""Sampling tokens, and the bookkeeping of rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Streams through buckets far smaller than the tensors, with both ends in turn."""
+"""Streams through buckets far smaller than the tensors; sender and receiver run in turn."""
 
 import os
 

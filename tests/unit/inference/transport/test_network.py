@@ -1,4 +1,4 @@
-"""Both ends of a connection, in two threads: what goes over, what is damaged, and by which way it goes."""
+"""Both ends of a connection in two threads: the received tensors, damaged buckets, and the choice of transport."""
 
 from concurrent.futures import ThreadPoolExecutor
 

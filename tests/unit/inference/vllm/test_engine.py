@@ -1,4 +1,4 @@
-"""The vLLM engine beside the model's own forward pass, and a stream with faults in it. One engine serves all tests."""
+"""The vLLM engine against the model's own forward pass, and streams with faults. All tests share one engine."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor

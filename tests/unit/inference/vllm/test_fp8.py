@@ -1,5 +1,5 @@
-"""FP8 weights: what the engine computes with is what was sent, rounded, or the sync names the tensor. On the CPU build,
-by the one kernel for FP8 that it has everywhere."""
+"""FP8 weights: the engine computes with the rounded weights, or the sync names the tensor. On the CPU build, with the
+only FP8 kernel that it has everywhere."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is proposed to vLLM from the drafts of the requests in a batch."""
+"""The tokens proposed to vLLM from the drafts of a batch's requests."""
 
 from types import SimpleNamespace
 

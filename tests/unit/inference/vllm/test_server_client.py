@@ -1,4 +1,4 @@
-"""What a trainer says to a server, and what it says of one that will not do. The real one is in tests/parity."""
+"""The client's requests to a server, and its messages about unsuitable servers. tests/parity has a real server."""
 
 import json
 import queue

@@ -1,4 +1,4 @@
-"""Which pairs are made, and what is refused."""
+"""The pairs that are made, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""References of real tool-use and multiple-choice rows have all of the reward, those of other rows do not."""
+"""References of real tool-use and multiple-choice rows get the full reward, those of other rows do not."""
 
 import json
 import os
