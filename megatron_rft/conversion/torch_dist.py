@@ -116,16 +116,16 @@ class MegatronFolder:
     """The tensors of a torch_dist checkpoint by HF name, like `HFFolder`: `folder(name)` reads one.
 
     The constructor raises DataError, naming the parameters, if one is missing, has another shape than `hf_config` says,
-    is not the model's, or if a file is incomplete. `model` is the name of the model in a training run ("actor"); with
-    None the prefix is found: checkpoints of Megatron-LM have none.
+    is not the model's, or if a file is incomplete. Parameters may have the prefix "actor.", as in checkpoints of a
+    training run; those of Megatron-LM have none.
     """
 
-    def __init__(self, path: str | Path, hf_config: Any, model: str | None = None):
+    def __init__(self, path: str | Path, hf_config: Any):
         self.path, self.hf_config = Path(path), hf_config
         self.mapping = Mapping(hf_config)
         metadata = read_metadata(self.path)
         tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
-        self.prefix = self._find_prefix(tensors) if model is None else f"{model}."
+        self.prefix = self._find_prefix(tensors)
         ours = tuple(self.prefix + part for part in MODEL)
         self.tensors = {key.removeprefix(self.prefix): v for key, v in tensors.items() if key.startswith(ours)}
         self.stored: dict[str, list] = {}  # key -> (offset of a chunk, where it is stored)

@@ -252,6 +252,6 @@ class EngineProcess(Engine):
             self._connection.close()
 
 
-def last_lines(log: Path, count: int = LAST_LINES) -> str:
+def last_lines(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return "\n".join(lines[-count:]) or "(empty)"
+    return "\n".join(lines[-LAST_LINES:]) or "(empty)"

@@ -46,17 +46,17 @@ def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any) -> None:
             parameter.copy_(part)
 
 
-def stream(chunks: list[GPTModel], hf_config: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def stream(chunks: list[GPTModel], hf_config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
     Collective: every rank must exhaust it. A tensor may share the model's memory: copy it to keep it after an update.
     """
     mapping, mine = Mapping(hf_config), dict(named_parameters(chunks))
-    for stage, name, shape, own_dtype in _list_parameters(mine, hf_config.tie_word_embeddings):
+    for stage, name, shape, dtype in _list_parameters(mine, hf_config.tie_word_embeddings):
         if stage == parallel.pp_rank():
-            part = _plain(mine[name]).to(dtype or own_dtype).contiguous()
+            part = _plain(mine[name]).to(dtype).contiguous()
         else:
-            part = torch.empty(shape, dtype=dtype or own_dtype, device=parallel.device())
+            part = torch.empty(shape, dtype=dtype, device=parallel.device())
         if parallel.pp_size() > 1:
             dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
         for whole_name, whole in _gather(name, part, hf_config):

@@ -8,7 +8,6 @@ from torch import Tensor
 from megatron_rft.objectives.base import Loss, Sum, sequence_means, sequence_sums
 from megatron_rft.records import Batch
 
-AGGREGATIONS = ("sequence_mean", "token_mean", "group_mean", "sequence_sum", "constant")
 LOG_RATIO_BOUND = 20.0  # a ratio of 5e8 says enough, and infinity times an advantage of 0 would be no number
 
 

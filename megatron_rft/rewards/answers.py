@@ -15,7 +15,6 @@ from megatron_rft.rewards.equivalence.latex import one_spelling, split, squeeze
 from megatron_rft.rewards.equivalence.rationals import number
 from megatron_rft.rewards.equivalence.structure import RELATION, unevaluated, value_of
 
-HOW = ("boxed", "marked", "any")
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s${}]+)")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)

@@ -33,6 +33,7 @@ SHOWN = (
 # The display draws a sparkline of the first one that the run has
 TREND = ("reward/mean", "policy/loss")
 BLOCKS = "▁▂▃▄▅▆▇█"
+PACE_STEPS = 20  # steps whose mean time predicts the time left
 
 
 class Progress(Protocol):
@@ -84,9 +85,9 @@ def clock_time(seconds: float) -> str:
 class Pace:
     """Estimates the time left from the mean wall time of the last steps, including evaluations and checkpoints."""
 
-    def __init__(self, total_steps: int, window: int = 20):
+    def __init__(self, total_steps: int):
         self.total_steps = total_steps
-        self._ends: deque[tuple[int, float]] = deque([], maxlen=window + 1)
+        self._ends: deque[tuple[int, float]] = deque([], maxlen=PACE_STEPS + 1)
 
     def step_done(self, step: int) -> None:
         self._ends.append((step, time.monotonic()))

@@ -164,10 +164,11 @@ class Reference:
         return cache, part
 
 
-def chunks(data: Batch, tokens: int = CHUNK_TOKENS) -> list[Tensor]:
-    """Positions of sequences, in order, in parts of about `tokens` response tokens: the same in every layout."""
+def chunks(data: Batch) -> list[Tensor]:
+    """Split the positions of sequences, in order, into parts of about CHUNK_TOKENS response tokens: the same in every
+    layout."""
     before = data.response_lens.cumsum(0) - data.response_lens
-    _, sizes = (before // tokens).unique_consecutive(return_counts=True)
+    _, sizes = (before // CHUNK_TOKENS).unique_consecutive(return_counts=True)
     return list(torch.arange(len(data)).split(sizes.tolist()))
 
 
