@@ -31,7 +31,7 @@ PLAN = """told="$(python -m megatron_rft {arguments} 2>&1 >/dev/null)" || refuse
 
 
 class UserError(ValueError):
-    """Something that was given is wrong; the message says what, and the fix."""
+    """Some input of the user is wrong; the message says what, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class LoginNode:
 
     @property
     def ssh(self) -> list[str]:
-        """Empty on this machine."""
+        """The command line of ssh to the login node; empty on this machine."""
         if self.host is None:
             return []
         options = (["-p", str(self.port)] if self.port else []) + (["-i", str(self.identity)] if self.identity else [])
         return ["ssh", *options, f"{self.user}@{self.host}"]
 
     def check(self, workspace: Path, code: list[Path], setup: str | None, plans: dict[str, list[str]]) -> None:
-        """Whether jobs can be sent from there, and what each of `plans`, arguments of megatron-rft, says where `setup`
-        leads to an environment of the run; None: it is in an image.
+        """Check that jobs can be submitted there, and run each of `plans` (arguments of megatron-rft) if `setup` leads
+        to an environment of the run. `setup` None: the environment is in an image.
 
         Raises:
-            UserError: what does not go.
+            UserError: jobs cannot be submitted; the message says why.
         """
         lines = [PLAN.format(arguments=shlex.join(each), name=shlex.quote(name)) for name, each in plans.items()]
         script = SCRIPT.format(

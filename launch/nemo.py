@@ -31,7 +31,7 @@ LEAD = 600  # seconds ahead of the time limit at which a job is told to save and
 
 @dataclass(frozen=True)
 class Point:
-    """One job: its name, and the keys that it has on top of the recipe."""
+    """One job: its name, and its overrides of the recipe."""
 
     name: str
     keys: list[str]
@@ -91,7 +91,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def points(args: argparse.Namespace) -> list[Point]:
-    """All combinations of the swept values, each with an output folder of its own."""
+    """Return all combinations of the swept values, each with its own output folder."""
     axes = []
     for text in args.sweep:
         option, equals, values = text.partition("=")
@@ -110,14 +110,15 @@ def points(args: argparse.Namespace) -> list[Point]:
 
 
 def output_dir(args: argparse.Namespace) -> str:
-    """The one given, else what the recipe itself says; below it a sweep has a folder for each point."""
+    """Return the given output folder, else that of the recipe, with a subfolder for each point of a sweep."""
     given = [key.partition("=")[2] for key in args.keys if key.startswith("run.output_dir=")]
     own = yaml.safe_load(Path(args.recipe).read_text()).get("run") or {}
     return (given or [own.get("output_dir") or f"runs/{Path(args.recipe).stem}"])[-1]
 
 
 def check(args: argparse.Namespace, jobs: list[Point]) -> None:
-    """The plan of each job on as many ranks, where there is an environment of the run; for Slurm on the login node."""
+    """Print the plan of each job for its number of ranks, if there is an environment of the run (for Slurm: on the
+    login node)."""
     ranks = str(args.nodes * args.nproc)
     if not args.local:
         plans = {job.name: ["plan", recipe_there(args), "--nproc", ranks, *job.keys] for job in jobs}
@@ -133,13 +134,13 @@ def check(args: argparse.Namespace, jobs: list[Point]) -> None:
 
 
 def lost_with_the_container(args: argparse.Namespace, folder: Path) -> bool:
-    """Whether a run writes into the container's own file system, which goes away with the job."""
+    """Return whether a run writes to the container's file system, which is deleted with the job."""
     mounted = [args.workspace, *(Path(f"{mount}:{mount}".split(":")[1]) for mount in args.mounts.split(",") if mount)]
     return bool(args.image) and folder.is_absolute() and not any(map(folder.is_relative_to, mounted))
 
 
 def run_here(args: argparse.Namespace, command: str) -> subprocess.CompletedProcess:
-    """A command of the run's environment."""
+    """Run a command in the environment of the run."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     shell = ["bash", "-c", f"{args.setup}\n{command}"]
     return subprocess.run(shell, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
@@ -156,7 +157,7 @@ def command(args: argparse.Namespace) -> str:
 
 
 def slurm_script(args: argparse.Namespace, point: Point) -> str:
-    """What each node runs. /nemo_run is the job's folder, under that name in a container and by its own outside."""
+    """Return the script that each node runs. A container mounts the job's folder as /nemo_run."""
     keys = shlex.join([command(args), recipe_there(args), "--nproc", str(args.nproc), *point.keys])
     runs = shlex.quote(str(args.workspace / "runs"))
     return f"""
@@ -177,7 +178,8 @@ def notes(args: argparse.Namespace) -> str:
 
 
 def batch_lines(args: argparse.Namespace) -> str:
-    """In NeMo-Run's batch script, before its srun: it would run in the foreground, and requeue a mistake as well."""
+    """Return the lines before srun in NeMo-Run's batch script: its own srun would run in the foreground, and requeue
+    user errors too."""
     return "\n".join(
         [
             "set +vx",

@@ -52,7 +52,7 @@ def sequences(vocab: int, count: int, longest: int) -> Batch:
 
 
 def gradients(precision: str) -> dict[str, torch.Tensor]:
-    """HF name -> gradient of a fixed small model and batch, and the loss, in fp32 on the host."""
+    """Return the gradients (by HF name) and the loss of a fixed small model and batch, in fp32 on the host."""
     model = hf_model(qwen3("1m", initializer_range=0.1), "fp32")
     actor = actor_like(model, precision, micro_batch_tokens=4096)
     batch = sequences(512, 16, 128)
@@ -65,7 +65,7 @@ def gradients(precision: str) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def cpu_reference() -> dict[str, torch.Tensor]:
-    """`gradients("fp32")` from a process that sees no GPU and is a world of its own."""
+    """Return `gradients("fp32")` from a separate single process that sees no GPU."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/reference.safetensors"
@@ -81,7 +81,7 @@ def cpu_reference() -> dict[str, torch.Tensor]:
 
 
 def distance(found: dict, expected: dict) -> tuple[float, float]:
-    """(relative loss difference, largest relative gradient difference of a tensor)"""
+    """Return (relative loss difference, largest relative gradient difference of a tensor)."""
     loss = ((found["loss"] - expected["loss"]).abs() / expected["loss"]).item()
     names = expected.keys() - {"loss"}
     return loss, max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in names)
@@ -138,7 +138,7 @@ def parity(precision: str, layers: str) -> Iterator[Row]:
 
 
 def training(precision: str) -> Iterator[Row]:
-    """Twenty steps on one batch: the loss must fall, and every step be applied."""
+    """Make twenty steps on one batch: the loss must fall, and every step must be applied."""
     if precision == "fp8":
         need_gpu((8, 9))
         need("transformer_engine")
@@ -166,7 +166,7 @@ def logprob_accuracy() -> Iterator[Row]:
 
 
 def matmul_rate(size: int = 8192 if GPU else 1024) -> float:
-    """FLOP/s of one large bf16 (on the CPU: fp32) product: the practical peak that floors are computed with."""
+    """Return FLOP/s of one large bf16 (on the CPU: fp32) product, the practical peak from which floors are computed."""
     a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16 if GPU else torch.float32) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b)
 
@@ -218,7 +218,7 @@ def logprob_memory() -> Iterator[Row]:
 
 
 def model_flops(config, lengths: list[int]) -> float:
-    """Of forward and backward: 6 per weight of a matrix product and token, and causal attention's products."""
+    """Return the FLOPs of forward and backward: 6 per weight and token of a matrix product, and causal attention."""
     c, tokens = config, sum(lengths)
     attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     weights = c.num_hidden_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size

@@ -28,7 +28,7 @@ def need_gpu(capability: tuple[int, int] = (0, 0)) -> None:
 
 
 def bound(value: float, limit: float, what: str) -> Row:
-    """A row that is a failure when the value is above its limit, or is not a number."""
+    """Return a row that fails if the value is above its limit, or is not a number."""
     if not value <= limit:
         raise AssertionError(f"{what}: {value:.3g}, allowed {limit:.3g}")
     return what, f"{value:.2e}", f"<= {limit:.0e}"
@@ -40,7 +40,7 @@ def wait() -> None:
 
 
 def seconds(function: Callable[[], object], repeats: int = 5) -> float:
-    """The fastest of some runs, after one to warm up."""
+    """Return the time of the fastest of some runs, after a warm-up run."""
     best = float("inf")
     for number in range(repeats + 1):
         wait()

@@ -43,7 +43,7 @@ def random_weights(seed: int, size: str = SIZE) -> dict[str, torch.Tensor]:
 
 
 def engine_process(transport: str) -> Iterator[Row]:
-    """Every bit of every tensor is in the other process's model after each sync, and in that of its successor."""
+    """Check that every bit of every tensor arrives in the other process after each sync, and in its replacement."""
     build = partial(HFEngine, qwen3(SIZE), torch.bfloat16, DEVICE)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -136,7 +136,7 @@ def sampled(engine: Engine, vocab: int) -> Batch:
 
 
 def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
-    """The trainer's log-probs, in bf16, of what vLLM sampled with the weights of two syncs."""
+    """Compare the trainer's bf16 log-probs with vLLM's on samples after each of two syncs."""
     if kind == "fp8":
         need("vllm")
         if GPU:
@@ -162,14 +162,14 @@ def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
 
 
 def memory() -> float:
-    """GiB of the device in use, by whomever."""
+    """Return the GiB of the device in use by all processes."""
     torch.cuda.synchronize()
     free, whole = torch.cuda.mem_get_info()
     return (whole - free) / 2**30
 
 
 def sleep_and_wake() -> Iterator[Row]:
-    """The memory of a colocated engine is the trainer's while that trains; the engine comes back whole."""
+    """Check that a sleeping colocated engine frees its memory for the trainer, and works again after waking."""
     need_gpu()
     need("vllm")
     config = qwen3(SIZE, initializer_range=SPREAD)

@@ -60,7 +60,7 @@ def off_rl(hidden, weight, other_hidden, other_weight, targets, args):
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """One side, in this process."""
+    """Measure one side in this process."""
     import torch
 
     device, dtype = sides.device_and_dtype(args)

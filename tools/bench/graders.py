@@ -36,7 +36,7 @@ FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 
 
 def references(folder: Path, rows: int) -> Iterator[tuple[str, str]]:
-    """(question, reference), `rows` of each file, without those that say nothing."""
+    """Return (question, reference) for `rows` rows of each file, without empty references."""
     for name, field in FILES.items():
         path = folder / f"{name}.jsonl"
         table = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -48,7 +48,7 @@ def references(folder: Path, rows: int) -> Iterator[tuple[str, str]]:
 
 
 def equivalents(reference: str) -> Iterator[tuple[str, str]]:
-    """Ways to write the reference, none of which changes what it says."""
+    """Return other ways to write the reference with the same meaning."""
     bare = reference.strip("$") if reference.count("$") == 2 else reference
     yield "boxed", rf"So the answer is $\boxed{{{bare}}}$."
     yield "answer is", f"Therefore, the answer is ${bare}$."
@@ -95,7 +95,7 @@ def _numbers(bare: str) -> Iterator[tuple[str, str]]:
 
 
 def wrong_answers(question: str, reference: str, other: str) -> Iterator[tuple[str, str]]:
-    """Answers that are not the reference."""
+    """Return wrong answers."""
     bare = reference.strip("$") if reference.count("$") == 2 else reference
     clean = one_spelling(bare)
     found = number(clean)
@@ -166,7 +166,7 @@ def qwen_rules(table: list[Case]) -> list[bool]:
 
 
 def _extracted(text: str) -> str:
-    """The last box, else what follows "he answer is", else the last number."""
+    """Return the last box, else the text after "he answer is", else the last number."""
     if "boxed" in text:
         rest, depth = text.split("boxed")[-1], 0
         for place, letter in enumerate(rest):

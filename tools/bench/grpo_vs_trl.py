@@ -43,7 +43,7 @@ WARM_UP = 2
 
 
 def reward_of(text: str) -> float:
-    """Cheap, and different within a group: the share of digits."""
+    """Return a cheap reward that differs within a group: the share of digits."""
     return sum(c.isdigit() for c in text) / max(len(text), 1)
 
 
@@ -53,7 +53,7 @@ class OurReward:
 
 
 class Ours:
-    """The body of training/online.py's loop, timed by phase."""
+    """Run the body of training/online.py's loop, timed by phase."""
 
     def __init__(self, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace):
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -74,7 +74,7 @@ class Ours:
         return self.prompts[start : start + count]
 
     def with_logprobs(self, batch: Batch) -> Batch:
-        """Those before the step and those of the reference."""
+        """Add the log-probs before the step and those of the reference."""
         rollout = batch.tokens["rollout_logprobs"]
         if self.old == "rollout":
             batch = batch.with_tokens(old_logprobs=rollout)
@@ -105,7 +105,7 @@ class Ours:
 
 
 class Alternate(TrainerCallback):
-    """After each step of TRL's, one of ours; TRL's time is from the end of ours to the end of its own."""
+    """Runs one of our steps after each step of TRL. TRL's time is from the end of our step to the end of TRL's."""
 
     ours: Ours  # set later: TRL's trainer has to find no process group when it is made, or it wraps its model in DDP
 
@@ -125,7 +125,7 @@ class Alternate(TrainerCallback):
 
 
 def trl_trainer(folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, callback: Alternate):
-    """TRL's GRPOTrainer; None where TRL is not installed."""
+    """Create TRL's GRPOTrainer; None if TRL is not installed."""
     if find_spec("trl") is None:
         return None
     from datasets import Dataset

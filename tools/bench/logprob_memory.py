@@ -34,7 +34,7 @@ def fused(hidden, weight, targets, args):
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """One side, in this process."""
+    """Measure one side in this process."""
     import torch
 
     device, dtype = sides.device_and_dtype(args)

@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def row(name: str, steps: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
-    """Medians; what a variant costs is compared round by round, for the machine is not equally fast in all of them."""
+    """Return a row of medians. Variants are compared within a round, because the machine's speed varies over rounds."""
     refined = steps[0].get("refined")
     more = {
         clock: median(each[clock] - other[clock] for each, other in zip(steps, base, strict=True)) for clock in CLOCKS

@@ -32,7 +32,7 @@ KINDS = {
 
 
 def in_the_sandbox(kind: str, programs: int, workers: int) -> float:
-    """Programs per second, all of their tests included."""
+    """Return programs per second, including all of their tests."""
     source, tests = KINDS[kind]
     reward = CodeReward(timeout_s=10.0, workers=workers)
     prompts = [Prompt(0, (1,), "", json.dumps(tests))] * programs
@@ -46,7 +46,7 @@ def in_the_sandbox(kind: str, programs: int, workers: int) -> float:
 
 
 def fresh_interpreters(programs: int, workers: int, contained: bool) -> float:
-    """The same script with one input, each in an interpreter of its own, with bubblewrap around it or without."""
+    """Measure the same script with one input in a new interpreter each time, with or without bubblewrap."""
     prefix = launch.command("bubblewrap", 0) if contained else []
     prefix = prefix[: prefix.index("/")] + ["/"] if contained else []
     command = [*prefix, os.path.realpath(sys._base_executable), "-I", "-S", "-c", SCRIPT]

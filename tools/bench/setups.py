@@ -55,8 +55,8 @@ def hf_model(config: Qwen3Config, precision: str, device: torch.device | str = "
 
 
 def actor_like(model: Qwen3ForCausalLM, precision: str, *, micro_batch_tokens: int, **options) -> Actor:
-    """An actor with the weights of `model`, in a world of this process alone. `options` go to Actor, or, in `megatron`,
-    to the recipe's section."""
+    """Create an actor with the weights of `model`, in a single process. `options` go to Actor, those in `megatron` to
+    the recipe's section."""
     megatron = Megatron(**options.pop("megatron", {}))
     if not torch.distributed.is_initialized():
         parallel.initialize(megatron)

@@ -29,7 +29,7 @@ LOGPROBS = frozenset({"logprobs"})
 
 
 def batch_of(prompt: int, group: int, response: int, vocabulary: int, tokens: int) -> Batch:
-    """As many whole groups as fit `tokens` without sharing, at least one."""
+    """Create as many whole groups as fit into `tokens` without sharing, at least one."""
     generator = torch.Generator().manual_seed(0)
     groups = max(1, tokens // (group * (prompt + response)))
 
@@ -44,7 +44,7 @@ def batch_of(prompt: int, group: int, response: int, vocabulary: int, tokens: in
 
 
 def operations(size: str, prompt: int, group: int, response: int, shared: bool) -> float:
-    """Of the forward pass of one group; a product of matrices counts twice its number of multiplications."""
+    """Return the FLOPs of the forward pass of one group; a multiplication in a matrix product counts twice."""
     vocabulary, hidden, layers, feed_forward, heads, kv_heads, head_dim = SIZES[size]
     weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * feed_forward
     pairs = group * ((prompt + response) ** 2 / 2 if not shared else prompt * response + response**2 / 2)
@@ -55,7 +55,7 @@ def operations(size: str, prompt: int, group: int, response: int, shared: bool) 
 
 
 def seconds(function) -> float:
-    """Of the processor, so that other load does not count; of the clock on a GPU."""
+    """Return the CPU seconds of a call, which exclude other load, or its wall seconds on a GPU."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     begin = clock()
     function()  # ends with numbers on the host, so that a GPU has finished
@@ -63,7 +63,7 @@ def seconds(function) -> float:
 
 
 def kept_bytes(function) -> int:
-    """What `function` keeps for its backward passes, each block of memory once."""
+    """Return the bytes that `function` keeps for its backward passes; each block of memory counts once."""
     blocks: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ def parser(description: str, sides: tuple[str, ...], hidden: int) -> argparse.Ar
 
 
 def each(sides: tuple[str, ...]) -> dict[str, dict]:
-    """What this script prints with `--side` and each of the names."""
+    """Run this script with `--side` for each of the names, and return what it prints."""
     found = {}
     for side in sides:
         run = subprocess.run([sys.executable, *sys.argv, "--side", side], capture_output=True, text=True)
@@ -35,7 +35,7 @@ def each(sides: tuple[str, ...]) -> dict[str, dict]:
 
 
 def warm(once: Callable[[int, int], dict], args: argparse.Namespace, device: str) -> dict:
-    """`once(tokens, vocab)`, when libraries are loaded and threads have started."""
+    """Measure `once(tokens, vocab)` after libraries are loaded and threads have started."""
     import torch
 
     once(64, 256)
@@ -56,7 +56,7 @@ def setting(args: argparse.Namespace) -> dict:
 
 
 class Peak:
-    """Bytes in use at most since `start`, beyond those in use then."""
+    """Measures the peak of bytes in use since `start`, minus those in use at `start`."""
 
     def __init__(self, device: str):
         self.device = device
