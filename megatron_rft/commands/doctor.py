@@ -1,4 +1,4 @@
-"""`megatron-rft doctor`: what is installed, which of two packages of one name it is, and what a run would use."""
+"""`megatron-rft doctor`: prints which packages are installed, and what a run would use."""
 
 import argparse
 import importlib.metadata
@@ -50,14 +50,14 @@ def found(module: str) -> bool:
 
 
 def package_of(module: str | None) -> str | None:
-    """The required package that an import has not found; None where it is another's."""
+    """Return the required package that an import did not find; None if it is not one of them."""
     top = (module or "").split(".")[0]
     modules = {"megatron-core": "megatron", "PyYAML": "yaml", "math-verify": "math_verify"}
     return next((name for name in REQUIRED if modules.get(name, name) == top), None)
 
 
 def apex() -> str:
-    """NVIDIA's apex, or the unrelated package of that name on the public index."""
+    """Return whether apex is NVIDIA's, or the unrelated package of that name on the public index."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "not installed (optional)"
@@ -68,7 +68,7 @@ def apex() -> str:
 
 
 def devices() -> tuple[str, bool]:
-    """What torch can compute on. The only check that imports it."""
+    """Return the devices that torch can use. Only this check imports torch."""
     import torch
 
     if not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def devices() -> tuple[str, bool]:
 
 
 def sandbox() -> str:
-    """What holds the programs that reward.kind=code runs."""
+    """Return the container for the programs that reward.kind=code runs."""
     from megatron_rft.rewards.sandbox import launch, pool
 
     try:
@@ -90,7 +90,7 @@ def sandbox() -> str:
 
 
 def cuda_problem() -> str | None:
-    """Why torch has no GPU here; None when it has one."""
+    """Return why torch has no GPU, or None if it has one."""
     import torch
 
     if torch.cuda.is_available():
@@ -103,7 +103,7 @@ def cuda_problem() -> str | None:
 
 
 def transformer_engine_problem(cuda: bool) -> str | None:
-    """Imports it: without its extension for torch the package is found and cannot be used."""
+    """Import Transformer Engine, because the package cannot be used without its extension for torch."""
     if not found("transformer_engine"):
         fix = TRANSFORMER_ENGINE_INSTALL if cuda else "of use with a GPU only"
         return f"not installed: fp8 and its fused layers are not to be had; {fix}"
@@ -116,7 +116,7 @@ def transformer_engine_problem(cuda: bool) -> str | None:
 
 
 def slurm_problem() -> str | None:
-    """What stands in the way of `launch/*.sh`."""
+    """Return the problem that keeps `launch/*.sh` from working, or None."""
     if shutil.which("sbatch") is None:
         return "no sbatch here: jobs are sent from a login node of the cluster; on this machine use --nproc"
     try:
@@ -142,14 +142,14 @@ def tensorboard_problem() -> str | None:
 
 
 def nemo_run_problem(root: Path = ROOT) -> str | None:
-    """Its environment is beside the checkout: its versions do not go with those of a run."""
+    """Check NeMo-Run's environment, which is separate because its versions conflict with those of a run."""
     if (root / ".venv-nemo" / "bin" / "python").exists():
         return None
     return "not set up: tools/setup_nemo_env.sh makes its own environment, .venv-nemo, for launch/nemo.py"
 
 
 def checks(cuda: bool) -> dict[str, str]:
-    """What a run may want beside the required packages: usable, or what is in the way and the fix."""
+    """Return for each optional package whether it is usable, or the problem and the fix."""
     problems = {
         "CUDA": cuda_problem(),
         "Transformer Engine": transformer_engine_problem(cuda),
@@ -165,7 +165,7 @@ def checks(cuda: bool) -> dict[str, str]:
 
 
 def used(cuda: bool, with_te: bool) -> dict[str, str]:
-    """Part of a run -> what does the work here."""
+    """Return for each part of a run which implementation does it on this machine."""
     fused = cuda and found("fused_weight_gradient_mlp_cuda")
     fusion = "apex's kernel, with megatron.gradient_accumulation_fusion=true"
     return {
@@ -180,7 +180,7 @@ def used(cuda: bool, with_te: bool) -> dict[str, str]:
 
 
 def adam(cuda: bool, with_te: bool) -> str:
-    """Which FusedAdam megatron-core's optimizers find: it looks for Transformer Engine's, then for apex's."""
+    """Return which FusedAdam megatron-core finds: it looks for Transformer Engine's, then for apex's."""
     if with_te:
         return "Transformer Engine's FusedAdam"
     if cuda and apex().startswith("NVIDIA"):
@@ -189,7 +189,7 @@ def adam(cuda: bool, with_te: bool) -> str:
 
 
 def sampling() -> str:
-    """What rollout.engine=auto comes to here."""
+    """Return the engine that rollout.engine=auto selects on this machine."""
     problem = unusable()
     if problem is None:
         return " ".join(installed())

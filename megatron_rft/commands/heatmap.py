@@ -1,4 +1,4 @@
-"""`megatron-rft heatmap`: a page of what a run's refiner changed, token by token."""
+"""`megatron-rft heatmap`: writes a page that shows what a run's refiner changed, token by token."""
 
 import argparse
 

@@ -1,6 +1,6 @@
-"""`megatron-rft harness`: a model on tasks of lm-evaluation-harness, for what has no adapter here.
+"""`megatron-rft harness`: evaluates a model on tasks of lm-evaluation-harness, for benchmarks without an adapter.
 
-The harness loads the model by transformers; a Megatron checkpoint is converted for it into a folder that goes away.
+The harness loads the model with transformers; a Megatron checkpoint is first converted into a temporary folder.
 """
 
 import argparse
@@ -21,7 +21,7 @@ INSTALL = "pip install 'lm-eval[hf]'"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Results into `args.out`/results.json and onto the terminal."""
+    """Run the tasks, write `args.out`/results.json and print the results."""
     check_writable(args.out, "--out")
     try:
         import lm_eval

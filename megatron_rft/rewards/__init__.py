@@ -1,1 +1,1 @@
-"""Verifiers: from a problem and a response to a reward. Imports nothing, since grading processes must load no torch."""
+"""Verifiers, which grade responses to problems. Imports nothing, because grading processes must not load torch."""

@@ -1,6 +1,6 @@
 r"""What a response gives as its answer. Text only: nothing here imports sympy.
 
-    boxed    the last \boxed{...} alone
+    boxed    only the last \boxed{...}
     marked   a box; else "#### ..."; else <answer>...</answer>; else "the answer is ..."; else the last line, where it
              is a bare value or says one ("57 + 87 = 144.", "She has 12 apples."); else what the response says that a
              formula of the question is
@@ -67,7 +67,7 @@ HEDGES = re.compile(
 
 
 def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
-    """The answer as the response writes it; None where it gives none, or ends within the box."""
+    """Return the response's answer as written; None if it has none, or ends inside the box."""
     thoughts, closed, said = text.rpartition("</think>")
     text = said if closed and said.strip() else text
     box, hashes = _last_box(text), text.rfind("####")
@@ -107,7 +107,7 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
 
 
 def vote(answer: str) -> str:
-    """One text for equal answers, as majority votes count them."""
+    """Return the same text for equal answers, for majority votes."""
     try:
         return value_of(answer) or answer
     except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ def vote(answer: str) -> str:
 
 
 def _contains(question: str, answer: str) -> bool:
-    """As a formula of its own: 7 + 8 is not in 57 + 87."""
+    """Return whether a formula occurs as a separate one: 7 + 8 does not occur in 57 + 87."""
     question, answer = squeeze(PROSE.sub("?", question)), squeeze(answer).strip("()")
     if not re.search(r"\W|_", answer):
         return False
@@ -141,7 +141,7 @@ def _last_box(text: str) -> tuple[int, str | None] | None:
 
 
 def _content(text: str, match: re.Match) -> tuple[str | None, int]:
-    """What a box holds, braces in balance, and where it ends."""
+    """Return the content of a box with balanced braces, and its end."""
     if match["bare"]:
         return match["bare"], match.end()
     depth = 0
@@ -153,7 +153,7 @@ def _content(text: str, match: re.Match) -> tuple[str | None, int]:
 
 
 def _stated(text: str) -> str | None:
-    """What follows the last "answer is" or "Answer:"."""
+    """Return the text after the last "answer is" or "Answer:"."""
     for match in reversed(list(MARK.finditer(text))):
         rest = text[match.end() :].lstrip(" *_\n").removeprefix("that ")
         if found := _value(_sentence(rest), stated=True):
@@ -162,7 +162,7 @@ def _stated(text: str) -> str | None:
 
 
 def _concluded(text: str) -> str | None:
-    """What the last line says; sentences without a number behind it are comments."""
+    """Return the value that the last line states; later sentences without a number count as comments."""
     lines = [line.strip(" \t*#>_`") for line in text.splitlines()]
     lines = [line for line in lines if line and not COURTESY.match(line)]
     if not lines:
@@ -180,7 +180,7 @@ def _concluded(text: str) -> str | None:
 
 
 def _said(sentence: str) -> str | None:
-    """The value that a sentence ends with: of its equation, or after its verb."""
+    """Return the value at the end of a sentence: of its equation, or after its verb."""
     if HEDGES.search(sentence):
         return None
     if first := FIRST.match(sentence):
@@ -194,7 +194,7 @@ def _said(sentence: str) -> str | None:
 
 
 def _asked(text: str, question: str) -> str | None:
-    """The last value that the response gives to a formula of the question: "61 - 48 is 13. Subtraction is ..."."""
+    """Return the last value that the response gives to a formula of the question: "61 - 48 is 13. Subtraction ..."."""
     for match in reversed(list(EQUATION.finditer(text))):
         if _contains(one_spelling(question), one_spelling(match["formula"])):
             return _clean(match["value"].rstrip(",."))
@@ -202,7 +202,7 @@ def _asked(text: str, question: str) -> str | None:
 
 
 def _chain(sentence: str) -> str | None:
-    """The last member of the equation that ends a sentence."""
+    """Return the last member of the equation at the end of a sentence."""
     maths = [next(filter(None, groups)) for groups in MATHS.findall(sentence)]
     if maths and "=" in maths[-1]:
         return _clean(maths[-1])
@@ -211,14 +211,14 @@ def _chain(sentence: str) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    """Up to its end, which is not within mathematics."""
+    """Return the text up to the end of the sentence, ignoring full stops inside mathematics."""
     math = MATHS.match(text)
     end = END.search(text, math.end() if math else 0)
     return text[: end.start()] if end else text
 
 
 def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
-    """The text where it is a value: mathematics, a number with its unit, or, where it is stated, a few words."""
+    """Return the text if it is a value: mathematics, a number with its unit, or, if it is stated, a few words."""
     text = text.strip().strip('*_`"').strip()
     if not text or len(text) > LONGEST or HEDGES.search(text):
         return None
@@ -236,7 +236,7 @@ def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None
 
 
 def _last(text: str) -> str | None:
-    """The last formula or number."""
+    """Return the last formula or number."""
     maths = [(match.end(), next(filter(None, match.groups()))) for match in MATHS.finditer(text)]
     numbers = [(match.end(), match[0]) for match in LAST.finditer(text)]
     found = max([*maths[-1:], *numbers[-1:]], default=None)
@@ -244,7 +244,7 @@ def _last(text: str) -> str | None:
 
 
 def _clean(answer: str) -> str:
-    """Without outer dollar signs, emphasis and a final full stop."""
+    """Remove outer dollar signs, emphasis and a final full stop."""
     answer = answer.strip().strip("*_`").strip()
     if len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1]:
         answer = answer[1:-1].strip()
@@ -255,7 +255,7 @@ INTEGER = re.compile(r"-?(\d{1,15}|[1-9]\d{0,2}(,\d{3}){1,4})", re.ASCII)  # 17,
 
 
 def compare_exactly(reference: str, answer: str) -> bool | None:
-    """True or False where the two texts settle it, None where algebra must: "0.5" against "1/2"."""
+    """Compare two answers as texts. Returns None if only algebra can decide, as for "0.5" and "1/2"."""
     if reference == answer:
         return True
     if INTEGER.fullmatch(reference) and INTEGER.fullmatch(answer):

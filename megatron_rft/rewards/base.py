@@ -1,4 +1,4 @@
-"""The protocol of a reward: one score per text."""
+"""The protocol of a reward, which scores responses."""
 
 from typing import Protocol
 
@@ -6,18 +6,18 @@ from megatron_rft.records import Prompt, Score
 
 
 class Reward(Protocol):
-    """Calls come from one thread. A grader that fails is asked again, and then gives Score(error=...), never a 0."""
+    """Calls come from one thread. If the grader fails twice, it returns Score(error=...), never a reward of 0."""
 
     maximum: float  # no reward is above it; infinity where there is no bound. Such a response cannot be improved
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        """One score per (prompt, text), in order. `texts` are decoded responses without special tokens."""
+        """Return one score per (prompt, text), in order. `texts` are decoded responses without special tokens."""
         ...
 
     def answer(self, prompt: Prompt, text: str) -> str | None:
-        """The answer that the response is graded by, for majority votes; None where it gives none."""
+        """Return the response's answer, for majority votes; None if it has none."""
         ...
 
     def close(self) -> None:
-        """Leave no process behind. May be called twice."""
+        """End all processes. May be called twice."""
         ...

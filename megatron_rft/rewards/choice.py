@@ -1,4 +1,4 @@
-"""The verifiers of multiple choice and of form alone. Text only."""
+"""The verifiers of multiple choice and of format."""
 
 import re
 
@@ -14,7 +14,7 @@ TAIL = 2000  # characters at the end in which an answer is looked for
 
 
 def chosen(text: str) -> str | None:
-    """The letter: in <answer> tags, in a box, stated as the answer, or alone on the last line. The last one counts."""
+    """Return the last letter in <answer> tags, in a box, stated as the answer, or alone on the last line."""
     text = text[-TAIL:]
     if "<answer>" in text:
         found = TAGGED.findall(text)
@@ -28,7 +28,7 @@ def chosen(text: str) -> str | None:
 
 
 class ChoiceReward:
-    """1 for the letter of the reference, else 0."""
+    """Gives 1 for the letter of the reference, else 0."""
 
     maximum = 1.0
 
@@ -51,7 +51,7 @@ class ChoiceReward:
 
 
 class FormatReward:
-    """1 where the response consists of the sections <tag>...</tag>, each once and in this order, else 0."""
+    """Gives 1 if the response consists of the sections <tag>...</tag>, each once and in this order, else 0."""
 
     maximum = 1.0
 

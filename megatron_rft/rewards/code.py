@@ -1,7 +1,7 @@
-"""The code verifier: programs run in a sandbox against the tests of their problem (dynamic_constraint.txt, Eq. 7, 8).
+"""The code verifier runs programs in a sandbox against the tests of their problem (dynamic_constraint.txt, Eq. 7, 8).
 
     -1.0                      the program does not compile
-    -0.6                      it raises, exits with an error, is killed, or is out of time or memory, in any test
+    -0.6                      it raises, exits with an error, is killed, or exceeds its time or memory, in any test
     -0.3 + 1.3 * p / (p + f)  p tests passed, f failed
 
 A time-out has the tier of runtime errors, as the judges of those data sets have it. The tests of a row are a table (or
@@ -36,7 +36,7 @@ SHOWN = 400  # characters of an input or output in a reason
 
 
 class BrokenTests(ValueError):
-    """A row's tests are not what this module reads: an error of the data, never of the program."""
+    """A row's tests cannot be read: an error of the data, not of the program."""
 
 
 class CodeReward:
@@ -98,7 +98,7 @@ class CodeReward:
 
 
 def tests_of(prompt: Prompt) -> str:
-    """A row's tests as JSON."""
+    """Return a row's tests as JSON."""
     tests = prompt.fields.get("tests", prompt.answer)
     return tests if isinstance(tests, str) else json.dumps(tests)
 
@@ -118,7 +118,8 @@ def read_tests(text: str) -> dict[str, Any]:
 
 
 def extract_code(text: str) -> str:
-    """The last block that is tagged as Python, else the last without a tag, else the last, else all; no thoughts."""
+    """Return the last block tagged as Python, else the last untagged one, else the last, else the whole text. Thoughts
+    are removed first."""
     text = text.rpartition("</think>")[2]
     blocks = fenced(text)
     tagged = [body for language, body in blocks if language in PYTHON]
@@ -127,7 +128,7 @@ def extract_code(text: str) -> str:
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """(language, content) of the blocks between fences of ``` or ~~~, which may be indented or in a quotation."""
+    """Return (language, content) of the blocks between fences of ``` or ~~~, which may be indented or quoted."""
     lines, blocks, place = text.splitlines(keepends=True), [], 0
     while place < len(lines):
         opening = OPENING.search(lines[place])
@@ -163,7 +164,7 @@ def _parses(source: str) -> bool:
 
 
 def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Limits, row: Limits) -> Score:
-    """One run per input. An error decides the tier, so that no further input is run."""
+    """Run the program on each input. After an error no further input is run, because the error decides the tier."""
     outcomes: list[str] = []
     used_s = 0.0
     for given, expected in zip(table["inputs"], table["outputs"], strict=True):
@@ -230,7 +231,7 @@ def _tier(reward: float, tier: str, reason: str, outcomes: list[str]) -> Score:
 
 
 def _share_passed(outcomes: list[str]) -> Score:
-    """`outcomes`: for each test an empty text, or how it failed."""
+    """Return the score of a program that ran. `outcomes`: for each test an empty text, or how it failed."""
     passed, count = sum(not each for each in outcomes), len(outcomes)
     details = {"tier": "passed" if passed == count else "wrong", "tests": [not each for each in outcomes]}
     if passed == count:
@@ -241,7 +242,8 @@ def _share_passed(outcomes: list[str]) -> Score:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Equal lines but for white space at their ends; else equal words, where a decimal number may differ by 1e-6."""
+    """Compare outputs: equal lines except for trailing white space, or equal words, where decimals may differ by
+    1e-6."""
     if [line.rstrip() for line in got.strip().splitlines()] == [
         line.rstrip() for line in expected.strip().splitlines()
     ]:
@@ -261,7 +263,7 @@ def _same_word(got: str, expected: str) -> bool:
 
 
 def _lines(text: Any) -> str:
-    """Some data sets give a list of lines."""
+    """Join the lines of an output that a data set gives as a list."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 

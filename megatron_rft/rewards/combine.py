@@ -1,4 +1,4 @@
-"""Rewards made of rewards: weighted sums, and a kind for each row."""
+"""Combines rewards: weighted sums, and a verifier for each row."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron_rft.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Part:
-    """One term of a sum. `shaping`: it counts in training, and is no part of the verifier's score."""
+    """One term of a sum. `shaping`: it counts in training, but not in the verifier's score."""
 
     name: str
     reward: Reward
@@ -19,12 +19,13 @@ class Part:
 
 
 class SumReward:
-    """sum of weight * reward; right where every verifier that says so is right. An error of one is an error of all."""
+    """Gives the sum of weight * reward. A response is right if all verifiers with a verdict say so. An error of one
+    part is an error of the sum."""
 
     def __init__(self, parts: list[Part]):
         self.parts = parts
         judging = [part for part in parts if not part.shaping]
-        bounded = all(part.weight >= 0 for part in judging)  # how low a reward can be, nobody says
+        bounded = all(part.weight >= 0 for part in judging)  # rewards have no stated lower bound
         self.maximum = sum(part.weight * part.reward.maximum for part in judging) if bounded else math.inf
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
@@ -55,7 +56,7 @@ class SumReward:
 
 
 class ByRowReward:
-    """The row's own verifier: its field `field` names one of `kinds`."""
+    """Uses the verifier that the row's field `field` names, one of `kinds`."""
 
     def __init__(self, field: str, kinds: dict[str, Reward]):
         self.field, self.kinds = field, kinds

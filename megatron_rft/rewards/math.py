@@ -1,7 +1,7 @@
-"""The mathematics verifier: 1 where the final answer is equivalent to the reference, 0 where it is not.
+"""The mathematics verifier gives 1 if the final answer is equivalent to the reference, else 0.
 
-`answers.py` reads the answer, and says whether it only repeats the question. Equality of integers and of equal texts is
-decided here, thousands in a second; the rest by `equivalence`, in processes of its own with a hard time limit, since
+`answers.py` reads the answer and detects answers that only repeat the question. Integers and equal texts are compared
+here, thousands per second; `equivalence` compares the rest, in separate processes with a hard time limit, because
 nothing else stops sympy. A response on which the grader dies twice gets a Score with an error, not a 0.
 """
 
@@ -26,7 +26,7 @@ LONGEST = 1000  # characters of an answer that may be right, or four times its r
 WORKER = "megatron_rft.rewards.equivalence.worker"
 ROOT = Path(megatron_rft.__file__).parents[1]
 NOTHING = "the response marks no answer"
-TAIL = 400  # characters of the problem that say what is asked for
+TAIL = 400  # last characters of the problem, which contain the question
 Question = tuple[str, str, str]  # reference, answer, problem
 
 
@@ -51,14 +51,14 @@ class MathReward:
         return [verdicts[each] if isinstance(each, tuple) else each for each in asked]
 
     def answer(self, prompt: Prompt, text: str) -> str | None:
-        """What the response is graded by, in one form for equal answers."""
+        """Return the response's answer, in the same form for equal answers."""
         found = final_answer(text, self.how, problem(prompt))
         if found is None or len(found) > LONGEST or is_echo(found, reference_form(prompt.answer), problem(prompt)):
             return None
         return vote(found)
 
     def _read(self, prompt: Prompt, text: str) -> Score | Question:
-        """The score where texts settle it, else what the algebra is asked."""
+        """Return the score if texts decide it, else the question for the algebra."""
         reference, asked = reference_form(prompt.answer), problem(prompt)
         answer = final_answer(text, self.how, asked)
         if answer is None:
@@ -98,7 +98,7 @@ class MathReward:
 
 
 class VerifyProcess:
-    """One grading process; a dead one is replaced when the next question comes."""
+    """A grading process. A dead one is replaced at the next question."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -143,7 +143,7 @@ class VerifyProcess:
 
 
 def reference_form(reference: str) -> str:
-    """A worked reference counts by its own last box or "####"."""
+    """Return the answer of a worked reference: its last box or the text after "####"."""
     marked = final_answer(reference) if "boxed" in reference or "####" in reference else None
     return marked or reference.strip()
 

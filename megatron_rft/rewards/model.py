@@ -1,4 +1,4 @@
-"""Rewards by a model: a sequence-classification checkpoint in this process, or a server that scores texts."""
+"""Reward models: a sequence-classification checkpoint in this process, or a server that scores texts."""
 
 import json
 import math
@@ -15,7 +15,8 @@ ATTEMPTS = 3
 
 
 class ModelReward:
-    """The one output of a checkpoint for "prompt + response" (`template`), in batches of about equal length."""
+    """Scores "prompt + response" (`template`) by the single output of a checkpoint, in batches of about equal
+    length."""
 
     maximum = math.inf
 
@@ -47,7 +48,7 @@ class ModelReward:
         return [as_score(values[place]) for place in range(len(inputs))]
 
     def _ids(self, prompt: Prompt, text: str) -> list[int]:
-        """The last tokens of a text that is too long: its response, and what of the prompt still fits."""
+        """Return the last tokens of a text that is too long: the response, and the part of the prompt that fits."""
         whole = self.template.format(prompt=prompt.text, response=text)
         return self.tokenizer(whole)["input_ids"][-self.max_tokens :]
 
@@ -66,7 +67,8 @@ class ModelReward:
 
 
 class ServerReward:
-    """POST {"prompts": [...], "responses": [...]} to a URL; it answers {"rewards": [...]} of the same length."""
+    """Sends POST {"prompts": [...], "responses": [...]} to a URL, which answers {"rewards": [...]} of the same
+    length."""
 
     maximum = math.inf
 
@@ -81,7 +83,7 @@ class ServerReward:
         return scores
 
     def _ask(self, prompts: list[str], responses: list[str]) -> list[Score]:
-        """A failing server is asked again, with pauses that double; then every response of the batch has an error."""
+        """Send a batch. A failing server is asked again with doubling pauses; then all responses get an error."""
         for attempt in range(ATTEMPTS):
             try:
                 rewards = self._post({"prompts": prompts, "responses": responses})

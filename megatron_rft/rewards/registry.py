@@ -1,4 +1,4 @@
-"""How a recipe's `reward` section builds a reward. The table of all kinds is `KINDS` in config/rewards.py."""
+"""Builds a reward from a recipe's section `reward`. The table of all kinds is `KINDS` in config/rewards.py."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ def build(config: Any) -> Reward:
 
 
 def _option(config: Any, name: str) -> Any:
-    """Its value; sections inside it become rewards."""
+    """Return an option's value, with sections inside it built as rewards."""
     if name == "parts":
         from megatron_rft.rewards.combine import Part
 

@@ -1,4 +1,4 @@
-"""A function of the user's as a reward."""
+"""Uses a function of the user as a reward."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ ATTEMPTS = 2
 
 
 class UserReward:
-    """`function(prompt, text)` gives a number or a `Score`. What it raises is an error of the grader, not a reward."""
+    """`function(prompt, text)` returns a number or a `Score`. An exception is an error of the grader, not a reward."""
 
     def __init__(self, function: str, maximum: float | None = None):
         self.name, self.function = function, user_code.load(function, OPTION)

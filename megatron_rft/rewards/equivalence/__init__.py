@@ -1,8 +1,8 @@
-"""Whether two final answers of mathematics mean the same.
+"""Decides whether two final answers of mathematics are equivalent.
 
-latex      many ways to write an answer -> one spelling (text only)
-rationals  numbers, read without algebra
-structure  lists, sets, tuples, intervals, matrices, equations: compared part by part
-algebra    the parts that need sympy
-worker     all of it behind a pipe, with a time limit
+latex      normalises the many ways to write an answer (text only)
+rationals  reads numbers without algebra
+structure  compares lists, sets, tuples, intervals, matrices and equations part by part
+algebra    compares the parts that need sympy
+worker     runs all of it behind a pipe, with a time limit
 """

@@ -1,6 +1,7 @@
-"""What needs sympy: whether two formulas are equal, by their values to 30 digits at chosen points.
+"""Decides with sympy whether two formulas are equal, by their values to 30 digits at chosen points.
 
-No `simplify`: it takes seconds where values take milliseconds. Analytic formulas that agree at such points are equal.
+`simplify` is not used, because it takes seconds and values take milliseconds. Analytic formulas that agree at such
+points are equal.
 """
 
 import re
@@ -29,14 +30,14 @@ NAMES = {"i": sympy.I, "e": sympy.E}
 
 
 class Unreadable(ValueError):
-    """The text is no formula."""
+    """The text is not a formula."""
 
 
 def read(text: str) -> Any:
-    """A sympy expression. Raises Unreadable."""
+    """Parse a text to a sympy expression. Raises Unreadable."""
     try:
         found = latex2sympy(_as_fractions(text), conversion_config=CONFIG)
-    except Exception as error:  # of its own, of antlr's, and whatever sympy raises
+    except Exception as error:  # sympy's parser, antlr and sympy raise many kinds
         raise Unreadable(f"{type(error).__name__}: {text[:80]}") from None
     if not isinstance(found, sympy.Expr):
         raise Unreadable(f"a {type(found).__name__}: {text[:80]}")
@@ -45,7 +46,7 @@ def read(text: str) -> Any:
 
 
 def equal(reference: str, answer: str) -> bool:
-    """Of two formulas. Raises Unreadable where the reference is none."""
+    """Return whether two formulas are equal. Raises Unreadable if the reference is not a formula."""
     wanted = read(reference)
     try:
         got = read(answer)
@@ -56,7 +57,7 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def proportional(reference: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """Whether two equations (left, right) are the same one: their differences are multiples of each other."""
+    """Return whether two equations (left, right) are equivalent: their differences are multiples of each other."""
     try:
         first, second = (read(left) - read(right) for left, right in (reference, answer))
     except Unreadable:
@@ -69,7 +70,7 @@ def proportional(reference: tuple[str, str], answer: tuple[str, str]) -> bool:
 
 
 def value(text: str) -> Fraction | None:
-    """Of a formula without symbols, to 30 digits; None where it has none, or is not real."""
+    """Return the value of a formula without symbols to 30 digits; None if it has no value or is not real."""
     try:
         found = _value(read(text), {})
     except Unreadable:
@@ -78,7 +79,7 @@ def value(text: str) -> Fraction | None:
 
 
 def _as_fractions(text: str) -> str:
-    """Decimals and degrees as what they stand for: 2.5 -> 25/10, without a binary float's error."""
+    """Replace decimals and degrees by exact values: 2.5 -> 25/10."""
     if not DIFFERENTIAL.search(text):
         text = D.sub(lambda m: "{d}" if m[0] == "d" else m[0], text)
     text = DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
@@ -86,7 +87,7 @@ def _as_fractions(text: str) -> str:
 
 
 def _irrational(wanted: Any) -> bool:
-    """A decimal answer is a rounding of a fraction, and never of a number like pi: that is to be given exactly."""
+    """Compare a decimal answer. It may be a rounding of a fraction, but an irrational number must be given exactly."""
     powers = any(power.exp.is_integer is False for power in wanted.atoms(sympy.Pow))
     return powers or bool(wanted.atoms(sympy.NumberSymbol, sympy.Function))
 
@@ -110,7 +111,7 @@ def _points(formula: Any) -> list[dict]:
 
 
 def _value(formula: Any, point: dict) -> Any:
-    """A number, or None where the formula has no value there."""
+    """Return the formula's value at a point, or None."""
     try:
         found = formula.subs(point).doit().evalf(DIGITS)
     except (ArithmeticError, ValueError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Intervals and unions of them, however they are written: x < 2 or x > 3, {x | -2 <= x < 1}. Text only."""
+"""Normalises intervals and their unions, such as x < 2 or x > 3, {x | -2 <= x < 1}. Text only."""
 
 import re
 
@@ -13,12 +13,12 @@ TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
 def is_name(text: str) -> bool:
-    """x, f(x), C, S_n: what an equation defines or an inequality is about."""
+    """Return whether the text is a name that an equation can define: x, f(x), C, S_n."""
     return re.fullmatch(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\([a-z](?:, ?[a-z])*\))?", text.strip()) is not None
 
 
 def intervals(text: str) -> list[str]:
-    """The parts of a union, inequalities as intervals; the text itself where it is neither."""
+    """Split a union into its parts, with inequalities as intervals. Other texts are returned unchanged."""
     text = MEMBER.sub("", text)
     if found := BUILDER.fullmatch(text):
         text = MEMBER.sub("", found["condition"].strip())
@@ -30,7 +30,7 @@ def intervals(text: str) -> list[str]:
 
 
 def interval(text: str) -> str:
-    r"""-2 \le x < 1 -> [-2, 1). What is no such inequality stays as it is."""
+    r"""Rewrite -2 \le x < 1 as [-2, 1). Other texts are returned unchanged."""
     parts = split(text, ORDER)
     if len(parts) == 5 and parts[1] in LESS and parts[3] in LESS and is_name(parts[2]):
         return f"{LESS[parts[1]][0]}{parts[0]}, {parts[4]}{LESS[parts[3]][1]}"

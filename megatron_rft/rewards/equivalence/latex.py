@@ -53,7 +53,7 @@ RADICAL = re.compile(rf"\\sqrt\s*{ONE}")
 
 
 def one_spelling(text: str) -> str:
-    """An answer without delimiters, sizes and spaces that mean nothing, its commands by one name each."""
+    """Remove delimiters, sizes and meaningless spaces from an answer, and use one name for each command."""
     text = _plain_characters(text).strip()
     text = DELIMITERS.sub("", text)
     text = SIZES.sub("", THOUSANDS.sub("", text))
@@ -77,7 +77,8 @@ def squeeze(text: str) -> str:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """At the separators (a regular expression) that stand outside of all brackets, with what matched between."""
+    """Split at separators (a regular expression) outside of all brackets. Returns the parts with the separators
+    between."""
     pattern, parts, depth, start, place = re.compile(separators), [], 0, 0, 0
     while place < len(text):
         if depth == 0 and (match := pattern.match(text, place)) and match.end() > place:
@@ -93,7 +94,8 @@ def split(text: str, separators: str) -> list[str]:
 
 
 def _plain_characters(text: str) -> str:
-    """ASCII where it can be. Digits of another script count where all of the text's digits are of it."""
+    """Convert to ASCII where possible. Digits of another script are converted if all digits of the text belong to
+    it."""
     scripts = {unicodedata.name(letter).rpartition("DIGIT")[0] for letter in text if letter.isdecimal()}
     if len(scripts) == 1:
         text = "".join(str(unicodedata.decimal(letter)) if letter.isdecimal() else letter for letter in text)
@@ -102,7 +104,7 @@ def _plain_characters(text: str) -> str:
 
 
 def _words(match: re.Match) -> str:
-    """Of one letter, a name: \\mathrm{i}. Else words."""
+    """Rewrite a text command: one letter is a name, as in \\mathrm{i}; others are words."""
     content = match[1].strip()
     if not re.search(r"[a-zA-Z]", content):
         return f" {content} "

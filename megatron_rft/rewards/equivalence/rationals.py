@@ -1,11 +1,11 @@
-"""Numbers that need no algebra: 17, -3.50, 1,234, 2/3, 6 2/3, 4.5e33, 5 million, 40%, 204_5. Text only."""
+"""Reads and compares numbers without algebra: 17, -3.50, 1,234, 2/3, 6 2/3, 4.5e33, 5 million, 40%, 204_5."""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 LONGEST = 4000  # digits of a number that are read
-DECIMALS = 6  # to which an endless decimal must agree with a fraction
+DECIMALS = 6  # number of decimals in which a rounded decimal must agree with a fraction
 PLAIN = r"(?:\d+(?:\.\d*)?|\.\d+|[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)"
 NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<number>{PLAIN})\s*(?P<percent>%?)", re.ASCII)
 SCIENTIFIC = re.compile(
@@ -41,12 +41,12 @@ NAMED = dict(
 @dataclass(frozen=True)
 class Number:
     value: Fraction
-    places: int | None = None  # decimals that are written; None where it is exact
+    places: int | None = None  # number of written decimals; None if the number is exact
     percent: bool = False
 
 
 def number(text: str) -> Number | None:
-    """None where the text is something else. `value` of 40% is 2/5."""
+    """Read a number; None if the text is not one. The `value` of 40% is 2/5."""
     text = _unwrapped(text.strip())
     if len(text) > LONGEST:
         return None
@@ -72,13 +72,13 @@ def number(text: str) -> Number | None:
 
 
 def based(text: str) -> tuple[str, int] | None:
-    """204_5 -> ("204", 5): digits and the base that they are written in."""
+    """Split 204_5 into its digits and base: ("204", 5)."""
     found = BASED.fullmatch(text.strip())
     return (found["digits"].upper(), int(found["b"] or found["d"])) if found else None
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """Exactly, or to six decimals where one of them is a decimal; below 0.001 to three digits."""
+    """Compare two numbers: exactly, or to six decimals if one is a decimal; below 0.001 to three digits."""
     if a.value == b.value:
         return True
     if a.places is None and b.places is None:
@@ -90,7 +90,7 @@ def same_number(a: Number, b: Number) -> bool:
 
 
 def rounds_to(exact: Fraction, written: Number) -> bool:
-    """Whether `written` is `exact`, rounded to the decimals that it has."""
+    """Return whether `written` is `exact` rounded to its number of decimals."""
     return abs(exact - written.value) <= Fraction(501, 1000) / 10 ** (written.places or 0)
 
 
@@ -109,7 +109,7 @@ def _places(digits: str) -> int | None:
 
 
 def _unwrapped(text: str) -> str:
-    """Without braces and parentheses around all of it."""
+    """Remove braces and parentheses around the whole text."""
     while len(text) > 1 and text[0] + text[-1] in ("{}", "()") and not re.search(r"[(){}]", text[1:-1]):
         text = text[1:-1].strip()
     return text

@@ -1,5 +1,5 @@
-r"""Answers part by part: what is a list, a set, a tuple, an interval, a matrix or an equation in the reference must be
-so in the answer. Only the smallest parts are asked of the algebra.
+r"""Compares answers part by part: a list, set, tuple, interval, matrix or equation in the reference must be one in the
+answer too. Only the smallest parts need algebra.
 
     3, 5          several values, in any order; \{3, 5\} is the same
     (3, 5)        in this order; brackets must be the same where one of them is square
@@ -37,13 +37,13 @@ ASKS_PERCENT = re.compile(
 
 
 def equivalent(reference: str, answer: str, question: str = "") -> bool:
-    """Whether `answer` is a way to write `reference`; `question` says whether a percentage is asked for."""
+    """Return whether `answer` is equivalent to `reference`. `question` shows whether a percentage is asked for."""
     percent = bool(ASKS_PERCENT.search(question[-400:]))
     return _same(_trimmed(one_spelling(reference)), _trimmed(one_spelling(answer)), percent)
 
 
 def value_of(answer: str) -> str:
-    """One text for an answer's value, for votes: "x = 1,234 apples" -> "1234", "2/4" -> "1/2"."""
+    """Return the same text for equal values, for votes: "x = 1,234 apples" -> "1234", "2/4" -> "1/2"."""
     text = _trimmed(one_spelling(answer))
     if len(several := _several(text)) > 1:
         return ", ".join(map(value_of, several))
@@ -67,7 +67,7 @@ def _same(wanted: str, got: str, percent: bool = False) -> bool:
 
 
 def _trimmed(text: str) -> str:
-    r"""Without words that only introduce an answer: \text{The answer is } n."""
+    r"""Remove words that only introduce an answer: \text{The answer is } n."""
     text = text.removeprefix(r"\approx").removeprefix("=").strip()
     while found := re.match(r"\\text\{([^{}]*)\}\s*:?\s*|([A-Za-z]{2,})(?=[\s:])[\s:]*", text):
         words = (found[1] or found[2] or "").lower().replace(":", " ").replace("'", " ").split()
@@ -78,7 +78,7 @@ def _trimmed(text: str) -> str:
 
 
 def _words(wanted: str, got: str, percent: bool) -> bool | None:
-    """Choices and words; None where the reference is mathematics."""
+    """Compare choices and words; None if the reference is mathematics."""
     if found := LETTER.fullmatch(wanted):
         letter = re.match(r"\(?(?:\\text\{)?\s*\(?([A-Z])(?:\)|\.|:|\s*\}|$)", got)
         return letter[1] == found[1] if letter else None
@@ -123,7 +123,7 @@ def _bases(wanted: str, got: str, percent: bool) -> bool | None:
 
 
 def _members(wanted: str, got: str, percent: bool) -> bool | None:
-    """Equations, and chains of them."""
+    """Compare equations and chains of equations."""
     if BUILDER.fullmatch(wanted) or BUILDER.fullmatch(got):
         return None
     if len(_several(wanted)) > 1 or len(_several(got)) > 1:
@@ -146,7 +146,7 @@ def _members(wanted: str, got: str, percent: bool) -> bool | None:
 
 
 def _contradicts(chain: list[str]) -> bool:
-    """18 = 17. A rounding contradicts nothing, nor do sums whose value is not written."""
+    """Return whether a chain contradicts itself, as 18 = 17. Roundings and unevaluated sums do not."""
     numbers = [found for member in chain[::2] if (found := number(without_unit(member)[0]))]
     rounded = "\\approx" in chain
     return any(
@@ -156,7 +156,7 @@ def _contradicts(chain: list[str]) -> bool:
 
 
 def _is_rounded(chain: list[str]) -> bool:
-    """Whether the last member is a rounding of the one before: \\frac{10}{3} \\approx 3.33."""
+    """Return whether the last member is a rounding of the one before: \\frac{10}{3} \\approx 3.33."""
     last = number(chain[-1])
     if last is None or (not last.places and chain[-2] != "\\approx"):
         return False
@@ -166,7 +166,7 @@ def _is_rounded(chain: list[str]) -> bool:
 
 
 def _unions(wanted: str, got: str, percent: bool) -> bool | None:
-    """Intervals, however they are written, and unions of them."""
+    """Compare intervals and unions of intervals."""
     ours, theirs = intervals(wanted), intervals(got)
     if len(ours) == 1 and len(theirs) == 1 and (ours[0], theirs[0]) == (wanted, got):
         return None
@@ -174,7 +174,7 @@ def _unions(wanted: str, got: str, percent: bool) -> bool | None:
 
 
 def _several(text: str) -> list[str]:
-    r"""The values of a list or a set, \pm spelled out."""
+    r"""Return the values of a list or a set; \pm gives two values."""
     if BUILDER.fullmatch(text) or number(text):
         return [text]
     inner = text[2:-2] if text.startswith(r"\{") and text.endswith(r"\}") else text
@@ -221,7 +221,7 @@ def _any_order(ours: list[str], theirs: list[str], percent: bool) -> bool:
 
 
 def _bare(text: str) -> str:
-    r"""Inside of (a, b), [a, b] or \langle a, b \rangle; "" for what is none of them."""
+    r"""Return the inside of (a, b), [a, b] or \langle a, b \rangle; "" for other texts."""
     text = _round(text)
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or len(_parts(text[1:-1])) < 2:
         return ""
@@ -246,7 +246,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _ordered(wanted: str, got: str, percent: bool) -> bool | None:
-    """Points, vectors and intervals."""
+    """Compare points, vectors and intervals."""
     first, second = _bare(wanted), _bare(got)
     if not first or not second:
         return None if not first and not second or MATRIX.fullmatch(got if first else wanted) else False
@@ -278,7 +278,7 @@ def _entries(text: str, matrix: re.Match | None) -> list[list[str]]:
 
 
 def _brackets(wanted: str, got: str, percent: bool) -> bool | None:
-    """(x + 1) is x + 1, where the brackets are around all of it."""
+    """Remove brackets around the whole text: (x + 1) -> x + 1."""
     for text in (wanted, got):
         if text[:1] in "({" and text[-1:] in ")}" and _balanced(text[1:-1]) and text[1:-1].strip():
             inner = text[1:-1].strip()

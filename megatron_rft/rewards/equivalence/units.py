@@ -1,4 +1,4 @@
-"""Units behind a value: 864 inches^2, 5 apples, 22.1cm^{2}. Text only."""
+"""Splits units from values and compares them: 864 inches^2, 5 apples, 22.1cm^{2}. Text only."""
 
 import re
 
@@ -7,7 +7,7 @@ UNIT = re.compile(
     r"(?:[a-zA-Z]{2,}|[mgshLNJWVAKCFl](?![a-zA-Z]))"
     r"(?:[ ./]+[a-zA-Z]+)*)(?:\s*\^\s*\{?(?P<power>[23])\}?)?|°\s*[CF]?)"
 )
-# Words behind a number that are no unit of it: they say something else about it.
+# Words after a number that are not its unit
 OTHER_WORDS = (
     "or and not maybe perhaps possibly either else but if mod base plus minus times over less more than is are was "
     "by of from to dozen hundred thousand million billion trillion pi sqrt sin cos tan log ln "
@@ -34,7 +34,7 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def differ(unit: str, other: str) -> bool:
-    """Two units of measure that cannot be the same: cm and m, cm^2 and cm^3."""
+    """Return whether two units of measure are certainly different: cm and m, cm^2 and cm^3."""
 
     def measure(text: str) -> tuple[int, str] | None:
         name = re.sub(r"[^a-z]", "", text.lower()).removesuffix("s") or text

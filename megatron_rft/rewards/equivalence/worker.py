@@ -1,8 +1,8 @@
 """The grading process: `structure.equivalent` behind a pipe, one JSON line in, one out.
 
-The time limit is the kernel's: alarms whose default action ends the process, whatever sympy is doing, and also when the
-trainer that asked is gone. Whoever reads the pipe sees it close and starts another. It is a limit of processor time, so
-that a busy machine gives the same scores; by the clock it is PATIENCE times as long.
+The kernel enforces the time limit: the default action of its alarms ends the process, whatever sympy is doing, and even
+if the trainer has ended. The trainer then sees the pipe close and starts another process. The limit is CPU time, so
+that a busy machine gives the same scores; the limit in wall time is WALL_FACTOR times as long.
 """
 
 import json
@@ -11,16 +11,16 @@ import resource
 import signal
 import sys
 
-PATIENCE = 4
-MEMORY = 4 << 30  # bytes of address space: 9^(9^9) is a MemoryError, not a machine without memory
+WALL_FACTOR = 4
+MEMORY = 4 << 30  # bytes of address space, so that 9^(9^9) is a MemoryError and does not use up the machine's memory
 
 
 class UnreadableReference(ValueError):
-    """The reference answer holds nothing that can be compared with."""
+    """The reference answer has nothing to compare with."""
 
 
 def judge(reference: str, answer: str, question: str = "") -> bool:
-    """Whether `answer` is equivalent to `reference`. `question` says whether a percentage is asked for."""
+    """Return whether `answer` is equivalent to `reference`. `question` shows whether a percentage is asked for."""
     from megatron_rft.rewards.equivalence.algebra import Unreadable
     from megatron_rft.rewards.equivalence.structure import equivalent
 
@@ -28,19 +28,19 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
         raise UnreadableReference("the reference answer is empty")
     try:
         return equivalent(reference, answer, question)
-    except Unreadable:  # a reference that is no formula: only its own text is equal to it
+    except Unreadable:  # a reference that is not a formula equals only the same text
         return False
 
 
 def limit(seconds: float) -> None:
-    """0: none."""
+    """Set the time limit; 0 removes it."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+    signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * seconds)
 
 
 def main(timeout_s: float) -> None:
     logging.disable(logging.CRITICAL)
-    judge(r"\frac{x}{2}", r"0.5x")  # loading takes a second: not out of the first question's time
+    judge(r"\frac{x}{2}", r"0.5x")  # loads sympy, which takes a second, before the first limit
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)

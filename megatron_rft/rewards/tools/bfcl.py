@@ -1,8 +1,9 @@
 """Tool calls by the Berkeley leaderboard's rules (BFCL): simple, multiple, parallel, (ir)relevance; 1 or 0.
 
 The reference lists, for each call, the accepted values of each argument ("" among them: it may be left out); the field
-`tools` (or `function`) of the row has the argument types. Calls match in any order; an empty reference wants no call,
-the reference "any" at least one, whichever. What is executed, and rules for Java and JavaScript values, are not here.
+`tools` (or `function`) of the row has the argument types. Calls match in any order; an empty reference requires no
+call, the reference "any" at least one call of any kind. Calls are not executed, and Java and JavaScript are not
+supported.
 """
 
 import json
@@ -16,7 +17,7 @@ TYPES = {
     "string": str, "integer": int, "float": float, "number": float, "boolean": bool, "array": list, "list": list,
     "tuple": list, "dict": dict, "object": dict,
 }  # fmt: skip
-ANY = "any"  # the reference of relevance: some call can serve the request
+ANY = "any"  # the reference of relevance rows: any call is right
 LOOSE = re.compile(r"[ ,./\-_*^]")  # what the leaderboard ignores in texts
 
 
@@ -48,7 +49,7 @@ def _verdict(problem: str | None) -> Score:
 
 
 def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
-    """[{function: {argument: accepted values}}] as pairs, or ANY."""
+    """Return [{function: {argument: accepted values}}] as pairs, or ANY."""
     try:
         calls = json.loads(prompt.answer)
         if calls == ANY:
@@ -61,7 +62,7 @@ def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
 
 
 def _described(prompt: Prompt) -> dict[str, dict]:
-    """By a function's name, its parameters as JSON Schema has them."""
+    """Return the parameters of each function as JSON Schema, by its name."""
     functions = prompt.fields.get("tools") or prompt.fields.get("function") or []
     try:
         functions = json.loads(functions) if isinstance(functions, str) else functions
@@ -73,7 +74,7 @@ def _described(prompt: Prompt) -> dict[str, dict]:
 
 
 def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict[str, dict]) -> str | None:
-    """Why a call is none of the accepted ones; None where it is. Dots in a name may be written as underscores."""
+    """Return why a call is not accepted, or None. Dots in a name may be written as underscores."""
     name, accepted = possible
     if call.name != name and call.name != name.replace(".", "_"):
         return f"{call.name} is called, expected {name}"
@@ -100,18 +101,18 @@ def _mismatch(possible: tuple[str, dict[str, list]], call: Call, functions: dict
 
 
 def _has_type(value: Any, kind: str) -> bool:
-    """As documented; a whole number is a float as well."""
+    """Return whether a value has the documented type; a whole number is also a float."""
     wanted = TYPES.get(kind)
     return wanted is None or type(value) is wanted or (wanted is float and type(value) is int)
 
 
 def _is_variable(value: Any, accepted: list) -> bool:
-    """Where values of another type are accepted: a variable's name, which is to be written as it is."""
+    """Return whether values of another type are accepted, such as a variable's name."""
     return type(value) in {type(each) for each in accepted if each != ""}
 
 
 def _accepts(possible: Any, value: Any) -> bool:
-    """Texts without case and punctuation; numbers by value; dictionaries list accepted values key by key."""
+    """Compare a value: texts without case and punctuation, numbers by value, dictionaries key by key."""
     if isinstance(possible, str) and isinstance(value, str):
         return _loose(possible) == _loose(value)
     if isinstance(possible, list) and isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Tool calls in a text, in the forms that models write. Text and JSON only: nothing of a response is ever evaluated.
+"""Parses tool calls in the formats of common models, as text and JSON. A response is never evaluated.
 
 One parser for each format, tried in this order; the first whose marker is in the text reads it:
 
@@ -41,7 +41,7 @@ MOST_STARTS = 20  # places in prose from which calls are read
 
 
 class Malformed(ValueError):
-    """There is what cannot be read as calls. `attempt`: it was meant as one, and is not just other JSON."""
+    """The text has content that cannot be read as calls. `attempt`: it was meant as a call, and is not other JSON."""
 
     def __init__(self, message: str, attempt: bool = True):
         super().__init__(message)
@@ -59,12 +59,12 @@ class Call:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Of values from JSON: 1 is 1.0, and is not true."""
+    """Compare values from JSON: 1 equals 1.0 and does not equal true."""
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
 def tool_calls(text: str) -> list[Call]:
-    """The calls of a response, none where it makes none. Raises Malformed."""
+    """Return the calls of a response, possibly none. Raises Malformed."""
     text = text.rpartition("</think>")[2]
     for parse in (_tagged, _llama, _mistral, _functions, _actions, _bare):
         calls = parse(text)
@@ -115,7 +115,7 @@ def _functions(text: str) -> list[Call] | None:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is, else the text itself."""
+    """Parse a text as JSON, or return it unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -140,7 +140,7 @@ def _actions(text: str) -> list[Call] | None:
 
 
 def _bare(text: str) -> list[Call] | None:
-    """JSON or Python calls: in the last fence, or all of the text, or its end after prose."""
+    """Return JSON or Python calls in the last fence, in the whole text, or at its end after prose."""
     fenced = FENCE.findall(text)
     text = (fenced[-1] if fenced else text).strip()
     if text.startswith(("{", "[")) or _is_call(text):
@@ -155,7 +155,7 @@ def _bare(text: str) -> list[Call] | None:
 
 
 def _several(text: str) -> list[Call]:
-    """One JSON value, several of them one after the other, or Python calls."""
+    """Parse one JSON value, several consecutive ones, or Python calls."""
     text = text.strip()
     if len(text) > LONGEST:
         raise Malformed(f"{len(text)} characters of calls")
@@ -173,7 +173,7 @@ def _several(text: str) -> list[Call]:
 
 
 def _flat(value: Any) -> list[Any]:
-    """The calls of a list, and of OpenAI's message."""
+    """Return the calls of a list or of OpenAI's message."""
     if isinstance(value, dict) and isinstance(value.get("tool_calls"), list):
         return value["tool_calls"]
     return value if isinstance(value, list) else [value]
@@ -232,7 +232,7 @@ def _python_calls(text: str) -> list[Call] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal that JSON has too; anything else, an enumeration's name or a set, is its own text."""
+    """Return the value of a literal that JSON supports; anything else, such as a name or a set, as its source text."""
     try:
         value = ast.literal_eval(node)
     except ValueError:

@@ -35,8 +35,8 @@ def rlla(prompt: Prompt, text: str) -> Score:
 
 
 def follows_format(text: str, reference: str) -> float:
-    """1.0 where the tags of the reference, and only they, come once each and in order, with nothing around them.
-    A reference without tags asks for none."""
+    """Return 1.0 if the response has exactly the tags of the reference, once each and in order, with nothing around
+    them. A reference without tags requires none."""
     tags = [tag for tag in TAGS if f"<{tag}>" in reference]
     return float(not tags or has_sections(text, tags))
 
@@ -65,14 +65,14 @@ def _correctness(wanted: list[Call], made: list[Call]) -> tuple[float, str]:
 
 
 def _overlap(ours: list[str], theirs: list[str]) -> float:
-    """Intersection over union of two multisets."""
+    """Return the intersection over union of two multisets."""
     a, b = Counter(ours), Counter(theirs)
     union = (a | b).total()
     return (a & b).total() / union if union else 1.0
 
 
 def _credit(wanted: Call, made: Call) -> float:
-    """Overlap of the argument names plus the number of equal arguments; nothing for another function."""
+    """Return the overlap of the argument names plus the number of equal arguments; 0 for another function."""
     if wanted.name != made.name:
         return 0.0
     same = sum(key in made.arguments and equal(value, made.arguments[key]) for key, value in wanted.arguments.items())
@@ -80,7 +80,7 @@ def _credit(wanted: Call, made: Call) -> float:
 
 
 def _best_assignment(wanted: list[Call], made: list[Call]) -> float:
-    """The largest sum of credits with each predicted call used once."""
+    """Return the largest sum of credits with each predicted call used once."""
     size = max(len(wanted), len(made))
     credits = [[0.0] * size for _ in range(size)]
     for row, call in enumerate(wanted):
@@ -90,7 +90,7 @@ def _best_assignment(wanted: list[Call], made: list[Call]) -> float:
 
 
 def assign(credits: list[list[float]]) -> float:
-    """The largest sum of one entry per row and column of a square table, by shortest augmenting paths (Hungarian)."""
+    """Return the largest sum of one entry per row and column of a square table (Hungarian method)."""
     size = len(credits)
     row_price, column_price, row_of = [0.0] * size, [0.0] * (size + 1), [-1] * (size + 1)
     for row in range(size):

@@ -1,4 +1,5 @@
-"""The tool-call verifier: `rlla`, credit in part; `bfcl`, right or wrong by the leaderboard's rules; `exact`."""
+"""The tool-call verifier: `rlla` gives partial credit; `bfcl` applies the leaderboard's rules; `exact` compares
+calls."""
 
 import json
 
