@@ -17,9 +17,9 @@ from megatron_rft.conversion.torch_dist import CONFIG, METADATA
 from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.megatron.checkpoint import latest
 from megatron_rft.training import build
 from megatron_rft.training.run_folder import RECIPE_FILE
+from megatron_rft.utils.checkpoint_files import complete, damage
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
 from megatron_rft.utils.exit_codes import FINISHED
 
@@ -48,10 +48,11 @@ def _checkpoint_in(path: Path) -> Path | None:
     folder = path / "checkpoints" if (path / RECIPE_FILE).is_file() else path
     if folder.name != "checkpoints" or not folder.is_dir():
         return None
-    found = latest(folder)
-    if found is None:
-        raise DataError(f"{folder} has no complete checkpoint (step_*) yet")
-    return found
+    for found in reversed(complete(folder)):
+        if not (wrong := damage(found)):
+            return found
+        print(f"{found.name} is damaged ({wrong}) and is passed over", flush=True)
+    raise DataError(f"{folder} has no complete and intact checkpoint (step_*)")
 
 
 def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:

@@ -92,6 +92,11 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
 
+    checkpoints = commands.add_parser("checkpoints", help="list a run's checkpoints, verify and remove them")
+    checkpoints.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
+    checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its digest")
+    checkpoints.add_argument("--prune", type=_count, metavar="N", help="verify, and keep the N newest that are intact")
+
     heatmap = commands.add_parser("heatmap", help="a page of what a run's refiner changed, token by token")
     heatmap.add_argument("run", type=Path, metavar="RUN", help="output folder of a run with a dynamic constraint")
 

@@ -4,17 +4,20 @@
         weights and moments           torch_dist, reshardable to any TP x PP x DP
         run.json                      step, data position and the trainer's other values
         state.safetensors             the objective's state (PIPO's window and previous batch)
+        digests.json                  size and SHA-256 of each file, checked before a run resumes from it
 
 Saving is asynchronous by default: a forked writer uses a copy-on-write image of the memory while training continues.
+The writer also computes the digests of its shards.
 """
 
+import functools
 import gc
 import json
 import multiprocessing
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -41,22 +44,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
+from megatron_rft.utils import checkpoint_files
+from megatron_rft.utils.checkpoint_files import PARTIAL, latest
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
 from megatron_rft.utils.processes import die_with
 
-PARTIAL = ".partial"
 # Only this format can change TP and PP. With the second flag the optimizer's state is gathered only on the host of the
 # first data-parallel rank; without it every rank gathers all of it on its GPU.
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
-
-
-def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None."""
-    found = sorted(p for p in folder.glob("step_*") if p.suffix != PARTIAL and (p / "run.json").is_file())
-    return found[-1] if found else None
 
 
 class Checkpointer:
@@ -112,10 +110,13 @@ class Checkpointer:
             save_file({name: value.contiguous() for name, value in state.items()}, partial / "state.safetensors")
             (partial / "run.json").write_text(json.dumps(run, indent=1))
         if request is None:
+            checkpoint_files.write_own_digests(partial, dist.get_rank())
+            parallel.barrier("checkpoint")
             self._publish(partial, final)
         else:
             request.add_finalize_fn(lambda: self._publish(partial, final))
-            self.queue.schedule_async_request(request)
+            write = functools.partial(_write, request.async_fn, partial, dist.get_rank())
+            self.queue.schedule_async_request(request._replace(async_fn=request.async_fn and write))
 
     def poll(self) -> None:
         """Finish a save whose writer has ended. Cheap; call it once per step."""
@@ -151,6 +152,32 @@ class Checkpointer:
             return  # the writers have ended already
         self.wait()
         self.queue.close()
+
+    def newest_intact(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint whose files have their digests, and a sentence about each newer one, which is renamed.
+
+        Each rank reads a share of the files. None: there is no checkpoint.
+
+        Raises:
+            DataError: no checkpoint is intact.
+        """
+        told: list[str] = []
+        for path in reversed(checkpoint_files.complete(self.folder)):
+            found: list[str] = [""] * dist.get_world_size()
+            own = checkpoint_files.damage(path, dist.get_rank(), dist.get_world_size())
+            dist.all_gather_object(found, own, group=parallel.host_group("checkpoint"))
+            if not any(found):
+                return path, told
+            told.append(f"{path.name} is damaged ({max(found)}) and is passed over; it is now {path.name}.damaged")
+            if dist.get_rank() == 0:
+                checkpoint_files.set_aside(path)
+            parallel.barrier("checkpoint")
+        if told:
+            raise DataError(
+                f"no checkpoint in {self.folder} is intact: {'; '.join(told)}. Remove {self.folder.parent} to start "
+                "again from step 1, or restore a checkpoint from a copy"
+            )
+        return None, told
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Load weights, moments and schedule into the models. Returns the content of run.json and the objective's
@@ -203,12 +230,18 @@ class Checkpointer:
     def _publish(self, partial: Path, final: Path) -> None:
         """Renames a finished checkpoint to its final name, then removes old ones."""
         if dist.get_rank() == 0:
+            checkpoint_files.join_digests(partial)
             _sync_to_disk(partial)
             os.replace(partial, final)
-            complete = sorted(p for p in self.folder.glob("step_*") if p.suffix != PARTIAL)
-            for old in complete[: -self.keep]:
+            for old in checkpoint_files.complete(self.folder)[: -self.keep]:
                 shutil.rmtree(old)
         parallel.barrier("checkpoint")
+
+
+def _write(write: Callable[..., None], folder: Path, rank: int, *arguments: Any) -> None:
+    """Runs in the forked writer: megatron's function, then the digests of what it has written."""
+    write(*arguments)
+    checkpoint_files.write_own_digests(folder, rank)
 
 
 def _own_results_queue() -> None:

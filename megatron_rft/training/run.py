@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_rft.config import Recipe
 from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import weights
-from megatron_rft.megatron.checkpoint import Checkpointer, latest
+from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.records import Batch
@@ -92,9 +92,9 @@ class Run:
     # ---- start
 
     def restore(self, state: State) -> State:
-        """Loads the newest checkpoint, if any. Returns the objective's state, else `state`; sets `done`, the number
+        """Loads the newest intact checkpoint, if any. Returns the objective's state, else `state`; sets `done`, the number
         of finished steps."""
-        path = latest(self.folder / "checkpoints")
+        path, damaged = self.checkpoints.newest_intact()
         if path is not None:
             facts, state = self.checkpoints.load(path)
             self.done, self.stream.position = facts["step"], facts["position"]
@@ -110,6 +110,8 @@ class Run:
             name=self.options.name,
             resolved=self.resolved,
         )
+        for told in damaged:
+            self.tracker.note(told)
         if path is not None:
             self.tracker.note(f"resumed after step {self.done}, from {path}")
         for reason, count in self.dropped.items():

@@ -15,11 +15,12 @@ from megatron_rft.megatron import model as models
 from megatron_rft.megatron import optimizer as optimizers
 from megatron_rft.megatron import parallel, spec, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.checkpoint import Checkpointer, latest
+from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
+from megatron_rft.utils.checkpoint_files import latest
 
 SHAPE = dict(
     vocab_size=512,

@@ -1,6 +1,7 @@
 """A run's checkpoints: converting and evaluating them, and a full disk."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rft.commands.main import main
-from megatron_rft.megatron.checkpoint import latest
+from megatron_rft.utils.checkpoint_files import latest
 from tests.integration.tiny import ROOT, metrics, train, write_recipe
 
 
@@ -93,3 +94,59 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(run, tmp_path, capsys
         assert [each.name for each in folder.iterdir()] == ["step_000001"] == [latest(folder).name]
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+def shards(run):
+    return sorted((run / "checkpoints/step_000004").glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def flip_a_bit(run):
+    content = bytearray(shards(run)[-1].read_bytes())
+    content[len(content) // 2] ^= 1
+    shards(run)[-1].write_bytes(content)
+
+
+def cut_off(run):
+    os.truncate(shards(run)[-1], 100)
+
+
+@pytest.mark.parametrize(
+    "harm, told",
+    [
+        (flip_a_bit, "has other content than was written"),
+        (cut_off, "has 100 bytes instead of"),
+        (lambda run: shards(run)[0].unlink(), "is missing"),
+    ],
+    ids=["flipped", "cut_off", "missing"],
+)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, harm, told):
+    """The run goes on from the one before and ends with the same numbers and weights."""
+    recipe, out = write_recipe(tmp_path, run={"steps": 4}), tmp_path / "run"
+    assert train(recipe, "--nproc", "2")[0] == 0
+    before, weights = metrics(out), load_file(out / "export/model.safetensors")
+    assert main(["checkpoints", str(out), "--verify"]) == 0
+    assert capsys.readouterr().out.count("intact") == 2
+    harm(out)
+    assert main(["checkpoints", str(out), "--verify"]) == 0
+    listed = capsys.readouterr().out
+    assert "step_000002 " in listed and "intact" in listed and "DAMAGED: __" in listed and told in listed
+
+    status, output = train(recipe, "--nproc", "2")
+    assert status == 0, output[-3000:]
+    assert "step_000004 is damaged (__" in output and told in output and "resumed after step 2" in output
+    names = ("reward/mean", "policy/loss", "policy/grad_norm")
+    assert [[line.get(n) for n in names] for line in metrics(out)] == [[line.get(n) for n in names] for line in before]
+    again = load_file(out / "export/model.safetensors")
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert main(["checkpoints", str(out), "--prune", "1"]) == 0
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step_000004"]
+
+
+def test_no_checkpoint_is_intact(tmp_path, capsys):
+    recipe, out = write_recipe(tmp_path, run={"steps": 4}, checkpoint={"keep": 1}), tmp_path / "run"
+    assert train(recipe)[0] == 0
+    cut_off(out)
+    assert main(["checkpoints", str(out), "--prune", "1"]) == 3
+    assert "nothing is removed: no checkpoint is intact" in capsys.readouterr().out
+    status, output = train(recipe)
+    assert status == 2 and "no checkpoint in" in output and "step_000004 is damaged" in output

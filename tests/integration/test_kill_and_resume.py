@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rft.megatron.checkpoint import latest
 from megatron_rft.tracking.samples import SAMPLES_FILE, read_samples
+from megatron_rft.utils.checkpoint_files import latest
 from tests.integration.tiny import freeze, kill, metrics, start, train, wait_until, write_recipe
 
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))

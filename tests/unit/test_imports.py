@@ -37,6 +37,7 @@ WITHOUT_TORCH = {
     "commands/main",
     "commands/parser",
     "commands/doctor",
+    "commands/checkpoints",
     "commands/train",
     "commands/rehearse",
     "rehearsal/__init__",

@@ -11,10 +11,11 @@ from transformers import Qwen3Config
 from megatron_rft.config import Batching, Megatron
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.checkpoint import Checkpointer, latest
+from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
+from megatron_rft.utils.checkpoint_files import latest
 from tests.made import made
 
 CONFIG = Qwen3Config(

@@ -1,0 +1,45 @@
+"""`megatron-rft checkpoints RUN`: list a run's checkpoints, compare them with their digests, remove old ones."""
+
+import argparse
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+from megatron_rft.utils.checkpoint_files import DAMAGED, PARTIAL, complete, damage, size
+from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.exit_codes import FAILED, FINISHED
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns FAILED where `--verify` or `--prune` finds a damaged checkpoint that stays the only one."""
+    folder = args.run / "checkpoints"
+    if not folder.is_dir():
+        raise DataError(f"{args.run} has no checkpoints: give the output folder of a run")
+    found = complete(folder)
+    problems = {path: damage(path) for path in found} if args.verify or args.prune else {}
+    for path in found:
+        told = {None: "", "": "intact"}.get(problems.get(path), f"DAMAGED: {problems.get(path)}")
+        print(f"{_line(path)}  {told}".rstrip())
+    for path in sorted([*folder.glob(f"*{DAMAGED}"), *folder.glob(f"*{PARTIAL}")]):
+        print(f"{_line(path)}  not used")
+    if args.prune:
+        _prune(folder, [path for path in found if not problems[path]], args.prune)
+    return FAILED if found and problems and all(problems.values()) else FINISHED
+
+
+def _prune(folder: Path, intact: list[Path], keep: int) -> None:
+    """Keep the newest `keep` intact checkpoints. Nothing is removed where none is intact, and no `*.partial`, which a
+    run may be writing."""
+    if not intact:
+        print("nothing is removed: no checkpoint is intact")
+        return
+    stay = set(intact[-keep:])
+    for path in sorted([*complete(folder), *folder.glob(f"*{DAMAGED}")]):
+        if path not in stay:
+            shutil.rmtree(path)
+            print(f"removed {path.name}")
+
+
+def _line(path: Path) -> str:
+    when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    return f"{path.name:<20} {size(path) / 2**30:9.3f} GiB  {when}"
