@@ -18,6 +18,18 @@ srun_with_stop() {
     return "$status"
 }
 
+# Nodes on which two starts hung. Slurm changes the list of a job only once it is pending again.
+exclude_nodes() {
+    local try
+    [ -s "$job/exclude" ] || return 0
+    for try in 1 2 3 4 5 6 7 8 9 10; do
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(cat "$job/exclude")" 2>/dev/null &&
+            echo "excluded from now on: $(cat "$job/exclude")" && return 0
+        sleep 1
+    done
+    echo "warning: $(cat "$job/exclude") could not be excluded: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=..." >&2
+}
+
 # requeue_if_due STATUS: of the step that has ended. 75 asks for another start; from 128 on somebody was killed before he
 # could say, and the next start sees whether it is worth it. A job that was cancelled is left alone.
 requeue_if_due() {
@@ -25,5 +37,5 @@ requeue_if_due() {
     scontrol show job -o "$SLURM_JOB_ID" | head -n 1 | grep -q 'JobState=RUNNING' || return 0
     trap - USR1 TERM
     echo "back into the queue, after start ${SLURM_RESTART_COUNT:-0} (status $1)"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 120 # Slurm ends this script
+    scontrol requeue "$SLURM_JOB_ID" && exclude_nodes && sleep 120 # Slurm ends this script
 }

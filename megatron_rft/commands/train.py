@@ -48,7 +48,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
         output_dir = recipe.run.output_dir
         job = args.job and Job(args.job, Path(output_dir), node.index, node.count)
-        return launcher.launch(command, args.nproc or 1, output_dir, node, job)
+        return launcher.launch(command, args.nproc or 1, output_dir, node, job, recipe.faults)
     if recipe.trainer == "generate":
         launcher.use_one_gpu()
 
@@ -89,6 +89,7 @@ def check_user_code(recipe: Recipe) -> None:
 def work(output_dir: str, run: Callable[[], int]) -> int:
     """Run this process's part, and write its exit status and message where the launcher reads them."""
     launcher.die_with_launcher()
+    launcher.show_position(output_dir)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # until the trainer has something to save
         signal.signal(number, stop_at_once)
     try:

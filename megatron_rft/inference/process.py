@@ -26,6 +26,7 @@ from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sa
 from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets, Full
 from megatron_rft.inference.transport.shared_memory import HostMemory, local_gpu, shared
 from megatron_rft.utils.errors import RunFailed
+from megatron_rft.utils.position import here
 
 LAST_LINES = 15  # of the log in an error message
 EXIT_TIMEOUT_S = 5.0
@@ -200,6 +201,7 @@ class EngineProcess(Engine):
                 self._last_message = time.monotonic()
                 if name == "beat":
                     if rest[0] != self._done:
+                        here.move()
                         self._done, self._last_progress = rest[0], self._last_message
                 elif name in ("group", "end"):
                     self._last_progress = self._last_message

@@ -26,6 +26,7 @@ from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.inference.transport.buckets import Buckets, Full
 from megatron_rft.inference.transport.shared_memory import Handle, HostMemory, gpus, opened
 from megatron_rft.utils.errors import RunFailed, UserError
+from megatron_rft.utils.position import write_engine_stacks
 from megatron_rft.utils.processes import die_with
 
 BEAT_S = 1.0
@@ -129,6 +130,7 @@ def reportable(error: Exception, what: str) -> Exception:
 
 def main(socket: int, buckets: int, parent: int) -> None:
     die_with(parent)
+    write_engine_stacks()
     sys.stdout.reconfigure(line_buffering=True)  # the log must be complete when this process dies
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has ended
         Host(Connection(socket), Buckets(HostMemory(buckets).slots)).run()

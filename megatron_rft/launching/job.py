@@ -3,6 +3,8 @@
     JOB/start_3/before.json   the checkpoints that existed when the job started for the fourth time
     JOB/start_3/stop          written by the batch script: save and end, because the queue needs the nodes
     JOB/start_3/node_1.json   the exit status of node 1: {"status": 3}
+    JOB/start_3/hang          the host whose rank made this start hang
+    JOB/exclude               hosts that did so twice, which the batch script excludes (--exclude)
 
 The batch script (launch/requeue.sh) reads the decision from the job's exit status: 0 finished, 2 user error, 3 failed,
 do not restart, 75 restart. A crash restarts as long as there are new checkpoints, and `RETRIES` times without new ones.
@@ -44,6 +46,14 @@ class Job:
         _write(self.start / "before.json", self._saved())
         if self._starts_without_progress() > RETRIES + 1:
             raise RunFailed(self._no_progress_message())
+
+    def note_hang(self, host: str) -> None:
+        """This start hung because of a rank on `host`. Excludes a host that this has happened to twice."""
+        write_atomically(self.start / "hang", host)
+        before = [path.read_text() for path in self.folder.glob("start_*/hang")]
+        twice = sorted({each for each in before if before.count(each) > 1})
+        if twice:
+            write_atomically(self.folder / "exclude", ",".join(twice) + "\n")
 
     def wants_stop(self) -> bool:
         return (self.start / "stop").exists()

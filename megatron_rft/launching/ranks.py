@@ -18,12 +18,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rft.config.sections import Faults
 from megatron_rft.launching import slurm
+from megatron_rft.launching.hangs import Watch, position_file, stack_folder
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 from megatron_rft.utils.files import write_atomically
+from megatron_rft.utils.position import STACKS, here, write_stacks_on_signal
 from megatron_rft.utils.processes import die_with, reserved_port
 
 EXIT_TIMEOUT_S = 10.0  # time for the other ranks to notice a failure and to end by themselves
@@ -71,6 +74,15 @@ def die_with_launcher() -> None:
         die_with(int(os.environ[PARENT]))
 
 
+def show_position(output_dir: str) -> None:
+    """In a rank of a launcher: let it see where the rank is, and ask for its stack."""
+    if PARENT in os.environ:
+        folder, rank = ranks_folder(output_dir), int(os.environ["RANK"])
+        here.open(position_file(folder, rank))
+        write_stacks_on_signal(stack_folder(folder) / f"rank_{rank}.stack")
+        os.environ[STACKS] = str(stack_folder(folder).resolve())
+
+
 def use_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
     """Set CUDA_VISIBLE_DEVICES to the GPU of this local rank, before torch is imported. It is for workers without a
     process group, because vLLM then uses the first visible GPU."""
@@ -80,13 +92,21 @@ def use_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[int(os.environ["LOCAL_RANK"]) % len(names)]
 
 
-def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = None, job: Job | None = None) -> int:
+def launch(
+    command: list[str],
+    nproc: int,
+    output_dir: str,
+    node: Node | None = None,
+    job: Job | None = None,
+    faults: Faults | None = None,
+) -> int:
     """Run `command` as `nproc` ranks on this node, print a line about any failure, and return the exit status.
 
-    All nodes of a queued `job` return the same status, that of the job.
+    All nodes of a queued `job` return the same status, that of the job. A run that hangs (`faults`) fails.
     """
     node = node or Node()
     ranks: list[Rank] = []
+    watch = Watch(ranks_folder(output_dir), node, faults or Faults())
     with _forward_signals(ranks) as forwarded, reserved_port() as free:
         try:
             if job is not None:
@@ -94,25 +114,33 @@ def launch(command: list[str], nproc: int, output_dir: str, node: Node | None = 
             port = node.port or free.getsockname()[1]
             for local in range(nproc):
                 number = node.index * nproc + local
-                (ranks_folder(output_dir) / f"rank_{number}.json").unlink(missing_ok=True)
+                for file in (ranks_folder(output_dir) / f"rank_{number}.json", position_file(watch.folder, number)):
+                    file.unlink(missing_ok=True)
                 ranks.append(Rank(number, _start(command, number, local, nproc, node, port)))
                 if forwarded:  # a signal came while ranks were being started
                     _send(ranks[-1:], forwarded[-1])
-            elsewhere = _watch(ranks, job)
+            elsewhere = _watch(ranks, job, watch)
             stopped = _end(ranks)
         finally:
             _kill(ranks)
-        status = _conclude(ranks, stopped, output_dir, elsewhere)
+        if watch.hung:
+            status = _conclude_hang(watch, output_dir, job)
+        else:
+            status = _conclude(ranks, stopped, output_dir, elsewhere)
         return status if job is None else _conclude_job(job, status)
 
 
-def _watch(ranks: list[Rank], job: Job | None) -> str | None:
-    """Wait until a rank fails, all have ended, or another node has failed. Returns the message about that node."""
+def _watch(ranks: list[Rank], job: Job | None, watch: Watch) -> str | None:
+    """Wait until a rank fails, all have ended, the run hangs, or another node has failed. Returns the message about
+    that node."""
     stop_sent = False
     for tick in itertools.count():
         if not any(_alive(ranks)) or any(rank.status not in (None, FINISHED, STOPPED) for rank in ranks):
             return None
         time.sleep(0.1)
+        if watch.look([rank.number for rank in _alive(ranks)]):
+            _kill(ranks)
+            return None
         if job is None or tick % 10:
             continue
         if job.wants_stop() and not stop_sent:
@@ -120,6 +148,17 @@ def _watch(ranks: list[Rank], job: Job | None) -> str | None:
             _send(ranks, signal.SIGUSR1)
         if elsewhere := job.failed_elsewhere():
             return elsewhere
+
+
+def _conclude_hang(watch: Watch, output_dir: str, job: Job | None) -> int:
+    found = watch.hung
+    report = f"{watch.folder}/hang_*.txt has where each rank is, and its stack"
+    print(f"error: the run hangs: {found.sentence}. {report}", file=sys.stderr)
+    print(f"The same command goes on from the last checkpoint in {output_dir}", file=sys.stderr)
+    hosts = {state.host for state in found.guilty}
+    if job is not None and watch.node.index == 0 and len(hosts) == 1:
+        job.note_hang(*hosts)
+    return FAILED
 
 
 def _conclude_job(job: Job, status: int) -> int:

@@ -44,6 +44,7 @@ from megatron_rft.megatron.shared_attention import take_rows
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
 from megatron_rft.megatron.two_distributions import compare
 from megatron_rft.records import Batch, take_segments
+from megatron_rft.utils.position import here
 
 HEADS = COMPARED | {"values", "hidden"}
 ALONE = frozenset({"logprobs", "entropy"})  # the rest of COMPARED needs a second distribution
@@ -298,6 +299,7 @@ class Actor:
 
         def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(data)
+            here.next_micro_batch()
             options = {"fp32_output": False} if self.config.bf16 else {}  # hidden states stay in the model's precision
             hidden = chunk(micro.token_ids, micro.position_ids, None, packed_seq_params=micro.packed, **options)
             return hidden, partial(last_stage, micro)

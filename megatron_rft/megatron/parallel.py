@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megatron_rft.megatron.collectives import count_collectives
 from megatron_rft.utils.errors import ConfigError
 
 
@@ -44,6 +45,7 @@ def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) ->
         ConfigError: the ranks cannot connect, or their number does not fit the layout.
     """
     limits = limits or Limits()
+    count_collectives()
     if megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1:
         # megatron-core overlaps their communication with matrix products, and relies on the order of their launches
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron_rft.utils.position import here
+
 
 class Phases:
     """Measures seconds and peak memory by phase. Every second counts once: the time of an inner phase is not counted in
@@ -42,11 +44,13 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         self._attribute()
         self._open.append(name)
+        here.enter(name)
         try:
             yield
         finally:
             self._attribute()
             self._open.pop()
+            here.enter(self._open[-1])
 
     def take(self) -> dict[str, float]:
         """Return seconds and peak memory since the last call, by phase and in total, and reset them."""

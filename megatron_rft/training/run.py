@@ -27,6 +27,7 @@ from megatron_rft.training.early_stopping import BestModel
 from megatron_rft.training.evaluator import Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.stopping import NonFiniteGuard, StopSignal
+from megatron_rft.utils.position import here
 
 
 class Stream(Protocol):
@@ -92,8 +93,8 @@ class Run:
     # ---- start
 
     def restore(self, state: State) -> State:
-        """Loads the newest intact checkpoint, if any. Returns the objective's state, else `state`; sets `done`, the number
-        of finished steps."""
+        """Loads the newest intact checkpoint, if any. Returns the objective's state, else `state`; sets `done`, the
+        number of finished steps."""
         path, damaged = self.checkpoints.newest_intact()
         if path is not None:
             facts, state = self.checkpoints.load(path)
@@ -146,6 +147,7 @@ class Run:
         for step in range(self.done + 1, self.total_steps + 1):
             if self.best and self.best.selection.exhausted:
                 return
+            here.begin_step(step)
             yield step
 
     def optimizer_step(self, update: Update, batch: Batch, step: int) -> dict[str, float]:

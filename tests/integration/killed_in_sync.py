@@ -4,33 +4,13 @@
 import os
 import signal
 import sys
-from contextlib import suppress
 from itertools import count
-from pathlib import Path
 
 from megatron_rft.commands import main
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.utils.processes import children
+from tests.integration.engine_process import engine
 
-ENGINES = (b"megatron_rft.inference.process_worker", b"megatron_rft.utils.processes")  # the other: around a server
 syncs, stream = count(), Actor.stream
-
-
-def engine() -> int:
-    """Of those that this process started, or of a server that it started."""
-    pids = children(os.getpid())
-    return innermost(next(pid for pid in pids if any(part in name(pid) for part in ENGINES)))
-
-
-def name(pid: int) -> bytes:
-    with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def innermost(pid: int) -> int:
-    found = children(pid)
-    return innermost(found[-1]) if found else pid
 
 
 def killing(actor):

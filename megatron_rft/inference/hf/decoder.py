@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
 from megatron_rft.inference.hf.kv_cache import SharedPrefixCache
 from megatron_rft.records import Response
+from megatron_rft.utils.position import here
 
 PREFILL_TOKENS = 16384  # in one forward pass over prompts, padding included
 GPU_STEPS_PER_CHECK = 8  # a check for finished rows makes the host wait for the device
@@ -121,6 +122,7 @@ class Decoder:
                 for _ in range(steps_per_check):
                     self._step()
                 ended = int(self.done[: len(self.owners)].sum())
+                here.move()
             yield from self._finished()
             self._compact()
 

@@ -37,6 +37,7 @@ from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.plan.vllm import GPU_SHARE
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.position import here
 
 STEPPING = Lock()  # only one engine of this process runs a step at a time
 
@@ -146,6 +147,7 @@ class VLLMEngine(Engine):
                 for sample in range(request.n):
                     self._add(request, sample, sampling)
             while self.llm.has_unfinished_requests():
+                here.move()
                 if self.on_step:
                     self.on_step()
                 for output in self._step():

@@ -1,0 +1,141 @@
+"""Which rank keeps a run from moving, from where each rank is. Pure functions over `RankState`."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+from megatron_rft.utils.position import Position, members
+
+STOPPED_STATES = "Tt"  # of /proc/PID/stat: by a signal, by a debugger
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank as its launcher sees it. `groups`: name -> (members, last operation, its number). `still_s`: seconds since
+    it moved. `state`: its process's letter of /proc/PID/stat. `stopped`: stopped processes that it started."""
+
+    rank: int
+    host: str
+    node: int = 0
+    pid: int = 0
+    state: str = "S"
+    step: int = 0
+    phase: str = ""
+    micro_batch: int = 0
+    waiting: bool = False
+    last: str = ""
+    groups: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    still_s: float = 0.0
+    stopped: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, position: Position, **seen: object) -> "RankState":
+        own = asdict(position)
+        own.pop("moves")
+        groups = {name: (c.members, c.operation, c.number) for name, c in position.groups.items()}
+        return cls(**own | {"groups": groups} | seen)
+
+    @property
+    def where(self) -> str:
+        part = f", micro-batch {self.micro_batch}" if self.micro_batch else ""
+        return f"step {self.step}, {self.phase}{part}"
+
+    @property
+    def collective(self) -> str:
+        if self.last not in self.groups:
+            return "no collective yet"
+        ranks, operation, number = self.groups[self.last]
+        return f"{operation} no. {number} of group {self.last} (ranks {ranks})"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    guilty: tuple[RankState, ...]
+    sentence: str
+
+
+def missing(states: list[RankState]) -> dict[int, dict[int, str]]:
+    """rank -> {rank that it waits for: in which collective}: the second has done fewer operations of a group in which
+    the first is ahead of it."""
+    known = {state.rank: state for state in states}
+    found: dict[int, dict[int, str]] = {}
+    for state in states:
+        for name, (ranks, operation, number) in state.groups.items():
+            if operation == "send":  # a message that is buffered; the receiver may come later
+                continue
+            for other in members(ranks):
+                peer = known.get(other)
+                if peer is not None and peer.groups.get(name, ("", "", 0))[2] < number:
+                    found.setdefault(state.rank, {})[other] = f"{operation} no. {number} of group {name}"
+    return found
+
+
+def diagnose(states: list[RankState]) -> Diagnosis:
+    """In this order: a stopped process, a rank that others wait for and that waits for nobody, ranks that are in
+    different collectives, ranks that do not wait."""
+    by_stop = [s for s in states if s.state in STOPPED_STATES] or [s for s in states if s.stopped]
+    if by_stop:
+        return _named(by_stop, "is stopped" if by_stop[0].state in STOPPED_STATES else _engine(by_stop[0]))
+    waits = missing(states)
+    late = {other: what for some in waits.values() for other, what in some.items()}
+    by_late = [s for s in states if s.rank in late and not s.waiting]
+    if by_late:
+        return _named(by_late, f"has not come to {late[by_late[0].rank]}")
+    if disagreeing := _disagreeing(states, waits):
+        told = "; ".join(f"rank {s.rank} in {s.collective}" for s in _both_sides(states, disagreeing))
+        return _named(disagreeing, f"is in another collective than its group: {told}")
+    by_work = [s for s in states if not s.waiting]
+    if by_work and len(by_work) < len(states):
+        return _named(by_work, "does not come to the next collective")
+    return Diagnosis(tuple(states), f"no rank has moved, and none is alone in it: {_place(states[0])}")
+
+
+def _disagreeing(states: list[RankState], waits: dict[int, dict[int, str]]) -> list[RankState]:
+    """Of the ranks that wait for each other, those whose collective the fewest are in."""
+    circle = [s for s in states if s.rank in waits and any(s.rank in some for some in waits.values())]
+    for state in states if not circle else []:  # the same number of another operation
+        if state.last in state.groups:
+            ranks, operation, number = state.groups[state.last]
+            peers = [s for s in states if s.rank in members(ranks) and state.last in s.groups]
+            if any(s.groups[state.last][1:] != (operation, number) for s in peers):
+                circle.append(state)
+    counts = Counter(_kind(state) for state in states)
+    fewest = min((counts[_kind(state)] for state in circle), default=0)
+    return [state for state in circle if counts[_kind(state)] == fewest]
+
+
+def _kind(state: RankState) -> tuple:
+    """What ranks of the same program have in common at one place: the label of the group, not its number."""
+    label = state.last.partition(" ")[2]
+    return state.step, state.phase, label, state.groups.get(state.last, ("", "", 0))[1]
+
+
+def _both_sides(states: list[RankState], guilty: list[RankState]) -> list[RankState]:
+    others = [state for state in states if state not in guilty]
+    return [guilty[0], *others[:1]]
+
+
+def _engine(state: RankState) -> str:
+    return f"waits for a process of its own that is stopped ({', '.join(state.stopped)})"
+
+
+def _place(state: RankState) -> str:
+    return f"{state.where}, for {state.still_s:.0f} s"
+
+
+def _named(guilty: list[RankState], what: str) -> Diagnosis:
+    first, more = guilty[0], guilty[1:]
+    also = f" (and so {'are' if len(more) > 1 else 'is'} {', '.join(f'rank {s.rank}' for s in more)})" if more else ""
+    told = f"rank {first.rank} on node {first.host} {what}{also}; it is in {_place(first)}"
+    return Diagnosis(tuple(guilty), told)
+
+
+def describe(states: list[RankState]) -> list[str]:
+    """A line for each rank: where it is, and whom it waits for."""
+    waits, lines = missing(states), []
+    for s in sorted(states, key=lambda state: state.rank):
+        doing = "waits in" if s.waiting else "stopped after" if s.state in STOPPED_STATES else "works; last was"
+        lines.append(
+            f"rank {s.rank} (node {s.host}, pid {s.pid}): {s.where}, {s.still_s:.0f} s; {doing} {s.collective}"
+        )
+        lines += [f"    {what}: rank {other} has not come" for other, what in sorted(waits.get(s.rank, {}).items())]
+    return lines

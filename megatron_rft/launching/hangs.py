@@ -1,0 +1,205 @@
+"""Notices that a run hangs, and says which rank it is. Used by the launcher of each node; no torch.
+
+Each rank writes where it is to RUN/launch/rank_N.position (`utils/position.py`). This node's launcher reads the
+positions of its ranks once a second and writes RUN/launch/node_K.json every few seconds, which `megatron-rft status`
+and the other nodes' launchers read. When no rank of any node has moved for `faults.hang_s`, every launcher asks its
+ranks and their engine processes for their Python stacks (SIGUSR2), and node 0's writes RUN/launch/hang_TIME.txt.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megatron_rft.config.sections import Faults
+from megatron_rft.launching.diagnosis import STOPPED_STATES, Diagnosis, RankState, describe, diagnose
+from megatron_rft.launching.slurm import Node
+from megatron_rft.utils.files import write_atomically
+from megatron_rft.utils.position import Position, read
+from megatron_rft.utils.processes import children
+
+LOOK_S, WRITE_S = 1.0, 5.0
+STACKS_S = 3.0  # that processes have to write their stacks
+SHORTEST_S = 300.0  # an automatic limit is never below
+TIMES_LONGEST = 10.0
+LEARNED_STEPS = 3  # steps after which the longest pauses count
+GENERATING = ("generation", "reward", "refine", "evaluation")
+REPEATED = (*GENERATING, "logprobs", "training", "verification", "part_norms", "sync")  # alike in each step
+NFS_S = 15.0  # a node's file may be as old as this when another reads it
+
+
+def position_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.position"
+
+
+def stack_folder(folder: Path) -> Path:
+    return folder / "stacks"
+
+
+def host_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+@dataclass
+class Pauses:
+    """The longest pause between two movements by phase, from which the limits of a step's phases follow."""
+
+    faults: Faults
+    longest: dict[str, float] = field(default_factory=dict)
+
+    def note(self, phase: str, seconds: float) -> None:
+        self.longest[phase] = max(self.longest.get(phase, 0.0), seconds)
+
+    def limit(self, phase: str, step: int) -> float:
+        """Seconds without movement in `phase` of `step` that count as a hang."""
+        f = self.faults
+        if f.hang_s is not None:
+            return f.hang_s
+        if phase in GENERATING:
+            at_most = f.generation_limit_s
+        else:
+            at_most = {"start": f.start_limit_s, "checkpoint": f.checkpoint_limit_s}.get(phase, f.step_limit_s)
+        if phase not in REPEATED or phase not in self.longest or step <= LEARNED_STEPS:
+            return at_most
+        return min(at_most, max(SHORTEST_S, TIMES_LONGEST * self.longest[phase]))
+
+
+class Watch:
+    """Watches the ranks of this node. `look` is called often and does its work once a second."""
+
+    def __init__(self, folder: Path, node: Node, faults: Faults, clock: Callable[[], float] = time.monotonic):
+        self.folder, self.node, self.pauses, self.clock = folder, node, Pauses(faults), clock
+        self.host = host_name()
+        self._moves: dict[int, int] = {}
+        self._since: dict[int, float] = {}  # rank -> when it was last seen to move
+        self._positions: dict[int, Position] = {}
+        self._looked = self._written = -1e9
+        self._still = False
+        self.hung: Diagnosis | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove what an earlier start has left, so that no other node takes it for this one's."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in [self._node_file(self.node.index), *stack_folder(self.folder).glob("*.stack")]:
+            path.unlink(missing_ok=True)
+
+    def look(self, numbers: list[int]) -> Diagnosis | None:
+        """`numbers`: the ranks of this node. Returns the diagnosis once the whole run hangs."""
+        now = self.clock()
+        if now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        for rank in numbers:
+            self._see(rank, now)
+        still = self._still = self._hangs(now)
+        if still or now - self._written > WRITE_S:
+            self._written = now
+            self._write(still)
+        if not still or not self._others_hang():
+            return None
+        self.hung = self._explain(numbers)
+        return self.hung
+
+    def _see(self, rank: int, now: float) -> None:
+        position = read(position_file(self.folder, rank), rank)
+        if position is None or position.moves == self._moves.get(rank):
+            return
+        if before := self._positions.get(rank):
+            self.pauses.note(before.phase, now - self._since[rank])
+        self._moves[rank], self._since[rank], self._positions[rank] = position.moves, now, position
+
+    def _hangs(self, now: float) -> bool:
+        """Whether every rank of this node is still for longer than its phase's limit."""
+        return bool(self._positions) and all(
+            now - self._since[rank] > self.pauses.limit(position.phase, position.step)
+            for rank, position in self._positions.items()
+        )
+
+    def _states(self) -> list[RankState]:
+        now = self.clock()
+        found = []
+        for rank, position in sorted(self._positions.items()):
+            below = descendants(position.pid) if self._still else []  # it reads all of /proc
+            stopped = tuple(f"pid {pid}" for pid in below if process_state(pid) in STOPPED_STATES)
+            seen = {"host": self.host, "node": self.node.index, "state": process_state(position.pid)}
+            found.append(RankState.of(position, **seen, still_s=now - self._since[rank], stopped=stopped))
+        return found
+
+    def _node_file(self, index: int) -> Path:
+        return self.folder / f"node_{index}.json"
+
+    def _write(self, still: bool) -> None:
+        content = {"time": time.time(), "host": self.host, "still": still, "pauses": self.pauses.longest}
+        content["ranks"] = [asdict(state) for state in self._states()]
+        with contextlib.suppress(OSError):  # a full disk is not this function's to report
+            write_atomically(self._node_file(self.node.index), json.dumps(content))
+
+    def _others_hang(self) -> bool:
+        others = [read_node(self._node_file(i)) for i in range(self.node.count) if i != self.node.index]
+        return all(other and other["still"] and time.time() - other["time"] < NFS_S for other in others)
+
+    def _explain(self, numbers: list[int]) -> Diagnosis:
+        self._ask_for_stacks()
+        states = self._states()
+        for index in range(self.node.count):
+            if index != self.node.index and (other := read_node(self._node_file(index))):
+                states += ranks_of(other)
+        found = diagnose(states)
+        if self.node.index == 0:
+            self._write_report(found, states)
+        return found
+
+    def _ask_for_stacks(self) -> None:
+        for position in self._positions.values():
+            for pid in (position.pid, *descendants(position.pid)):
+                if catches(pid, signal.SIGUSR2):
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGUSR2)
+        time.sleep(STACKS_S)
+
+    def _write_report(self, found: Diagnosis, states: list[RankState]) -> None:
+        parts = [f"The run hangs: {found.sentence}.", "", *describe(states)]
+        for path in sorted(stack_folder(self.folder).glob("*.stack")):
+            parts += ["", f"---- {path.stem.replace('_', ' ')}", path.read_text(errors="replace").strip()]
+            parts[-1] = parts[-1] or "(it did not answer: a stopped process writes no stack)"
+        path = self.folder / time.strftime("hang_%Y%m%d_%H%M%S.txt")
+        with contextlib.suppress(OSError):
+            write_atomically(path, "\n".join(parts) + "\n")
+
+
+def read_node(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def ranks_of(node: dict) -> list[RankState]:
+    """The ranks in a node's file."""
+    return [RankState(**each | {"stopped": tuple(each["stopped"])}) for each in node["ranks"]]
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc/PID/stat; empty where there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    return found + [below for child in found for below in descendants(child)]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal, which would end it otherwise."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return bool(int(next(line.split()[1] for line in lines if line.startswith("SigCgt")), 16) >> (number - 1) & 1)
+    return False

@@ -1,0 +1,62 @@
+"""One rank hangs: the launcher names it with its node and phase, writes a report and ends the run."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rft.utils.exit_codes import FAILED
+from tests.integration.tiny import train, write_recipe
+
+HANGING = str(Path(__file__).with_name("hanging.py"))
+SPLIT = {
+    "tp": {"tensor_model_parallel_size": 2},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "dp": {},
+}
+TOLD = {
+    "stop": "is stopped",
+    "loop": "has not come to",
+    "other": "is in another collective than its group",
+    "engine": "waits for a process of its own that is stopped (pid",
+    "grader": "has not come to",
+}
+
+
+def hang(folder: Path, layout: str, rank: int, phase: str, kind: str, hang_s: float = 12.0) -> tuple[int, str]:
+    """Exit status and output of a run of two ranks in which `rank` hangs in its second step."""
+    recipe = write_recipe(
+        folder,
+        run={"steps": 3},
+        megatron=SPLIT[layout],
+        data={"max_prompt_tokens": 8, "validation": str(folder / "test.jsonl")},
+        evaluation={"every": 1},
+        checkpoint={"every": 1},
+        faults={"hang_s": hang_s} | ({"engine_silence_s": 600.0} if kind == "engine" else {}),
+        rollout={"placement": "process", "processes": 2} if kind == "engine" else {},
+    )
+    return train(recipe, "--nproc", "2", program=(HANGING,), HANG=f"{rank} {phase} 2 {kind}")
+
+
+def check(folder: Path, rank: int, phase: str, kind: str, status: int, output: str) -> None:
+    """The right rank, its node, phase and step, and stacks of all ranks that can write one."""
+    told = next((line for line in output.splitlines() if "the run hangs" in line), output[-3000:])
+    assert status == FAILED and f"the run hangs: rank {rank} on node" in told and TOLD[kind] in told, told
+    assert f"it is in step 2, {phase}" in told, told
+    report = next((folder / "run/launch").glob("hang_*.txt")).read_text()
+    stacks = report.partition("---- rank")[2]
+    assert "rank 0 (node" in report and "rank 1 (node" in report and "most recent call first" in stacks
+    assert (" in loop\n" in stacks or " in hang\n" in stacks) == (kind in ("loop", "grader", "other"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout, rank, phase, kind",
+    [
+        ("tp", 1, "training", "stop"),
+        ("pp", 0, "logprobs", "loop"),
+        ("dp", 1, "sync", "other"),
+        ("dp", 0, "generation", "engine"),
+    ],
+)
+def test_the_rank_that_hangs_is_named(tmp_path, layout, rank, phase, kind):
+    check(tmp_path, rank, phase, kind, *hang(tmp_path, layout, rank, phase, kind))

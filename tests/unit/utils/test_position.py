@@ -1,0 +1,39 @@
+"""Where a rank is, as another process reads it."""
+
+import time
+
+import pytest
+
+from megatron_rft.utils.position import GROUPS, Here, members, read, shortened
+
+
+def test_what_is_written_is_read(tmp_path):
+    here, path = Here(), tmp_path / "rank_3.position"
+    assert read(path, 3) is None
+    here.open(path)
+    first = read(path, 3)
+    here.begin_step(12), here.enter("training"), here.next_micro_batch(), here.next_micro_batch()
+    here.add_group("7", "7 tensor", shortened([2, 3]))
+    here.collective("7", "all_reduce"), here.collective("7", "broadcast"), here.wait(True)
+    found = read(path, 3)
+    assert (found.step, found.phase, found.micro_batch, found.waiting) == (12, "training", 2, True)
+    assert first.phase == "start" and found.moves > first.moves
+    assert str(found.groups[found.last]) == "broadcast no. 2 of group 7 tensor"
+    for number in range(2 * GROUPS):  # more than there is room for
+        here.add_group(f"more {number}", "x", "0"), here.collective(f"more {number}", "send")
+    assert len(read(path, 3).groups) <= GROUPS
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1], [3, 1], [0, 4, 8, 12], list(range(512)), [0, 1, 5]])
+def test_members_keep_their_ranks(ranks):
+    assert members(shortened(ranks)) == ranks
+
+
+def test_an_update_takes_microseconds(tmp_path):
+    here = Here()
+    here.open(tmp_path / "rank_0.position")
+    here.add_group("1", "1", "0,1")
+    begin = time.process_time()
+    for _ in range(10_000):
+        here.collective("1", "all_reduce")
+    assert (time.process_time() - begin) / 10_000 < 50e-6
