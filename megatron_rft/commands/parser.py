@@ -92,6 +92,13 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
 
+    report.add_argument("--serve", action="store_true", help="in a browser of this machine, following the runs")
+    report.add_argument("--port", type=_count, default=0, metavar="N", help="with --serve (default: any free port)")
+
+    status = commands.add_parser("status", help="how a run is doing, from its files alone")
+    status.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
+    status.add_argument("--watch", action="store_true", help="again and again, until the run has ended")
+
     checkpoints = commands.add_parser("checkpoints", help="list a run's checkpoints, verify and remove them")
     checkpoints.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
     checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its digest")

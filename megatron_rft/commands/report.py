@@ -1,14 +1,30 @@
-"""`megatron-rft report`: a page about runs, with charts and samples."""
+"""`megatron-rft report`: a page about runs, with charts and samples; `--serve`: in a browser, following the runs."""
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from megatron_rft import report
+from megatron_rft.report import server, status
 from megatron_rft.utils.exit_codes import FINISHED
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.serve:
+        return serve(args.runs, args.port)
     out = args.out or (args.runs[0] / "report" if len(args.runs) == 1 else Path("report"))
     page, picture, *charts = report.write(args.runs, out)
     print(f"{page}\n{picture} ({len(charts)} charts, each alone in {out / 'charts'})")
+    return FINISHED
+
+
+def serve(runs: list[Path], port: int) -> int:
+    """Until Ctrl-C."""
+    for folder in runs:
+        status.lines(folder)  # says what is wrong with a folder that is none
+    serving, url = server.start(runs, port)
+    address = f"{server.ADDRESS}:{serving.server_address[1]}"
+    print(f"{url}\nCtrl-C ends it. To see it from another machine: ssh -L {address}:{address} HOST", flush=True)
+    with contextlib.suppress(KeyboardInterrupt), serving:
+        serving.serve_forever()
     return FINISHED

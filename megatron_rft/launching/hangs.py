@@ -20,7 +20,7 @@ from megatron_rft.config.sections import Faults
 from megatron_rft.launching.diagnosis import STOPPED_STATES, Diagnosis, RankState, describe, diagnose
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.files import write_atomically
-from megatron_rft.utils.position import Position, read
+from megatron_rft.utils.position import Position, read, read_node
 from megatron_rft.utils.processes import children
 
 LOOK_S, WRITE_S = 1.0, 5.0
@@ -171,13 +171,6 @@ class Watch:
         path = self.folder / time.strftime("hang_%Y%m%d_%H%M%S.txt")
         with contextlib.suppress(OSError):
             write_atomically(path, "\n".join(parts) + "\n")
-
-
-def read_node(path: Path) -> dict | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def ranks_of(node: dict) -> list[RankState]:

@@ -19,6 +19,9 @@ from megatron_rft.report.groups import Group, differing
 from megatron_rft.utils.errors import UserError
 
 HERE = files("megatron_rft.report")
+EMPTY = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; script-src 'unsafe-inline'"><title>megatron-rft</title></head>
+<body><p>{}</p></body></html>"""
 FEW = 8  # more differences than this are folded
 MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 

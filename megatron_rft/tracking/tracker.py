@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from megatron_rft.config.sections import Tracking
 from megatron_rft.tracking.metrics import MetricsFile
+from megatron_rft.tracking.notes import NOTES_FILE, add_note
 from megatron_rft.tracking.progress import Progress, make_progress
 from megatron_rft.tracking.samples import SAMPLES_FILE, Sample, SamplesFile, due
 
@@ -43,7 +44,7 @@ class Tracker:
         self._loggers: list[Logger] = []
         if not is_main:
             return
-        output_dir = Path(output_dir)
+        self._folder = output_dir = Path(output_dir)
         name = name or output_dir.resolve().name
         self._loggers = optional_loggers(output_dir, config, resume_step, name, resolved)
         self._metrics_file = MetricsFile(output_dir / METRICS_FILE, resume_step)
@@ -75,6 +76,7 @@ class Tracker:
     def note(self, text: str) -> None:
         if self._progress is not None:
             self._progress.note(text)
+            add_note(self._folder / NOTES_FILE, text)
 
     def sync(self) -> None:
         """Flush the files to the disk. Call this before a checkpoint is marked complete."""

@@ -7,6 +7,7 @@ and makes no system call.
 
 import ctypes
 import faulthandler
+import json
 import mmap
 import os
 import signal
@@ -129,6 +130,19 @@ def read(path: Path, rank: int) -> Position | None:
     last = record.groups[record.last].name.decode() if record.last >= 0 else ""
     phase, waiting = record.phase.decode(), bool(record.waiting)
     return Position(rank, record.moves, record.pid, record.step, phase, record.micro_batch, waiting, last, groups)
+
+
+def read_nodes(folder: Path) -> list[dict]:
+    """What the launcher of each node has written last (`launching/hangs.py`), by the node's number."""
+    paths = sorted(folder.glob("node_*.json"), key=lambda path: int(path.stem.removeprefix("node_")))
+    return [node for path in paths if (node := read_node(path))]
+
+
+def read_node(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def shortened(ranks: list[int]) -> str:

@@ -66,8 +66,9 @@ class Browser:
         with opener.open(request, timeout=300) as answer:
             return json.load(answer)["value"]
 
-    def open(self, page: Path) -> None:
-        self._call("POST", "/url", {"url": page.resolve().as_uri()})
+    def open(self, page: Path | str) -> None:
+        """A file, or a URL."""
+        self._call("POST", "/url", {"url": page if isinstance(page, str) else page.resolve().as_uri()})
 
     def ask(self, script: str, *arguments: Any) -> Any:
         """What an expression of JavaScript gives; its arguments are arguments[0] ..."""

@@ -1,0 +1,25 @@
+"""`megatron-rft status RUN`: step, phase of each rank, rates, time left, evaluation, checkpoints and alarms of a run.
+
+Reads files only, so that it works on a login node."""
+
+import argparse
+import time
+
+from megatron_rft.report import status
+from megatron_rft.utils.exit_codes import FINISHED
+
+EVERY_S = 2.0
+CLEAR = "\x1b[H\x1b[J"
+
+
+def run(args: argparse.Namespace) -> int:
+    """With `--watch` until the run has ended, or Ctrl-C."""
+    try:
+        while True:
+            found = status.lines(args.run)
+            print((CLEAR if args.watch else "") + "\n".join(found), flush=True)
+            if not args.watch or status.ended(args.run):
+                return FINISHED
+            time.sleep(EVERY_S)
+    except KeyboardInterrupt:
+        return FINISHED

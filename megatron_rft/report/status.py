@@ -1,0 +1,96 @@
+"""The state of a run in a few lines, from its files alone: it may be under way on other machines. No torch."""
+
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.report.runs import METRICS, RECIPE, Run, read
+from megatron_rft.tracking.notes import NOTES_FILE, read_notes
+from megatron_rft.tracking.progress import SHOWN, accuracy, clock_time, phase_seconds
+from megatron_rft.utils.checkpoint_files import complete
+from megatron_rft.utils.errors import UserError
+from megatron_rft.utils.position import read_nodes
+
+FRESH_S = 30.0  # a node whose launcher has not written for longer does not run, or its clock is off
+PACE_STEPS = 20
+NOTES_SHOWN = 8
+
+
+def lines(folder: Path, now: float | None = None) -> list[str]:
+    """Raises UserError where `folder` is no run's."""
+    now = time.time() if now is None else now
+    if not (folder / METRICS).is_file() and (folder / RECIPE).is_file():
+        return [f"{folder}: no step has finished yet", *_nodes(folder, now)]
+    run = read(folder)
+    return [_head(run, now), *_numbers(run), *_nodes(folder, now), *_checkpoints(folder), *_notes(folder)]
+
+
+def ended(folder: Path) -> bool:
+    """Whether the run has its last step and its exported model."""
+    try:
+        run = read(folder)
+    except UserError:
+        return False
+    return bool(run.curves.records) and _last(run)["step"] == _steps(run) and (folder / "export").is_dir()
+
+
+def _last(run: Run) -> dict[str, Any]:
+    return run.curves.records[-1] if run.curves.records else {"step": 0, "time": 0.0}
+
+
+def _steps(run: Run) -> int | None:
+    return run.recipe.get("run", {}).get("steps")
+
+
+def _head(run: Run, now: float) -> str:
+    last, total = _last(run), _steps(run)
+    parts = [f"{run.name}: step {last['step']}" + (f" of {total}" if total else "")]
+    if last["time"]:
+        parts.append(f"its last step ended {clock_time(max(now - last['time'], 0))} ago")
+    recent = run.curves.records[-PACE_STEPS - 1 :]
+    if len(recent) > 1 and total and last["step"] < total:
+        pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
+        parts += [f"{pace:.1f} s per step", f"{clock_time(pace * (total - last['step']))} left"]
+    return ", ".join(parts)
+
+
+def _numbers(run: Run) -> list[str]:
+    last = {name: value for name, value in _last(run).items() if value is not None}
+    shown = [f"{label} {form.format(last[name])}" for name, label, form in SHOWN if name in last]
+    found = ["  ".join(shown)] if shown else []
+    if seconds := phase_seconds(last):
+        found.append("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
+    evaluated = [record for record in run.curves.records if record.get("evaluation/pass@1") is not None]
+    if evaluated:
+        found.append(f"last evaluation, step {evaluated[-1]['step']}: pass@1 {accuracy(evaluated[-1])}")
+    return found
+
+
+def _nodes(folder: Path, now: float) -> list[str]:
+    """The phase of each rank, and how long ago it moved."""
+    found = []
+    for node in read_nodes(folder / "launch"):
+        age = now - node["time"]
+        if age > FRESH_S:
+            found.append(f"node {node['host']}: nothing heard for {clock_time(age)}")
+            continue
+        found.append(f"node {node['host']}: {'STANDS STILL' if node['still'] else 'runs'}")
+        for rank in node["ranks"]:
+            still = f", has not moved for {rank['still_s']:.0f} s" if rank["still_s"] > 10 else ""
+            found.append(f"  rank {rank['rank']}: step {rank['step']}, {rank['phase']}{still}")
+    return found
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    names = [
+        f"{path.name} ({datetime.fromtimestamp(path.stat().st_mtime):%H:%M})"
+        for path in complete(folder / "checkpoints")
+    ]
+    damaged = [path.name for path in (folder / "checkpoints").glob("*.damaged")]
+    return [f"checkpoints: {', '.join([*names, *damaged]) or 'none yet'}"]
+
+
+def _notes(folder: Path) -> list[str]:
+    notes = read_notes(folder / NOTES_FILE)[-NOTES_SHOWN:]
+    return [f"{datetime.fromtimestamp(note['time']):%m-%d %H:%M} {note['note']}" for note in notes]

@@ -1,0 +1,54 @@
+"""`megatron-rft status`: what stands in a run's files."""
+
+import json
+import time
+
+import pytest
+
+from megatron_rft.commands.main import main
+from megatron_rft.tracking.notes import NOTES_FILE, add_note
+from tests.unit.report.made import write_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = write_run(tmp_path / "mine", pipo=True, steps=10)
+    for step in (4, 8):
+        (folder / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+        (folder / f"checkpoints/step_{step:06d}/run.json").write_text("{}")
+    add_note(folder / NOTES_FILE, "step 7: the entropy has collapsed")
+    return folder
+
+
+def node(run, index, age=0.0, still_s=2.0):
+    rank = {"rank": index, "step": 11, "phase": "training", "still_s": still_s}
+    content = {"time": time.time() - age, "host": f"n{index}", "still": False, "ranks": [rank]}
+    (run / "launch").mkdir(exist_ok=True)
+    (run / f"launch/node_{index}.json").write_text(json.dumps(content))
+
+
+def test_what_it_says(run, capsys):
+    node(run, 0), node(run, 1, still_s=77.0), node(run, 2, age=600.0)
+    assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "mine: step 10 of 30" in told and "s per step" in told and "left" in told
+    assert "reward 0.500" in told and "last evaluation, step 10: pass@1 0.400 ± 0.020" in told
+    assert "  rank 0: step 11, training\n" in told and "rank 1: step 11, training, has not moved for 77 s" in told
+    assert "node n2: nothing heard for 10:0" in told
+    assert "checkpoints: step_000004 (" in told and "step_000008 (" in told
+    assert "the entropy has collapsed" in told
+
+
+def test_watch_ends_with_the_run(run, capsys):
+    (run / "export").mkdir()
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("steps: 30", "steps: 10"))
+    assert main(["status", str(run), "--watch"]) == 0
+
+
+def test_no_run_and_no_step(tmp_path, capsys):
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text("run: {steps: 3}")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "no step has finished yet" in capsys.readouterr().out
