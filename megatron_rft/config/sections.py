@@ -441,6 +441,8 @@ class Tracking(Section):
     """Draw the curves when the run ends."""
     peak_tflops: Positive | None = None
     """Peak TFLOP/s of one device, for training/mfu. None: its data sheet's for bf16, where the device is known."""
+    alarms: bool = True
+    """Say it in the log when the metrics of ten steps show a known failure, such as a collapse of the entropy."""
     sampled_steps: Natural = 40
     """RL: number of steps, spread evenly over the run, whose responses the report shows token by token. 0: none."""
 

@@ -6,6 +6,7 @@ it.
 """
 
 import functools
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -72,9 +73,11 @@ def _waiting(wait: Callable) -> Callable:
     @functools.wraps(wait)
     def call(*args, **kwargs):
         here.wait(True)
+        begin = time.perf_counter()
         try:
             return wait(*args, **kwargs)
         finally:
+            here.waited_s += time.perf_counter() - begin
             here.wait(False)
 
     return call

@@ -27,6 +27,8 @@ class Phases:
         self._clock = clock
         self._seconds: dict[str, float] = defaultdict(float)
         self._peaks: dict[str, float] = defaultdict(float)
+        self._waited: dict[str, float] = defaultdict(float)  # of the seconds: for collectives
+        self._waited_before = here.waited_s
         self._open = ["other"]
         take_memory_peak()
         self._mark = clock()
@@ -37,6 +39,8 @@ class Phases:
             torch.cuda.synchronize()
         now, phase = self._clock(), self._open[-1]
         self._seconds[phase] += now - self._mark
+        self._waited[phase] += here.waited_s - self._waited_before
+        self._waited_before = here.waited_s
         self._peaks[phase] = max(self._peaks[phase], take_memory_peak())
         self._mark = now
 
@@ -52,10 +56,16 @@ class Phases:
             self._open.pop()
             here.enter(self._open[-1])
 
+    def work(self) -> dict[str, float]:
+        """The seconds by phase that were not spent waiting for other ranks, since the last `take`. Call it before."""
+        self._attribute()
+        return {phase: max(seconds - self._waited[phase], 0.0) for phase, seconds in self._seconds.items()}
+
     def take(self) -> dict[str, float]:
         """Return seconds and peak memory since the last call, by phase and in total, and reset them."""
         self._attribute()
         seconds, self._seconds = self._seconds, defaultdict(float)
+        self._waited.clear()
         peaks, self._peaks = self._peaks, defaultdict(float)
         metrics = {f"seconds/{name}": value for name, value in seconds.items()}
         metrics |= {f"memory/{name}_gib": value for name, value in peaks.items()}

@@ -22,11 +22,13 @@ from megatron_rft.tracking.phases import Phases
 from megatron_rft.tracking.throughput import Throughput, device_name, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
 from megatron_rft.training import mismatch_alarm
+from megatron_rft.training.alarms import Alarms
 from megatron_rft.training.build import tokenizer_folder
 from megatron_rft.training.early_stopping import BestModel
 from megatron_rft.training.evaluator import Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.stopping import NonFiniteGuard, StopSignal
+from megatron_rft.training.stragglers import Stragglers, host_names
 from megatron_rft.utils.position import here
 
 
@@ -78,6 +80,7 @@ class Run:
         self.done, self.dropped = 0, dropped or {}
         self.stop = StopSignal()
         self.phases, self.averages = Phases(), Averages()
+        self.stragglers, self.alarms = Stragglers(host_names()), Alarms() if recipe.tracking.alarms else None
         sizes, given = Sizes.read(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
         self.throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
         self.guard = NonFiniteGuard(self.folder, recipe.faults.max_skipped_steps)
@@ -193,9 +196,14 @@ class Run:
         """Logs, saves if due, and returns whether a signal stops the run (the checkpoint is then on disk).
         `pending`: gives further state, called when a checkpoint is written."""
         stopping, every = self.stop.agreed(), self.checkpoint_every
-        metrics = metrics | self.averages.take() | {"faults/skipped_steps": self.guard.total} | self.phases.take()
+        ranks, slow = self.stragglers.take(self.phases.work(), step)
+        metrics = (
+            metrics | ranks | self.averages.take() | {"faults/skipped_steps": self.guard.total} | self.phases.take()
+        )
         metrics |= self.throughput.take(metrics)
         if self.compares_logprobs and (told := mismatch_alarm.check(metrics, self.faults, step)):
+            self.tracker.note(told)
+        for told in [slow] * bool(slow) + (self.alarms.check(metrics, step) if self.alarms else []):
             self.tracker.note(told)
         # Before the checkpoint: if killed in between, the step is repeated and its line is replaced.
         self.tracker.log(step, metrics)

@@ -62,6 +62,7 @@ class Here:
 
     def __init__(self) -> None:
         self._record, self._slots = _Record(), {}
+        self.waited_s = 0.0  # for collectives, since this process began
 
     def open(self, path: Path) -> None:
         """Write to `path` from now on."""

@@ -1,0 +1,52 @@
+"""Each alarm on the metrics of a run that has its failure, and of one that has not."""
+
+import pytest
+
+from megatron_rft.training.alarms import ALARMS, STEPS, Alarms
+from tests.integration.tiny import ROOT
+
+HEALTHY = {
+    "policy/entropy": 1.0,
+    "response/length_mean": 20.0,
+    "response/finished": 0.9,
+    "reward/all_right_groups": 0.4,
+    "reward/all_wrong_groups": 0.5,
+    "policy/kl": 0.1,
+    "pipo/suppressed": 0.0,
+    "constraint/improved": 0.2,
+    "dynamics/future_weight_correct": 0.7,
+    "dynamics/future_weight_incorrect": 0.995,
+}
+FAILURES = {
+    "the entropy has collapsed": {"policy/entropy": 0.05},
+    "the responses explode": {"response/length_mean": 50.0, "response/finished": 0.2},
+    "in every group": {"reward/all_right_groups": 0.75, "reward/all_wrong_groups": 0.25},
+    "far from the reference": {"policy/kl": 1.5},
+    "PIPO has suppressed": {"pipo/suppressed": 1.0},
+    "the refiner has improved": {"constraint/improved": 0.0},
+    "FPA's weights": {"dynamics/future_weight_correct": 0.999, "dynamics/future_weight_incorrect": 0.001},
+}
+
+
+def test_a_healthy_run_has_none():
+    alarms = Alarms()
+    assert not [told for step in range(1, 60) for told in alarms.check(HEALTHY, step)]
+    assert not [told for step in range(60, 90) for told in alarms.check({"policy/nll": 1.0}, step)]
+
+
+@pytest.mark.parametrize("sentence", FAILURES)
+def test_a_failure_is_told_once_until_it_has_ceased(sentence):
+    alarms, told = Alarms(), []
+    kinds = [HEALTHY] * 25 + [HEALTHY | FAILURES[sentence]] * 15 + [HEALTHY] * 3 + [HEALTHY | FAILURES[sentence]] * 15
+    for step, metrics in enumerate(kinds, start=1):
+        told += [(step, each) for each in alarms.check(metrics, step)]
+    assert [step for step, _ in told] == [25 + STEPS, 25 + 15 + 3 + STEPS], told
+    assert all(sentence in each and "See docs/" in each for _, each in told)
+
+
+def test_each_names_a_page_that_exists():
+    assert len(ALARMS) == len(FAILURES)
+    for alarm in ALARMS:
+        page, _, heading = alarm.page.partition(", ")
+        text = (ROOT / page).read_text()
+        assert not heading or f"## {heading}\n" in text
