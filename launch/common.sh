@@ -71,6 +71,7 @@ start_code() {
 start_vllm() { # KEY...
     local keys=() out="$PWD/runs/slurm/$SLURM_JOB_ID/servers_${SLURM_RESTART_COUNT:-0}"
     mkdir -p "$out" || die "cannot write $out"
+    export MEGATRON_RFT_TOKEN="${MEGATRON_RFT_TOKEN:-$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \n')}" # srun passes it on
     keys_for serve "$@"
     srun_servers "$in_step" bash serve "${stages[-1]#* }" --out "$out" "${keys[@]}"
     wait_for_server "the vLLM servers did not start: the reason is above, their logs are in $out" \

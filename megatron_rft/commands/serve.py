@@ -22,6 +22,7 @@ import torch
 
 from megatron_rft.config import Recipe
 from megatron_rft.inference.engine import EngineLost
+from megatron_rft.inference.vllm import token_check
 from megatron_rft.inference.vllm.arguments import save_config
 from megatron_rft.inference.vllm.server_process import spawn, wait_for
 from megatron_rft.plan import check_writable
@@ -71,6 +72,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     """Serve until SIGTERM. OUT/NODE_0.log ... have what the servers print; OUT/NODE.urls gets their URLs when all of
     them answer."""
     check_writable(args.out, "--out")
+    if token_check.VARIABLE not in os.environ:
+        print(f"{token_check.VARIABLE} is not set: whoever reaches these servers can use them", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = build.load_hf_config(recipe.model)
     shape = shape_of(hf_config.to_dict())

@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -85,13 +86,29 @@ def test_a_server(tmp_path):
             assert_equal(pool, version, version)
 
         with pytest.raises(ConfigError, match="serves another model: its vocab_size is 64, that of model.path 65"):
-            ServerEngine(server.url, Qwen3Config(**SHAPE, vocab_size=65), shapes, torch.float32)
+            ServerEngine(
+                server.url,
+                Qwen3Config(**SHAPE, vocab_size=65),
+                shapes,
+                torch.float32,
+                authorization=server.authorization,
+            )
         with pytest.raises(ConfigError, match="computes in torch.float32, and rollout.dtype says torch.bfloat16"):
-            ServerEngine(server.url, CONFIG, shapes, torch.bfloat16)
+            ServerEngine(server.url, CONFIG, shapes, torch.bfloat16, authorization=server.authorization)
         with pytest.raises(
             ConfigError, match="room for 2048 tokens of prompt and response, and this recipe has up to 2049"
         ):
-            ServerEngine(server.url, CONFIG, shapes, torch.float32, longest=2049)
+            ServerEngine(server.url, CONFIG, shapes, torch.float32, longest=2049, authorization=server.authorization)
+
+        with pytest.raises(
+            ConfigError, match="cannot take weights from a trainer .*401 this server answers only to its"
+        ):
+            ServerEngine(server.url, CONFIG, shapes, torch.float32, authorization={"Authorization": "Bearer guess"})
+        stranger = copy(server)
+        stranger.authorization = {}
+        for path in ("/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/completions", "/pause"):
+            with pytest.raises(RunFailed, match="refuses .*: 401"):
+                stranger._text("POST", path, {})
 
         answers: list = []
         asked = Request(0, (5, 6, 7), 4, 1)

@@ -46,16 +46,24 @@ def rendezvous(host: str, size: int, timeout_s: float, port: int | None = None) 
     return dist.TCPStore(host, port or 0, size, port is None, limit, wait_for_workers=False)
 
 
-def connect(store: dist.TCPStore, rank: int, size: int, timeout_s: float, device: torch.device | None = None) -> Link:
+def connect(
+    store: dist.TCPStore,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    device: torch.device | None = None,
+    secret: str = "",
+) -> Link:
     """Connect to the other `size` - 1 processes. Raises RuntimeError if they do not join in time.
 
     `device`: this process's GPU for the transport GPU, None for HOST. All processes must use the same transport.
+    `secret`: the same in all of them; a process with another one does not meet them.
     """
     limit = timedelta(seconds=timeout_s)
-    control = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, size, limit)
+    control = dist.ProcessGroupGloo(dist.PrefixStore(f"weights/{secret}", store), rank, size, limit)
     if device is None:
         return Link(control, control, torch.device("cpu"))
-    link = Link(control, nccl(dist.PrefixStore("weights/nccl", store), rank, size, limit), device)
+    link = Link(control, nccl(dist.PrefixStore(f"weights/{secret}/nccl", store), rank, size, limit), device)
     broadcast(link.data, link.buckets.slots[0, :8]).wait()  # NCCL connects in its first broadcast: fail before training
     torch.cuda.synchronize(device)
     return link

@@ -71,6 +71,7 @@ def command(
         "host": host,
         "port": port,
         "worker_extension_cls": "megatron_rft.inference.vllm.worker_extension.Extension",
+        "middleware": "megatron_rft.inference.vllm.token_check.RequireToken",
         "enable_scale_out": True,  # the endpoint for token ids
         "disable_uvicorn_access_log": True,
     }

@@ -15,6 +15,7 @@ import http.client
 import json
 import queue
 import re
+import secrets
 import shlex
 import socket
 import subprocess
@@ -33,7 +34,7 @@ from megatron_rft.inference.acceptance import Acceptance
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.transport.shared_memory import local_gpu
-from megatron_rft.inference.vllm import server_checks
+from megatron_rft.inference.vllm import server_checks, token_check
 from megatron_rft.inference.vllm.arguments import command
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
@@ -59,10 +60,13 @@ class ServerEngine(Engine):
         silence_timeout_s: float = 300.0,
         longest: int = 0,
         keep_caches: bool = False,
+        authorization: dict[str, str] | None = None,
     ):
+        """`authorization`: the header with the server's token; None: that of this process's environment."""
         self.keep_caches = keep_caches
         self.url, self.config, self.shapes, self.dtype, self.longest = url.rstrip("/"), config, shapes, dtype, longest
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
+        self.authorization = token_check.header() if authorization is None else authorization
         self.workers = 0  # of the server; 0 until it has answered
         self.name = f"the server {self.url}"
         self.link = None
@@ -124,12 +128,12 @@ class ServerEngine(Engine):
         store = network.rendezvous(host, size, limit_s)
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         address = {"host": host, "port": store.port, "size": size, "shapes": shapes, "timeout_s": limit_s}
-        address["transport"] = self.transport
+        address["transport"], address["secret"] = self.transport, secrets.token_hex(16)
         device = torch.device("cuda", torch.cuda.current_device()) if self.transport == network.GPU else None
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})
             try:
-                self.link = network.connect(store, 0, size, limit_s, device)
+                self.link = network.connect(store, 0, size, limit_s, device, address["secret"])
             except RuntimeError as error:
                 answer.result()  # raises the server's own error, if it has one
                 raise EngineLost(
@@ -273,7 +277,8 @@ class ServerEngine(Engine):
                 connection.sock.settimeout(None)
                 self._register(connection, epoch)
             content = None if body is None else json.dumps(body)
-            connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json"} | self.authorization
+            connection.request(method, parts.path + path, content, headers)
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:

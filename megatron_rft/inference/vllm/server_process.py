@@ -1,6 +1,7 @@
 """Starts a vLLM server on this machine, and restarts it when it is lost."""
 
 import os
+import secrets
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_rft.inference.process import last_lines
+from megatron_rft.inference.vllm import token_check
 from megatron_rft.inference.vllm.arguments import cache_bytes, command, save_config
 from megatron_rft.inference.vllm.server_client import ServerEngine, wait_until_ready
 from megatron_rft.utils.errors import RunFailed
@@ -82,12 +84,17 @@ class LocalServer(ServerEngine):
     ):
         """`log`: the file for the server's output; the model's configuration goes into a folder beside it. `arguments`:
         those of `spawn`."""
-        self.log, self.model, self.environment = log, log.with_name(f"{log.stem}_model"), environment
+        token = os.environ.get(token_check.VARIABLE) or secrets.token_urlsafe(24)
+        self.environment = environment | {token_check.VARIABLE: token}
+        self.log, self.model = log, log.with_name(f"{log.stem}_model")
         save_config(config, self.model)
         self.arguments = arguments
         self.process: subprocess.Popen | None = None
         limits = start_timeout_s, silence_timeout_s
-        super().__init__("http://127.0.0.1", config, shapes, dtype, *limits, keep_caches=keep_caches)
+        header = token_check.header(self.environment)
+        super().__init__(
+            "http://127.0.0.1", config, shapes, dtype, *limits, keep_caches=keep_caches, authorization=header
+        )
 
     def start(self) -> None:
         self._kill()

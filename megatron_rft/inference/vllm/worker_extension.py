@@ -30,6 +30,7 @@ class Address(WeightTransferInitInfo):
     shapes: dict[str, list[int]]  # HF name -> shape of every parameter
     timeout_s: float
     transport: str
+    secret: str
 
 
 @dataclass
@@ -50,7 +51,12 @@ class WireReceiver(Receiver):
         device = self.device if init_info.transport == network.GPU else None
         size, limit_s = init_info.size, init_info.timeout_s
         self.link = network.connect(
-            network.rendezvous(init_info.host, size, limit_s, init_info.port), rank, size, limit_s, device
+            network.rendezvous(init_info.host, size, limit_s, init_info.port),
+            rank,
+            size,
+            limit_s,
+            device,
+            init_info.secret,
         )
 
     def shutdown(self) -> None:
