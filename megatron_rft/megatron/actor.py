@@ -264,14 +264,24 @@ class Actor:
         learning_rate: float | None = None,
         second: Second | Recorded | None = None,
         moments: str = "own",
+        scale: float = 1.0,
+        computed: dict[str, float] | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step on a global mini-batch, with `learning_rate` or the schedule's next rate.
+
+        `scale`: positive factor of loss and gradient. It multiplies the finished gradient, so that a step does not
+        depend on when the backward pass ran. `computed`: the result of `backward` for these arguments, with the
+        gradient still in the DDP buffers: no pass came after it and the weights are the same.
 
         Returns the result of `backward` and "grad_norm", "learning_rate" and "skipped": 1 if the loss or the gradient
         was not finite; weights, moments and schedule then stay unchanged.
         """
-        metrics = self.backward(batch, loss, counts, outputs, second)
+        metrics = computed or self.backward(batch, loss, counts, outputs, second)
+        metrics["loss"] *= scale
         finite = math.isfinite(metrics["loss"])
+        if scale != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
         applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}

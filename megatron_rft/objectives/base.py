@@ -104,6 +104,8 @@ class Update:
     second: SecondDistribution | None = None
     counts: Callable[[Batch], dict[str, float]] = counts  # the denominators that `loss` names
     moments: str = "own"  # name of the optimizer's moments that the steps use: those of the model, or others kept apart
+    scale: float = 1.0  # positive factor of loss and gradient, applied after the backward pass
+    foreseen: bool = False  # but for `scale` it is the update of `Objective.foreseen`
 
     def steps(self) -> Iterator[Batch]:
         """The mini-batches in order, none of them empty. Sequences of one group stay together, as they were sampled.
@@ -154,6 +156,11 @@ class Objective(ABC):
         """The state before the first step; what `prepare` returns replaces it, and checkpoints carry it."""
         return {}
 
+    def foreseen(self, state: State) -> Update | None:
+        """An update of one mini-batch that `prepare` may return, as the first and with another scale, for the next
+        batch. Its gradient can be computed while that batch is being generated."""
+        return None
+
     def keep(self, batch: Batch) -> Tensor:
         """[B] bool: sequences worth training on. Groups left out may be replaced by sampling again (DAPO)."""
         return torch.ones(len(batch), dtype=torch.bool)
@@ -174,7 +181,8 @@ class PolicyObjective(Objective):
 
     @abstractmethod
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
-        """The clipped objective alone (no KL, no bonus), on batch.tokens["advantages"] and ["old_logprobs"]."""
+        """The clipped objective alone (no KL, no bonus), on batch.tokens["advantages"] and ["old_logprobs"]. Advantages
+        that are twice as large make it twice as large: PIPO multiplies its gradient by abs(phi)."""
 
     def taught(self, batch: Batch) -> Tensor:
         """[B] bool: the sequences that the policy's update has, which a plug-in should then remember."""

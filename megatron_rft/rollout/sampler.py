@@ -120,6 +120,10 @@ class Sampler:
         self.gather, self.rank, self.world = gather, rank, world
         self._background = ThreadPoolExecutor(1, thread_name_prefix="sampling") if background else None
 
+    @property
+    def background(self) -> bool:
+        return self._background is not None
+
     def sample(
         self,
         draw: Callable[[int], list[Prompt]],

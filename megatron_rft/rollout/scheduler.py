@@ -58,7 +58,8 @@ class Weights(Protocol):
 class RolloutScheduler:
     """Orders the sampling of batches and the pushes of new weights.
 
-    `next(step)` starts the batches that may start, collects the batch of `step`, and puts the engine to sleep.
+    `begin(step)` starts the batches that may start, for a trainer that has work to do before it calls `next`.
+    `next(step)` starts the rest, collects the batch of `step`, and puts the engine to sleep.
     `publish(version)` waits for the batches that must end before the engine gets new weights, and pushes these.
 
     `draw(n)` returns the next n prompts; `count`, `keep` and `max_rounds` are those of `Sampler.sample`.
@@ -80,6 +81,14 @@ class RolloutScheduler:
         self.last_step, self.staleness, self.keep, self.max_rounds = last_step, staleness, keep, max_rounds
         self.phases = phases
         self.pending: deque[Pending] = deque()
+
+    def begin(self, step: int) -> bool:
+        """Start the batches up to step + n. Returns whether the trainer is idle until the batch of `step` is there: with
+        n > 0 that batch was started earlier, while the trainer worked on others."""
+        newest = self.pending[-1].step if self.pending else step - 1
+        for number in range(newest + 1, min(step + self.staleness, self.last_step) + 1):
+            self.pending.append(Pending(number, self.sampler.begin(self.draw(self.count), number, self.keep)))
+        return self.sampler.background and not self.staleness
 
     def next(self, step: int) -> Sampled:
         """Return the batch of `step`. Batches up to step + n are pending afterwards."""
@@ -108,9 +117,7 @@ class RolloutScheduler:
         self.sampler.close()
 
     def _next(self, step: int) -> Sampled:
-        newest = self.pending[-1].step if self.pending else step - 1
-        for number in range(newest + 1, min(step + self.staleness, self.last_step) + 1):
-            self.pending.append(Pending(number, self.sampler.begin(self.draw(self.count), number, self.keep)))
+        self.begin(step)
         batch = self.pending.popleft()
         assert batch.step == step, f"batch {batch.step} at step {step}"
         sampled = conclude(self._collected(batch), self.count, step, self.keep)

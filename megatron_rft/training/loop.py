@@ -20,6 +20,10 @@ class Batches(Protocol):
         """Restores what `state()` stored in a checkpoint; returns the rest of the state."""
         ...
 
+    def begin(self, step: int) -> bool:
+        """Starts the batch of `step`. Returns whether other processes generate it now, while the trainer is idle."""
+        ...
+
     def next(self, step: int) -> Batch:
         """The batch of `step`. Collective."""
         ...
@@ -45,6 +49,8 @@ def train(run: Run, batches: Batches, models: Models, objective: Objective) -> i
     before = run.evaluate_at_start()
 
     for step in run.steps():
+        if batches.begin(step):
+            run.compute_foreseen(objective.foreseen(state))
         batch = batches.next(step)
         with run.phases("logprobs"):
             batch = models.outputs(batch)

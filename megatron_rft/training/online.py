@@ -98,6 +98,9 @@ class OnlineBatches:
             self.examples.resume(self.run.done)
         return self.scheduler.restore(state, self.prompts)
 
+    def begin(self, step: int) -> bool:
+        return self.scheduler.begin(step)
+
     def next(self, step: int) -> Batch:
         self.sampled = self.scheduler.next(step)
         if self.examples:
@@ -179,6 +182,8 @@ def build_sampler(
 ) -> Sampler:
     options, form = recipe.rollout, Problems.of(recipe).prompt_format("train")
     rank, world = rank_among_engines(engine)
+    # The trainer works while engines outside of it generate: on the steps before, or on PIPO's verification.
+    background = options.staleness > 0 or (recipe.pipo is not None and options.placement != "colocated")
     return Sampler(
         engine,
         build.build_sampling(options, tokenizer),
@@ -193,8 +198,8 @@ def build_sampler(
         on_nonfinite=recipe.reward.on_nonfinite,
         contexts=build_feedback(recipe.algorithm, tokenizer, form) if recipe.algorithm.uses_feedback else None,
         refiner=refiner,
-        phases=nullcontext if options.staleness else phases,  # the sampler then runs in another thread
-        background=options.staleness > 0,
+        phases=nullcontext if background else phases,  # they belong to the trainer's thread
+        background=background,
     )
 
 

@@ -84,6 +84,7 @@ class Run:
         sizes, given = Sizes.read(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
         self.throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
         self.guard = NonFiniteGuard(self.folder, recipe.faults.max_skipped_steps)
+        self.foreseen: dict[str, float] | None = None  # metrics of the gradient of `compute_foreseen`
         self.best: BestModel | None = None
         if recipe.trainer == "offline":
             patience = recipe.evaluation.patience
@@ -153,15 +154,35 @@ class Run:
             here.begin_step(step)
             yield step
 
+    def compute_foreseen(self, update: Update | None) -> None:
+        """Computes the gradient of an update of `Objective.foreseen`. It waits in the gradient buffers, which nothing
+        else uses before the step's first optimizer step."""
+        self.foreseen = None
+        if update is None:
+            return
+        (batch,) = update.steps()
+        with self.phases("verification"):
+            counts = update.counts(batch)
+            self.foreseen = self.models.trained[update.model].backward(batch, update.loss, counts, update.outputs)
+
     def optimizer_step(self, update: Update, batch: Batch, step: int) -> dict[str, float]:
         """Trains on one mini-batch of `update`. Returns the gradient norms of the loss's parts where due."""
         found, second, norms = {}, self.models.second(update, batch), self.models.norms
+        computed, self.foreseen = self.foreseen if update.foreseen else None, None
         if norms and norms.due(update, step):
             with self.phases("part_norms"):
                 found = norms.measure(self.models.actor, update, batch, second)
         with self.phases("verification" if update.name == "verification" else "training"):
             metrics = self.models.trained[update.model].step(
-                batch, update.loss, update.counts(batch), update.outputs, update.learning_rate, second, update.moments
+                batch,
+                update.loss,
+                update.counts(batch),
+                update.outputs,
+                update.learning_rate,
+                second,
+                update.moments,
+                update.scale,
+                computed,
             )
         self.guard.note(metrics, batch, step)
         self.averages.add(update.name, metrics)

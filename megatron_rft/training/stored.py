@@ -29,6 +29,9 @@ class StoredBatches:
     def restore(self, state: State) -> State:
         return state
 
+    def begin(self, step: int) -> bool:
+        return False
+
     def next(self, step: int) -> Batch:
         if self.weights:
             self.weights.sleep()

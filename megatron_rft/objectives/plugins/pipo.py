@@ -11,6 +11,9 @@ and, once K means are known, one optimizer step on J_PI comes before the base al
 attributions of the previous batch (of the responses that the base learnt from), nu the base's kind of ratio against the
 policy that sampled it.
 
+J_PI is abs(phi) times the surrogate of sign(phi) a_{t-1}. For phi > 0 this surrogate depends on the previous batch and
+the present weights alone: `foreseen` gives it before mu_t is known. For phi < 0 the clip bounds the other side.
+
 No step is made when phi is zero (also: std zero or not finite) or when every attribution is zero: Adam would move the
 weights by its momentum even with a zero gradient. A step in which the base does not touch the policy (PPO warming up
 its critic) is not remembered: there is nothing to verify.
@@ -23,6 +26,7 @@ B_{t-1}. Until a batch comes that has seen an update there is none to verify.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -91,10 +95,19 @@ class PIPO(PolicyObjective):
     def improvement_attributions(self, batch: Batch) -> Tensor:
         return self.base.improvement_attributions(batch)
 
+    def foreseen(self, state: State) -> Update | None:
+        kept = _kept(state)
+        ready = kept and len(state["mu"]) >= self.options.window
+        return self._verification(kept[-1], 1.0) if ready else None
+
     def prepare(self, batch: Batch, state: State) -> Prepared:
         mu = batch.scalars["sampled_reward_sum"] / batch.scalars["sampled_count"]
         kept = _kept(state)
-        updates, metrics = self._verify(mu, state, made(batch, kept))
+        verified = made(batch, kept)
+        update, metrics = self._verify(mu, state, verified)
+        updates = []
+        if update is not None:
+            updates = [replace(update, foreseen=metrics["pipo/phi"] > 0 and verified is kept[-1])]
         # Without a step in between, a base that is on-policy stays exactly what it is without this plug-in.
         on_policy = not updates and "old_logprobs" not in self.base.needs
         base = self.base.prepare(batch.without_tokens("old_logprobs") if on_policy else batch, _part(state, "base."))
@@ -109,28 +122,37 @@ class PIPO(PolicyObjective):
             state |= each.state_dict(f"previous.{i}.")
         return Prepared([*updates, *base.updates], state, base.metrics | metrics)
 
-    def _verify(self, mu: float, state: State, previous: Batch | None) -> tuple[list[Update], dict[str, float]]:
+    def _verify(self, mu: float, state: State, previous: Batch | None) -> tuple[Update | None, dict[str, float]]:
         """The update on the previous batch, if there is one to make, and what the log says of it."""
         if len(state["mu"]) < self.options.window:
-            return [], {"pipo/mu": mu}
+            return None, {"pipo/mu": mu}
         xi = improvement(mu, state["mu"], self.options.xi_max)
         phi = rectified(xi, self.options.rectification)
-        rewards = torch.zeros(1) if previous is None else previous.tokens["attributions"] * phi
-        worth = bool(rewards.any())
+        update = None if previous is None else self._verification(previous, phi)
         metrics = {
             "pipo/mu": mu,
             "pipo/anchor_mean": state["mu"].mean().item(),
             "pipo/anchor_std": state["mu"].std().item(),
             "pipo/xi": xi,
             "pipo/phi": phi,
-            "pipo/reinforced": float(worth and phi > 0),
-            "pipo/suppressed": float(worth and phi < 0),
-            "pipo/skipped": float(not worth),
+            "pipo/reinforced": float(update is not None and phi > 0),
+            "pipo/suppressed": float(update is not None and phi < 0),
+            "pipo/skipped": float(update is None),
         }
-        if not worth:
-            return [], metrics
-        batch = previous.with_tokens(advantages=rewards)
+        return update, metrics
+
+    def _verification(self, previous: Batch, phi: float) -> Update | None:
+        """The step on J_PI of a previous batch; None where phi or every attribution is zero."""
+        attributions = previous.tokens["attributions"]
+        if not phi or not attributions.any():
+            return None
+        batch = previous.with_tokens(advantages=attributions if phi > 0 else -attributions)
         moments = "own" if self.options.optimizer_state == "shared" else "verification"
-        return [
-            Update("verification", batch, self.surrogate, learning_rate=self.options.learning_rate, moments=moments)
-        ], metrics
+        return Update(
+            "verification",
+            batch,
+            self.surrogate,
+            learning_rate=self.options.learning_rate,
+            moments=moments,
+            scale=abs(phi),
+        )

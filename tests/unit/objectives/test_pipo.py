@@ -1,6 +1,7 @@
 """PIPO: its feedback by hand, what it updates and when, and saving and loading its state."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ def test_verification_is_one_step_on_the_previous_batch(make_batch):
     verification, policy = run(pipo(base, window=3, learning_rate=3e-6), batches)[3].updates
     (mini_batch,) = verification.steps()
     assert mini_batch.response_ids.tolist() == batches[2].response_ids.tolist()
-    assert mini_batch.tokens["advantages"].tolist() == [2.0, 2.0, -2.0, 2.0, 2.0, 2.0, -2.0]
+    assert mini_batch.tokens["advantages"].tolist() == [1.0, 1.0, -1.0, 1.0, 1.0, 1.0, -1.0]
+    assert verification.scale == pytest.approx(2.0)
     assert torch.equal(mini_batch.tokens["old_logprobs"], batches[2].tokens["old_logprobs"])
     assert verification.learning_rate == 3e-6 and policy.learning_rate is None
     assert torch.equal(policy.batch.tokens["old_logprobs"], batches[3].tokens["old_logprobs"])
@@ -126,6 +128,7 @@ def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_
     for number, prepared in enumerate(steps, 1):
         update = prepared.updates[0]
         found[number] = update.name == "verification" and int(update.batch.scalars["step"])
+        assert update.foreseen == (found[number] == number - 1 > 0)  # the newest batch, and xi > 0 here
         if found[number]:
             assert torch.equal(update.batch.response_ids, batches[found[number]].response_ids)
             assert torch.equal(update.batch.tokens["old_logprobs"], batches[found[number]].tokens["old_logprobs"])
@@ -140,6 +143,29 @@ def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_
     assert [step.metrics.get("pipo/skipped") for step in never] == [None, None, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
+@pytest.mark.parametrize("mu, known", [(0.5, True), (0.1, False), (0.3, None)])
+def test_a_rise_has_the_gradient_that_is_known_before(make_batch, base, mu, known):
+    """The window is (0.2, 0.3, 0.4). For phi > 0 the state alone gives the gradient but for its scale. A fall has
+    another: the clip bounds the other side. Without a change there is none."""
+    objective = pipo(base, window=3)
+    before = run(objective, [sampled(make_batch, value, seed) for seed, value in enumerate((0.2, 0.3, 0.4))])
+    assert objective.foreseen(before[1].state) is None  # the window is not full
+    foreseen = objective.foreseen(before[2].state)
+    update = objective.prepare(sampled(make_batch, mu, 3), before[2].state).updates[0]
+    assert (update.name == "verification") == (known is not None) and update.foreseen == bool(known)
+    if known is not None:
+        alike = replace(update, scale=1.0, foreseen=False)
+        assert torch.equal(gradient(foreseen), gradient(alike)) == known
+        assert foreseen.mini_batches * foreseen.epochs == 1
+
+
+def test_nothing_is_foreseen_without_an_attribution(make_batch):
+    batches = [sampled(make_batch, value, rewards=(1.0, 1.0, 0.0, 0.0)) for value in (0.2, 0.3)]
+    objective = pipo(made("grpo"), window=2)
+    assert objective.foreseen(run(objective, batches)[-1].state) is None
+
+
 def gradient(update: Update) -> torch.Tensor:
     """Of the first step, by the log-probs, at the policy that sampled; by the values or the divergence where those are
     what the loss has."""
@@ -152,7 +178,7 @@ def gradient(update: Update) -> torch.Tensor:
     loss = update.loss(outputs, batch).mean(counts(batch))
     leaves = [outputs[name] for name in ("logprobs", "values", "reverse_kl")]
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return next(each for each in found if each is not None)
+    return update.scale * next(each for each in found if each is not None)
 
 
 @pytest.mark.parametrize("mu, phi", [(0.5, 2.0), (0.2, -0.1), (0.35, 0.5)])
@@ -170,9 +196,8 @@ def test_what_is_scaled_are_the_normalised_attributions(make_batch):
     sample = make_batch([1, 2, 1, 1], [0] * 4, [1.0, 0.0, 0.0, 0.0], **given)
     batches = [sample.with_scalars(sampled_reward_sum=mu, sampled_count=1.0) for mu in (0.2, 0.3, 0.4, 0.5)]
     verification, _ = run(pipo(made("grpo"), window=3), batches)[3].updates
-    torch.testing.assert_close(
-        verification.batch.tokens["advantages"], torch.tensor([4.0, -4 / 3, -4 / 3, -4 / 3, -4 / 3])
-    )
+    advantages = verification.scale * verification.batch.tokens["advantages"]
+    torch.testing.assert_close(advantages, torch.tensor([4.0, -4 / 3, -4 / 3, -4 / 3, -4 / 3]))
 
 
 def test_mu_is_that_of_everything_sampled(make_batch):
@@ -186,7 +211,8 @@ def assert_same_updates(left: list[Update], right: list[Update], but: tuple[str,
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
         facts = [
-            (u.name, u.model, u.outputs, u.mini_batches, u.epochs, u.learning_rate, u.moments) for u in (one, other)
+            (u.name, u.model, u.outputs, u.mini_batches, u.epochs, u.learning_rate, u.moments, u.scale)
+            for u in (one, other)
         ]
         assert facts[0] == facts[1]
         states = [u.batch.state_dict() for u in (one, other)]
