@@ -130,6 +130,26 @@ def terminate(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
+def test_a_gradient_computed_during_generation_is_as_exact(undisturbed, tmp_path):
+    """With the engine in a process, PIPO's gradient is computed before phi is known, and is in no checkpoint: killed
+    and resumed, the run ends with the weights of the one with a colocated engine."""
+    folder, expected = undisturbed
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
+    options = yaml.safe_load((folder / "recipe.yaml").read_text())
+    options["rollout"]["placement"] = "process"
+    recipe.write_text(yaml.safe_dump(options))
+    killed(recipe, out, step=4)
+    status, output = train(recipe, f"run.output_dir={out}")
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert (out / "export/model.safetensors").read_bytes() == (expected / "export/model.safetensors").read_bytes()
+    assert any(line.get("pipo/phi", 0) > 0 for line in metrics(out))
+    names = ("verification/loss", "verification/grad_norm", "policy/grad_norm")
+    assert [[line.get(name) for name in names] for line in metrics(out)] == [
+        [line.get(name) for name in names] for line in metrics(expected)
+    ]
+
+
+@pytest.mark.slow
 def test_one_step_off_is_as_exact(tmp_path):
     """The batch that is under way is in the checkpoint; which weights wrote a batch depends on no clock."""
     recipe = write_recipe(

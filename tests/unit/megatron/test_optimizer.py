@@ -45,15 +45,32 @@ def build(distributed: bool) -> Actor:
     return actor
 
 
-def step(actor: Actor, seed: int, moments: str = "own") -> None:
+def batch_of(seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 32, (3, 9), generator=generator).tolist()
-    batch = Batch.of([row[:3] for row in ids], [row[3:] for row in ids])
-    actor.step(batch, made("sft").loss, counts(batch), learning_rate=1e-2, moments=moments)
+    return Batch.of([row[:3] for row in ids], [row[3:] for row in ids])
+
+
+def step(actor: Actor, seed: int, moments: str = "own", **options) -> dict[str, float]:
+    batch = batch_of(seed)
+    return actor.step(batch, made("sft").loss, counts(batch), learning_rate=1e-2, moments=moments, **options)
 
 
 def snapshot(actor: Actor) -> torch.Tensor:
     return torch.cat([p.flatten() for p in actor.snapshot()])
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_gradient_waits_for_its_scale(one_rank, distributed):
+    """Computed before other forward passes and multiplied later, it gives the same bits as at once."""
+    at_once, waiting, other = build(distributed), build(distributed), batch_of(2)
+    found = step(at_once, 1, scale=0.3)
+    computed = waiting.backward(batch_of(1), made("sft").loss, counts(batch_of(1)))
+    waiting.outputs(other, frozenset({"logprobs"}))
+    assert step(waiting, 1, scale=0.3, computed=computed) == found
+    assert torch.equal(snapshot(waiting), snapshot(at_once))
+    unscaled = step(build(distributed), 1)
+    assert (found["loss"], found["grad_norm"]) == pytest.approx((0.3 * unscaled["loss"], 0.3 * unscaled["grad_norm"]))
 
 
 @pytest.mark.parametrize("distributed", [False, True])

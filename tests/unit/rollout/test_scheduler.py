@@ -48,10 +48,11 @@ class Weights:
         return {}
 
 
-def build(model, staleness: int, keep=None, rounds: int = 1) -> RolloutScheduler:
+def build(model, staleness: int, keep=None, rounds: int = 1, background: bool | None = None) -> RolloutScheduler:
     pool = EnginePool([Member(model.config)], torch.float32)
     pool.load_weights(weights(model, 0), 0)
-    sampler = Sampler(pool, SAMPLING, EvenLength(), Letters(), group_size=3, seed=1, background=staleness > 0)
+    background = staleness > 0 if background is None else background
+    sampler = Sampler(pool, SAMPLING, EvenLength(), Letters(), group_size=3, seed=1, background=background)
     return RolloutScheduler(sampler, Weights(pool, model), Stream(PROMPTS).next, COUNT, STEPS, staleness, keep, rounds)
 
 
@@ -73,6 +74,17 @@ def test_synchronous_batches_are_of_the_newest_weights(model):
     found = run(build(model, 0))
     assert versions(found) == [[0], [1], [2], [3], [4]]
     assert [sampled.metrics["rollout/staleness"] for sampled in found] == [0] * 5
+
+
+def test_a_batch_that_was_begun_before_is_the_same(model):
+    """The trainer works on something else while it is generated, and the engine has the newest weights all the same.
+    With n > 0 the trainer has worked meanwhile, and without a thread nothing is generated before `next`."""
+    begun, plain = build(model, 0, background=True), build(model, 0)
+    for step in (1, 2):
+        assert begun.begin(step) and not plain.begin(step)
+        assert same(begun.next(step).batch, plain.next(step).batch)
+        begun.publish(step), plain.publish(step)
+    assert not build(model, 1).begin(1)
 
 
 def disagree(batch):
