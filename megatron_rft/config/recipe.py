@@ -184,6 +184,12 @@ class Recipe(s.Section):
         without a ratio is correct for any responses, but PIPO's verification step has a ratio."""
         return self.algorithm.corrects_sampling or not (self.algorithm.has_ratio or self.pipo)
 
+    @property
+    def trains_while_sampling(self) -> bool:
+        """Whether engines outside of the ranks generate while the trainer works, on earlier batches or on PIPO's
+        verification."""
+        return self.rollout.placement != "colocated" and (self.rollout.staleness > 0 or self.pipo is not None)
+
     def _check_constraint(self):
         constraint = self.constraint
         if not self.algorithm.takes_constraint:

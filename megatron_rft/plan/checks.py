@@ -291,8 +291,9 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
     if recipe.pipo:
         pipo = recipe.pipo
         late = ": never in this run" if recipe.run.steps <= pipo.window else ""
+        when = ", most of it during generation" if recipe.trains_while_sampling and not recipe.rollout.staleness else ""
         lines.append(
-            f"pipo: one verification step more, from step {pipo.window + 1} on{late}, at {pipo.learning_rate:g}"
+            f"pipo: one verification step more, from step {pipo.window + 1} on{late}, at {pipo.learning_rate:g}{when}"
         )
     if recipe.constraint and recipe.constraint.kind != "none":
         lines.append(_constraint_line(recipe))

@@ -86,6 +86,7 @@ class Memory:
     size, its share). `awake`: the same for the refiner's, which never sleeps. `cache`: keys and values of the hf
     engine that has the most. `links`: buffers for engines outside the rank. `host`: weights in host memory (a
     reference, a teacher). `checkpoint`: host memory in which the first data-parallel rank gathers a checkpoint.
+    `at_once`: the trainer works while responses are generated and refined.
     """
 
     stage: int
@@ -97,11 +98,12 @@ class Memory:
     links: int
     host: int
     checkpoint: int = 0
+    at_once: bool = False
 
     @property
     def phases(self) -> dict[str, int]:
         always = self.state.total + self.awake + self.links
-        found = {"training": always + self.activations}
+        found = {"training": always + self.activations + self.cache * self.at_once}
         return found | ({"generation": always + self.engine + self.cache} if self.engine or self.awake else {})
 
     @property
@@ -186,7 +188,8 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     outside = links(recipe.rollout, recipe.vllm, layout, device)
-    return Memory(stage, state, kept, engine, awake, cache, outside, host, gathered(recipe, s, layout, stage))
+    held, at_once = gathered(recipe, s, layout, stage), recipe.trains_while_sampling
+    return Memory(stage, state, kept, engine, awake, cache, outside, host, held, at_once)
 
 
 def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:

@@ -182,8 +182,7 @@ def build_sampler(
 ) -> Sampler:
     options, form = recipe.rollout, Problems.of(recipe).prompt_format("train")
     rank, world = rank_among_engines(engine)
-    # The trainer works while engines outside of it generate: on the steps before, or on PIPO's verification.
-    background = options.staleness > 0 or (recipe.pipo is not None and options.placement != "colocated")
+    background = recipe.trains_while_sampling
     return Sampler(
         engine,
         build.build_sampling(options, tokenizer),

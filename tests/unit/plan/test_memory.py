@@ -101,6 +101,8 @@ def test_a_refiner_is_a_second_engine_and_a_reference(path):
     outside = load(path, [*REFINER, "rollout.placement=process"])
     away = memory_of(outside, s, layout)
     assert away.awake == 2 * WHOLE and away.engine == 0  # the policy's is outside, the refiner's here
+    closed = memory_of(load(path, [*REFINER, "rollout.placement=process", "pipo.window=8"]), s, layout)
+    assert closed.phases["training"] - away.phases["training"] == away.cache > 0  # verified while others are refined
     assert memory_of(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
 
 
