@@ -44,6 +44,7 @@ setup(
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
+        "gguf": ["gguf>=0.19", "accelerate>=1.15"],  # `megatron-rft convert MODEL.gguf`
         # Everything for an NVIDIA GPU but transformer-engine-torch, which is built against the torch that this installs
         # (`. tools/setup_env.sh gpu` does both). From onnx on: what it needs; from nvidia-cuda-nvcc on: what its
         # build needs.

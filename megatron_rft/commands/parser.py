@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
 
     convert = commands.add_parser("convert", help="a checkpoint from one format into the other", allow_abbrev=False)
-    convert.add_argument("source", help="Hugging Face folder or hub name, torch_dist checkpoint, or RUN (its newest)")
+    convert.add_argument("source", help="Hugging Face folder or hub name, MODEL.gguf, torch_dist checkpoint, or RUN")
     convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     convert.add_argument("--to", choices=("hf", "megatron"), help="default: the other format than the source's")
     convert.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the source")

@@ -78,11 +78,10 @@ def convert(
         DataError: the source is incomplete or not this model, `out` exists, or the disk is too small.
         RunFailed: the written tensors differ from the source when they are read back.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists already: choose a new folder, or remove it")
+    check_new(out)
     lookup = source.open()
     _check_space(out, lookup, source.hf_config)
-    with _atomic_folder(out) as partial:
+    with atomic_folder(out) as partial:
         read = RecordingReader(lookup)
         if to == "hf":
             _write_hf(read, source, partial, file_bytes)
@@ -146,8 +145,13 @@ def _check_space(out: Path, lookup: HFFolder | MegatronFolder, hf_config: Any) -
         raise DataError(f"{out}: {needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free there")
 
 
+def check_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} exists already: choose a new folder, or remove it")
+
+
 @contextmanager
-def _atomic_folder(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `out` at the end, and removed after a failure."""
     partial = out.with_name(f".{out.name}.converting")
     shutil.rmtree(partial, ignore_errors=True)

@@ -14,8 +14,8 @@ from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SU
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
-from megatron_rft.plan import memory, model_shape
-from megatron_rft.plan.engines import check_engines, check_speed
+from megatron_rft.plan import host, memory, model_shape
+from megatron_rft.plan.engines import check_engines, check_speed, engine_processes
 from megatron_rft.plan.layout import Layout, check_layout
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.parameters import Sizes
@@ -66,7 +66,7 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
         *([_shared_prompts_line(recipe.batching, recipe.rollout, recipe.data.max_prompt_tokens, layout)] * shares),
         _schedule_line(recipe.optimizer, recipe.run, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
-        *_memory_lines(recipe, shape, layout, gpu_gib),
+        *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size),
     ]
     return Plan(layout, steps_per_batch, optimizer_steps, lines)
 
@@ -84,7 +84,10 @@ def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layo
     return line
 
 
-def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None) -> list[str]:
+def _memory_lines(
+    recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None, ranks: int
+) -> list[str]:
+    """`ranks`: on this node."""
     if shape is None:
         return [
             f"memory: not known before the model's config.json is here: hf download {recipe.model.path} config.json"
@@ -93,6 +96,11 @@ def _memory_lines(recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_
         return ["memory: not computed for pipeline stages of unequal size"]
     sizes = Sizes.read(model_shape.find_model(recipe.model.path))
     lines = memory.lines(recipe, sizes, layout, gpu_gib)
+    if not gpu_gib and device.torch_is_cpu_build():
+        vllm, weights = memory.by_vllm(recipe, sizes), memory.copy_of_model(recipe, sizes)
+        apart = recipe.rollout.placement != "colocated" and not recipe.rollout.servers
+        engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
+        lines += host.lines(memory.memory_of(recipe, sizes, layout), vllm, ranks, engines, weights)
     return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib else [])
 
 

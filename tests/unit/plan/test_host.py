@@ -1,0 +1,25 @@
+"""The memory of a run without a GPU, by hand, and the warning where the machine has less."""
+
+import pytest
+
+from megatron_rft.plan import host
+from megatron_rft.plan.memory import GIB, Memory, State, gib
+
+MEMORY = Memory(
+    0, State(2 * GIB, GIB, GIB), activations=4 * GIB, engine=3 * GIB, awake=0, cache=2 * GIB, links=0, host=GIB
+)
+
+
+@pytest.mark.parametrize("vllm, phase", [(False, 5), (True, 4 + 3)])
+def test_a_rank_by_hand(vllm, phase):
+    assert host.resident(MEMORY, vllm) / GIB == pytest.approx(host.LIBRARIES[vllm] + 4 + 1 + phase)
+
+
+def test_a_warning_where_it_is_more_than_the_machine_has(monkeypatch):
+    each = host.resident(MEMORY, False)
+    monkeypatch.setattr(host, "machine_bytes", lambda: 2 * each)
+    assert len(host.lines(MEMORY, False, 2, 0, 0)) == 1
+    for ranks, engines in ((3, 0), (2, 1)):
+        told = host.lines(MEMORY, False, ranks, engines, GIB)
+        assert "may kill a rank" in told[1] and gib(2 * each) in told[1]
+    assert gib(2 * each + round((1 + host.LIBRARIES[False]) * GIB)) in told[0]

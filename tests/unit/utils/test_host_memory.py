@@ -1,0 +1,32 @@
+"""How much memory this machine has, and that freed pages go back to the system."""
+
+import os
+
+import torch
+
+from megatron_rft.utils import host_memory
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_machines_memory(monkeypatch, tmp_path):
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(host_memory, "LIMITS", ())
+    assert abs(host_memory.machine_bytes() - whole) < 1 << 20
+    (tmp_path / "limit").write_text("1000000\n")
+    (tmp_path / "none").write_text("max\n")
+    monkeypatch.setattr(host_memory, "LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
+    assert host_memory.machine_bytes() == 1000000
+
+
+def test_gaps_between_blocks_go_back():
+    """Blocks of 100 KB, which glibc takes from its heap; every second one stays."""
+    blocks = [torch.ones(25_000) for _ in range(2000)]
+    kept = blocks[::2]
+    del blocks
+    before = resident()
+    host_memory.return_free_pages()
+    assert before - resident() > 60e6 and len(kept) == 1000
