@@ -3,7 +3,8 @@
 Importing this package prepares megatron-core for this host, before any part of megatron-core is used.
 """
 
-from megatron_rft.megatron import adam, cpu
+from megatron_rft.megatron import adam, cpu, gloo_collectives
 
 cpu.install()
 adam.install()
+gloo_collectives.install()

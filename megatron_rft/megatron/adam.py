@@ -36,7 +36,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
                 [torch.tensor(group["step"] - 1.0) for _ in params],  # the functional form increments the count
-                foreach=True,
+                fused=True,
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,

@@ -94,6 +94,7 @@ def install() -> None:
     _router_without_transformer_engine()
     _moe_without_streams()
     _lean_rotary()
+    _scale_in_place()
 
 
 @contextmanager
@@ -161,3 +162,15 @@ def _lean_rotary() -> None:
     from megatron_rft.megatron.torch_layers import rotary
 
     rope_utils._apply_rotary_pos_emb_bshd = rotary  # the module calls it by this name, also for packed sequences
+
+
+def _scale_in_place() -> None:
+    """Clipping multiplies gradients by a factor; megatron-core's fallback makes a product and copies it back."""
+    from megatron.core.optimizer import clip_grads
+
+    def scale(chunk_size, noop_flag, tensor_lists, factor):
+        sources, targets = tensor_lists
+        for source, target in zip(sources, targets, strict=True):
+            torch.mul(source, factor, out=target)
+
+    clip_grads.multi_tensor_scale_impl = scale

@@ -27,6 +27,8 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 BOTTOM_RIGHT = SimpleNamespace(name="padding_causal_bottom_right")  # megatron-core's enumeration lacks it
 
+FEW_KEYS = 256
+
 Cells = list[Tensor]  # per bucket of segments of similar length: [n, longest] the token of every cell
 
 
@@ -64,12 +66,17 @@ class SplitAttention(torch.autograd.Function):
         for start, middle, end in ctx.groups:
             ours = [_span(x, middle, end) for x in (grad, q, out)]
             prompts = [_span(x, start, middle) for x in (k, v)]
-            found = flash_backward(
-                ours[0], ours[1], *prompts, ours[2], total[middle:end].t()[None], 0.0, False, scale=ctx.scale
-            )
+            found = _flash_backward(ours[0], ours[1], *prompts, ours[2], total[middle:end].t()[None], False, ctx.scale)
             for each, part, where in zip(grads, found, ((middle, end), (start, middle), (start, middle)), strict=True):
                 each[slice(*where)] += part[0].transpose(0, 1)
-        return *grads, None, None, None, None
+        return *(each.to(q.dtype) for each in grads), None, None, None, None
+
+
+def _flash_backward(grad, q: Tensor, k: Tensor, v: Tensor, out, total: Tensor, causal: bool, scale: float | None):
+    """The kernel's; its bf16 products of few keys take four times as long as fp32's."""
+    if k.shape[2] < FEW_KEYS and k.dtype == torch.bfloat16:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    return flash_backward(grad, q, k, v, out, total, 0.0, causal, scale=scale)
 
 
 def _backward_in_segments(ctx, grad: Tensor) -> list[Tensor]:
@@ -85,7 +92,7 @@ def _backward_in_segments(ctx, grad: Tensor) -> list[Tensor]:
         wanted = _rows(grad, index).masked_fill(padding[:, None, :, None], 0)
         sums = total.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
         parts = [_rows(x, index) for x in (q, k, v, out)]
-        found.append(flash_backward(wanted, *parts, sums, 0.0, True, scale=ctx.scale))
+        found.append(_flash_backward(wanted, *parts, sums, True, ctx.scale))
     return [
         torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).index_select(0, ctx.places)
         for parts in zip(*found, strict=True)

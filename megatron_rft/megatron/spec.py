@@ -66,8 +66,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Use `Normalise` for fp32 on the CPU, where torch has no fused kernel."""
-        if x.is_cpu and x.dtype == torch.float32:
+        """Use `Normalise` on the CPU, where torch has no fused kernel."""
+        if x.is_cpu:
             return Normalise.apply(x, self.weight, self.eps)
         return super().forward(x)
 

@@ -43,22 +43,31 @@ class GatedActivation(MegatronModule):  # MegatronModule has the sharded_state_d
 class Normalise(torch.autograd.Function):
     """x / rms(x) * weight, in x's dtype. Zhang and Sennrich, arXiv:1910.07467.
 
-    With n = x / rms(x) and g the gradient times weight, dx = (g - n mean(g n)) / rms(x).
+    With n = x / rms(x) and g the gradient times weight, dx = (g - n mean(g n)) / rms(x). Lower precisions are computed
+    in fp32 and rounded once.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        wide, wide_weight = _wide(x), _wide(weight)
+        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        return (wide * inverse).mul_(wide_weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, inverse = ctx.saved_tensors
+        dtypes = x.dtype, weight.dtype
+        grad, x, weight = map(_wide, (grad, x, weight))
         product = (grad * x).mul_(inverse).flatten(0, -2)  # grad n
         mean = (product @ weight).view_as(inverse).div_(x.shape[-1])
         grad_x = (grad * weight).mul_(inverse).addcmul_(x, mean.mul_(inverse).mul_(inverse), value=-1)
-        return grad_x, product.sum(0), None
+        return grad_x.to(dtypes[0]), product.sum(0).to(dtypes[1]), None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Rotate(torch.autograd.Function):
