@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rft.megatron import spec
+from megatron_rft.megatron import shared_attention, spec
 from megatron_rft.megatron.packing import Layout, MicroBatch, pack
 from megatron_rft.megatron.shared_attention import attend_gathered, take_rows, with_shared_prompts
 from megatron_rft.records import Batch
@@ -109,6 +109,20 @@ def test_bf16_is_as_near_as_one_call_of_the_kernel():
     rounded = [x.bfloat16() for x in parts]
     ours, one_call = (f(*rounded, micro).double()[:length] - exact[:length] for f in (on_the_cpu, sequence_by_sequence))
     assert ours.abs().max() < 1.5 * one_call.abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("few_keys", [0, 256], ids=["in bf16", "in fp32"])
+def test_bf16_gradients_are_those_of_double_precision_to_rounding(few_keys, monkeypatch):
+    monkeypatch.setattr(shared_attention, "FEW_KEYS", few_keys)
+    micro = micro_batch(SHAPES["two groups and one alone"])
+    length = int(micro.rows.max()) + 1
+    parts = [x.detach().bfloat16().requires_grad_() for x in inputs(micro.token_ids.numel())]
+    exact = [x.detach().double().requires_grad_() for x in parts]
+    found = torch.autograd.grad(on_the_cpu(*parts, micro)[:length].sum(), parts)
+    expected = torch.autograd.grad(sequence_by_sequence(*exact, micro)[:length].sum(), exact)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 def test_rows_that_are_taken_twice_get_both_gradients():

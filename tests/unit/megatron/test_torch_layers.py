@@ -20,6 +20,18 @@ def test_normalise_and_its_gradients():
     assert torch.autograd.gradcheck(lambda x, weight: Normalise.apply(x, weight, 1e-2), (x, weight))
 
 
+def test_normalise_computes_bf16_in_fp32():
+    """Its result and gradients are those of fp32, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(shape, generator=generator).bfloat16() for shape in ((6, 5), (5,), (6, 5)))
+    found, expected = [], []
+    for results, dtype in ((found, torch.bfloat16), (expected, torch.float32)):
+        inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        out = Normalise.apply(*inputs, 1e-6)
+        results += [out, *torch.autograd.grad(out, inputs, grad.to(dtype))]
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found, expected, strict=True))
+
+
 def test_rotary_turns_each_pair_by_its_angle():
     """One head of two channels at positions 0 and 1: (1, 0) turned by 0 and by a right angle."""
     t = torch.tensor([1.0, 0.0]).expand(2, 1, 1, 2)
