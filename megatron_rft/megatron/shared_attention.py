@@ -10,7 +10,7 @@ group are one call. Backward calls the kernel's backward for each part with the 
 weights are exp(score - l), so the gradients of the parts add up to that of the whole.
 
 On other devices keys and values are gathered, the prompt's before those of each response, for calls with a bottom-right
-causal mask.
+causal mask. On a GPU torch's flash attention does that without a mask tensor.
 """
 
 from itertools import pairwise
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_rft.megatron.packing import SharedPrompts
 
@@ -110,16 +111,24 @@ def _span(x: Tensor, start: int, end: int) -> Tensor:
 
 
 def attend_gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
-    """[T, heads, d] -> [T, heads, d], on any device: one masked call for each segment."""
+    """[T, heads, d] -> [T, heads, d], on any device: one call for each segment."""
     index, ends = shared.gathered
     k, v = (take_rows(x, index) for x in (k, v))
     outs = []
     for (start, end), (first, last) in zip(pairwise(shared.segments), pairwise(ends), strict=True):
-        mask = torch.ones(end - start, last - first, dtype=torch.bool, device=q.device).tril(last - first - end + start)
+        mask = bottom_right(end - start, last - first, q.device)
         parts = [_span(q, start, end), _span(k, first, last), _span(v, first, last)]
         out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
+
+
+def bottom_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Each query sees all keys but those of later queries. On a GPU a bias without values, by which torch chooses flash
+    attention; a mask of values would be kept for the backward pass."""
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def with_shared_prompts(attention: type) -> type:

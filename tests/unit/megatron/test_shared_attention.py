@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megatron_rft.megatron import shared_attention, spec
 from megatron_rft.megatron.packing import Layout, MicroBatch, pack
-from megatron_rft.megatron.shared_attention import attend_gathered, take_rows, with_shared_prompts
+from megatron_rft.megatron.shared_attention import attend_gathered, bottom_right, take_rows, with_shared_prompts
 from megatron_rft.records import Batch
 
 CPU = torch.device("cpu")
@@ -91,6 +91,14 @@ def test_equals_each_sequence_by_itself(attend, shapes):
     gradients = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_bias_of_a_gpu_is_the_mask_of_a_cpu():
+    mask, bias = (bottom_right(3, 5, torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert mask.tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
+    q, k, v = (torch.randn(1, heads, length, SIZE) for heads, length in ((HEADS, 3), (KV_HEADS, 5), (KV_HEADS, 5)))
+    found = [F.scaled_dot_product_attention(q, k, v, attn_mask=each, enable_gqa=True) for each in (mask, bias)]
+    torch.testing.assert_close(*found)
 
 
 def test_the_scale_is_the_one_that_was_asked_for():
