@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def run(_given: object, args: argparse.Namespace) -> int:
     rehearsal = Rehearsal(args)
     guard.library()  # says what is missing before any process starts
     print(rehearsal, flush=True)
-    stages = [rehearsal.of_stage(number) for number in distinct_stages(rehearsal.layout.pp)]
+    stages = rehearsal.of_stages(distinct_stages(rehearsal.layout.pp))
     print("\n".join(report.lines(stages, rehearsal.beside)))
     if args.json:
         args.json.write_text(json.dumps([asdict(stage) for stage in stages]))
@@ -74,18 +75,32 @@ class Rehearsal:
             )
         return folder
 
-    def of_stage(self, number: int) -> Stage:
-        """The first rank of a pipeline stage, in a process of its own, which patches torch for good."""
-        rank = number * (self.layout.world // self.layout.pp)
-        with tempfile.TemporaryDirectory() as place:
-            out = Path(place) / "answer.json"
-            question = json.dumps(self._question(rank, number))
-            command = [sys.executable, "-m", "megatron_rft.rehearsal.rank", question, str(out)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode or not out.is_file():
-                reason = done.stderr.strip()[-3000:]
-                raise RunFailed(f"rank {rank} of {self.layout.world} failed in its rehearsal:\n{reason}")
-            found = json.loads(out.read_text())
+    def of_stages(self, numbers: list[int]) -> list[Stage]:
+        """The first rank of each pipeline stage, one after the other, in processes that patch torch for good."""
+        ranks = [number * (self.layout.world // self.layout.pp) for number in numbers]
+        with tempfile.TemporaryDirectory() as folder:
+            process = self._process(ranks, numbers, folder)
+            waiting, stages = dict(zip(ranks, numbers, strict=True)), []
+            for line in process.stdout:
+                rank = next(iter(waiting), None)
+                if line.strip() == f"{folder}/{rank}.json" and Path(line.strip()).is_file():
+                    stages.append(self._stage(waiting.pop(rank), rank, Path(line.strip())))
+            if process.wait() or waiting:
+                reason = Path(folder, "errors").read_text().strip()[-3000:]
+                raise RunFailed(f"rank {next(iter(waiting))} of {self.layout.world} failed in its rehearsal:\n{reason}")
+        return stages
+
+    def _process(self, ranks: list[int], numbers: list[int], folder: str) -> subprocess.Popen:
+        """Its stderr goes into a file of `folder`."""
+        given = [(str(rank), str(self._micro_batches(number))) for rank, number in zip(ranks, numbers, strict=True)]
+        command = [sys.executable, "-m", "megatron_rft.rehearsal.rank", json.dumps(self._question())]
+        with Path(folder, "errors").open("w") as errors:
+            return subprocess.Popen(
+                [*command, *chain(*given), folder], stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+
+    def _stage(self, number: int, rank: int, out: Path) -> Stage:
+        found = json.loads(out.read_text())
         if "error" in found:
             raise UserError(found["error"])
         stage = Stage(number, self.layout.pp, self.layout.vpp or 1, rank, found)
@@ -93,21 +108,23 @@ class Rehearsal:
         print(f"{stage.name}: rank {rank} rehearsed in {took}", flush=True)
         return stage
 
-    def _question(self, rank: int, stage: int) -> dict[str, Any]:
-        """As many micro-batches as are under way together on this stage, and one more."""
-        layout, args = self.layout, self.args
-        count = args.micro_batches or max(2, layout.pp - stage + 1)
+    def _micro_batches(self, stage: int) -> int:
+        """As many as are under way together on this stage, and one more."""
+        layout = self.layout
+        count = self.args.micro_batches or max(2, layout.pp - stage + 1)
         if layout.vpp:  # which wants a multiple of the pipeline's length
             count = -(-max(count, 2 * layout.pp) // layout.pp) * layout.pp
+        return count
+
+    def _question(self) -> dict[str, Any]:
+        args = self.args
         return {
             "recipe": args.recipe,
             "overrides": args.overrides,
-            "world": layout.world,
-            "rank": rank,
+            "world": self.layout.world,
             "device": args.device,
             "efficiency": asdict(self.efficiency),
             "fraction": args.fraction,
-            "micro_batches": count,
             "node": args.gpus_per_node,
         }
 

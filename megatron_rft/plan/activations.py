@@ -16,15 +16,22 @@ PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron
 
 
 def activations(
-    element: int, megatron: Megatron, batching: Batching, second: bool, s: Sizes, layout: Layout, stage: int
+    element: int,
+    megatron: Megatron,
+    batching: Batching,
+    second: bool,
+    keys: float | None,
+    s: Sizes,
+    layout: Layout,
+    stage: int,
 ) -> int:
     """Of the micro-batches under way, and of what is largest beside them: the head, or one layer's backward pass.
     `element`: bytes of a number. `second`: the loss compares with a second distribution, which has an output matrix,
-    hidden states and blocks of logits too."""
+    hidden states and blocks of logits too. `keys`: of shared prompts (shared_prompts.Group)."""
     tokens = batching.micro_batch_tokens / layout.cp
     sequence = layout.tp if megatron.sequence_parallel else 1
     kinds = set(s.mixture)
-    largest = max(kept(s, layout, sequence, mixture, megatron.recompute_granularity) for mixture in kinds)
+    largest = max(kept(s, layout, sequence, mixture, megatron.recompute_granularity, keys) for mixture in kinds)
     beside = max(_backward(s, layout, sequence, mixture) for mixture in kinds)
     layers = len(s.mixture) // (layout.pp * (layout.vpp or 1)) * under_way(layout, stage)
     if megatron.recompute_granularity == "full":
@@ -46,19 +53,23 @@ def under_way(layout: Layout, stage: int) -> int:
     return 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
 
 
-def kept(s: Sizes, layout: Layout, sequence: int, mixture: bool, recompute: str | None) -> float:
+def kept(
+    s: Sizes, layout: Layout, sequence: int, mixture: bool, recompute: str | None, keys: float | None = None
+) -> float:
     """Elements per token of a layer. `sequence`: ranks that share a sequence outside of the matrices (TP or 1)."""
     feed_forward = _mixture(s, layout, sequence) if mixture else 3 * s.ffn / layout.tp
-    return 4 * s.hidden / sequence + _attention(s, layout, recompute) + feed_forward
+    return 4 * s.hidden / sequence + _attention(s, layout, recompute, keys) + feed_forward
 
 
-def _attention(s: Sizes, layout: Layout, recompute: str | None) -> float:
+def _attention(s: Sizes, layout: Layout, recompute: str | None, keys: float | None) -> float:
     tp = layout.tp
     projected = s.q + 2 * max(s.kv, tp * s.head_dim)  # a head of keys and values on each rank at least
     copied = s.q if s.qk_norm and s.kv_heads > tp else 0  # of the queries, where groups lie between them
     attended = s.q + s.kv  # rotated; with selective recompute that is what attention starts from again
     if recompute != "selective":
         attended = PADDING * (2 * s.q + 2 * s.kv)  # in buckets, and the result
+        if keys is not None:  # no buckets: keys and values of a shared prompt once for each response
+            attended = 2 * s.q + 2 * s.kv * keys
         projected = projected if s.qk_norm else 0
     return (projected + copied + attended + s.q) / tp + 4 * s.head_dim
 

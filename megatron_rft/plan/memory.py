@@ -21,6 +21,7 @@ from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.parameters import Sizes, buckets, owned, stage_chunks
+from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.plan.vllm import choose
 from megatron_rft.utils.errors import ConfigError
 
@@ -172,7 +173,12 @@ def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) ->
 
 def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
     critic = recipe.critic is not None
-    sections = BYTES[recipe.model.precision], recipe.megatron, recipe.batching, compares(recipe.algorithm)
+    group = Group.of(recipe.trainer, recipe.batching, recipe.data, recipe.rollout, layout.cp)
+    batching = recipe.batching
+    if recipe.trainer == "rl":
+        each = recipe.rollout.prompts_per_step * recipe.rollout.group_size * (1 + recipe.refines)
+        batching = group.fill(batching, math.ceil(each / layout.dp))
+    sections = BYTES[recipe.model.precision], recipe.megatron, batching, compares(recipe.algorithm), group.keys
     per_stage = []
     for stage in range(layout.pp):
         state = state_of(recipe, s, layout, stage)

@@ -8,9 +8,10 @@ from megatron_rft.plan.devices import NODE, Efficiency, device
 from megatron_rft.plan.layout import Layout, possible
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.seconds import Bounds, Machine
+from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.utils.errors import ConfigError
 
-FRACTION = 0.5  # mean length of a response, of the longest
+FRACTION = 0.5  # mean length of prompts and responses, of the longest
 SHOWN = 12
 LONGEST_CONTEXT, LONGEST_PIPELINE = 8, 16
 
@@ -66,21 +67,26 @@ class Search:
             sequence,
             section.recompute_granularity,
             memory.BYTES[recipe.model.precision],
+            keys=self._group(layout).keys,
         )
         return Candidate(layout, m.largest, self._step(machine, m.state), own)
+
+    def _group(self, layout: Layout) -> Group:
+        r = self.recipe
+        return Group.of(r.trainer, r.batching, r.data, r.rollout, layout.cp, FRACTION)
 
     def _step(self, machine: Machine, state: memory.State) -> Bounds:
         """Log-probs and updates of a step, without generation and grading."""
         r, batching = self.recipe, self.recipe.batching
-        length = r.data.max_prompt_tokens / 2 + FRACTION * r.rollout.max_response_tokens
-        length = min(length, batching.micro_batch_tokens)
+        group = self._group(machine.layout)
+        length = min(group.length, batching.micro_batch_tokens)
         online = r.trainer == "rl"
         sequences = r.rollout.prompts_per_step * r.rollout.group_size if online else r.algorithm.batch_sequences
         updates = 1
         if online:
             updates = r.rollout.prompts_per_step // (r.algorithm.mini_batch_prompts or r.rollout.prompts_per_step)
         epochs = r.algorithm.epochs if online else 1
-        tokens = sequences * length
+        tokens = sequences / group.count * group.tokens
         train = machine.passes(tokens / updates, batching.micro_batch_tokens, length, True) + machine.update(state)
         found = train * (updates * epochs)
         if r.pipo is not None:

@@ -56,6 +56,7 @@ class Machine:
     element: int = 2
     fused: bool = False
     node: int = NODE
+    keys: float | None = None  # of shared prompts (shared_prompts.Group)
 
     @property
     def sequence(self) -> int:
@@ -79,7 +80,8 @@ class Machine:
     # ---- a micro-batch on the slowest stage
 
     def micro_batch(self, tokens: float, length: float, backward: bool) -> Bounds:
-        """`tokens` of a context-parallel rank, in sequences of `length` tokens on average."""
+        """`tokens` of a context-parallel rank, in sequences of `length` tokens on average, or in groups that share a
+        prompt (shared_prompts.Group.length)."""
         layers = len(self.s.mixture) / self.layout.pp
         mean = sum((self._layer(tokens, length, m, backward) for m in self.s.mixture), Bounds(0, 0))
         found = mean * (layers / len(self.s.mixture)) + self._head(tokens, backward)
@@ -95,7 +97,7 @@ class Machine:
         wide = 3 * s.experts_per_token * s.expert_ffn / self.sequence if mixture else 3 * s.ffn / layout.tp
         attention = 2 * tokens * length * s.q / layout.tp
         flops = 2 * tokens * s.hidden * ((2 * s.q + 2 * s.kv) / layout.tp + wide)
-        held = kept(s, layout, self.sequence, mixture, self.recompute) * tokens * self.element
+        held = kept(s, layout, self.sequence, mixture, self.recompute, self.keys) * tokens * self.element
         forward = Bounds(
             self.products(flops + attention) + self.traffic(TRAFFIC[0] * held), self._links(tokens, mixture)
         )

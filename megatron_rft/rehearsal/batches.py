@@ -15,38 +15,43 @@ FILL = 0.96  # of the token budget; the plan of a real batch comes close to it
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one micro-batch: prompt lengths and response lengths of its sequences."""
+    """Of one micro-batch: its prompts' length, its responses' lengths, and how many responses share a prompt."""
 
     prompt: int
     responses: tuple[int, ...]
+    sharing: int = 1
 
     @property
     def tokens(self) -> int:
-        return len(self.responses) * self.prompt + sum(self.responses)
+        """That are computed: a shared prompt counts once."""
+        return -(-len(self.responses) // self.sharing) * self.prompt + sum(self.responses)
 
 
-def micro_batch(prompt: int, longest: int, fraction: float, budget: int) -> Shape:
+def micro_batch(prompt: int, longest: int, fraction: float, budget: int, group: int = 1) -> Shape:
     """As many sequences as fit with responses of `fraction` of the longest on average, their lengths spread evenly from
-    a tenth to nearly twice the mean, then stretched to fill the budget."""
-    mean = max(1.0, fraction * longest)
-    count = max(1, int(budget * FILL / (prompt + mean)))
+    a tenth to nearly twice the mean, then stretched to fill the budget. `group`: responses that share a prompt, where
+    they fit."""
+    mean, room = max(1.0, fraction * longest), budget * FILL
+    sharing = max(1, min(group, int((room - prompt) / mean)))
+    count = sharing * max(1, int(room / (prompt + sharing * mean)))
     spread = torch.linspace(0.1, 1.9, count) if count > 1 else torch.ones(1)
-    lengths, room = spread * mean, budget * FILL - count * prompt
+    lengths, room = spread * mean, room - count // sharing * prompt
     for _ in range(8):  # what the longest leave is spread over the others
         lengths = (lengths * (room / lengths.sum())).clamp(1, longest)
     lengths = lengths.floor()
-    return Shape(prompt, tuple(int(length) for length in lengths))
+    return Shape(prompt, tuple(int(length) for length in lengths), sharing)
 
 
 def batch_of(shape: Shape, count: int, group: int) -> Batch:
-    """`count` sequences; micro-batch after micro-batch has the lengths of `shape`. Rewards differ within groups."""
+    """`count` sequences; micro-batch after micro-batch has the lengths of `shape`, and each share of a group has a
+    prompt of its own. Rewards differ within groups."""
     number = torch.arange(count)
     responses = torch.tensor(shape.responses).repeat(-(-count // len(shape.responses)))[:count]
     prompts, total = torch.full((count,), shape.prompt), int(responses.sum())
     rewards = ((number + number // group) % 2).float()
     zeros = torch.zeros(total)
     return Batch(
-        torch.ones(count * shape.prompt, dtype=torch.long),
+        (number // shape.sharing).repeat_interleave(shape.prompt),
         prompts,
         torch.ones(total, dtype=torch.long),
         responses,
@@ -64,7 +69,7 @@ def batch_of(shape: Shape, count: int, group: int) -> Batch:
 
 
 def with_contexts(batch: Batch, more: int) -> Batch:
-    """Each prompt once more, with `more` tokens of feedback."""
+    """Each prompt once more, with `more` tokens of feedback of its own."""
     lens = batch.prompt_lens + more
     return _beside(batch, "context", lens)
 
@@ -76,5 +81,5 @@ def with_refined(batch: Batch, every: int = 2) -> Batch:
 
 
 def _beside(batch: Batch, name: str, lens: Tensor) -> Batch:
-    ids = torch.ones(int(lens.sum()), dtype=torch.long)
+    ids = torch.arange(len(batch)).repeat_interleave(lens)
     return replace(batch, **{f"{name}_ids": ids, f"{name}_lens": lens})

@@ -85,11 +85,19 @@ def _keep_operations_visible() -> None:
     torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
 
 
+class LowerRight:
+    """In the place of torch's bias of this name, a tensor that cannot be made in a dispatch mode."""
+
+    def __init__(self, queries: int, keys: int): ...
+
+
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """The kernel that CUDA would choose: flash without a mask, the memory-efficient one, which takes equal numbers of
-    heads, with one."""
-    if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    """The kernel that CUDA would choose: flash without a mask of values, the memory-efficient one, which takes equal
+    numbers of heads, with one."""
+    lower_right = isinstance(attn_mask, LowerRight)
+    if attn_mask is None or lower_right:
+        causal = is_causal or lower_right
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, False, scale=scale)[0]
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron import actor as actors
-from megatron_rft.megatron import parallel, vocabulary, weights
+from megatron_rft.megatron import parallel, shared_attention, vocabulary, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.optimizer import Optimizer
+from megatron_rft.rehearsal.cuda import LowerRight
 from megatron_rft.rehearsal.device import FakeDevice
 from megatron_rft.rehearsal.ledger import Ledger
 
@@ -30,6 +31,7 @@ def install(ledger: Ledger, mode: FakeDevice) -> None:
     _name_phases(ledger)
     _neighbours(ledger)
     _balanced_routing(mode)
+    shared_attention.causal_lower_right = LowerRight
     weights.open_folder = lambda path, hf_config: shapes_only(hf_config, mode)
     weights.random_tensors = lambda hf_config, seed: shapes_only(hf_config, mode)
 

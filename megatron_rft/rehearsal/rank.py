@@ -1,14 +1,20 @@
 """One rank's step: models, log-probs, updates, and the stream of weights. A process of its own, asked with JSON:
 
-python -m megatron_rft.rehearsal.rank '{"recipe": ..., "overrides": [...], "world": 64, "rank": 0, ...}' OUT.json
+python -m megatron_rft.rehearsal.rank '{"recipe": ..., "overrides": [...], "world": 64, ...}' 0 8 FOLDER
+
+rehearses ranks one after the other, each with so many micro-batches: 0 with 8 here. The packages are imported once, and
+each rank is a fork of that process. An answer is FOLDER/RANK.json, and its name is printed once it is complete.
 """
 
+import importlib
 import json
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_rft.config import load
@@ -27,41 +33,60 @@ class Question:
     recipe: str
     overrides: list[str]
     world: int
-    rank: int
     device: str
     efficiency: dict[str, float]
     fraction: float = 0.5  # mean length of a response, of the longest
-    micro_batches: int = 2
     node: int = NODE
+    rank: int = 0
+    micro_batches: int = 2
 
 
 def main() -> None:
-    try:
-        found = rehearse(Question(**json.loads(sys.argv[1])))
-    except UserError as error:
-        found = {"error": str(error)}
-    with open(sys.argv[2], "w") as file:
-        json.dump(found, file)
+    question, *ranks, folder = sys.argv[1:]
+    prepared = Prepared(Question(**json.loads(question)))
+    for rank, micro_batches in zip(ranks[::2], ranks[1::2], strict=True):
+        out = Path(folder) / f"{rank}.json"
+        child = os.fork()
+        if child == 0:
+            found = prepared.answer(int(rank), int(micro_batches))
+            out.write_text(json.dumps(found))
+            sys.exit("error" in found)
+        _, status = os.waitpid(child, 0)
+        print(out, flush=True)
+        if status:
+            sys.exit(1)  # the child has said why, in its answer or on stderr
 
 
-def rehearse(question: Question) -> dict[str, Any]:
-    """The counts of one rank, as `answer` gives them. Once in a process: it patches torch for good."""
-    began = time.time()
-    ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
-    guard.load()
-    from megatron_rft.rehearsal import cuda
-    from megatron_rft.rehearsal.device import FakeDevice
+class Prepared:
+    """A process that pretends to have GPUs, with everything imported."""
 
-    mode = FakeDevice(ledger)  # before the patches: it imports torch's compiler, which lists torch's functions
-    cuda.install(ledger)
-    from megatron_rft.rehearsal import patches
+    def __init__(self, question: Question):
+        self.question = question
+        self.ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
+        guard.load()
+        from megatron_rft.rehearsal import cuda
+        from megatron_rft.rehearsal.device import FakeDevice
 
-    step = Step(question, ledger, mode)
-    step.join()
-    patches.install(ledger, mode)
-    with mode:
-        times = step.run()
-    return answer(ledger, times) | {"seconds": time.time() - began, "rss": resource.getrusage(0).ru_maxrss << 10}
+        self.mode = FakeDevice(self.ledger)  # before the patches: it imports torch's compiler, which lists functions
+        cuda.install(self.ledger)
+        from megatron_rft.rehearsal import patches
+
+        self.patches = patches
+        importlib.import_module("megatron_rft.training.online")  # once for all ranks
+
+    def answer(self, rank: int, micro_batches: int) -> dict[str, Any]:
+        """The counts of a rank (see `answer`), or its error. Once in a process: it patches torch for good."""
+        began = time.time()
+        try:
+            step = Step(replace(self.question, rank=rank, micro_batches=micro_batches), self.ledger, self.mode)
+            step.join()
+            self.patches.install(self.ledger, self.mode)
+            with self.mode:
+                times = step.run()
+        except UserError as error:
+            return {"error": str(error)}
+        found = answer(self.ledger, times)
+        return found | {"seconds": time.time() - began, "rss": resource.getrusage(0).ru_maxrss << 10}
 
 
 class Step:
@@ -195,9 +220,10 @@ class Step:
         recipe, question = self.recipe, self.question
         prompt = max(recipe.data.max_prompt_tokens // 2, 1)
         budget, longest = recipe.batching.micro_batch_tokens, recipe.rollout.max_response_tokens
-        shape = micro_batch(prompt, min(longest, budget - prompt), question.fraction, budget)
+        sharing = 1 if recipe.batching.why_not_shared(recipe.megatron.context_parallel_size) else group
+        shape = micro_batch(prompt, min(longest, budget - prompt), question.fraction, budget, sharing)
         count = question.micro_batches * parallel.dp_size() * len(shape.responses)
-        return batch_of(shape, max(group, min(count, most)), group)
+        return batch_of(shape, max(min(group, 2), min(count, most)), group)
 
     def _update(self, actor: Any, update: Any, passes: float, second: Callable, sequences: float) -> None:
         """One optimizer step, of `passes` in the run, each on `sequences`."""
