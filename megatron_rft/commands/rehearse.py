@@ -13,6 +13,8 @@ from typing import Any
 from megatron_rft.config import load
 from megatron_rft.plan import check, memory, model_shape
 from megatron_rft.plan.devices import GIB, RESERVED, Efficiency, device
+from megatron_rft.plan.engines import engines_of_step
+from megatron_rft.plan.generation import Engine
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.rehearsal import guard, report
 from megatron_rft.rehearsal.report import Stage
@@ -28,7 +30,7 @@ def run(_given: object, args: argparse.Namespace) -> int:
     guard.library()  # says what is missing before any process starts
     print(rehearsal, flush=True)
     stages = rehearsal.of_stages(distinct_stages(rehearsal.layout.pp))
-    print("\n".join(report.lines(stages, rehearsal.beside)))
+    print("\n".join([*report.lines(stages, rehearsal.beside), *rehearsal.generation_lines()]))
     if args.json:
         args.json.write_text(json.dumps([asdict(stage) for stage in stages]))
     print(rehearsal.check_fits(stages))
@@ -127,6 +129,22 @@ class Rehearsal:
             "fraction": args.fraction,
             "node": args.gpus_per_node,
         }
+
+    def generation_lines(self) -> list[str]:
+        """Seconds of a step's generation by arithmetic: nothing is generated here."""
+        recipe = self.recipe
+        if recipe.trainer != "rl":
+            return []
+        rollout, workers = recipe.rollout, recipe.vllm.tensor_parallel_size
+        count, element = engines_of_step(rollout, recipe.vllm, self.layout.world), memory.BYTES[recipe.model.precision]
+        engine = Engine(self.device, self.efficiency, self.sizes, workers, rollout.max_batch_sequences, element)
+        longest = rollout.max_response_tokens
+        prompts, mean = -(-rollout.prompts_per_step // count), self.args.fraction * longest
+        least, most = engine.seconds(prompts, rollout.group_size, recipe.data.max_prompt_tokens / 2, mean, longest)
+        return [
+            f"generation by arithmetic: {report.seconds(least)} to {report.seconds(most)} s; {count} engines, each "
+            f"{prompts * rollout.group_size} responses of {mean:.0f} tokens on average, {longest} at most"
+        ]
 
     def check_fits(self, stages: list[Stage]) -> str:
         """A line about the room that is left.

@@ -99,14 +99,20 @@ def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Ten
 
 
 @functools.lru_cache(maxsize=2)
-def context_mask(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
-    """Return [Tq, Tk]: True if this rank's query may attend to a key; keys in the order of the gathered ranks."""
+def context_mask(
+    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return [Tq, Tk]: True if this rank's query may attend to a key; keys in the order of the gathered ranks. On a GPU
+    return the additive bias in `dtype`, which torch would otherwise make from the mask, and keep, in every layer."""
     lengths = torch.tensor(cu_seqlens).diff()
     sequence = segment_ids(lengths)
     position_q = zigzag(lengths, cp_size, cp_rank)
     position_k = torch.cat([zigzag(lengths, cp_size, rank) for rank in range(cp_size)])
     causal = position_q[:, None] >= position_k
-    return (causal & (sequence[position_q][:, None] == sequence[position_k])).to(device)
+    mask = (causal & (sequence[position_q][:, None] == sequence[position_k])).to(device)
+    if device.type == "cpu":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, float("-inf"))
 
 
 class TorchAttention(MegatronModule):
@@ -149,7 +155,7 @@ class TorchAttention(MegatronModule):
     def attend_over_context(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
         """This rank's queries over every rank's keys; [s, b, heads, d] -> [s, b, heads * d]."""
         k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (k, v))
-        mask = context_mask(cu_seqlens, self.cp_group.size(), self.cp_group.rank(), q.device)
+        mask = context_mask(cu_seqlens, self.cp_group.size(), self.cp_group.rank(), q.device, q.dtype)
         return self.attend_padded(q, k, v, mask)
 
     def attend_padded(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -36,6 +36,7 @@ def activations(
     layers = len(s.mixture) // (layout.pp * (layout.vpp or 1)) * under_way(layout, stage)
     if megatron.recompute_granularity == "full":
         beside, largest = beside + largest, s.hidden / sequence
+    mask = tokens * layout.cp if layout.cp > 1 else 0  # of a micro-batch, for each token; all layers have the same one
     head = 0.0
     if stage == layout.pp - 1:
         weight = -(-s.vocabulary // layout.tp) * s.hidden * element
@@ -43,7 +44,8 @@ def activations(
         head += 2.5 * (batching.logprob_block_mib << 20)
         if second:
             head += weight + element * tokens * s.hidden + 2.5 * (batching.logprob_block_mib << 20)
-    return round(element * tokens * layers * largest + max(element * tokens * beside, head))
+    held = layers * largest + mask * under_way(layout, stage)
+    return round(element * tokens * held + max(element * tokens * beside, head))
 
 
 def under_way(layout: Layout, stage: int) -> int:
@@ -70,6 +72,8 @@ def _attention(s: Sizes, layout: Layout, recompute: str | None, keys: float | No
         attended = PADDING * (2 * s.q + 2 * s.kv)  # in buckets, and the result
         if keys is not None:  # no buckets: keys and values of a shared prompt once for each response
             attended = 2 * s.q + 2 * s.kv * keys
+        if layout.cp > 1:  # keys and values of all contexts, for each head
+            attended = 2 * s.q + 2 * s.q * layout.cp
         projected = projected if s.qk_norm else 0
     return (projected + copied + attended + s.q) / tp + 4 * s.head_dim
 

@@ -18,6 +18,7 @@ from megatron_rft.plan.parameters import Sizes
 TRAFFIC = 3.4, 7.7  # bytes that a layer's forward and backward move beside its products, for each byte that it keeps
 LOGIT_TRAFFIC = 56, 65  # bytes for each logit, forward and backward
 OPTIMIZER_TRAFFIC = 6.5  # bytes for each byte of the optimizer's state
+EXPERTS = 0.25  # of the bf16 rate, by products of small experts and what surrounds them: fitted to one published run
 FUSED = 0.4  # of this traffic, with Transformer Engine's kernels: an assumption
 
 
@@ -57,6 +58,7 @@ class Machine:
     fused: bool = False
     node: int = NODE
     keys: float | None = None  # of shared prompts (shared_prompts.Group)
+    experts: float = EXPERTS
 
     @property
     def sequence(self) -> int:
@@ -95,6 +97,7 @@ class Machine:
     def _layer(self, tokens: float, length: float, mixture: bool, backward: bool) -> Bounds:
         s, layout = self.s, self.layout
         wide = 3 * s.experts_per_token * s.expert_ffn / self.sequence if mixture else 3 * s.ffn / layout.tp
+        wide *= self.efficiency.compute / self.experts if mixture else 1  # as if at the rate of the other products
         attention = 2 * tokens * length * s.q / layout.tp
         flops = 2 * tokens * s.hidden * ((2 * s.q + 2 * s.kv) / layout.tp + wide)
         held = kept(s, layout, self.sequence, mixture, self.recompute, self.keys) * tokens * self.element

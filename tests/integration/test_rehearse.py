@@ -4,6 +4,7 @@ The models are folders with a config.json of known sizes and nothing else.
 """
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import BYTES, state_of
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.shared_prompts import Group
+from megatron_rft.rehearsal.report import Stage
+from megatron_rft.utils.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COMMON = dict(
@@ -122,6 +125,29 @@ def test_bad_input_is_one_sentence(rehearse):
     ):
         status, _, error, _ = rehearse(recipe, "tiny", 6, *arguments)
         assert status == 2 and says in error and "Traceback" not in error, error
+
+
+def test_what_does_not_fit_names_its_stage_categories_and_help(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["8b"]))
+    command = ["rehearse", str(EXAMPLES / "pipo/qwen3_8b_base/grpo.yaml"), f"model.path={tmp_path}"]
+    rehearsal = Rehearsal(parse([*command, "megatron.pipeline_model_parallel_size=2"]))
+    parts = {"weights": 20 << 30, "activations": 70 << 30, "buckets": 1 << 30}
+    found = {"peaks": {"start": {"total": 0, "parts": {}}, "training": {"total": 91 << 30, "parts": parts}}}
+    with pytest.raises(ConfigError) as error:
+        rehearsal.check_fits([Stage(1, 2, 1, 4, found)])
+    told = str(error.value)
+    assert "out of memory: stage 2 of 2 needs 91.00 GiB in training, and there are 78.15 GiB (H100" in told
+    assert "most of it: activations 70.00, weights 20.00" in told and "\n" not in told
+    helps = told.split("by the plan's arithmetic: ")[1].split("; ")
+    assert 1 <= len(helps) <= 3 and all(" GiB less)" in each for each in helps)
+    parts["activations"] = 7 << 30
+    found["peaks"]["training"]["total"] = 28 << 30
+    assert "50.15 GiB are left at the peak, stage 2 of 2 in training" in rehearsal.check_fits(
+        [Stage(1, 2, 1, 4, found)]
+    )
+    assert re.match(
+        r"generation by arithmetic: .* 8 engines, each 128 responses of 2048 tokens", *rehearsal.generation_lines()
+    )
 
 
 def test_a_folder_without_config_is_named(tmp_path, capsys):

@@ -47,7 +47,7 @@ def test_buckets_hold_similar_lengths_and_every_token_once():
 
 def test_the_context_mask_is_causal_within_a_sequence():
     """Two sequences of 4 over 2 ranks. Rank 0 holds positions 0 and 3 of each; keys come rank by rank."""
-    mask = spec.context_mask((0, 4, 8), 2, 0, torch.device("cpu"))
+    mask = spec.context_mask((0, 4, 8), 2, 0, torch.device("cpu"), torch.float32)
     #       keys: 0 3 | 0 3 || 1 2 | 1 2
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0],

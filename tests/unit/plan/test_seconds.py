@@ -8,7 +8,7 @@ from megatron_rft.plan.devices import Efficiency, device
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import State
 from megatron_rft.plan.parameters import Sizes, stage_chunks
-from megatron_rft.plan.seconds import Bounds, Machine
+from megatron_rft.plan.seconds import EXPERTS, Bounds, Machine
 
 
 def dense(hidden, layers, heads, ffn, vocabulary=128_256, qk_norm=False):
@@ -17,6 +17,7 @@ def dense(hidden, layers, heads, ffn, vocabulary=128_256, qk_norm=False):
 
 LLAMA_8B, LLAMA_70B = dense(4096, 32, 32, 14_336), dense(8192, 80, 64, 28_672)
 LLAMA_405B = dense(16_384, 128, 128, 53_248)  # of 126 layers, which no pipeline of 8 or 16 divides
+QWEN3_30B_A3B = Sizes(2048, 32, 4, 128, 6144, 151_936, False, False, True, 128, 768, 8, (True,) * 48)
 # (model, layout, tokens of a sequence, sequences of a step, TFLOP/s of a GPU, FP8), as docs/planning.md cites them.
 PUBLISHED = {
     "405B on 8,192": (LLAMA_405B, Layout(8192, 8, 16, 1, 1, 8, 8), 8192, 2048, 430, False),
@@ -25,6 +26,7 @@ PUBLISHED = {
     "70B on 64": (LLAMA_70B, Layout(64, 4, 8, 1, 1, 4, 5), 8192, 128, 727, True),
     "405B on 1,024": (LLAMA_405B, Layout(1024, 8, 8, 2, 1, 8, 8), 8192, 512, 763, True),
     "8B on 8, sharded": (LLAMA_8B, Layout(8, 1, 1, 1, 1, 1), 8192, 128, 725, True),
+    "30B-A3B on 16, fitted": (QWEN3_30B_A3B, Layout(16, 1, 2, 1, 8, 1, 24), 4096, 512, 241, True),
 }
 
 
@@ -33,7 +35,8 @@ def predicted(s, layout, length, sequences, fp8, sharded=False):
     micro-batch gathers the weights twice and scatters the gradients."""
     chip = device("h100")
     chip = replace(chip, flops=2 * chip.flops) if fp8 else chip
-    machine = Machine(chip, Efficiency(), s, layout, layout.tp > 1, "selective", fused=True)
+    experts = EXPERTS / (2 if fp8 else 1)  # a share of the rate; FP8 does not speed them up
+    machine = Machine(chip, Efficiency(), s, layout, layout.tp > 1, "selective", fused=True, experts=experts)
     count = sum(parameter.count for chunk in stage_chunks(s, layout, layout.pp - 1, False) for parameter in chunk)
     state = State(2 * count, 4 * count, 12 * count // (layout.dp * layout.cp))
     tokens = length * sequences

@@ -1,0 +1,39 @@
+"""The arithmetic of an engine's decoding by hand."""
+
+import pytest
+
+from megatron_rft.plan.devices import Device, Efficiency
+from megatron_rft.plan.generation import KERNELS, Engine
+from megatron_rft.plan.parameters import Sizes
+
+DENSE = Sizes(4, 2, 1, 2, 8, 16, False, False, False, 0, 0, 0, (False, False))
+MIXTURE = Sizes(4, 2, 1, 2, 8, 16, False, False, False, 4, 2, 1, (True, True))
+PERFECT = Efficiency(compute=1, memory=1, link=1, launch=0.5, latency=0)
+
+
+def chip(flops=1e30, bandwidth=1e30):
+    return Device("chip", flops, bandwidth, 1.0, 1.0)
+
+
+def test_weights_once_a_step_and_the_cache_of_each_token():
+    engine = Engine(chip(bandwidth=2.0), PERFECT, DENSE, 1, places=4)
+    weights = DENSE.multiplied * 2 / 2
+    cache = 8 * 10 * (6 + 5) * (2 * 2 * 2 * 2) / 2  # 8 responses of 10 tokens behind 6; 2 layers, keys and values of 2
+    least, most = engine.seconds(prompts=2, group=4, prompt=6, response=10, longest=15)
+    assert least == pytest.approx(20 * weights + cache)  # 80 tokens in 4 places
+    assert most == pytest.approx(30 * (weights + 2 * KERNELS * 0.5) + cache)  # two batches of 15 steps
+    alone, _ = engine.seconds(prompts=1, group=1, prompt=6, response=10, longest=15)
+    assert alone == pytest.approx(15 * weights + 10 * 11 * 16 / 2)
+
+
+def test_a_large_batch_is_bound_by_its_products_and_prompts_count_once():
+    engine = Engine(chip(flops=1.0), PERFECT, DENSE, 2, places=64)
+    least, _ = engine.seconds(prompts=2, group=4, prompt=6, response=10, longest=15)
+    assert least == pytest.approx(2 * DENSE.multiplied * (80 + 12) / 2)
+
+
+def test_a_mixture_reads_the_experts_that_are_chosen():
+    one, many = (Engine(chip(), PERFECT, MIXTURE, 1, places=n)._read(n) for n in (1, 1000))
+    expert = 3 * 4 * 2
+    assert one == pytest.approx(MIXTURE.multiplied)
+    assert many == pytest.approx(MIXTURE.multiplied + 2 * 3 * expert)
