@@ -32,8 +32,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHO
 
 
 def draw(folders: list[Path], picture: Path) -> Path:
-    script = RECIPES.parent / "constraints.py"
-    subprocess.run([sys.executable, str(script), *map(str, folders), "--out", str(picture)], check=True)
+    script = RECIPES.parents[1] / "figures.py"
+    subprocess.run([sys.executable, str(script), "constraints", *map(str, folders), "--out", str(picture)], check=True)
     return picture
 
 

@@ -31,10 +31,12 @@ LEAD = 600  # seconds ahead of the time limit at which a job is told to save and
 
 @dataclass(frozen=True)
 class Point:
-    """One job: its name, and its overrides of the recipe."""
+    """One job: a command of megatron-rft on a recipe, and its overrides of the recipe."""
 
     name: str
     keys: list[str]
+    recipe: str
+    command: str = "train"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,13 +101,14 @@ def points(args: argparse.Namespace) -> list[Point]:
             raise UserError(f"--sweep {text}: write section.option=A,B,C")
         axes.append([(option, value) for value in values.split(",")])
     name, folder = Path(args.recipe).stem, output_dir(args)
+    same = {"recipe": args.recipe, "command": "generate" if args.generate else "train"}
     if not axes:
-        return [Point(name, args.keys)]
+        return [Point(name, args.keys, **same)]
     found = []
     for chosen in itertools.product(*axes):
         label = "-".join(f"{option.rpartition('.')[2]}_{value}" for option, value in chosen)
         keys = [f"{option}={value}" for option, value in chosen]
-        found.append(Point(f"{name}-{label}", [*args.keys, *keys, f"run.output_dir={folder}/{label}"]))
+        found.append(Point(f"{name}-{label}", [*args.keys, *keys, f"run.output_dir={folder}/{label}"], **same))
     return found
 
 
@@ -118,16 +121,16 @@ def output_dir(args: argparse.Namespace) -> str:
 
 def check(args: argparse.Namespace, jobs: list[Point]) -> None:
     """Print the plan of each job for its number of ranks, if there is an environment of the run (for Slurm: on the
-    login node)."""
-    ranks = str(args.nodes * args.nproc)
+    login node). An evaluation needs what its training exports and has no plan."""
+    ranks, jobs = str(args.nodes * args.nproc), [job for job in jobs if job.command != "evaluate"]
     if not args.local:
-        plans = {job.name: ["plan", recipe_there(args), "--nproc", ranks, *job.keys] for job in jobs}
+        plans = {job.name: ["plan", recipe_there(job), "--nproc", ranks, *job.keys] for job in jobs}
         args.login_node.check(args.workspace, SENT, None if args.image else args.setup, plans)
         return
     if run_here(args, "python -c 'import megatron_rft.commands.main'").returncode:
         return
     for job in jobs:
-        plan = shlex.join(["plan", args.recipe, "--nproc", ranks, *job.keys])
+        plan = shlex.join(["plan", job.recipe, "--nproc", ranks, *job.keys])
         done = run_here(args, f"python -m megatron_rft {plan}")
         if done.returncode:
             raise UserError(f"{job.name}: " + done.stderr.strip().removeprefix("error: "))
@@ -147,30 +150,33 @@ def run_here(args: argparse.Namespace, command: str) -> subprocess.CompletedProc
 
 
 def local_script(args: argparse.Namespace, point: Point) -> str:
-    keys = shlex.join([command(args), args.recipe, "--nproc", str(args.nproc), *point.keys])
+    keys = shlex.join(words(args, point, point.recipe))
     path = f'export PYTHONPATH={shlex.quote(str(ROOT))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     return f"cd {shlex.quote(os.getcwd())}\n{args.setup}\n{path}\nexec python -m megatron_rft {keys}\n"
 
 
-def command(args: argparse.Namespace) -> str:
-    return "generate" if args.generate else "train"
+def words(args: argparse.Namespace, point: Point, recipe: str) -> list[str]:
+    """An evaluation is one process."""
+    ranks = [] if point.command == "evaluate" else ["--nproc", str(args.nproc)]
+    return [point.command, recipe, *ranks, *point.keys]
 
 
 def slurm_script(args: argparse.Namespace, point: Point) -> str:
     """Return the script that each node runs. A container mounts the job's folder as /nemo_run."""
-    keys = shlex.join([command(args), recipe_there(args), "--nproc", str(args.nproc), *point.keys])
+    keys = shlex.join(words(args, point, recipe_there(point)))
+    job = "" if point.command == "evaluate" else f" --job {notes(args)}"
     runs = shlex.quote(str(args.workspace / "runs"))
     return f"""
 cd /nemo_run/code || exit 1
 mkdir -p {runs} && {{ [ -e runs ] || ln -s {runs} runs 2>/dev/null || [ -e runs ]; }} || exit 1
 {args.setup}
 export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}"
-exec python -m megatron_rft {keys} --job {notes(args)}
+exec python -m megatron_rft {keys}{job}
 """
 
 
-def recipe_there(args: argparse.Namespace) -> str:
-    return str(Path(args.recipe).resolve().relative_to(ROOT))
+def recipe_there(point: Point) -> str:
+    return str(Path(point.recipe).resolve().relative_to(ROOT))
 
 
 def notes(args: argparse.Namespace) -> str:
@@ -225,8 +231,7 @@ def executor(args: argparse.Namespace):
     )
 
 
-def launch(args: argparse.Namespace) -> int:
-    jobs = points(args)
+def launch(args: argparse.Namespace, jobs: list[Point]) -> int:
     check(args, jobs)
     if lost_with_the_container(args, folder := Path(output_dir(args))):
         lost = "unless this cluster mounts it into every container, the run is lost with the container"
@@ -270,10 +275,11 @@ def conclude(found: dict[str, str], wanted: int, detached: bool, folders: dict[s
     return 0 if not bad and len(found) == wanted else 1
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, jobs: list[Point] | None = None) -> int:
+    """`jobs`: in place of the recipe's or its sweep's."""
     try:
         args = parse(arguments)
-        return launch(args)
+        return launch(args, jobs or points(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,13 +1,10 @@
-"""Draws runs under different constraints side by side, as figures 4, 5b and 7 of the dynamic constraint's paper do.
-
-usage: python examples/dynamic/constraints.py RUN ... [--out FILE]      default: constraints.png; also .pdf or .svg
+"""Draws runs under different constraints side by side, as figures 4, 5b and 7 of the dynamic constraint's paper do:
+`python examples/figures.py constraints RUN ... --out FILE`.
 
 Runs whose recipes have the same constraint are seeds of one line: their mean, in their range. A panel is there when a
 run has its metric. KL and cross entropy are measured at intervals: `constraint.kl_every`, and where there are pairs.
 """
 
-import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -96,18 +93,3 @@ def _draw(axes: Axes, lines: list[Line], metric: str) -> None:
         axes.plot(steps, means, color=line.color, linewidth=1.6)
         if len(line.runs) > 1:
             axes.fill_between(steps, lowest, highest, color=line.color, alpha=0.18, linewidth=0)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
-    parser.add_argument("--out", type=Path, default=Path("constraints.png"), metavar="FILE", help=".png, .pdf or .svg")
-    args = parser.parse_args(arguments)
-    try:
-        print(draw(args.runs, args.out))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

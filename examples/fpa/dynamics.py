@@ -1,6 +1,5 @@
-"""Draws the dynamics of offline runs side by side, as figures 2, 3, 4, 5 and 8 of the FPA paper do. Needs no torch.
-
-usage: python examples/fpa/dynamics.py RUN ... [--out FILE]      default: dynamics.png; FILE is a .png, .pdf or .svg
+"""Draws the dynamics of offline runs side by side, as figures 2, 3, 4, 5 and 8 of the FPA paper do:
+`python examples/figures.py dynamics RUN ... --out FILE`. Needs no torch.
 
 log-ratio       log pi(y|x) - log pi_ref(y|x) of right and of wrong trajectories
 weight          what the gradient of each is weighted by: pi^(1/|y|), or pi_hat^(1/|y|) where the run is FPA
@@ -12,8 +11,6 @@ accuracy        on the held-out problems over steps; and over lambda: the best o
 Runs whose folders have one name, as seeds of one method have, share a color and, over lambda, a point.
 """
 
-import argparse
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,18 +216,3 @@ def _mean(measured: list[tuple[float, float]]) -> tuple[float, float]:
     values = [value for value, _ in measured]
     error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else measured[0][1]
     return fmean(values), error
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of offline runs")
-    parser.add_argument("--out", type=Path, default=Path("dynamics.png"), metavar="FILE", help="a .png, .pdf or .svg")
-    args = parser.parse_args(arguments)
-    try:
-        print(draw(args.runs, args.out))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,8 +9,8 @@ from megatron_rft.config.engines import ENGINES
 
 # Commands that are scripts now
 SCRIPTS = {
-    "dynamics": "python examples/fpa/dynamics.py RUN ... --out FILE",
-    "constraints": "python examples/dynamic/constraints.py RUN ... --out FILE",
+    "dynamics": "python examples/figures.py dynamics RUN ... --out FILE",
+    "constraints": "python examples/figures.py constraints RUN ... --out FILE",
 }
 
 

@@ -31,7 +31,7 @@ def test_points_are_all_combinations_with_folders_of_their_own(nemo):
 
 def test_without_a_sweep_the_recipe_keeps_its_folder(nemo):
     (point,) = nemo.points(nemo.parse([RECIPE, *SLURM]))
-    assert point == nemo.Point("grpo_pipo", [])
+    assert point == nemo.Point("grpo_pipo", [], RECIPE)
 
 
 def test_a_folder_that_is_given_wins(nemo):
@@ -45,6 +45,15 @@ def test_keys_are_quoted_for_the_shell(nemo):
     shown = script.replace("exec python -m megatron_rft", "printf '%s\\n'")
     told = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout.splitlines()
     assert told == ["train", RECIPE, "--nproc", "1", "data.prompt_template=Q: {question} 'A'"]
+
+
+def test_an_evaluation_is_one_process_without_notes(nemo):
+    args = nemo.parse([RECIPE, *SLURM])
+    point = nemo.Point("e", ["--model", "m"], RECIPE, "evaluate")
+    lines = nemo.slurm_script(args, point).splitlines()
+    assert lines[-1] == "exec python -m megatron_rft evaluate examples/pipo/qwen3_4b_base/grpo_pipo.yaml --model m"
+    train = nemo.slurm_script(args, nemo.points(args)[0]).splitlines()[-1]
+    assert "--nproc 8" in train and train.endswith('--job /lustre/me/slurm/"$SLURM_JOB_ID"')
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ LONG = {  # learning rate, steps, and the seeds that each method gets
 
 
 def draw(folders: list[Path], picture: Path) -> None:
-    script = HERE.parent / "dynamics.py"
-    subprocess.run([sys.executable, str(script), *map(str, folders), "--out", str(picture)], check=True)
+    script = HERE.parents[1] / "figures.py"
+    subprocess.run([sys.executable, str(script), "dynamics", *map(str, folders), "--out", str(picture)], check=True)
 
 
 def parse() -> argparse.Namespace:

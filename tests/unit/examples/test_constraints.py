@@ -5,7 +5,8 @@ import json
 import pytest
 import yaml
 
-from examples.dynamic.constraints import lines_of, main
+from examples.dynamic.constraints import lines_of
+from examples.figures import main
 
 
 def run(folder, constraint, reward=0.5):
@@ -43,7 +44,7 @@ def test_runs_of_one_constraint_are_one_line(folders):
 
 
 def test_the_command(folders, tmp_path, capsys):
-    main([*map(str, folders), "--out", str(tmp_path / "figure.svg")])
+    main(["constraints", *map(str, folders), "--out", str(tmp_path / "figure.svg")])
     text = (tmp_path / "figure.svg").read_text()
     assert "<svg" in text and "figure.svg" in capsys.readouterr().out
 
@@ -54,5 +55,5 @@ def test_the_command(folders, tmp_path, capsys):
 )
 def test_what_cannot_be_drawn(folders, tmp_path, capsys, run, out, words):
     with pytest.raises(SystemExit) as caught:
-        main([str(tmp_path / run), "--out", str(tmp_path / out)])
+        main(["constraints", str(tmp_path / run), "--out", str(tmp_path / out)])
     assert caught.value.code == 2 and words in capsys.readouterr().err

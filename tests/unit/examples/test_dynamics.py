@@ -5,7 +5,8 @@ import json
 import pytest
 import yaml
 
-from examples.fpa.dynamics import OfflineRun, ahead_of, draw, main, sweep
+from examples.figures import main
+from examples.fpa.dynamics import OfflineRun, ahead_of, draw, sweep
 
 
 def run(folder, name, future, **options):
@@ -29,7 +30,7 @@ def run(folder, name, future, **options):
 def test_one_figure_of_all_runs(tmp_path, capsys):
     folders = [run(tmp_path / "fpa", "fpa", True), run(tmp_path / "dpo", "dpo", False)]
     assert draw(folders, tmp_path / "figure.png").stat().st_size > 10_000
-    main([*map(str, folders), "--out", str(tmp_path / "again.svg")])
+    main(["dynamics", *map(str, folders), "--out", str(tmp_path / "again.svg")])
     text = (tmp_path / "again.svg").read_text()
     assert "again.svg" in capsys.readouterr().out and "<svg" in text
 
@@ -53,7 +54,7 @@ def test_what_a_run_weights_by_and_where_it_stands_over_lambda(tmp_path, name, o
 
 def refusal(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as caught:
-        main([*map(str, arguments)])
+        main(["dynamics", *map(str, arguments)])
     assert caught.value.code == 2
     return capsys.readouterr().err
 

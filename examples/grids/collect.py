@@ -1,0 +1,128 @@
+"""Makes a paper's table from finished runs. Errors: over seeds, else what the evaluation says; in brackets the paper's.
+
+It reads what runs and `megatron-rft evaluate` write: evaluation/export/results.json and metrics.jsonl.
+"""
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+
+from examples.grids.grid import Column, Row, Run, Table
+
+Value = tuple[float, float]  # a number and its standard error, in the table's unit
+MISSING = "missing"
+
+
+def table(asked: Table) -> str:
+    """Markdown: a row per method, and which runs are missing."""
+    columns = asked.columns
+    lines = [f"{asked.content['title']} ({asked.model}). Ours ± standard error, in brackets the paper's.", ""]
+    lines += ["| " + " | ".join(["method", *(column.name for column in columns)]) + " |"]
+    lines += ["|" + "---|" * (len(columns) + 1)]
+    for row in asked.rows:
+        of_seeds = [_values(asked, row, seed) for seed in asked.seeds(row)]
+        cells = [_cell([values[number] for values in of_seeds], column) for number, column in enumerate(columns)]
+        paper = row.cells(asked.model)
+        cells = [f"{cell} ({paper[number]})" if paper else cell for number, cell in enumerate(cells)]
+        lines.append("| " + " | ".join([row.method, *cells]) + " |")
+    return "\n".join([*lines, *_notes(asked)]) + "\n"
+
+
+def _values(asked: Table, row: Row, seed: int) -> list[Value | None]:
+    """One value for each column, of one seed; None where it is missing."""
+    values: list[Value | None] = []
+    since: list[Value | None] = []
+    for column in asked.columns:
+        if column.kind == "mean":
+            values.append(_mean(since))
+            since = []
+        else:
+            since.append(_value(asked, asked.run(row, column.domain, seed), column))
+            values.append(since[-1])
+    return values
+
+
+def _value(asked: Table, run: Run, column: Column) -> Value | None:
+    if column.kind == "hours":
+        return hours(run.folder)
+    if column.kind == "held_out":
+        return held_out(run.folder)
+    found = results(run.folder / "evaluation" / "export")
+    parts = [found[part] for part in column.parts if part in found]
+    return joined(parts, asked.content.get("metric", "pass@1")) if parts else None
+
+
+def results(folder: Path) -> dict[str, dict]:
+    """By benchmark; empty where there is no finished evaluation."""
+    try:
+        return {each["name"]: each for each in json.loads((folder / "results.json").read_text(encoding="utf-8"))}
+    except (OSError, ValueError):
+        return {}
+
+
+def joined(parts: list[dict], metric: str) -> Value | None:
+    """The accuracy over the problems of all parts, in %."""
+    if metric == "pass@1":
+        pairs = [(each["pass_at_1"], each["standard_error"], each["problems"]) for each in parts]
+    else:  # a share of problems: the binomial error
+        shares = [(each["pass_at_k"].get(metric.removeprefix("pass@")), each["problems"]) for each in parts]
+        pairs = [(p, math.sqrt(p * (1 - p) / count), count) for p, count in shares if p is not None]
+    if len(pairs) < len(parts) or any(mean is None for mean, _, _ in pairs):
+        return None
+    total = sum(count for _, _, count in pairs)
+    mean = sum(mean * count for mean, _, count in pairs) / total
+    return 100 * mean, 100 * math.sqrt(sum((error * count) ** 2 for _, error, count in pairs)) / total
+
+
+def hours(folder: Path) -> Value | None:
+    """Of all steps of a finished run."""
+    if not (folder / "export").is_dir():
+        return None
+    return sum(line.get("seconds/step") or 0.0 for line in metrics(folder)) / 3600, 0.0
+
+
+def held_out(folder: Path) -> Value | None:
+    """The best evaluation after the first step of a finished run, in %."""
+    found = [line for line in metrics(folder) if line["step"] and line.get("evaluation/pass@1") is not None]
+    if not found or not (folder / "export").is_dir():
+        return None
+    best = max(found, key=lambda line: line["evaluation/pass@1"])
+    return 100 * best["evaluation/pass@1"], 100 * (best.get("evaluation/pass@1_se") or 0.0)
+
+
+def metrics(folder: Path) -> list[dict]:
+    try:
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def _mean(values: list[Value | None]) -> Value | None:
+    if not values or None in values:
+        return None
+    return fmean(mean for mean, _ in values), math.sqrt(sum(error**2 for _, error in values)) / len(values)
+
+
+def _cell(of_seeds: list[Value | None], column: Column) -> str:
+    there = [value for value in of_seeds if value is not None]
+    if not there:
+        return MISSING
+    means = [mean for mean, _ in there]
+    error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else there[0][1]
+    few = f", {len(there)} of {len(of_seeds)} seeds" if len(there) < len(of_seeds) else ""
+    shown = f"{fmean(means):.1f}" if column.kind == "hours" and not error else f"{fmean(means):.1f} ± {error:.1f}"
+    return shown + few
+
+
+def _notes(asked: Table) -> list[str]:
+    """Runs without results, and benchmarks that no run was asked."""
+    runs = asked.all_runs()
+    asks = bool(asked.parts)
+    found = {run.folder: results(run.folder / "evaluation" / "export") for run in runs}
+    missing = [str(folder) for folder, there in found.items() if not (there if asks else metrics(folder))]
+    lines = [f"Missing, {len(missing)} of {len(runs)} runs: {', '.join(missing)}"] if missing else []
+    known = set().union(*found.values())
+    absent = [part for column in asked.columns for part in column.parts if known and part not in known]
+    lines += [f"No run was asked {', '.join(dict.fromkeys(absent))}: its column is of the rest."] if absent else []
+    return ["", *lines] if lines else []
