@@ -62,7 +62,7 @@ def test_verification_scales_the_attributions():
         state = prepared.state
     verification = prepared.updates[0]
     expected = 2.0**1.5 * torch.tensor([0.5, -1.0, 0.0, 1.0, -2.0])  # without the token that had no feedback
-    torch.testing.assert_close(verification.batch.tokens["advantages"], expected)
+    torch.testing.assert_close(verification.scale * verification.batch.tokens["advantages"], expected)
     (step,) = verification.steps()
     assert counts(step)["response_tokens"] == 5  # Z
     assert verification.batch.context_ids is None and verification.second is None
