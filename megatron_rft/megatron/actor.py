@@ -271,7 +271,7 @@ class Actor:
 
         `scale`: positive factor of loss and gradient. It multiplies the finished gradient, so that a step does not
         depend on when the backward pass ran. `computed`: the result of `backward` for these arguments, with the
-        gradient still in the DDP buffers: no pass came after it and the weights are the same.
+        gradient still in the DDP buffers: only forward passes came after it, and the weights are the same.
 
         Returns the result of `backward` and "grad_norm", "learning_rate" and "skipped": 1 if the loss or the gradient
         was not finite; weights, moments and schedule then stay unchanged.
@@ -283,6 +283,8 @@ class Actor:
             for chunk in self.chunks:
                 chunk.scale_gradients(scale)
         applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
+        if computed:  # Megatron gathers parameters once after each backward pass, and forward passes came in between
+            self._settle()
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 

@@ -83,7 +83,7 @@ class RolloutScheduler:
         self.pending: deque[Pending] = deque()
 
     def begin(self, step: int) -> bool:
-        """Start the batches up to step + n. Returns whether the trainer is idle until the batch of `step` is there. With
+        """Start the batches up to step + n. Returns whether the trainer is idle until the batch of `step` comes. With
         n > 0 it is not: that batch was started earlier, and the trainer has worked on others since."""
         newest = self.pending[-1].step if self.pending else step - 1
         for number in range(newest + 1, min(step + self.staleness, self.last_step) + 1):
