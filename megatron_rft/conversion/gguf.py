@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rft.conversion.convert import check_new, atomic_folder
+from megatron_rft.conversion.convert import atomic_folder, check_new
 from megatron_rft.utils.errors import ConfigError, DataError
 
 PACKAGES = ("gguf", "accelerate")  # transformers imports both when it reads such a file

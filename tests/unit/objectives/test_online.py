@@ -264,7 +264,10 @@ def test_pipo_options_change_the_verification():
             step = plugin.prepare(batch.with_scalars(sampled_reward_sum=total, sampled_count=7.0), state)
             state = step.state
             found.append(
-                [(u.learning_rate, u.moments, u.scale, u.batch.tokens["advantages"].tolist()) for u in step.updates[:-1]]
+                [
+                    (u.learning_rate, u.moments, u.scale, u.batch.tokens["advantages"].tolist())
+                    for u in step.updates[:-1]
+                ]
             )
         return tuple(map(tuple, found))
 
