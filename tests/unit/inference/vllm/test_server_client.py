@@ -183,7 +183,7 @@ def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
         late = threading.Thread(target=engine._ask, args=(*arguments, epoch), daemon=True)
         late.start()
         late.join(60)
-        assert not waiting.is_alive() and not late.is_alive() and not engine._asked
+        assert not waiting.is_alive() and not late.is_alive() and not engine._open
         answers = [ended.get()[2] for _ in range(2)]
         assert all(isinstance(each, EngineLost) for each in answers) and asked.count("/inference/v1/generate") == 1
 
