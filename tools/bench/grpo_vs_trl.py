@@ -1,7 +1,7 @@
 """Compares one whole GRPO step, including generation, with TRL's GRPOTrainer.
 
     pip install trl                      # without it our side runs alone
-    python tools/bench/grpo_vs_trl.py [--prompts 16] [--group 8] [--tokens 64] [--steps 5] [--threads 1]
+    python tools/bench/grpo_vs_trl.py [--model FOLDER] [--prompts 16] [--group 8] [--tokens 64] [--steps 5]
 
 Same model, weights, tokenizer, prompts, group size, reward, KL and clipping, fp32, one optimizer step a batch. Every
 response has exactly `--tokens` tokens on both sides (TRL: min_new_tokens, ours: no stop token). TRL's trainer runs as
@@ -18,6 +18,7 @@ from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from setups import ADAMW, actor_like, set_threads
 
 warnings.filterwarnings("ignore")
@@ -56,7 +57,7 @@ class Ours:
     """Run the body of training/online.py's loop, timed by phase."""
 
     def __init__(self, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace):
-        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         optimizer = {**ADAMW, "lr": RATE, "use_distributed_optimizer": True}
         self.actor = actor_like(model, "fp32", micro_batch_tokens=args.micro_batch_tokens, optimizer=optimizer)
         self.reference = self.actor.snapshot()
@@ -124,7 +125,7 @@ class Alternate(TrainerCallback):
         self.times["megatron_rft"].append(self.left - begin)
 
 
-def trl_trainer(folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, callback: Alternate):
+def trl_trainer(model: Path, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, callback: Alternate):
     """Create TRL's GRPOTrainer; None if TRL is not installed."""
     if find_spec("trl") is None:
         return None
@@ -158,13 +159,21 @@ def trl_trainer(folder: Path, tokenizer, texts: list[str], args: argparse.Namesp
         seed=0,
     )
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [reward_of(text) for text in completions],
         args=config,
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
         processing_class=tokenizer,
         callbacks=[callback],
     )
+
+
+def write_model(folder: Path, hidden: int, layers: int) -> Path:
+    """A Qwen3-shaped model with random weights and a tokenizer for arithmetic."""
+    shape = {"intermediate_size": 4 * hidden, "num_hidden_layers": layers}
+    arithmetic.write_model_folder(folder, hidden_size=hidden, **shape)
+    AutoModelForCausalLM.from_config(arithmetic.qwen3_config(hidden, **shape)).save_pretrained(folder)
+    return folder
 
 
 def main() -> None:
@@ -174,6 +183,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--model", type=Path, help="a folder in Hugging Face format, in the place of --hidden and --layers"
+    )
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
@@ -187,21 +199,19 @@ def main() -> None:
     set_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shape = {"intermediate_size": 4 * args.hidden, "num_hidden_layers": args.layers}
-        arithmetic.write_model_folder(folder, hidden_size=args.hidden, **shape)
-        AutoModelForCausalLM.from_config(arithmetic.qwen3_config(args.hidden, **shape)).save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = args.model or write_model(folder / "model", args.hidden, args.layers)
+        tokenizer = AutoTokenizer.from_pretrained(model)
         texts = [row["question"] + "\n" for row in arithmetic.rows("train", 2000)]
         callback = Alternate()
-        trainer = trl_trainer(folder, tokenizer, texts, args, callback)
-        ours = callback.ours = Ours(folder, tokenizer, texts, args)
+        trainer = trl_trainer(model, folder, tokenizer, texts, args, callback)
+        ours = callback.ours = Ours(model, tokenizer, texts, args)
         callback.left = time.perf_counter()
         if trainer is not None:
             trainer.train()
         else:
             for _ in range(args.steps + WARM_UP):
                 callback.our_step()
-        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+        parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
     parallel.shutdown()
 
     generated = args.prompts * args.group * args.tokens
