@@ -28,7 +28,8 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 BOTTOM_RIGHT = SimpleNamespace(name="padding_causal_bottom_right")  # megatron-core's enumeration lacks it
 
-FEW_KEYS = 256
+# Fewer keys than this: the kernel's backward pass in bf16 takes up to four times as long as in fp32.
+FEW_KEYS = 384
 
 Cells = list[Tensor]  # per bucket of segments of similar length: [n, longest] the token of every cell
 
@@ -74,7 +75,7 @@ class SplitAttention(torch.autograd.Function):
 
 
 def _flash_backward(grad, q: Tensor, k: Tensor, v: Tensor, out, total: Tensor, causal: bool, scale: float | None):
-    """The kernel's; its bf16 products of few keys take four times as long as fp32's."""
+    """The kernel's, in fp32 where it is slow in bf16."""
     if k.shape[2] < FEW_KEYS and k.dtype == torch.bfloat16:
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
     return flash_backward(grad, q, k, v, out, total, 0.0, causal, scale=scale)
