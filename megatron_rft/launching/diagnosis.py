@@ -81,8 +81,7 @@ def diagnose(states: list[RankState]) -> Diagnosis:
     if by_late:
         return _named(by_late, f"has not come to {late[by_late[0].rank]}")
     if disagreeing := _disagreeing(states, waits):
-        told = "; ".join(f"rank {s.rank} in {s.collective}" for s in _both_sides(states, disagreeing))
-        return _named(disagreeing, f"is in another collective than its group: {told}")
+        return _disagreement(states, disagreeing)
     by_work = [s for s in states if not s.waiting]
     if by_work and len(by_work) < len(states):
         return _named(by_work, "does not come to the next collective")
@@ -109,9 +108,19 @@ def _kind(state: RankState) -> tuple:
     return state.step, state.phase, label, state.groups.get(state.last, ("", "", 0))[1]
 
 
-def _both_sides(states: list[RankState], guilty: list[RankState]) -> list[RankState]:
-    others = [state for state in states if state not in guilty]
-    return [guilty[0], *others[:1]]
+def _disagreement(states: list[RankState], found: list[RankState]) -> Diagnosis:
+    """Of two ranks, or two halves, nothing says which one is wrong: both are named."""
+    others = [state for state in states if state not in found and state.rank in members_of(found)]
+    if not others:
+        told = "; ".join(f"rank {s.rank} on node {s.host} in {s.collective} ({_place(s)})" for s in found)
+        return Diagnosis(tuple(found), f"these ranks wait for each other in different collectives: {told}")
+    told = "; ".join(f"rank {s.rank} in {s.collective}" for s in (found[0], others[0]))
+    return _named(found, f"is in another collective than its group: {told}")
+
+
+def members_of(states: list[RankState]) -> set[int]:
+    """All ranks of the groups that they are in."""
+    return {rank for s in states if s.last in s.groups for rank in members(s.groups[s.last][0])}
 
 
 def _engine(state: RankState) -> str:

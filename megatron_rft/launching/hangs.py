@@ -58,7 +58,7 @@ class Pauses:
     def limit(self, phase: str, step: int) -> float:
         """Seconds without movement in `phase` of `step` that count as a hang."""
         f = self.faults
-        if f.hang_s is not None:
+        if f.hang_s is not None and phase != "start":
             return f.hang_s
         if phase in GENERATING:
             at_most = f.generation_limit_s

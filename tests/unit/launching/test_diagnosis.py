@@ -74,3 +74,12 @@ def test_two_groups_of_which_one_rank_is_in_the_wrong_one():
 def test_an_engine_that_is_stopped():
     states = [replace(all_at(9)[0], waiting=False, stopped=("pid 77",), phase="generation"), *all_at(9)[1:]]
     assert "rank 0 on node n0 waits for a process of its own that is stopped (pid 77)" in diagnose(states).sentence
+
+
+def test_of_two_ranks_that_disagree_both_are_named():
+    states = [
+        state(0, ("0 world", "0,1", "all_reduce", 3), ("2 host", "0,1", "all_gather", 12), phase="evaluation"),
+        state(1, ("2 host", "0,1", "all_gather", 11), ("0 world", "0,1", "barrier", 4), phase="sync"),
+    ]
+    told = diagnose(states).sentence
+    assert "rank 0 on node n0 in all_gather no. 12" in told and "rank 1 on node n0 in barrier no. 4" in told
