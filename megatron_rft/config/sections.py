@@ -458,7 +458,8 @@ class Faults(Section):
     """Seconds that a rank waits for the others while a checkpoint is written or read."""
     hang_s: Positive | None = None
     """Seconds in which no rank has moved, after which the launcher says which rank it is and ends the run; not at the
-    start, which has start_limit_s. None: by phase, ten times the longest pause that the phase has had, at least 300; the limits above until it has had one."""
+    start, which has start_limit_s. None: by phase, ten times the longest pause that the phase has had, at least 300;
+    the limits above until it has had one."""
     max_skipped_steps: Natural = 3
     """Optimizer steps in a row that may be skipped because the loss or the gradient is not finite."""
     engine_start_s: Positive = 600.0
