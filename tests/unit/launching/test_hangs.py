@@ -1,0 +1,70 @@
+"""When it counts as a hang, over nodes, and which node a job excludes."""
+
+import json
+import os
+import time
+
+from megatron_rft.config.sections import Faults
+from megatron_rft.launching.hangs import LEARNED_STEPS, SHORTEST_S, Pauses, Watch, position_file
+from megatron_rft.launching.job import Job
+from megatron_rft.launching.slurm import Node
+from megatron_rft.utils.position import Here, read_nodes
+
+LATER = LEARNED_STEPS + 1
+
+
+def test_the_limit_of_a_phase():
+    pauses = Pauses(Faults(step_limit_s=1000.0, generation_limit_s=5000.0, start_limit_s=700.0))
+    assert pauses.limit("training", LATER) == 1000 and pauses.limit("generation", LATER) == 5000
+    pauses.note("training", 2.0), pauses.note("training", 50.0), pauses.note("training", 3.0)
+    assert pauses.limit("training", LATER) == 500 and pauses.limit("training", 1) == 1000
+    pauses.note("logprobs", 0.1), pauses.note("start", 1.0), pauses.note("other", 1.0)
+    assert pauses.limit("logprobs", LATER) == SHORTEST_S
+    assert pauses.limit("start", 0) == 700 and pauses.limit("other", LATER) == 1000  # the export is in it
+    given = Pauses(Faults(hang_s=20.0))
+    assert given.limit("training", 1) == given.limit("checkpoint", 9) == 20 and given.limit("start", 0) == 1800
+
+
+class Ranks:
+    """A node whose one rank is this process, and its launcher's watch with a clock of its own."""
+
+    def __init__(self, folder, index, count):
+        self.now, self.here, self.index = 0.0, Here(), index
+        self.watch = Watch(folder, Node(index, count), Faults(hang_s=30.0), clock=lambda: self.now)
+        self.here.open(position_file(folder, index))
+        self.here.begin_step(1), self.here.enter("training")
+
+    def look(self, seconds):
+        self.now += seconds
+        return self.watch.look([self.index])
+
+
+def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rft.launching.hangs.STACKS_S", 0.0)
+    monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
+    first, second = Ranks(tmp_path, 0, 2), Ranks(tmp_path, 1, 2)
+    assert first.look(1) is None and second.look(1) is None
+    assert first.look(60) is None  # the other one has not said that it stands still
+    second.here.move()
+    assert second.look(60) is None and first.look(5) is None
+    assert second.look(40) is None or first.watch.hung is None
+    found = first.look(5)
+    assert found is not None and "step 1, training" in found.sentence
+    assert {node["ranks"][0]["rank"] for node in read_nodes(tmp_path)} == {0, 1}
+    report = next(tmp_path.glob("hang_*.txt")).read_text()
+    assert "rank 0 (node" in report and "rank 1 (node" in report
+
+
+def test_what_a_node_wrote_long_ago_does_not_count(tmp_path):
+    ranks = Ranks(tmp_path, 0, 2)
+    content = {"time": time.time() - 3600, "host": "n1", "still": True, "pauses": {}, "ranks": []}
+    (tmp_path / "node_1.json").write_text(json.dumps(content))
+    assert ranks.look(1) is None and ranks.look(60) is None
+
+
+def test_a_node_is_excluded_the_second_time(tmp_path, monkeypatch):
+    for start, host, excluded in ((0, "n1", None), (1, "n2", None), (2, "n1", "n1\n"), (3, "n2", "n1,n2\n")):
+        monkeypatch.setitem(os.environ, "SLURM_RESTART_COUNT", str(start))
+        Job(tmp_path, tmp_path / "run").note_hang(host)
+        path = tmp_path / "exclude"
+        assert (path.read_text() if path.exists() else None) == excluded
