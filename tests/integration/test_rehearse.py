@@ -59,6 +59,7 @@ MODELS = {
     "tiny": sizes(64, 4, 4, 2, 128, **TINY),
     "tiny_mixture": sizes(64, 4, 4, 2, 128, **TINY, **experts(8, 32, 2)),
     "8b": sizes(4096, 36, 32, 8, 12_288),
+    "8b_4_layers": sizes(4096, 4, 32, 8, 12_288),
     "8b_2_layers": sizes(4096, 2, 32, 8, 12_288),
     "32b": sizes(5120, 64, 64, 8, 25_600),
     "30b_a3b": sizes(2048, 48, 32, 4, 6144, **experts(128, 768, 8)),
@@ -155,34 +156,25 @@ def test_a_folder_without_config_is_named(tmp_path, capsys):
     assert "has no config.json" in capsys.readouterr().err
 
 
-LAYOUTS = {
-    "contexts": ("tiny", dict(context_parallel_size=2, tensor_model_parallel_size=2), {"context"}),
-    "interleaved": (
-        "tiny",
-        dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-        {"pipeline"},
-    ),
-    "all recomputed": (
-        "tiny_mixture",
-        dict(expert_model_parallel_size=2, recompute_granularity="full", recompute_method="uniform"),
-        {"expert"},
-    ),
+EVERYTHING = {
+    "context_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_by_tiny_sizes(tmp_path, name):
-    """The plan's arithmetic holds there too: activations of a model this small are most of it."""
-    model, options, groups = LAYOUTS[name]
-    if "recompute_method" in options:
-        options |= {"recompute_num_layers": 1}
-    overrides = [f"megatron.{key}={value}" for key, value in options.items()]
-    overrides += ["megatron.sequence_parallel=true"] * ("tensor_model_parallel_size" in options)
-    overrides += ["model.precision=bf16", "batching.micro_batch_tokens=2048"]
-    stage = one_stage(tmp_path, "pipo/tiny/grpo_pipo.yaml", model, 8, overrides, 0)
-    found = stage["found"]
-    assert groups <= {row[3].split()[0] for row in found["links"] if row[0] == "training"}
-    check_plan(stage, "pipo/tiny/grpo_pipo.yaml", tmp_path, 8, *overrides)
+def test_contexts_virtual_stages_experts_and_recompute(tmp_path):
+    options = [f"megatron.{key}={value}" for key, value in EVERYTHING.items()]
+    options += ["model.precision=bf16", "batching.micro_batch_tokens=128"]
+    found = one_stage(tmp_path, "pipo/tiny/grpo.yaml", "tiny_mixture", 8, options, 0)["found"]
+    groups = {row[3].split()[0] for row in found["links"] if row[0] == "training"}
+    assert {"context", "expert", "pipeline"} <= groups
+    flops = {row[1]: row[3] for row in found["kernels"] if row[0] == "training"}
+    assert flops["backward"] == pytest.approx(3 * flops["forward"], rel=0.1)  # of it a third is the second forward
 
 
 # ---- at full size
@@ -232,6 +224,23 @@ def test_a_family_on_its_node(rehearse, tmp_path, name):
 
 
 EXPERTS_ON_8 = dict(tensor=4, expert=8, expert_tensor=1)
+EXAMPLE = "pipo/qwen3_8b_base/grpo.yaml"
+FULL = dict(granularity="full", method="uniform", num_layers=1)
+LAYOUTS = {
+    "contexts": ["megatron.context_parallel_size=2"],
+    "virtual stages": ["megatron.pipeline_model_parallel_size=2", "megatron.virtual_pipeline_model_parallel_size=2"],
+    "all recomputed": [f"megatron.recompute_{key}={value}" for key, value in FULL.items()],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_memory_of_a_layout(tmp_path, name):
+    options = [*LAYOUTS[name], "batching.micro_batch_tokens=8192"]
+    stage = one_stage(tmp_path, EXAMPLE, "8b_4_layers", 8, options, 0)
+    check_plan(stage, EXAMPLE, tmp_path, 8, *options)
+
+
 MANY = {  # model, ranks, layout, the stage that is rehearsed, from 0
     "32B on 64, first stage": ("32b", 64, dict(tensor=8, pipeline=8), 0),
     "32B on 512, last stage": ("32b", 512, dict(tensor=8, pipeline=8), 7),
@@ -256,9 +265,9 @@ def test_many_gpus(tmp_path, name):
         "algorithm.mini_batch_prompts=1024",
         "batching.micro_batch_tokens=8192",
     ]
-    stage = one_stage(tmp_path, "pipo/qwen3_8b_base/grpo.yaml", model, gpus, options, number)
+    stage = one_stage(tmp_path, EXAMPLE, model, gpus, options, number)
     assert stage["found"]["rss"] < 4 << 30
-    check_plan(stage, "pipo/qwen3_8b_base/grpo.yaml", tmp_path, gpus, *options)
+    check_plan(stage, EXAMPLE, tmp_path, gpus, *options)
 
 
 def one_stage(folder, recipe, model, gpus, options, number, device="h200"):
