@@ -13,12 +13,18 @@ import sys
 from pathlib import Path
 from statistics import mean, median, stdev
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from compare_online import before_and_after, curve, train, warm_start
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.miniature.pipo import RECIPES, warm_start
+from examples.miniature.study import final, train
+from megatron_rft.tracking.metrics import read_metrics
 
 SMALLEST = """--out {out} --start {model} --seeds 0 --staleness 0 1 --steps 3
     rollout.prompts_per_step=2 rollout.max_response_tokens=4
     algorithm.mini_batch_prompts=2 evaluation.limit=2"""  # tests/bench
+
+
+def curve(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in read_metrics(folder / "metrics.jsonl") if name in line]
 
 
 def cell(values: list[float], digits: int) -> str:
@@ -33,7 +39,7 @@ def row(runs: Path, staleness: int, seeds: list[int]) -> str:
     rewards = [curve(folder, "reward/mean") for folder in folders]
     thirds = [[mean(each[i * len(each) // 3 : (i + 1) * len(each) // 3]) for each in rewards] for i in range(3)]
     stale = mean(mean(curve(folder, "rollout/staleness")) for folder in folders)
-    learnt = [before_and_after(folder)[1] for folder in folders]
+    learnt = [final(folder) for folder in folders]
     cells = [cell(step, 2), cell(waiting, 2), f"{stale:.2f}", *(cell(third, 3) for third in thirds), cell(learnt, 3)]
     return f"| {staleness} | " + " | ".join(cells) + " |"
 
@@ -50,13 +56,13 @@ def main() -> None:
     options.add_argument("overrides", nargs="*", help="section.option=value, for every run")
     args = options.parse_args()
 
-    start = args.start or warm_start(args.out, jobs=1)
+    start = args.start or warm_start(args.out)
     runs = args.out / "runs"
     common = ["rollout.engine=hf", "rollout.placement=process", "algorithm.importance=truncated", *args.overrides]
     for seed in args.seeds:
         for staleness in args.staleness:
             own = [f"rollout.staleness={staleness}", f"run.seed={seed}", f"run.steps={args.steps}"]
-            train("grpo", runs / f"staleness_{staleness}_{seed}", f"model.path={start}", *common, *own)
+            train(RECIPES / "grpo.yaml", runs / f"staleness_{staleness}_{seed}", f"model.path={start}", *common, *own)
     print("| staleness | s / step | of it waiting | mean staleness | reward, 1st third | 2nd | 3rd | pass@1 after |")
     print("|---|---|---|---|---|---|---|---|")
     for staleness in args.staleness:

@@ -1,8 +1,8 @@
 """Measures the cost of the dynamic constraint's refiner: a step without it, with it, and with each of its
 optimisations.
 
-    python examples/compare_constraints.py --out FOLDER          # a model that can answer and refine, and trained ones
-    python tools/bench/refiner.py FOLDER/warm/export --policy FOLDER/ppo/dynamic_0/export [--engine vllm] [--rounds 5]
+    python examples/miniature/dynamic.py --out FOLDER            # a model that can answer and refine, and trained ones
+    python tools/bench/refiner.py FOLDER/warm/export --policy EXPORT [--engine vllm] [--rounds 5]   # EXPORT of a run
 
 A step is sampling, grading and refining, the log-probs before the step and two optimizer steps; weights do not change,
 so that every variant does the same work on the same tokens. Variants take turns. none: everything is refined, token by

@@ -1,0 +1,50 @@
+"""The dynamic constraint in miniature: none, static and dynamic, in the reward and in the loss, each at its best rate.
+
+    python examples/miniature/dynamic.py [--regime dapo] [--only none static dynamic_reward]
+
+A model of 0.2 M parameters learns careless arithmetic, and to refine; then 50 steps of PPO or DAPO (the regimes) on
+examples/dynamic/tiny. The rates reach those at which runs without a constraint collapse. `no_filter` learns all
+refinements.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.dynamic import constraints  # noqa: E402
+from examples.miniature import study  # noqa: E402
+
+RECIPES = study.EXAMPLES / "dynamic" / "tiny"
+REGIMES = {"ppo": RECIPES, "dapo": RECIPES / "dapo"}
+RATES = {"ppo": (1.5e-4, 3e-4, 6e-4), "dapo": (1e-4, 2e-4, 6e-4)}
+REFINE = (f"constraint.template={RECIPES / 'refine.txt'}", "constraint.per=responses")
+KINDS = {
+    "none": ("none", (), None),
+    "static": ("static", (), "none"),
+    "dynamic_reward": ("dynamic", (*REFINE, "constraint.mode=reward"), "static"),
+    "dynamic_loss": ("dynamic", (*REFINE, "constraint.mode=loss"), "static"),
+    "no_filter": ("dynamic", (*REFINE, "constraint.mode=loss", "constraint.filter=false"), "dynamic_loss"),
+}
+
+
+def arms(regime: str) -> list[study.Arm]:
+    folder = REGIMES[regime]
+    return [
+        study.Arm(name, folder / f"{recipe}.yaml", RATES[regime], options, against)
+        for name, (recipe, options, against) in KINDS.items()
+    ]
+
+
+def warm_start(out: Path) -> Path:
+    if not (out / "model" / "config.json").exists():
+        study.subprocess.run([sys.executable, str(RECIPES / "make_model.py"), str(out / "model")], check=True)
+    return study.train(RECIPES / "warm.yaml", out / "warm", f"model.path={out / 'model'}") / "export"
+
+
+def main() -> None:
+    args = study.parser(__doc__, "runs/miniature/dynamic", REGIMES).parse_intermixed_args()
+    study.main(args, arms(args.regime), [f"model.path={warm_start(args.out)}"], constraints.draw)
+
+
+if __name__ == "__main__":
+    main()

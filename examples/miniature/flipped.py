@@ -1,0 +1,16 @@
+"""The verifier's reward, wrong for one response in ten. Which ones depends on the problem and the text alone."""
+
+import zlib
+
+from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.math import MathReward
+
+VERIFIER = MathReward(workers=0)
+SHARE = 0.1
+
+
+def flipped(prompt: Prompt, text: str) -> Score:
+    (score,) = VERIFIER([prompt], [text])
+    right = score.right
+    noisy = zlib.crc32(f"{prompt.text}\0{text}".encode()) < SHARE * 2**32
+    return Score(float(right != noisy), reason=score.reason, error=score.error, correct=right)
