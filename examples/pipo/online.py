@@ -99,7 +99,7 @@ def _draw(axes: Axes, line: Line, panel: str) -> None:
     each = line.of(panel)
     if panel == "Accuracy over time":  # every seed has its own clock
         for points in each:
-            axes.plot(points.keys(), points.values(), line.style, color=line.color, linewidth=1.4)
+            axes.plot(list(points), list(points.values()), line.style, color=line.color, linewidth=1.4)
     elif each:
         steps = sorted(set.intersection(*map(set, each)))
         columns = [[points[step] for points in each] for step in steps]
