@@ -66,6 +66,18 @@ def segment_ids(lens: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens)
 
 
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on a device. The host does not wait for a GPU: it copies from pinned memory when its turn comes."""
+    if device.type != "cuda" or not values.is_cpu:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def like(values: Tensor, other: Tensor) -> Tensor:
+    """`values` in the dtype and on the device of `other`, like `values.to(other)` but without waiting for a GPU."""
+    return send(values.to(other.dtype), other.device)
+
+
 def take_segments(values: Tensor, lens: Tensor, index: Tensor) -> Tensor:
     """The segments `index` of `values` (segments of lengths `lens`, end to end), in that order."""
     starts = lens.cumsum(0) - lens

@@ -25,19 +25,22 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rft.records import Batch, segment_ids, take_segments
+from megatron_rft.records import Batch, segment_ids, send, take_segments
 
 
 @dataclass(frozen=True)
 class Layout:
     """Constraints on a micro-batch's lengths: each sequence must be a multiple of 2 cp (zigzag context parallelism),
-    the total a multiple of `total_multiple` per context-parallel rank (sequence parallelism, FP8)."""
+    the total a multiple of `total_multiple` per context-parallel rank (sequence parallelism, FP8). `ends_on_host`: the
+    ends of packed sequences stay in host memory, where torch's layers and megatron-core's rotary embedding read them in
+    each layer; Transformer Engine's kernels read them on the device."""
 
     cp_size: int = 1
     cp_rank: int = 0
     total_multiple: int = 1
     packed: bool = True
     share_prompts: bool = False
+    ends_on_host: bool = False
 
     def __post_init__(self):
         assert not self.share_prompts or (self.packed and self.cp_size == 1), "prompts are shared in packed sequences"
@@ -50,19 +53,16 @@ class Layout:
 @dataclass(frozen=True)
 class MicroBatch:
     """The model's inputs. `rows` [R_local]: positions in this rank's flattened hidden states; `kept` [R_local]: the
-    response tokens (of the micro-batch's R) that they predict. With context parallelism each rank has some of them."""
+    response tokens (of the micro-batch's R) that they predict; `targets`: the ids of those. With context parallelism
+    each rank has some of them. `batch` and `kept` are in host memory, everything else is on the device."""
 
     batch: Batch
     token_ids: Tensor  # [1, T_local] or [b, S_local]
     position_ids: Tensor  # likewise
     packed: PackedSeqParams | None
     rows: Tensor  # [R_local]
+    targets: Tensor  # [R_local]
     kept: Tensor  # [R_local]
-
-    @property
-    def targets(self) -> Tensor:
-        """[R_local] the token ids to compute log-probs of."""
-        return self.batch.response_ids.to(self.token_ids.device)[self.kept]
 
 
 @dataclass
@@ -89,7 +89,7 @@ class SharedPrompts(PackedSeqParams):
             prompt = next(((a, b) for a, b, c in self.groups if b <= start < c), (0, 0))
             keys.append(torch.cat([torch.arange(*prompt), torch.arange(start, end)]))
         ends = torch.tensor([0, *map(len, keys)]).cumsum(0).tolist()
-        return torch.cat(keys).to(self.position_ids.device), tuple(ends)
+        return send(torch.cat(keys), self.position_ids.device), tuple(ends)
 
     @cached_property
     def variable_length(self) -> PackedSeqParams:
@@ -198,11 +198,13 @@ def _pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
     token_ids, position_ids = cells.fill()
     held = zigzag(padded, layout.cp_size, layout.cp_rank)
     rows, kept = _local(cells.predicting(), held, cells.total)
-    inputs = [x[held][None].to(device) for x in (token_ids, position_ids)]
+    inputs = [send(x[held][None], device) for x in (token_ids, position_ids)]
+    beside = [send(x, device) for x in (rows, batch.response_ids[kept])]
+    ends_on = torch.device("cpu") if layout.ends_on_host else device
     shared = len(padded) < len(batch)
     ends = [0, *padded.cumsum(0).tolist()]
-    packed = _shared_params(cells, position_ids, device) if shared else _variable_length(ends, ends, device)
-    return MicroBatch(batch, *inputs, packed, rows.to(device), kept.to(device))
+    packed = _shared_params(cells, inputs[1][0], ends_on) if shared else _variable_length(ends, ends, ends_on)
+    return MicroBatch(batch, *inputs, packed, *beside, kept)
 
 
 def _group_by_group(batch: Batch, groups: Tensor, layout: Layout) -> tuple[_Cells, Tensor]:
@@ -223,7 +225,7 @@ def _group_by_group(batch: Batch, groups: Tensor, layout: Layout) -> tuple[_Cell
 
 def _variable_length(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> PackedSeqParams:
     """Return the parameters of concatenated sequences from the ends of their queries and keys, which begin with 0."""
-    ends_q, ends_kv = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (queries, keys))
+    ends_q, ends_kv = (send(torch.tensor(ends, dtype=torch.int32), device) for ends in (queries, keys))
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends_q,
@@ -235,23 +237,25 @@ def _variable_length(queries: Sequence[int], keys: Sequence[int], device: torch.
     )
 
 
-def _shared_params(cells: _Cells, position_ids: Tensor, device: torch.device) -> SharedPrompts:
+def _shared_params(cells: _Cells, position_ids: Tensor, ends_on: torch.device) -> SharedPrompts:
+    """`position_ids` [T] are on the device; `ends_on` is where the ends of sequences go."""
     batch, groups = cells.batch, cells.groups
     shared = groups.bincount() > 1
     ends_of_prompts = cells.prompts + batch.prompt_lens[cells.first]
     ends = torch.cat([cells.prompts[1:], torch.tensor([cells.total])])
     cuts = [cells.prompts, cells.responses[shared[groups]], torch.tensor([cells.total])]
     spans = torch.stack([cells.prompts, ends_of_prompts, ends], 1)[shared & (ends_of_prompts < ends)]
-    whole = torch.tensor([0, cells.total], device=device, dtype=torch.int32)
+    whole = send(torch.tensor([0, cells.total], dtype=torch.int32), ends_on)
+    longest = int((batch.prompt_lens + fed_lens(batch)).max())
     return SharedPrompts(
         qkv_format="thd",
         cu_seqlens_q=whole,
         cu_seqlens_kv=whole,
         cu_seqlens_q_padded=whole,
         cu_seqlens_kv_padded=whole,
-        max_seqlen_q=int(position_ids.max()) + 1,
-        max_seqlen_kv=int(position_ids.max()) + 1,
-        position_ids=position_ids.to(device),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        position_ids=position_ids,
         segments=tuple(torch.cat(cuts).unique().tolist()),
         groups=tuple(map(tuple, spans.tolist())),
     )
@@ -269,12 +273,6 @@ def _pad(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
     rows = predicting % width * count + predicting // width  # positions in the model's layout [S, b]
     held_rows = (held[:, None] * count + torch.arange(count)).flatten()
     rows, kept = _local(rows, held_rows, width * count)
-    position_ids = held.expand(count, -1).contiguous().to(device)
-    return MicroBatch(
-        batch,
-        token_ids.view(count, width)[:, held].contiguous().to(device),
-        position_ids,
-        None,
-        rows.to(device),
-        kept.to(device),
-    )
+    inputs = token_ids.view(count, width)[:, held].contiguous(), held.expand(count, -1).contiguous()
+    token_ids, position_ids, rows, targets = (send(x, device) for x in (*inputs, rows, batch.response_ids[kept]))
+    return MicroBatch(batch, token_ids, position_ids, None, rows, targets, kept)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_rft.megatron.packing import SharedPrompts, zigzag
 from megatron_rft.megatron.shared_attention import SplitAttention, attend_gathered, with_shared_prompts
 from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
-from megatron_rft.records import segment_ids
+from megatron_rft.records import segment_ids, send
 from megatron_rft.utils.device import has_transformer_engine as is_installed
 
 # In a bucket of packed sequences, the shortest length is at least this share of the longest, to which all are padded.
@@ -91,11 +91,11 @@ def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Ten
     for group in groups:
         length, start = torch.tensor(group).T[:, :, None]  # [n, 1] each
         column = torch.arange(group[0][0])
-        cells.append((start + torch.minimum(column, length - 1)).to(device))
+        cells.append(start + torch.minimum(column, length - 1))
         filled = column < length
-        place[cells[-1].cpu()[filled]] = offset + filled.flatten().nonzero().flatten()
+        place[cells[-1][filled]] = offset + filled.flatten().nonzero().flatten()
         offset += filled.numel()
-    return cells, place.to(device)
+    return [send(index, device) for index in cells], send(place, device)
 
 
 @functools.lru_cache(maxsize=2)
@@ -109,7 +109,7 @@ def context_mask(
     position_q = zigzag(lengths, cp_size, cp_rank)
     position_k = torch.cat([zigzag(lengths, cp_size, rank) for rank in range(cp_size)])
     causal = position_q[:, None] >= position_k
-    mask = (causal & (sequence[position_q][:, None] == sequence[position_k])).to(device)
+    mask = send(causal & (sequence[position_q][:, None] == sequence[position_k]), device)
     if device.type == "cpu":
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, float("-inf"))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_rft.config.algorithms.ppo import Critic
 from megatron_rft.config.sections import Section
-from megatron_rft.records import Batch, segment_ids
+from megatron_rft.records import Batch, like, segment_ids, send
 
 State = dict[str, Tensor]  # flat, so that it goes into a safetensors file as it is
 Outputs = dict[str, Tensor]  # what the model gave for a micro-batch: "logprobs", "entropy", "values" ..., each [R]
@@ -195,8 +195,8 @@ class PolicyObjective(Objective):
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
     """[R] -> [B] sums over each sequence's own (unmasked) tokens, differentiable."""
-    ids = segment_ids(batch.response_lens).to(values.device)
-    return values.new_zeros(len(batch)).index_add(0, ids, values * batch.response_mask.to(values))
+    ids = send(segment_ids(batch.response_lens), values.device)
+    return values.new_zeros(len(batch)).index_add(0, ids, values * like(batch.response_mask, values))
 
 
 def sequence_means(values: Tensor, batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ from megatron_rft.config.algorithms import cispo as section
 from megatron_rft.objectives.base import Loss, Outputs
 from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.objectives.surrogates import LOG_RATIO_BOUND, Clipped, log_ratio
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 
 class CISPO(GRPO):
@@ -17,6 +17,6 @@ class CISPO(GRPO):
         logprobs = outputs["logprobs"]
         ratio = log_ratio(logprobs, batch).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         weight = ratio.clamp(1 - self.options.clip_low, 1 + self.options.clip_high)
-        terms = -weight * batch.tokens["advantages"].to(logprobs) * logprobs
+        terms = -weight * like(batch.tokens["advantages"], logprobs) * logprobs
         result = Clipped(terms, ratio, (weight != ratio).to(ratio))
         return self.aggregated(result, batch)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron_rft.objectives.base import Sum
 from megatron_rft.objectives.surrogates import aggregate
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 BOUND = 0.1  # nats by which a token's log-probs may differ before it counts in mismatch/share
 
@@ -25,7 +25,7 @@ def mismatch(rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> di
 
 def mismatch_sums(logprobs: Tensor, batch: Batch) -> dict[str, Sum]:
     """The same (without the maximum) from an on-policy training pass, whose log-probs are those before the step."""
-    difference = logprobs.detach() - batch.tokens["rollout_logprobs"].to(logprobs)
+    difference = logprobs.detach() - like(batch.tokens["rollout_logprobs"], logprobs)
     return {
         "mismatch/kl": aggregate(difference.expm1() - difference, batch, "token_mean"),
         "mismatch/share": aggregate((difference.abs() > BOUND).float(), batch, "token_mean"),

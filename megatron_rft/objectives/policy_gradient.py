@@ -35,7 +35,7 @@ from megatron_rft.objectives.surrogates import (
     log_ratio,
     surrogate_loss,
 )
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 
 class PolicyGradient(PolicyObjective):
@@ -89,7 +89,7 @@ class PolicyGradient(PolicyObjective):
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs = outputs["logprobs"]
-        result = self.clip(log_ratio(logprobs, batch), batch, batch.tokens["advantages"].to(logprobs))
+        result = self.clip(log_ratio(logprobs, batch), batch, like(batch.tokens["advantages"], logprobs))
         return self.aggregated(result, batch)
 
     def aggregated(self, result: Clipped, batch: Batch) -> Loss:
@@ -99,7 +99,7 @@ class PolicyGradient(PolicyObjective):
         logprobs, terms, metrics = outputs["logprobs"], {}, {}
         if self.options.importance != "none":
             weights = importance_weights(logprobs, batch, self.options.importance, self.options.importance_cap)
-            batch = batch.with_tokens(advantages=batch.tokens["advantages"].to(weights) * weights)
+            batch = batch.with_tokens(advantages=like(batch.tokens["advantages"], weights) * weights)
             metrics["importance_mean"] = aggregate(weights, batch, "token_mean")
         surrogate = self.surrogate(outputs, batch)
         if self.kl_in_loss:
@@ -117,7 +117,7 @@ class PolicyGradient(PolicyObjective):
         if self.options.kl_estimator == "exact":
             return outputs["reverse_kl"]
         logprobs = outputs["logprobs"]
-        return ESTIMATORS[self.options.kl_estimator](logprobs, batch.tokens["ref_logprobs"].to(logprobs))
+        return ESTIMATORS[self.options.kl_estimator](logprobs, like(batch.tokens["ref_logprobs"], logprobs))
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Sum:
         return aggregate(values, batch, self.options.aggregation, self.setting.max_response_tokens)

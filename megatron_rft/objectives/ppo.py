@@ -15,7 +15,7 @@ from megatron_rft.objectives.advantages import at_last_token, gae, whiten
 from megatron_rft.objectives.base import Loss, Outputs, Prepared, State, Sum, Update
 from megatron_rft.objectives.policy_gradient import PolicyGradient
 from megatron_rft.objectives.surrogates import aggregate
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
@@ -85,7 +85,7 @@ class PPO(PolicyGradient):
 
     def value_loss(self, outputs: Outputs, batch: Batch) -> Loss:
         values = outputs["values"]
-        old_values, returns = batch.tokens["values"].to(values), batch.tokens["returns"].to(values)
+        old_values, returns = like(batch.tokens["values"], values), like(batch.tokens["returns"], values)
         clip = self.critic.value_clip
         terms = value_loss(values, old_values, returns, clip)
         moved = (values.detach() - old_values).abs()

@@ -15,7 +15,7 @@ from megatron_rft.config.algorithms import sdpo as section
 from megatron_rft.objectives.base import Loss, Outputs, PolicyObjective, Prepared, SecondDistribution, State, Update
 from megatron_rft.objectives.mismatch import mismatch_sums
 from megatron_rft.objectives.surrogates import LOG_RATIO_BOUND, aggregate, clipped_surrogate, log_ratio, surrogate_loss
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 OUTPUTS = frozenset({"logprobs", "entropy", "other_logprobs", "reverse_kl"})
 
@@ -41,7 +41,7 @@ class SDPO(PolicyObjective):
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         logprobs = outputs["logprobs"]
-        advantages = batch.tokens["advantages"].to(logprobs)
+        advantages = like(batch.tokens["advantages"], logprobs)
         options = self.options
         result = clipped_surrogate(log_ratio(logprobs, batch), advantages, options.clip_low, options.clip_high)
         return surrogate_loss(result, batch, options.aggregation, self.setting.max_response_tokens)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.objectives.base import Loss, Sum, sequence_means, sequence_sums
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like, send
 
 LOG_RATIO_BOUND = 20.0  # a ratio of 5e8 says enough, and infinity times an advantage of 0 would be no number
 
@@ -37,7 +37,7 @@ def clipped_surrogate(
 
 def sequence_log_ratio(log_ratio: Tensor, batch: Batch) -> Tensor:
     """[R] -> [R] the mean over each sequence's tokens, on every token: log of GSPO's ratio (pipo.txt A.2)."""
-    return sequence_means(log_ratio, batch)[batch.sequence_ids.to(log_ratio.device)]
+    return sequence_means(log_ratio, batch)[send(batch.sequence_ids, log_ratio.device)]
 
 
 def aggregate(values: Tensor, batch: Batch, how: str, constant: float = 1.0) -> Sum:
@@ -55,16 +55,16 @@ def aggregate(values: Tensor, batch: Batch, how: str, constant: float = 1.0) -> 
         total = sequence_sums(values, batch).sum()
         return Sum(total / constant if how == "constant" else total, "sequences")
     if how == "group_mean":
-        shares = sequence_sums(values, batch) / batch.sequences["group_tokens"].to(values).clamp(min=1)
+        shares = sequence_sums(values, batch) / like(batch.sequences["group_tokens"], values).clamp(min=1)
         return Sum(shares.sum(), "groups")
     assert how == "token_mean", how
-    return Sum((values * batch.response_mask.to(values)).sum(), "response_tokens")
+    return Sum((values * like(batch.response_mask, values)).sum(), "response_tokens")
 
 
 def log_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
     """log(pi / pi_old) [R]. Without old_logprobs the step is on-policy: they are this pass's own, so that the ratio is
     1 with a gradient."""
-    return logprobs - batch.tokens.get("old_logprobs", logprobs.detach()).to(logprobs)
+    return logprobs - like(batch.tokens.get("old_logprobs", logprobs.detach()), logprobs)
 
 
 def importance_weights(logprobs: Tensor, batch: Batch, how: str, cap: float) -> Tensor:
@@ -72,8 +72,8 @@ def importance_weights(logprobs: Tensor, batch: Batch, how: str, cap: float) -> 
 
     truncated: min(w, cap). masked: w where 1 / cap <= w <= cap, else 0, so that the token teaches nothing.
     """
-    old_logprobs = batch.tokens.get("old_logprobs", logprobs.detach()).to(logprobs)
-    weights = (old_logprobs - batch.tokens["rollout_logprobs"].to(logprobs)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    old_logprobs = like(batch.tokens.get("old_logprobs", logprobs.detach()), logprobs)
+    weights = (old_logprobs - like(batch.tokens["rollout_logprobs"], logprobs)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weights = weights.exp()
     if how == "truncated":
         return weights.clamp(max=cap)

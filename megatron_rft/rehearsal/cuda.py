@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_rft.rehearsal.ledger import Ledger
 
 aten = torch.ops.aten
 ABSENT = ("transformer_engine", "apex", "wandb")  # their kernels cannot run on shapes; the spec is then torch's own
+
+PINNED = WeakIdKeyDictionary()  # host tensors that a GPU copies by itself
 
 
 class Stream:
@@ -71,9 +74,15 @@ def _answer(ledger: Ledger) -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.Tensor.record_stream = _nothing
-    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.Tensor.pin_memory = pin_memory
     fake_tensor.init_gpu_context = _nothing
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host, then moved
+
+
+def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+    copy = self.detach()
+    PINNED[copy] = True
+    return copy
 
 
 def _keep_operations_visible() -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary, weakref
 
+from megatron_rft.rehearsal.cuda import PINNED
 from megatron_rft.rehearsal.ledger import BLOCK, Ledger
 
 aten = torch.ops.aten
@@ -30,6 +31,13 @@ NO_TRAFFIC = ("empty", "_unsafe_view", "view", "detach", "alias")
 
 def is_fake(x: Any, device: str | None = None) -> bool:
     return isinstance(x, FakeTensor) and (device is None or x.device.type == device)
+
+
+def _in_the_background(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a copy goes from or to pinned memory without the host waiting for it."""
+    if func is aten.copy_.default:
+        return (len(args) > 2 and args[2]) and any(x in PINNED for x in args[:2])
+    return bool(kwargs.get("non_blocking")) and args[0] in PINNED
 
 
 def in_backward() -> bool:
@@ -74,7 +82,8 @@ class FakeDevice(TorchDispatchMode):
         into = args[0] if func is aten.copy_.default else None
         source = args[0] if into is None else args[1]
         dtype = kwargs.get("dtype") or source.dtype
-        self.ledger.wait("device to host")
+        if not _in_the_background(func, args, kwargs):
+            self.ledger.wait("device to host")
         shadow = self.shadows.get(source)
         if into is not None:
             return into.copy_(shadow) if shadow is not None and not is_fake(into) else into
@@ -88,7 +97,7 @@ class FakeDevice(TorchDispatchMode):
     # ---- operations
 
     def _on_device(self, func, args, kwargs, tensors, target):
-        if any(not is_fake(x) and x.dim() for x in tensors):
+        if any(not is_fake(x) and x.dim() for x in tensors) and not _in_the_background(func, args, kwargs):
             self.ledger.wait("host to device")
         values = self._values(func, args, kwargs, tensors, target)
         if torch.Tag.dynamic_output_shape in func.tags or func is aten.index.Tensor:

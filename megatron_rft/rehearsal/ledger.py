@@ -49,7 +49,7 @@ class Ledger:
         self.in_backward = lambda: False  # set by the device mode, which knows autograd
         self.kernels: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
         self.links: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0.0])
-        self.waits: Counter[tuple[str, str, str]] = Counter()
+        self.waits: Counter[tuple[str, str, str, str]] = Counter()
         self.micro_batches: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.largest: Counter[str] = Counter()  # tokens of the largest micro-batch of each phase
@@ -128,7 +128,7 @@ class Ledger:
 
     def wait(self, what: str) -> None:
         """The host waits for the device, or for another host; counted by the line that asks."""
-        self.waits[self.phase, what, _line()] += 1
+        self.waits[self.phase, self.part, what, _line()] += 1
 
 
 def _line() -> str:

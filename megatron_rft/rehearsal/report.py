@@ -130,14 +130,22 @@ def link_lines(stages: list[Stage]) -> list[str]:
     return told if len(told) > 1 else []
 
 
+def waits(stage: Stage, phase: str) -> tuple[float, int]:
+    """(for each micro-batch, in an optimizer step) how often the host waits for the device."""
+    rows = list(stage.rows(phase, "waits"))
+    step = sum(row[-1] for row in rows if row[1] == "optimizer")
+    return (sum(row[-1] for row in rows) - step) / max(1, stage.found["micro_batches"].get(phase, 1)), step
+
+
 def wait_lines(stages: list[Stage]) -> list[str]:
     """Most of the waits of the host for the device in the training phase, by source line."""
-    told = []
+    told, phase = [], "training"
     for stage in stages:
-        phase = "training"
-        count = max(1, stage.found["micro_batches"].get(phase, 1))
+        each, step = waits(stage, phase)
         rows = sorted(stage.rows(phase, "waits"), key=lambda row: -row[-1])
-        total = sum(row[-1] for row in rows)
-        told.append(f"waits of the host in {phase}, {stage.name}: {total / count:.0f} for each micro-batch")
-        told += [f"  {place}: {number / count:.1f}, {what}" for _, what, place, number in rows[:SHOWN]]
+        told.append(
+            f"waits of the host in {phase}, {stage.name}: {each:.1f} for each micro-batch and {step} in the optimizer "
+            f"step; in {stage.found['micro_batches'].get(phase, 1)} micro-batches and a step:"
+        )
+        told += [f"  {place}: {number}, {what}" for _, _, what, place, number in rows[:SHOWN]]
     return told

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rft.config.algorithms.offline import a_star_po as section
 from megatron_rft.objectives.base import Outputs, Sum
 from megatron_rft.objectives.offline.base import Offline, log_ratios, over_sequences
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 
 def optimal_values(rewards: Tensor, groups: Tensor, beta: float) -> Tensor:
@@ -31,5 +31,5 @@ class AStarPO(Offline):
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         ratios = log_ratios(outputs["logprobs"], batch)
-        advantages = (batch.sequences["rewards"] - batch.sequences["value"]).to(ratios)
+        advantages = like(batch.sequences["rewards"] - batch.sequences["value"], ratios)
         return {"regression": (1.0, over_sequences((self.options.beta2 * ratios - advantages) ** 2, batch))}

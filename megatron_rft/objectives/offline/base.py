@@ -25,7 +25,7 @@ from megatron_rft.objectives.base import (
     sequence_sums,
     trained_tokens,
 )
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like, send
 
 LOW = 0.2  # weights below it count as strongly damped (fpa.txt figure 3, right)
 
@@ -74,12 +74,12 @@ def over_sequences(values: Tensor, batch: Batch, per: str = "sequences") -> Sum:
     taken = trained_tokens(batch) > 0
     if per != "sequences":
         taken &= (batch.sequences["rewards"] > 0) == (per == "correct")
-    return Sum(torch.where(taken.to(values.device), values, 0.0).sum(), per)
+    return Sum(torch.where(send(taken, values.device), values, 0.0).sum(), per)
 
 
 def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
     """[R] -> [B] log pi(y|x) - log pi_ref(y|x)"""
-    return sequence_sums(logprobs - batch.tokens["ref_logprobs"].to(logprobs), batch)
+    return sequence_sums(logprobs - like(batch.tokens["ref_logprobs"], logprobs), batch)
 
 
 def weights(logprobs: Tensor, batch: Batch) -> Tensor:
@@ -114,7 +114,7 @@ def part_of(loss: LossFunction, part: str) -> LossFunction:
 
     def partial(outputs: Outputs, batch: Batch) -> Loss:
         own = ((batch.sequences["rewards"] > 0) == (part == "correct"))[batch.sequence_ids]
-        kept = {name: torch.where(own.to(value.device), value, value.detach()) for name, value in outputs.items()}
+        kept = {name: torch.where(send(own, value.device), value, value.detach()) for name, value in outputs.items()}
         return loss(kept, batch)
 
     return partial

@@ -14,7 +14,7 @@ from megatron_rft.config.algorithms.offline import fpa as section
 from megatron_rft.objectives.base import Outputs, SecondDistribution, sequence_means
 from megatron_rft.objectives.offline.base import weights
 from megatron_rft.objectives.offline.off_rl import OffRL
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, send
 
 
 class FPA(OffRL):
@@ -34,5 +34,5 @@ class FPA(OffRL):
         if self.options.fpa_on != "both":
             assert self.options.fpa_on in ("correct", "incorrect"), self.options.fpa_on
             ahead = (batch.sequences["rewards"] > 0) == (self.options.fpa_on == "correct")
-            factor = torch.where(ahead.to(factor.device), factor, weights(logprobs, batch))
+            factor = torch.where(send(ahead, factor.device), factor, weights(logprobs, batch))
         return factor.detach() * sequence_means(logprobs, batch)

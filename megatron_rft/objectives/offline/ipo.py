@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rft.config.algorithms.offline import ipo as section
 from megatron_rft.objectives.base import Outputs, sequence_means
 from megatron_rft.objectives.offline.pairs import Pairwise
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 
 class IPO(Pairwise):
@@ -21,7 +21,7 @@ class IPO(Pairwise):
         if not self.options.length_normalised:
             return super().score(outputs, batch)
         logprobs = outputs["logprobs"]
-        return sequence_means(logprobs - batch.tokens["ref_logprobs"].to(logprobs), batch)
+        return sequence_means(logprobs - like(batch.tokens["ref_logprobs"], logprobs), batch)
 
     def pair_loss(self, right: Tensor, wrong: Tensor) -> Tensor:
         return (right - wrong - 1 / (2 * self.options.beta)) ** 2

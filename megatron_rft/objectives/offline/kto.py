@@ -13,7 +13,7 @@ import torch
 from megatron_rft.config.algorithms.offline import kto as section
 from megatron_rft.objectives.base import Outputs, Prepared, State, Sum, trained_tokens
 from megatron_rft.objectives.offline.base import Offline, log_ratios, over_sequences
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, send
 
 
 class KTO(Offline):
@@ -30,7 +30,7 @@ class KTO(Offline):
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         ratios = log_ratios(outputs["logprobs"], batch)
-        right = (batch.sequences["rewards"] > 0).to(ratios.device)
+        right = send(batch.sequences["rewards"] > 0, ratios.device)
         sign = torch.where(right, self.options.beta, -self.options.beta).to(ratios)
         weight = torch.where(right, self.options.weight_correct, self.options.weight_incorrect).to(ratios)
         losses = weight * (1 - torch.sigmoid(sign * (ratios - batch.scalars["z0"])))

@@ -12,7 +12,7 @@ from megatron_rft.config.algorithms.offline import off_rl as section
 from megatron_rft.objectives.base import Outputs, SecondDistribution, Sum
 from megatron_rft.objectives.offline.base import Offline, over_sequences, weights
 from megatron_rft.objectives.surrogates import aggregate
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, like
 
 
 class OffRL(Offline):
@@ -32,7 +32,7 @@ class OffRL(Offline):
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         values = self.objective(outputs, batch)
-        found = {"reinforce": (1.0, over_sequences(-batch.sequences["rewards"].to(values) * values, batch))}
+        found = {"reinforce": (1.0, over_sequences(-like(batch.sequences["rewards"], values) * values, batch))}
         if self.options.kl_coefficient:
             divergence = aggregate(outputs["forward_kl"], batch, self.options.kl_aggregation)
             found["forward_kl"] = (self.options.kl_coefficient, divergence)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rft.config.algorithms.offline import base as section
 from megatron_rft.objectives.base import Outputs, Sum, sequence_means, trained_tokens
 from megatron_rft.objectives.offline.base import Offline, log_ratios
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, send
 from megatron_rft.utils.errors import DataError
 
 PAIRINGS = ("cover", "one", "all")
@@ -48,7 +48,7 @@ def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         sides.append(position[batch.units[position].argsort()])
     units = [batch.units[side] for side in sides]
     assert torch.equal(*units) and len(units[0].unique()) == len(units[0]), "a unit is one right and one wrong"
-    return tuple(values[side.to(values.device)] for side in sides)
+    return tuple(values[send(side, values.device)] for side in sides)
 
 
 class Pairwise(Offline):

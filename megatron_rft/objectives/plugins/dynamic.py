@@ -28,7 +28,7 @@ from megatron_rft.objectives.base import (
     Sum,
     Update,
 )
-from megatron_rft.records import BESIDE, Batch, concatenate, segment_ids
+from megatron_rft.records import BESIDE, Batch, concatenate, like, segment_ids, send
 
 
 def constrained_lens(batch: Batch) -> Tensor:
@@ -74,15 +74,15 @@ def joined(batch: Batch) -> Batch:
 
 
 def sampled_only(batch: Batch) -> tuple[Batch, Tensor]:
-    """A joined batch without its pairs, and which response tokens [R] those that stay are."""
+    """A joined batch without its pairs, and the positions of their response tokens."""
     own = batch.sequences["refined"] == 0
-    return batch.select(own), own[batch.sequence_ids]
+    return batch.select(own), own[batch.sequence_ids].nonzero().flatten()
 
 
 def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
     """[B] D of each pair of a joined batch, or D over its number of terms; 0 on sampled sequences."""
-    mask = batch.tokens["refined_mask"].to(logprobs)
-    ids = batch.sequence_ids.to(logprobs.device)
+    mask = like(batch.tokens["refined_mask"], logprobs)
+    ids = send(batch.sequence_ids, logprobs.device)
     total = logprobs.new_zeros(len(batch)).index_add(0, ids, -logprobs * mask)
     if how == "sum":
         return total
@@ -166,7 +166,9 @@ class DynamicConstraint(PolicyObjective):
     def _with_constraint(self, base_loss: LossFunction) -> LossFunction:
         def loss(outputs: Outputs, batch: Batch) -> Loss:
             sampled, own = sampled_only(batch)
-            base = base_loss({name: value[own.to(value.device)] for name, value in outputs.items()}, sampled)
+            base = base_loss(
+                {name: value.index_select(0, send(own, value.device)) for name, value in outputs.items()}, sampled
+            )
             terms = pair_terms(outputs["logprobs"], batch, self.options.tokens)
             total = pair_terms(outputs["logprobs"].detach(), batch, "sum").sum()
             return Loss(
