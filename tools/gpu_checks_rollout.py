@@ -190,10 +190,11 @@ def sleep_and_wake() -> Iterator[Row]:
             torch.cuda.reset_peak_memory_stats()
             actor.step(batch, SFT(Options()).loss, counts(batch), learning_rate=1e-5)
             yield f"the step's own peak, time {version}", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", ""
-            torch.cuda.empty_cache()
+            engine.wake(cache=False)
+            yield f"in use: engine's weights awake, time {version}", f"{memory():.1f} GiB", f"below {awake:.1f}"
+            weight_sync.push(actor.stream(), engine, version, verify=True)
             engine.wake()
             yield f"in use: engine awake, time {version}", f"{memory():.1f} GiB", f"before {awake:.1f}"
-            weight_sync.push(actor.stream(), engine, version, verify=True)
             batch = sampled(engine, config.vocab_size)
             logprobs = actor.outputs(batch, frozenset({"logprobs"}))["logprobs"]
             found = mismatch(batch.tokens["rollout_logprobs"], logprobs, batch.tokens["response_mask"])

@@ -141,6 +141,8 @@ class Recipe(s.Section):
             raise at("evaluation.patience", f"does nothing with trainer {self.trainer}: only offline runs stop early")
         if self.evaluation.every and not self.data.validation and self.trainer != "offline":
             raise at("evaluation.every", "does nothing without data.validation")
+        if self.rollout.offload_trainer and self.trainer != "rl" and not (self.validates or self.data.test):
+            raise at("rollout.offload_trainer", "does nothing without an engine, and nothing is evaluated")
         self._check_agreement()
         self._check_length()
         self._check_precision()

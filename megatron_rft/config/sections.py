@@ -337,6 +337,10 @@ class Rollout(Section):
     """Maximum lag of the sampling weights behind the policy that learns from a response, in weight versions, when its
     generation starts. 0: the current policy samples every batch. 1: the next batch is sampled while this one trains.
     n: n batches are pending, and the engine gets new weights in the middle of them."""
+    offload_trainer: bool = False
+    """With placement colocated: gradients are dropped and the optimizer's state waits in host memory while the engine
+    is awake, so that its cache can be larger. Costs two copies of that state per step, and one more sync per
+    checkpoint. The training is the same, bit for bit."""
     cache_after_sync: Literal["recompute", "keep"] | None = None
     """Keys and values of unfinished responses after a weight sync: recompute them with the new weights, or keep those
     of the old weights. None: vllm recomputes, hf keeps (it supports nothing else)."""
@@ -361,6 +365,8 @@ class Rollout(Section):
             raise at("processes", "does nothing with placement colocated: set that to process or server")
         if self.servers and self.placement != "server":
             raise at("servers", f"does nothing with placement {self.placement}: set that to server")
+        if self.offload_trainer and self.placement != "colocated":
+            raise at("offload_trainer", f"does nothing with placement {self.placement}, whose engines stay awake")
         if self.servers and self.processes:
             raise at("processes", "does nothing beside servers, which the run does not start")
         if self.placement == "server" and self.engine != "auto" and not ENGINES[self.engine].serves:

@@ -96,7 +96,9 @@ class Engine(Protocol):
         """Free device memory until `wake`. Weights and caches may be lost: call `load_weights` after `wake`.
         Engines outside of the ranks do nothing."""
 
-    def wake(self) -> None: ...
+    def wake(self, cache: bool = True) -> None:
+        """Takes the memory again. `cache`: False takes only that of the weights, so that these can be loaded while the
+        device has little left; the cache's must follow before `generate`."""
 
     def close(self) -> None:
         """End all processes and free all memory. May be called twice."""

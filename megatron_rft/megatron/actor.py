@@ -33,17 +33,20 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_rft.config.gpu_defaults import overlaps
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.balance import plan, plan_within
 from megatron_rft.megatron.logprobs import logprobs_and_entropy
+from megatron_rft.megatron.offload import TrainingState
 from megatron_rft.megatron.optimizer import Optimizer
 from megatron_rft.megatron.packing import Layout, MicroBatch, filler, pack
 from megatron_rft.megatron.second_distribution import HiddenStates, Recorded, Second
 from megatron_rft.megatron.shared_attention import take_rows
+from megatron_rft.megatron.spec import has_transformer_engine
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
 from megatron_rft.megatron.two_distributions import compare
-from megatron_rft.records import Batch, take_segments
+from megatron_rft.records import Batch, send, take_segments
 from megatron_rft.utils.position import here
 
 HEADS = COMPARED | {"values", "hidden"}
@@ -88,6 +91,7 @@ class Actor:
         if optimizer is not None:
             self.chunks = self._wrap(chunks, megatron, bool(optimizer.get("use_distributed_optimizer")))
             self.optimizer = Optimizer(self.chunks, optimizer, precision, total_steps, moments)
+            self.training_state = TrainingState(self.chunks, self.optimizer)
         sequence_parallel = parallel.tp_size() if self.config.sequence_parallel else 1
         self.layout = Layout(
             cp_size=parallel.cp_size(),
@@ -95,10 +99,12 @@ class Actor:
             total_multiple=sequence_parallel * models.token_multiple(self.config),
             packed=batching.pack_sequences,
             share_prompts=not batching.why_not_shared(parallel.cp_size()),
+            ends_on_host=not has_transformer_engine(),
         )
 
     def _wrap(self, chunks: list, megatron: Any, distributed: bool) -> list[DistributedDataParallel]:
         options = models.fields_of(DistributedDataParallelConfig, megatron)
+        options |= overlaps(megatron, distributed) if self.device.type == "cuda" else {}
         config = DistributedDataParallelConfig(
             **{"grad_reduce_in_fp32": True, **options}, use_distributed_optimizer=distributed
         )
@@ -123,23 +129,26 @@ class Actor:
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, full tensor) of every parameter in a fixed order. Collective: every rank must exhaust it."""
-        self._finish_param_gather()
+        self.finish_param_gather()
         return weights.stream(self.models, self.hf_config)
 
     def snapshot(self) -> list[Tensor]:
         """Copy this rank's weights to host memory (pinned if there is a GPU), for `use_weights`."""
-        self._finish_param_gather()
-        copies = [p.detach().to("cpu", copy=True) for p in self._parameters()]
-        return copies if self.device.type == "cpu" else [copy.pin_memory() for copy in copies]
+        self.finish_param_gather()
+        return [self.pinned(p.detach().to("cpu", copy=True)) for p in self._parameters()]
+
+    def pinned(self, copy: Tensor) -> Tensor:
+        """Return a host tensor in memory that a GPU copies by itself."""
+        return copy if self.device.type == "cpu" else copy.pin_memory()
 
     @contextmanager
     def use_weights(self, other: list[Tensor]) -> Iterator[None]:
         """Use the weights of a `snapshot` (a frozen reference) in this context, then restore the current ones
         exactly."""
-        self._finish_param_gather()
+        self.finish_param_gather()
         own = [p.data for p in self._parameters()]
         for p, data in zip(self._parameters(), other, strict=True):
-            p.data = data.to(self.device, p.dtype, non_blocking=True)
+            p.data = data.to(self.device, non_blocking=True).to(p.dtype)  # the device converts faster
         try:
             yield
         finally:
@@ -149,11 +158,14 @@ class Actor:
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         return (p for m in self.models for p in m.parameters())
 
-    def _finish_param_gather(self) -> None:
-        """Finish a parameter gather that overlaps with the next forward pass."""
+    def finish_param_gather(self) -> None:
+        """Finish a parameter gather that overlaps with the next forward pass. Collective. Call it before the weights are
+        read in any way other than a forward pass."""
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+                groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+                if any(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups):
+                    chunk.start_param_sync(force_sync=True)
 
     # ---- forward
 
@@ -168,8 +180,8 @@ class Actor:
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
             values = torch.stack([out[name].float() for name in order])
-            real = micro.response_mask > 0  # a filler has no real tokens
-            return values.new_zeros(()), (micro.tokens["number"][real], values[:, real.to(values.device)])
+            real = (micro.response_mask > 0).nonzero().flatten()  # a filler has no real tokens
+            return values.new_zeros(()), (micro.tokens["number"][real], values[:, send(real, self.device)])
 
         mine = shares[parallel.dp_rank()]
         found = self._run(
@@ -178,7 +190,7 @@ class Actor:
         full = torch.zeros(len(order), len(batch.response_ids), device=self.device)
         if self._reports():
             for number, values in found:
-                full[:, number.to(self.device)] = values
+                full[:, send(number, self.device)] = values
         dist.all_reduce(full)  # one rank of each data-parallel share adds its tokens, the others add zeros
         return dict(zip(order, full.cpu(), strict=True))
 
@@ -190,7 +202,7 @@ class Actor:
         found = self._hidden_states(Second(batch), shares)
         if found is None:
             return None
-        full = found.rows[found.row_of_token].to(self.device)  # zeros for tokens of other ranks
+        full = send(found.rows[found.row_of_token], self.device)  # zeros for tokens of other ranks
         dist.all_reduce(full, group=parallel.dp_group())
         return full.cpu()
 
@@ -365,8 +377,8 @@ class Actor:
             values = logprobs_and_entropy(rows, weight, targets, **options, with_entropy="entropy" in names)
             return {name: v for name, v in zip(("logprobs", "entropy"), values, strict=True) if v is not None}
         assert second_states is not None, f"{sorted(names - ALONE)} compare with a second distribution"
-        index = second_states.row_of_token[micro.batch.tokens["number"][micro.kept.cpu()]]
-        other = second_states.rows[index].to(self.device)
+        index = second_states.row_of_token[micro.batch.tokens["number"][micro.kept]]
+        other = send(second_states.rows[index], self.device)
         options["extrapolation"] = second_states.extrapolation
         return compare(rows, weight, other, second_states.weight, targets, names=names, **options)
 
@@ -375,7 +387,8 @@ class Actor:
         local part, because each of these ranks computes the same loss and DDP adds their gradients later."""
         if parallel.cp_size() == 1:
             return values
-        placed = values.new_zeros(len(micro.batch.response_ids), *values.shape[1:]).index_copy(0, micro.kept, values)
+        places = send(micro.kept, self.device)
+        placed = values.new_zeros(len(micro.batch.response_ids), *values.shape[1:]).index_copy(0, places, values)
         return reduce_from_tensor_model_parallel_region(placed, group=parallel_state.get_context_parallel_group())
 
     def _count_multiple(self) -> int:
@@ -388,7 +401,10 @@ class Actor:
 
     def _add_up(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sum the values of all micro-batches over all ranks. Only the last stage has names and values."""
-        own = {name: sum(part[name].double().item() for part in parts) for name in (parts[0] if parts else {})}
+        names = list(parts[0]) if parts else []
+        every = [send(part[name].double(), self.device) for name in names for part in parts]
+        values = torch.stack(every).view(len(names), -1).tolist() if every else []  # a single copy to the host
+        own = {name: sum(each) for name, each in zip(names, values, strict=True)}
         gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, own)
         reported = [g for g in gathered if g]

@@ -207,6 +207,7 @@ class Checkpointer:
         metadata = ensure_metadata_has_dp_cp_group(dict(METADATA))
         whole: dict[str, Any] = {}
         for name, actor in self.models.items():
+            actor.finish_param_gather()
             model = {
                 f"{name}.{i}": chunk.sharded_state_dict(f"{name}.", metadata=metadata)
                 for i, chunk in enumerate(actor.models)

@@ -1,4 +1,6 @@
-"""An exponential moving average of a model's weights, in fp32 and host memory: the teacher of self-distillation."""
+"""An exponential moving average of a model's weights, in fp32 and host memory: the teacher of self-distillation.
+
+A GPU updates it: a tensor comes from pinned memory, is averaged on the device, and goes back."""
 
 from typing import Any
 
@@ -17,12 +19,18 @@ class MovingAverage:
     def __init__(self, actor: Actor, rate: float):
         assert 0 < rate < 1, f"rate {rate}"
         self.actor, self.rate = actor, rate
-        self.weights: list[Tensor] = [copy.float() for copy in actor.snapshot()]
+        self.weights: list[Tensor] = [actor.pinned(copy.float()) for copy in actor.snapshot()]
 
     @torch.no_grad()
     def update(self) -> None:
+        self.actor.finish_param_gather()
         for mean, parameter in zip(self.weights, self._parameters().values(), strict=True):
-            mean.lerp_(parameter.detach().to("cpu", torch.float32), self.rate)
+            here = mean.to(parameter.device, non_blocking=True)
+            here.lerp_(parameter.float(), self.rate)
+            if here is not mean:
+                mean.copy_(here, non_blocking=True)
+        if self.actor.device.type == "cuda":
+            torch.cuda.synchronize()  # the host reads it next
 
     def sharded(self, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return the model's sharded state for megatron's checkpoints, with the averages instead of the parameters."""

@@ -18,13 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_rft.config.gpu_defaults import fusions
 from megatron_rft.conversion import padded_vocab
 from megatron_rft.conversion.mapping import head_dim, is_mixture
 from megatron_rft.families import family_of
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.packing import SharedPrompts
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
-from megatron_rft.utils.device import TRANSFORMER_ENGINE_INSTALL
+from megatron_rft.utils.device import TRANSFORMER_ENGINE_INSTALL, has_fused_gradients
 from megatron_rft.utils.errors import ConfigError, DataError
 
 LAYOUT = (
@@ -55,7 +56,7 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
     _check_options(hf_config, megatron, precision)
     options = {
         **_architecture(hf_config),
-        **_host(precision),
+        **_host(family_of(hf_config).experts),
         **_precision(megatron, precision),
         **{name: getattr(megatron, name) for name in LAYOUT},
         "attention_backend": AttnBackend[megatron.attention_backend],
@@ -153,7 +154,7 @@ def _architecture(c: Any) -> dict[str, Any]:
     }
 
 
-def _host(precision: str) -> dict[str, Any]:
+def _host(mixture: bool) -> dict[str, Any]:
     """Return the options that depend on the machine: fused kernels on GPUs, plain torch otherwise."""
     on_gpu, with_te = torch.cuda.is_available(), has_transformer_engine()
     return {
@@ -166,7 +167,7 @@ def _host(precision: str) -> dict[str, Any]:
         # An interleaved pipeline frees a stage's output while it is being sent. NCCL's streams keep the memory; gloo
         # would read freed memory, and gradients would sometimes be wrong.
         "deallocate_pipeline_outputs": on_gpu,
-        **({} if on_gpu else {"batch_p2p_sync": False}),
+        **(fusions(mixture, with_te, has_fused_gradients()) if on_gpu else {"batch_p2p_sync": False}),
     }
 
 

@@ -127,6 +127,17 @@ class Optimizer:
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The parameters that the optimizer steps on, and all sets of moments."""
+        for i, part in enumerate(self._parts):
+            if part.optimizer is None:  # of a rank without such parameters
+                continue
+            states = [part.optimizer.state, *(self.moments[name][i].state for name in self.moments)]
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in states:
+                yield from (x for of_one in state.values() for x in of_one.values() if isinstance(x, torch.Tensor))
+
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_rft.config import passthrough
 from megatron_rft.config.algorithms.base import Lengths
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
+from megatron_rft.config.gpu_defaults import plan_line
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
@@ -54,6 +55,7 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
     optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
     check_schedule(recipe.optimizer, optimizer_steps)
+    on_gpu = bool(gpu_gib) or device.has_cuda_device()
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     lines = [
         model_line,
@@ -64,6 +66,10 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
         *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
         *([_shared_prompts_line(recipe.batching, recipe.rollout, recipe.data.max_prompt_tokens, layout)] * shares),
+        *(
+            [plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))]
+            * on_gpu
+        ),
         _schedule_line(recipe.optimizer, recipe.run, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size),

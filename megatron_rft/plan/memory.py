@@ -66,6 +66,7 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
     size = extra.get("bucket_size") or max(40_000_000, 1_000_000 * data_parallel)
     total = State(0, 0, 0)
     for number, chunk in enumerate(stage_chunks(s, layout, stage, value_head)):
+        # where a GPU's default overlaps, buckets pad a few kilobytes more
         whole = not extra.get("overlap_grad_reduce") or stage > 0 or number > 0
         for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
             parameters = [each for each in chunk if each.expert == expert]
@@ -86,8 +87,9 @@ class Memory:
     `engine`: the policy's, which sleeps during training: a copy of the whole model (for vLLM on a device of known
     size, its share). `awake`: the same for the refiner's, which never sleeps. `cache`: keys and values of the hf
     engine that has the most. `links`: buffers for engines outside the rank. `host`: weights in host memory (a
-    reference, a teacher). `checkpoint`: host memory in which the first data-parallel rank gathers a checkpoint.
-    `at_once`: the trainer works while responses are generated and refined.
+    reference, a teacher), and the optimizer's state if it waits there while engines generate (`offloads`).
+    `checkpoint`: host memory in which the first data-parallel rank gathers a checkpoint. `at_once`: the trainer works
+    while responses are generated and refined.
     """
 
     stage: int
@@ -100,12 +102,21 @@ class Memory:
     host: int
     checkpoint: int = 0
     at_once: bool = False
+    offloads: bool = False
 
     @property
     def phases(self) -> dict[str, int]:
         always = self.state.total + self.awake + self.links
         found = {"training": always + self.activations + self.cache * self.at_once}
-        return found | ({"generation": always + self.engine + self.cache} if self.engine or self.awake else {})
+        return found | ({"generation": always - self.offloaded + self.engine + self.cache} if self.generates else {})
+
+    @property
+    def generates(self) -> bool:
+        return bool(self.engine or self.awake)
+
+    @property
+    def offloaded(self) -> int:
+        return self.state.gradients + self.state.optimizer if self.offloads else 0
 
     @property
     def largest(self) -> int:
@@ -193,9 +204,11 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     teacher = recipe.algorithm.teacher_average is not None
     weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
+    offloads = recipe.rollout.offload_trainer
+    host += state.optimizer * offloads
     outside = links(recipe.rollout, recipe.vllm, layout, device)
     held, at_once = gathered(recipe, s, layout, stage), recipe.trains_while_sampling
-    return Memory(stage, state, kept, engine, awake, cache, outside, host, held, at_once)
+    return Memory(stage, state, kept, engine, awake, cache, outside, host, held, at_once, offloads)
 
 
 def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
@@ -242,7 +255,8 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
         ranks = f"{many(layout.tp * layout.pp, 'rank')} of the run"
         found.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {ranks}, none on the others")
     if m.host:
-        found.append(f"memory of the host, for each rank: {gib(m.host)} of weights that wait for their turn")
+        what = "weights and optimizer state" if m.offloads else "weights"
+        found.append(f"memory of the host, for each rank: {gib(m.host)} of {what} that wait for their turn")
     return found
 
 
@@ -300,6 +314,8 @@ def knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: f
         yield "optimizer.use_distributed_optimizer=true", largest(optimizer={"use_distributed_optimizer": True})
     if recipe.optimizer.use_distributed_optimizer:
         yield f"twice as many ranks ({2 * layout.world})", largest(replace(layout, world=2 * layout.world))
+    if engines_of(recipe) and recipe.rollout.placement == "colocated" and not recipe.rollout.offload_trainer:
+        yield "rollout.offload_trainer=true", largest(rollout={"offload_trainer": True})
     if by_vllm(recipe, s, device):
         half = share_of(recipe) / 2
         yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})

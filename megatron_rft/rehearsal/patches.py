@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron import actor as actors
-from megatron_rft.megatron import parallel, shared_attention, vocabulary, weights
+from megatron_rft.megatron import offload, parallel, shared_attention, vocabulary, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.optimizer import Optimizer
 from megatron_rft.rehearsal.cuda import LowerRight
@@ -32,6 +32,7 @@ def install(ledger: Ledger, mode: FakeDevice) -> None:
     _neighbours(ledger)
     _balanced_routing(mode)
     shared_attention.causal_lower_right = LowerRight
+    _offload(ledger, mode)
     weights.open_folder = lambda path, hf_config: shapes_only(hf_config, mode)
     weights.random_tensors = lambda hf_config, seed: shapes_only(hf_config, mode)
 
@@ -126,6 +127,22 @@ def _neighbours(ledger: Ledger) -> None:
         return next_of("before") if recv_prev else nothing, next_of("behind") if recv_next else nothing
 
     actors.pack, Actor._run, P2PCommunicator._communicate_shapes = pack, run, communicate_shapes
+
+
+def _offload(ledger: Ledger, mode: FakeDevice) -> None:
+    """Storages of shapes have nothing to copy; the ledger hears of their sizes."""
+
+    def save(storage: Any, copy: Tensor | None) -> Tensor:
+        if copy is None:
+            ledger.host.add("optimizer", storage.nbytes())
+        return torch.empty(0) if copy is None else copy
+
+    def count(storage: Any, sign: int) -> None:
+        memory, category, size = mode.storages[storage]
+        memory.add(category, sign * size)
+
+    offload.save, offload.empty = save, lambda storage: count(storage, -1)
+    offload.refill = lambda storage, *_: count(storage, 1)
 
 
 def _balanced_routing(mode: FakeDevice) -> None:

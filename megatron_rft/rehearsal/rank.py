@@ -113,7 +113,10 @@ class Step:
 
     def run(self) -> dict[str, tuple[float, float]]:
         parts = {"rl": self._online, "offline": self._offline, "sft": self._sft}
-        actor = parts[self.recipe.trainer]()
+        trained = parts[self.recipe.trainer]()
+        actor = trained[0]
+        if self.recipe.rollout.offload_trainer:
+            self._offload(trained)
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
             for _ in actor.stream():
                 pass
@@ -121,7 +124,7 @@ class Step:
 
     # ---- trainers
 
-    def _online(self) -> Any:
+    def _online(self) -> list[Any]:
         from megatron_rft.training.online import build_models, build_objective, mini_batches
 
         recipe = self.recipe
@@ -147,9 +150,9 @@ class Step:
             self._update(models.trained[update.model], update, passes, models.second, whole / passes * update.epochs)
         with self.ledger.during("end of the step"):
             models.end_of_step()
-        return models.actor
+        return list(models.trained.values())
 
-    def _offline(self) -> Any:
+    def _offline(self) -> list[Any]:
         import torch
 
         from megatron_rft import objectives
@@ -179,9 +182,9 @@ class Step:
 
         for update in objective.prepare(batch, objective.init()).updates:
             self._update(actor, update, 1, second, recipe.algorithm.batch_sequences)
-        return actor
+        return [actor]
 
-    def _sft(self) -> Any:
+    def _sft(self) -> list[Any]:
         from megatron_rft import objectives
         from megatron_rft.training import build
 
@@ -190,9 +193,16 @@ class Step:
         batch = self._batch(1, self.recipe.algorithm.batch_sequences)
         for update in objective.prepare(batch, objective.init()).updates:
             self._update(actor, update, 1, lambda *_: None, self.recipe.algorithm.batch_sequences)
-        return actor
+        return [actor]
 
     # ---- parts
+
+    def _offload(self, trained: list[Any]) -> None:
+        """What stays on the device beside an engine that is awake."""
+        for model in trained:
+            model.training_state.offload()
+        with self.ledger.during("generation"):
+            pass
 
     def _steps_before(self) -> int:
         """PIPO verifies once its window is full, and PPO trains the policy once its critic is warm."""

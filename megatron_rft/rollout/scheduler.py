@@ -45,9 +45,18 @@ class Weights(Protocol):
     """The policy's weights in the engine (training/engines.py)."""
 
     version: int
+    asleep: bool
 
     def sleep(self) -> None:
         """Free the engine's device memory for the trainer until the next push."""
+        ...
+
+    def wake(self) -> None:
+        """Collective. An engine that was put to sleep after the last push has those weights again."""
+        ...
+
+    def sleep_to_save(self) -> None:
+        """The engine sleeps if the trainer's state, which a checkpoint reads, is not on the device beside it."""
         ...
 
     def push(self, version: int, verify: bool = False) -> dict[str, float]:
@@ -92,6 +101,7 @@ class RolloutScheduler:
 
     def next(self, step: int) -> Sampled:
         """Return the batch of `step`. Batches up to step + n are pending afterwards."""
+        self.weights.wake()
         with self.phases("generation"):
             sampled = self._next(step)
         self.weights.sleep()
@@ -139,6 +149,7 @@ class RolloutScheduler:
     def state(self) -> dict[str, Tensor]:
         """Wait for the pending batches and return them for a checkpoint."""
         self.drain(everything=True)
+        self.weights.sleep_to_save()
         if not self.pending:
             return {}
         rows = [{"step": each.step, "rounds": [_to_json(result) for result in each.rounds]} for each in self.pending]

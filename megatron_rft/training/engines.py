@@ -1,7 +1,7 @@
 """The generation engines of a run (kind, number, devices), and sending the policy's weights to them."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -247,10 +247,12 @@ def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
 
 
 class EngineWeights:
-    """Sends the actor's weights to the engine, and again to an engine that replaces a lost one."""
+    """Sends the actor's weights to the engine, and again to an engine that replaces a lost one.
 
-    def __init__(self, actor: Actor, engine: Engine):
-        self.actor, self.engine = actor, engine
+    `offloaded`: models whose gradients and optimizer state are in host memory while the engine is awake."""
+
+    def __init__(self, actor: Actor, engine: Engine, offloaded: Iterable[Actor] = ()):
+        self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
         self.version = 0  # the number of steps that the actor has made
         if isinstance(engine, EnginePool):
             engine.reload = partial(self._push, verify=True)
@@ -258,18 +260,47 @@ class EngineWeights:
     def sleep(self) -> None:
         """Releases the device memory of an engine inside this rank to the trainer, until the next push."""
         self.engine.sleep()
+        self.asleep = True
+        for model in self.offloaded:
+            model.training_state.restore()
+
+    def sleep_to_save(self) -> None:
+        """A checkpoint reads the optimizer's state, which may have to come back to the device."""
+        if self.offloaded:
+            self.sleep()
+
+    def wake(self) -> None:
+        """After `sleep`: the engine has the weights of the last push again. Collective."""
+        if self.asleep:
+            self.push(self.version)
 
     def push(self, version: int, verify: bool = False) -> dict[str, float]:
         """Sends the actor's current weights as those after step `version`; returns metrics of the sync. Collective."""
-        self.version = version
-        self.engine.wake()
+        self.version, self.asleep = version, False
+        for model in self.offloaded:
+            model.training_state.offload()
+        self.engine.wake(cache=False)
         metrics = self._push(verify)
+        self.engine.wake()
         if isinstance(self.engine, EnginePool):
             self.engine.recover()
         return metrics
 
     def _push(self, verify: bool) -> dict[str, float]:
         return weight_sync.push(self.actor.stream(), self.engine, self.version, verify)
+
+
+def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool) -> tuple[Engine, EngineWeights]:
+    """The engine, and its weights, which come from the first of the trained `models`. `offload`: their training state
+    makes room for the engine, which measures the free memory at its start."""
+    offloaded = models if offload else []
+    for model in offloaded:
+        model.training_state.offload()
+    engine = build()
+    weights = EngineWeights(models[0], engine, offloaded)
+    if offloaded:
+        weights.sleep()
+    return engine, weights
 
 
 def engine_metrics(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from megatron_rft.rollout.sampler import Sampled, Sampler
 from megatron_rft.rollout.scheduler import RolloutScheduler
 from megatron_rft.tracking.phases import Phases
 from megatron_rft.training import build, dynamic_constraint, loop, mismatch_alarm, sample_log, user_algorithm
-from megatron_rft.training.engines import EngineBuilder, EngineWeights, engine_metrics, gather, rank_among_engines
+from megatron_rft.training.engines import EngineBuilder, build_beside, engine_metrics, gather, rank_among_engines
 from megatron_rft.training.models import OnlineModels
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run import Run
@@ -50,7 +50,9 @@ def train(recipe: Recipe) -> int:
 
     with ExitStack() as stack:
         reward = stack.enter_context(closing(build_reward(recipe.reward)))
-        engine = stack.enter_context(closing(engines.build(hf_config)))
+        trained = list(models.trained.values())
+        engine, weights = build_beside(trained, partial(engines.build, hf_config), options.offload_trainer)
+        stack.enter_context(closing(engine))
         evaluator = build.build_evaluator(recipe, engine, tokenizer, reward)
         run = Run(recipe, models, stream, recipe.run.steps, evaluator, found.dropped)
         stack.enter_context(closing(run))
@@ -65,7 +67,7 @@ def train(recipe: Recipe) -> int:
             examples = dynamic_constraint.Examples(recipe.constraint, run.folder, models.actor, tokenizer, is_main)
         scheduler = RolloutScheduler(
             build_sampler(recipe, engine, reward, tokenizer, refiner, run.phases),
-            EngineWeights(models.actor, engine),
+            weights,
             stream.next,
             options.prompts_per_step,
             recipe.run.steps,
@@ -109,7 +111,7 @@ class OnlineBatches:
         return self.sampled.batch
 
     def publish(self, version: int, asked: bool, verify: bool = False) -> dict[str, float]:
-        if version == self.published:
+        if version == self.published and not self.scheduler.weights.asleep:
             return {}
         self.published = version
         return self.scheduler.publish(version, drain=asked, verify=verify)

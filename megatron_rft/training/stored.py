@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 from megatron_rft.config import Recipe
@@ -11,7 +12,7 @@ from megatron_rft.records import Batch, Prompt
 from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.tracking.phases import Phases
 from megatron_rft.training import build
-from megatron_rft.training.engines import EngineBuilder, EngineWeights
+from megatron_rft.training.engines import EngineBuilder, EngineWeights, build_beside
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.models import Models
 
@@ -38,7 +39,7 @@ class StoredBatches:
         return self.make(self.stream.next(self.size))
 
     def publish(self, version: int, asked: bool, verify: bool = False) -> dict[str, float]:
-        if not asked or self.weights is None or version == self.published:
+        if not asked or self.weights is None or (version == self.published and not self.weights.asleep):
             return {}
         self.published = version
         with self.phases("sync"):
@@ -48,6 +49,8 @@ class StoredBatches:
         return {"tokens/trained": float(batch.lengths.sum())}
 
     def state(self) -> State:
+        if self.weights:
+            self.weights.sleep_to_save()
         return {}
 
 
@@ -59,6 +62,7 @@ def build_evaluator(
     if not recipe.validates and not recipe.data.test:
         return None, None
     reward = stack.enter_context(closing(build_reward(recipe.reward)))
-    engine = stack.enter_context(closing(EngineBuilder.of(recipe).build(hf_config)))
-    evaluator = build.build_evaluator(recipe, engine, tokenizer, reward, **given)
-    return evaluator, EngineWeights(models.actor, engine)
+    trained, builder = list(models.trained.values()), EngineBuilder.of(recipe)
+    engine, weights = build_beside(trained, partial(builder.build, hf_config), recipe.rollout.offload_trainer)
+    stack.enter_context(closing(engine))
+    return build.build_evaluator(recipe, engine, tokenizer, reward, **given), weights

@@ -57,6 +57,12 @@ def has_transformer_engine() -> bool:
     return True
 
 
+def has_fused_gradients() -> bool:
+    """apex's kernel that adds gradients of weights to fp32 buffers; megatron-core asks for it beside Transformer Engine
+    too."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
 def _package_folder(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     return Path(next(iter(spec.submodule_search_locations or [os.devnull])))

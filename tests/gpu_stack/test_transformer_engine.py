@@ -21,20 +21,8 @@ from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 from megatron_rft.utils.checkpoint_files import latest
+from tests.gpu_stack.sizes import SHAPE
 
-SHAPE = dict(
-    vocab_size=512,
-    hidden_size=256,
-    num_hidden_layers=2,
-    intermediate_size=512,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=2048,
-    eos_token_id=0,
-    bos_token_id=None,
-    pad_token_id=None,
-)
 EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1, norm_topk_prob=True
 )

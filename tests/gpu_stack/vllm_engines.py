@@ -12,19 +12,9 @@ import megatron_rft.megatron  # noqa: F401
 from megatron_rft.config import Megatron
 from megatron_rft.inference.vllm import cpu_patches, draft_models, engine, weights
 from megatron_rft.megatron import parallel
+from tests.gpu_stack.sizes import SHAPE
 
-CONFIG = Qwen3Config(
-    vocab_size=512,
-    hidden_size=256,
-    num_hidden_layers=2,
-    intermediate_size=512,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-    eos_token_id=0,
-)
+CONFIG = Qwen3Config(**SHAPE, tie_word_embeddings=True)
 
 
 def configurations(options: dict[str, dict]) -> None:
@@ -54,27 +44,38 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cuda") for name, tensor in made.items() if name != "lm_head.weight"}
 
 
-def one() -> None:
+def policy_and_weights() -> tuple[engine.VLLMEngine, dict[str, torch.Tensor]]:
     policy, sent = start(0.25), tensors()
     policy.load_weights(iter(sent.items()), version=1)
+    return policy, sent
+
+
+def wake_in_stages(policy: engine.VLLMEngine, sent: dict[str, torch.Tensor]) -> None:
+    """As a sync does: the memory of the weights, the weights, then the cache's memory."""
+    policy.wake(cache=False)
+    assert policy.asleep == {"kv_cache"}
+    policy.load_weights(iter(sent.items()), version=2)
+    policy.wake()
+    assert not policy.asleep
+
+
+def one() -> None:
+    policy, sent = policy_and_weights()
     policy.sleep()
     assert policy.asleep
-    policy.wake()
-    policy.load_weights(iter(sent.items()), version=2)
+    wake_in_stages(policy, sent)
     policy.close()
     print("done: sleep, wake, weights", flush=True)
 
 
 def two() -> None:
     """As a dynamic constraint has them: the refiner's keeps its weights while the policy's sleeps."""
-    policy, sent = start(0.25), tensors()
-    policy.load_weights(iter(sent.items()), version=1)
+    policy, sent = policy_and_weights()
     refiner = start(0.25, sleeps=False)
     refiner.load_weights(iter(sent.items()), version=0)
     policy.sleep(), refiner.sleep()
     assert policy.asleep and not refiner.asleep and refiner.weight_version == 0
-    policy.wake(), refiner.wake()
-    policy.load_weights(iter(sent.items()), version=2)
+    refiner.wake(), wake_in_stages(policy, sent)
     refiner.close(), policy.close()
     print("done: two engines", flush=True)
 

@@ -19,7 +19,7 @@ TWO_NODES = ["--nodes=2", "--gpus-per-node=2", "--time=60"]
 
 def test_there_is_a_script_for_every_headline_recipe():
     dynamic = {"dynamic_dapo_1.5b.sh", "dynamic_ppo_3b.sh"}
-    assert {"pipo_4b.sh", "pipo_8b.sh", "fpa_4b.sh", "fpa_7b.sh"} | dynamic <= set(SCRIPTS)
+    assert {"pipo_4b.sh", "pipo_8b.sh", "pipo_32b.sh", "fpa_4b.sh", "fpa_7b.sh"} | dynamic <= set(SCRIPTS)
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ class HFEngine(Engine):
     def sleep(self) -> None:
         self._to(torch.device("cpu"))
 
-    def wake(self) -> None:
+    def wake(self, cache: bool = True) -> None:
         self._to(self.device)
 
     def _to(self, device: torch.device) -> None:

@@ -39,6 +39,7 @@ from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.position import here
 
+PARTS = ("weights", "kv_cache")  # vLLM's names of what sleeps
 STEPPING = Lock()  # only one engine of this process runs a step at a time
 
 
@@ -89,8 +90,9 @@ class VLLMEngine(Engine):
         self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
+        self.asleep: set[str] = set()  # of PARTS
         self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
-        self.asleep, self.acceptance, self.counting = False, Acceptance(), "speculative_config" in options
+        self.acceptance, self.counting = Acceptance(), "speculative_config" in options
         shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
         self.validator = WeightValidator(shapes, self.config.model_type)
         cpu_patches.prepare()
@@ -273,12 +275,13 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         if self.sleeps and not self.asleep:
             self.llm.sleep(level=2)
-            self.asleep, self.weight_version = True, -1
+            self.asleep, self.weight_version = set(PARTS), -1
 
-    def wake(self) -> None:
-        if self.asleep:
-            self.llm.wake_up()
-            self.asleep = False
+    def wake(self, cache: bool = True) -> None:
+        if parts := [part for part in PARTS if part in self.asleep and (cache or part == "weights")]:
+            torch.cuda.empty_cache()  # vLLM takes memory from the driver, not what torch's allocator keeps
+            self.llm.wake_up(parts)
+            self.asleep -= set(parts)
 
     def close(self) -> None:
         if getattr(self, "llm", None) is None:

@@ -38,9 +38,9 @@ def one_rank():
     parallel.destroy_layout()
 
 
-def build(distributed: bool) -> Actor:
+def build(distributed: bool, precision: str = "fp32") -> Actor:
     options = {"lr": 1e-2, "use_distributed_optimizer": distributed}
-    actor = Actor(CONFIG, Megatron(), Batching(), "fp32", optimizer=options, moments=("verification",))
+    actor = Actor(CONFIG, Megatron(), Batching(), precision, optimizer=options, moments=("verification",))
     actor.load(weights.random_tensors(CONFIG, seed=0))
     return actor
 
@@ -58,6 +58,31 @@ def step(actor: Actor, seed: int, moments: str = "own", **options) -> dict[str, 
 
 def snapshot(actor: Actor) -> torch.Tensor:
     return torch.cat([p.flatten() for p in actor.snapshot()])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_training_state_leaves_the_device_and_comes_back(one_rank, distributed, precision):
+    results = []
+    for offloads in (False, True):
+        actor = build(distributed, precision)
+        state = actor.training_state
+        for seed, moments in ((1, "own"), (2, "verification"), (3, "own")):
+            step(actor, seed, moments)
+            before = snapshot(actor)
+            if offloads:
+                state.offload(), state.offload()
+                kept = {x.untyped_storage().nbytes() for x in actor.optimizer.tensors()}
+                assert all(x.untyped_storage().nbytes() == 0 for x in gradients(actor))
+                assert kept == {0} or precision == "fp32" and 0 in kept  # then the model's own weights are among them
+                assert torch.equal(snapshot(actor), before)
+                state.restore(), state.restore()
+        results.append(snapshot(actor))
+    assert torch.equal(*results)
+
+
+def gradients(actor: Actor) -> list[torch.Tensor]:
+    return [buffer.grad_data for chunk in actor.chunks for buffer in chunk.buffers]
 
 
 @pytest.mark.parametrize("distributed", [False, True])

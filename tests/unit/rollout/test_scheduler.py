@@ -38,10 +38,14 @@ class Weights:
     """What the trainer pushes, and when the engine was told to sleep."""
 
     def __init__(self, pool, model):
-        self.pool, self.model, self.version, self.slept = pool, model, 0, 0
+        self.pool, self.model, self.version, self.slept, self.asleep = pool, model, 0, 0, False
 
     def sleep(self):
         self.slept += 1
+
+    def sleep_to_save(self): ...
+
+    def wake(self): ...
 
     def push(self, version, verify=False):
         self.pool.load_weights(weights(self.model, version), version)

@@ -14,7 +14,7 @@ from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.training import engines
 from megatron_rft.training import gpus as gpu_module
-from megatron_rft.training.engines import EngineBuilder, EngineWeights
+from megatron_rft.training.engines import EngineBuilder, EngineWeights, build_beside
 from megatron_rft.training.gpus import devices, engines_of_node
 from megatron_rft.utils.errors import ConfigError
 
@@ -31,7 +31,7 @@ class ForgetfulEngine(HFEngine):
         for parameter in self.model.parameters():
             torch.nn.init.constant_(parameter, float("nan"))
 
-    def wake(self):
+    def wake(self, cache=True):
         self.asleep = False
 
     def load_weights(self, stream, version):
@@ -61,6 +61,32 @@ def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
     assert engine.asleep
     weights.push(1)
     assert not engine.asleep and generated() == before
+
+
+def test_the_trainer_makes_room_for_an_engine_that_is_awake():
+    """Also while the engine starts, and while it gets its weights: the cache's memory is taken last."""
+    events = []
+
+    class Recorded:
+        def __init__(self, **answers):
+            self.answers = answers
+
+        def __getattr__(self, name):
+            return lambda *given, **named: (events.append((name, *named.values())), self.answers.get(name, {}))[1]
+
+    actor, critic = (SimpleNamespace(training_state=Recorded(), stream=list) for _ in range(2))
+    engine, weights = build_beside([actor, critic], lambda: (events.append(("start",)), Recorded())[1], offload=True)
+    away, back = [("offload",)] * 2, [("restore",)] * 2
+    assert events == [*away, ("start",), ("sleep",), *back]
+    events.clear(), weights.push(0)
+    assert events == [*away, ("wake", False), ("load_weights",), ("wake",)]
+    events.clear(), weights.wake()
+    assert not events  # it is
+    weights.sleep_to_save(), weights.wake()
+    assert events == [("sleep",), *back, *away, ("wake", False), ("load_weights",), ("wake",)]
+    engine, weights = build_beside([actor], Recorded, offload=False)
+    events.clear(), weights.push(0), weights.sleep_to_save(), weights.sleep()
+    assert events == [("wake", False), ("load_weights",), ("wake",), ("sleep",)]
 
 
 def test_each_engine_has_its_gpus():

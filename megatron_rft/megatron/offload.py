@@ -1,0 +1,77 @@
+"""Training state in host memory while an engine on the same device generates.
+
+Gradients are dropped, for every step begins with zeros; the optimizer's state is copied, to pinned memory beside a GPU.
+Tensors stay what they are: their storages are empty meanwhile, and then hold the same bits again.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megatron_rft.megatron.optimizer import Optimizer
+
+
+class TrainingState:
+    """Gradients and optimizer state of DDP-wrapped model chunks, on their device or in host memory."""
+
+    def __init__(self, chunks: list[Any], optimizer: Optimizer):
+        self.chunks, self.optimizer = chunks, optimizer
+        self.away: list[tuple[UntypedStorage, int, Tensor | None]] = []
+        self.copies: dict[int, Tensor] = {}  # by storage; kept, because pinning memory takes long
+
+    def offload(self) -> None:
+        """Frees the device's memory. Nothing may use gradients or the optimizer until `restore`."""
+        if self.away:
+            return
+        for storage in self._optimizer_storages():
+            copy = self.copies[storage._cdata] = save(storage, self.copies.get(storage._cdata))
+            self.away.append((storage, storage.nbytes(), copy))
+        self.away += [(storage, storage.nbytes(), None) for storage in self._gradient_storages()]
+        if any(storage.device.type == "cuda" for storage, *_ in self.away):
+            torch.cuda.synchronize()
+        for storage, *_ in self.away:
+            empty(storage)
+
+    def restore(self) -> None:
+        for storage, size, copy in self.away:
+            refill(storage, size, copy)
+        self.away = []
+
+    def _gradient_storages(self) -> Iterator[UntypedStorage]:
+        for chunk in self.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                yield buffer.grad_data.untyped_storage()
+
+    def _optimizer_storages(self) -> list[UntypedStorage]:
+        """Of the fp32 parameters and of all sets of moments. In fp32 those parameters are the model's own, which stay;
+        and what an optimizer keeps on the host is there already."""
+        own = {p.untyped_storage()._cdata for chunk in self.chunks for p in chunk.parameters()}
+        device = next(self.chunks[0].parameters()).device
+        found = {x.untyped_storage()._cdata: x.untyped_storage() for x in self.optimizer.tensors()}
+        return [each for key, each in found.items() if key not in own and each.device == device and each.nbytes()]
+
+
+def save(storage: UntypedStorage, copy: Tensor | None) -> Tensor:
+    """Starts to copy a storage into `copy`, or into a new host tensor."""
+    if copy is None:
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return copy.copy_(_bytes_of(storage), non_blocking=True)
+
+
+def empty(storage: UntypedStorage) -> None:
+    storage.resize_(0)
+
+
+def refill(storage: UntypedStorage, size: int, copy: Tensor | None) -> None:
+    """From `copy`, or with zeros."""
+    storage.resize_(size)
+    if copy is None:
+        _bytes_of(storage).zero_()
+    else:
+        _bytes_of(storage).copy_(copy, non_blocking=True)
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

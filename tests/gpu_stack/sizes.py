@@ -1,0 +1,15 @@
+"""The model of these tests: small, with sizes that the kernels of Transformer Engine and vLLM take."""
+
+SHAPE = dict(
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=2,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=2048,
+    eos_token_id=0,
+    bos_token_id=None,
+    pad_token_id=None,
+)
