@@ -25,9 +25,9 @@ class TrainingState:
         """Frees the device's memory. Nothing may use gradients or the optimizer until `restore`."""
         if self.away:
             return
-        for storage in self._optimizer_storages():
-            copy = self.copies[storage._cdata] = save(storage, self.copies.get(storage._cdata))
-            self.away.append((storage, storage.nbytes(), copy))
+        storages = self._optimizer_storages()
+        self.copies = {storage._cdata: save(storage, self.copies.get(storage._cdata)) for storage in storages}
+        self.away = [(storage, storage.nbytes(), self.copies[storage._cdata]) for storage in storages]
         self.away += [(storage, storage.nbytes(), None) for storage in self._gradient_storages()]
         if any(storage.device.type == "cuda" for storage, *_ in self.away):
             torch.cuda.synchronize()
@@ -49,13 +49,14 @@ class TrainingState:
         and what an optimizer keeps on the host is there already."""
         own = {p.untyped_storage()._cdata for chunk in self.chunks for p in chunk.parameters()}
         device = next(self.chunks[0].parameters()).device
-        found = {x.untyped_storage()._cdata: x.untyped_storage() for x in self.optimizer.tensors()}
-        return [each for key, each in found.items() if key not in own and each.device == device and each.nbytes()]
+        beside = (x.untyped_storage() for x in self.optimizer.tensors() if x.device == device)
+        found = {storage._cdata: storage for storage in beside if storage.nbytes()}
+        return [storage for key, storage in found.items() if key not in own]
 
 
 def save(storage: UntypedStorage, copy: Tensor | None) -> Tensor:
-    """Starts to copy a storage into `copy`, or into a new host tensor."""
-    if copy is None:
+    """Starts to copy a storage into `copy`, or into a new host tensor where there is none of its size."""
+    if copy is None or len(copy) != storage.nbytes():
         copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
     return copy.copy_(_bytes_of(storage), non_blocking=True)
 
