@@ -159,8 +159,8 @@ class Actor:
         return (p for m in self.models for p in m.parameters())
 
     def finish_param_gather(self) -> None:
-        """Finish a parameter gather that overlaps with the next forward pass. Collective. Call it before the weights are
-        read in any way other than a forward pass."""
+        """Finish a parameter gather that overlaps with the next forward pass. Collective. Call it before anything but a
+        forward pass reads the weights."""
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
