@@ -183,7 +183,8 @@ class LayerWithExtraState(torch.nn.Linear):
 
 def test_an_average_leaves_extra_states_out(one_rank):
     layer = LayerWithExtraState(2, 2, bias=False)
-    average = MovingAverage(SimpleNamespace(models=[layer], snapshot=lambda: [layer.weight.detach().clone()]), 0.5)
+    weights_of = SimpleNamespace(models=[layer], snapshot=lambda: [layer.weight.detach().clone()], pinned=torch.clone)
+    average = MovingAverage(weights_of, 0.5)
     found = average.sharded("teacher", {})["teacher.0"]
     assert found["teacher.weight"].data is average.weights[0]
     assert found["teacher._extra_state"].data.numel() == 0
