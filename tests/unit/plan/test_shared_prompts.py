@@ -11,7 +11,8 @@ from megatron_rft.plan.seconds import Machine
 from megatron_rft.plan.shared_prompts import Group
 
 S = Sizes(4096, 32, 8, 128, 12_288, 151_936, False, False, True, 0, 0, 0, (False,) * 36)
-DATA, ROLLOUT = Data(train="arithmetic", max_prompt_tokens=1024), Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
+DATA = Data(train="arithmetic", max_prompt_tokens=1024)
+ROLLOUT = Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
 
 
 def group(cp=1, data=DATA, rollout=ROLLOUT, fraction=1, **batching):
