@@ -6,13 +6,15 @@ One rank on the quickstart's recipe and model, with random weights, responses of
 writes them, and random rewards. The learning rates are so small that all steps have equal work. Runs with and without
 PIPO alternate; seconds are medians of a run's steps, shares are compared round by round, medians over the rounds.
 
-"more" counts seven steps with phi > 0 for each with phi < 0, as in docs/online.md. "old log-probs": the forward pass
-that PIPO adds to a base with one step per batch. "floor": that pass, and as much of a verification (as long as the
-colocated run's) as does not fit into the generation of a run without PIPO; with colocated engines all of it.
+A dash: no step had such a phi; take more --steps. "more" counts seven steps with phi > 0 for each with phi < 0, as in
+docs/online.md. "old log-probs": the forward pass that PIPO adds to a base with one step per batch. "floor": that pass,
+and as much of a verification (as long as the colocated run's) as does not fit into the generation of a run without
+PIPO; with colocated engines all of it.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from statistics import median
 from megatron_rft.data import arithmetic
 from megatron_rft.records import Prompt
 
-SMALLEST = """--out {out} --model {model} --rounds 1 --steps 6
+SMALLEST = """--out {out} --model {model} --rounds 1 --steps 10
     rollout.prompts_per_step=2 rollout.group_size=4 rollout.max_response_tokens=4"""  # tests/bench
 RECIPE = Path(__file__).resolve().parents[2] / "examples/quickstart/pipo.yaml"
 WINDOW = 2
@@ -54,7 +56,9 @@ def run(folder: Path, *options: str) -> list[dict[str, float]]:
 
 
 def seconds(lines: list[dict[str, float]]) -> dict[str, float]:
-    """Medians; a checkpoint, of the last step alone, is not counted."""
+    """Medians, not a number where there are no lines; a checkpoint, of the last step alone, is not counted."""
+    if not lines:
+        return dict.fromkeys(PHASES, math.nan)
     found = {name: median(line.get(f"seconds/{name}", 0.0) for line in lines) for name in PHASES}
     return found | {"step": median(line["seconds/step"] - line.get("seconds/checkpoint", 0.0) for line in lines)}
 
@@ -67,11 +71,9 @@ def compare(folder: Path, options: list[str]) -> dict[str, dict[str, float]]:
         without = seconds(run(folder / placement, *options, place, "pipo=null"))
         lines = run(folder / f"{placement}_pipo", *options, place, *PIPO)
         rises, falls = ([line for line in lines if line.get(f"pipo/{kind}")] for kind in ("reinforced", "suppressed"))
-        if not rises or not falls:
-            sys.exit("no step with phi > 0, or none with phi < 0: take more --steps")
         rise, fall = seconds(rises), seconds(falls)
-        pass_seconds = pass_seconds or rise["verification"]
-        logprobs = rise["logprobs"] - without["logprobs"]
+        pass_seconds = pass_seconds or seconds(rises or falls)["verification"]
+        logprobs = seconds(lines)["logprobs"] - without["logprobs"]
         left = pass_seconds if placement == "colocated" else max(0.0, pass_seconds - without["generation"])
         more = {"rise": rise["step"], "fall": fall["step"]}
         more["more"] = RISES * rise["step"] + (1 - RISES) * fall["step"]
@@ -79,6 +81,10 @@ def compare(folder: Path, options: list[str]) -> dict[str, dict[str, float]]:
         shares |= {"logprobs": logprobs / without["step"], "floor": (logprobs + left) / without["step"]}
         found[placement] = shares | {"without": without["step"], "generation": without["generation"]}
     return found
+
+
+def percent(share: float) -> str:
+    return "–" if math.isnan(share) else f"{100 * share:+.0f} %"
 
 
 def main() -> None:
@@ -98,7 +104,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for placement in rounds[0]:
         middle = {name: median(each[placement][name] for each in rounds) for name in rounds[0][placement]}
-        shares = [f"{100 * middle[name]:+.0f} %" for name in ("more", "rise", "fall", "logprobs", "floor")]
+        shares = [percent(middle[name]) for name in ("more", "rise", "fall", "logprobs", "floor")]
         print(f"| {placement} | {middle['without']:.2f} | {middle['generation']:.2f} | {' | '.join(shares)} |")
 
 
