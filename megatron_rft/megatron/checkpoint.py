@@ -75,7 +75,7 @@ class Checkpointer:
         self.averages = averages or {}
         self.queue = AsyncCallsQueue(persistent=False)
         self.failed = False
-        _own_results_queue()
+        start_results_queue()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=parallel.host_group("checkpoint"))
         self.partial = f".{attempt[0]}{PARTIAL}"  # unique, because the writer of a killed start may still be running
@@ -245,9 +245,12 @@ def _write(write: Callable[..., None], folder: Path, rank: int, *arguments: Any)
     checkpoint_files.write_own_digests(folder, rank)
 
 
-def _own_results_queue() -> None:
+def start_results_queue() -> None:
     """Give megatron's writer a queue whose process ends with this one. Megatron's default starts a new interpreter,
-    which takes seconds and never ends if this process is killed."""
+    which takes seconds and never ends if this process is killed.
+
+    Call it before there are models: the forked process keeps a copy of all memory that this one changes afterwards.
+    """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(_begin_manager, (os.getpid(),))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron_rft.config import Recipe
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
+from megatron_rft.megatron.checkpoint import start_results_queue
 from megatron_rft.training import generate, offline, online, sft
 from megatron_rft.training.run_folder import claim_folder
 from megatron_rft.utils.errors import UserError
@@ -24,6 +25,7 @@ def train(recipe: Recipe) -> int:
     """
     if recipe.trainer == "generate":  # its workers form no process group
         return generate.run(recipe)
+    start_results_queue()  # while there is little memory that the forked process could keep
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
     try:
         on_main(partial(claim_folder, recipe))

@@ -1,22 +1,13 @@
-"""A pretrained language model of 135 M parameters: training beside transformers, conversion, and runs with vLLM."""
+"""A pretrained language model of 135 M parameters: training beside transformers, and conversion."""
 
 from pathlib import Path
 
 import pytest
 
-from examples.smollm2 import make_problems
 from megatron_rft.commands import main
-from megatron_rft.config import load
-from megatron_rft.plan.host import resident
-from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import GIB, memory_of
-from megatron_rft.plan.parameters import Sizes
-from megatron_rft.plan.vllm import unusable
-from tests.integration.tiny import metrics, train
 from tests.parity.launch import run_ranks
 from tests.smollm2 import smollm2
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -49,29 +40,3 @@ def tensors(folder: Path) -> dict[str, str]:
 
     with safe_open(folder / "model.safetensors", "pt") as file:
         return {name: fingerprint(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  not a dict
-
-
-@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
-def test_a_run_with_vllm(model, tmp_path, layout):
-    """PP 2 in fp32: vLLM's log-probs are the trainer's. DP 2 in bf16: memory is what the plan says, and steady."""
-    make_problems.main(tmp_path)
-    options = [f"data.train={tmp_path}/train.jsonl", "data.test=null", "evaluation=null", f"model.path={model}"]
-    options += [f"run.output_dir={tmp_path}/run", "data.validation=null", "rollout.prompts_per_step=4"]
-    if layout == "pp2":
-        options += ["run.steps=1", "megatron.pipeline_model_parallel_size=2", "model.precision=fp32", "pipo=null"]
-        options += ["rollout.max_response_tokens=12", "faults.on_mismatch=stop", "faults.mismatch_max=1e-3"]
-    else:
-        options += ["run.steps=4", "pipo.window=2"]
-    recipe = ROOT / "examples/smollm2/grpo_pipo.yaml"
-    status, output = train(recipe, *options, "--nproc", "2", forked=False)
-    assert status == 0, output
-    steps = [line for line in metrics(tmp_path / "run") if line.get("step")]
-    assert all(line["train/grad_norm"] > 0 for line in steps)
-    if layout == "pp2":
-        assert steps[0]["mismatch/max"] < 1e-3 and steps[0]["mismatch/share"] == 0
-        return
-    planned = resident(memory_of(load(recipe, options), Sizes.read(model), Layout(2, 1, 1, 1, 1, 2)), True) / GIB
-    peaks = [line["memory/peak_gib"] for line in steps]
-    assert peaks[-1] == pytest.approx(planned, rel=0.15), (planned, peaks)
-    assert peaks[-1] < 1.05 * peaks[-2], peaks
