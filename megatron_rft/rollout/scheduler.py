@@ -94,6 +94,7 @@ class RolloutScheduler:
     def begin(self, step: int) -> bool:
         """Start the batches up to step + n. Returns whether the trainer is idle until the batch of `step` comes. With
         n > 0 it is not: that batch was started earlier, and the trainer has worked on others since."""
+        self.weights.wake()
         newest = self.pending[-1].step if self.pending else step - 1
         for number in range(newest + 1, min(step + self.staleness, self.last_step) + 1):
             self.pending.append(Pending(number, self.sampler.begin(self.draw(self.count), number, self.keep)))
@@ -101,7 +102,6 @@ class RolloutScheduler:
 
     def next(self, step: int) -> Sampled:
         """Return the batch of `step`. Batches up to step + n are pending afterwards."""
-        self.weights.wake()
         with self.phases("generation"):
             sampled = self._next(step)
         self.weights.sleep()
