@@ -296,7 +296,7 @@ class Actor:
                 chunk.scale_gradients(scale)
         applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
         if computed:  # Megatron gathers parameters once after each backward pass, and forward passes came in between
-            self._settle()
+            self.finish_param_gather()
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 

@@ -20,7 +20,9 @@ from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.utils.errors import ConfigError, DataError, UserError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-RECIPES = sorted(p for p in EXAMPLES.rglob("*.yaml") if p.parent.name != "parts" and p.name != "common.yaml")
+RECIPES = sorted(
+    p for p in EXAMPLES.rglob("*.yaml") if p.parent.name not in ("parts", "grids") and p.name != "common.yaml"
+)
 ON_HUB = [path for path in RECIPES if path.is_relative_to(EXAMPLES / "dynamic") and "tiny" not in path.parts]
 SHAPE = dict(
     architectures=["Qwen3ForCausalLM"],

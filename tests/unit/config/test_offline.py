@@ -81,7 +81,8 @@ def test_a_store_is_whole_or_not_there_yet(recipe, tmp_path):
     assert "no whole trajectory store" in refusal(offline)
 
 
-RECIPES = [path for path in sorted((EXAMPLES / "fpa").rglob("*.yaml")) if path.name != "common.yaml"]
+LEFT_OUT = ("common.yaml", "grpo.yaml")  # part of a recipe; an online baseline
+RECIPES = [path for path in sorted((EXAMPLES / "fpa").rglob("*.yaml")) if path.name not in LEFT_OUT]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -92,7 +92,7 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "",
         (FACTS | {"replicas": 2}, "has 2 data-parallel replicas behind one URL"),
         (FACTS | {"vocab_size": 65}, "serves another model: its vocab_size is 65"),
         ('{"results": []}', "cannot take weights from a trainer .*is no vLLM"),
-        ("<html>", "cannot take weights from a trainer .*is no vLLM: /collective_rpc is answered with '<html>'"),
+        ("<html>", "cannot take weights from a trainer .*is no vLLM server: /collective_rpc is answered with '<html>'"),
     ],
 )
 def test_refused_before_training(facts, words):
