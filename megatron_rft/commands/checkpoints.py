@@ -5,7 +5,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-from megatron_rft.utils.checkpoint_files import DAMAGED, PARTIAL, complete, damage, size
+from megatron_rft.utils.checkpoint_files import DAMAGED, PARTIAL, complete, damage, has_digests, size
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.exit_codes import FAILED, FINISHED
 
@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
     found = complete(folder)
     problems = {path: damage(path) for path in found} if args.verify or args.prune else {}
     for path in found:
-        told = {None: "", "": "intact"}.get(problems.get(path), f"DAMAGED: {problems.get(path)}")
+        intact = "intact" if has_digests(path) else "not checked: it has no digests"
+        told = {None: "", "": intact}.get(problems.get(path), f"DAMAGED: {problems.get(path)}")
         print(f"{_line(path)}  {told}".rstrip())
     for path in sorted([*folder.glob(f"*{DAMAGED}"), *folder.glob(f"*{PARTIAL}")]):
         print(f"{_line(path)}  not used")

@@ -29,6 +29,10 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if (found := complete(folder)) else None
 
 
+def has_digests(folder: Path) -> bool:
+    return (folder / DIGESTS).exists()
+
+
 def digests(paths: Iterable[Path]) -> dict[str, dict]:
     found = {}
     for path in paths:
@@ -54,7 +58,12 @@ def join_digests(folder: Path) -> None:
 
 
 def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
-    """What is wrong with a checkpoint; empty if nothing is. Of `shares` processes each reads every so-manieth file."""
+    """What is wrong with a checkpoint; empty if nothing is. Each of `shares` processes reads its share of the files.
+
+    A checkpoint without digests was written by an older version, and nothing is known to be wrong with it.
+    """
+    if not has_digests(folder):
+        return ""
     try:
         known = json.loads((folder / DIGESTS).read_text())
     except (OSError, ValueError):
