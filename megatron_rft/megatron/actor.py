@@ -158,13 +158,13 @@ class Actor:
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         return (p for m in self.models for p in m.parameters())
 
-    def finish_param_gather(self) -> None:
+    def finish_param_gather(self, outdated: bool = False) -> None:
         """Finish a parameter gather that overlaps with the next forward pass. Collective. Call it before anything but a
-        forward pass reads the weights."""
+        forward pass reads the weights. `outdated`: the weights changed after they were gathered."""
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-                if any(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups):
+                if outdated or any(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups):
                     chunk.start_param_sync(force_sync=True)
 
     # ---- forward
@@ -296,7 +296,7 @@ class Actor:
                 chunk.scale_gradients(scale)
         applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
         if computed:  # Megatron gathers parameters once after each backward pass, and forward passes came in between
-            self.finish_param_gather()
+            self.finish_param_gather(outdated=True)
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 
