@@ -169,6 +169,10 @@ def write_stacks_on_signal(path: Path) -> None:
     faulthandler.register(signal.SIGUSR2, file=path.open("w"), all_threads=True)
 
 
+# A forked child, such as a checkpoint's writer, has the same file: its stacks would be written among its parent's.
+os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGUSR2))
+
+
 def write_engine_stacks() -> None:
     """In an engine process that a rank started: the same, into the run's folder."""
     if folder := os.environ.get(STACKS):

@@ -44,6 +44,7 @@ def test_transformer_engine_without_its_extension_is_none(tmp_path, monkeypatch)
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
 
     def missing(name):
         raise device.metadata.PackageNotFoundError(name)

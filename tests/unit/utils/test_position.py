@@ -1,5 +1,7 @@
 """Where a rank is, as another process reads it."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -37,3 +39,27 @@ def test_an_update_takes_microseconds(tmp_path):
     for _ in range(10_000):
         here.collective("1", "all_reduce")
     assert (time.process_time() - begin) / 10_000 < 50e-6
+
+
+STACKS_OF_A_PARENT = """
+import os, signal, sys
+from pathlib import Path
+from megatron_rft.launching.hangs import catches
+from megatron_rft.utils.position import write_stacks_on_signal
+
+write_stacks_on_signal(Path(sys.argv[1]))
+if (child := os.fork()) == 0:
+    print("child", catches(os.getpid(), signal.SIGUSR2), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print("parent", catches(os.getpid(), signal.SIGUSR2))
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+
+
+def test_a_forked_child_does_not_write_into_its_parents_stacks(tmp_path):
+    """Both have the same open file; the launcher asks only processes that catch the signal."""
+    command = [sys.executable, "-c", STACKS_OF_A_PARENT, str(tmp_path / "x.stack")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["child", "False", "parent", "True"]
+    assert "most recent call first" in (tmp_path / "x.stack").read_text()
