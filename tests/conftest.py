@@ -46,8 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Before the fixtures of a module as well, which no fixture comes before. A process group in a test's process leaves
-    the variables of a rank."""
+    """Before the fixtures of a module as well, which no fixture comes before. A process group in a test leaves the
+    variables of a rank."""
     for name in RANKS:
         os.environ.pop(name, None)
     random.seed(0)
