@@ -11,7 +11,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-nproc=$(($(nproc) > 1 ? 2 : 1)) seed=0 out="" engine=auto
+cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
+nproc=$((cores > 1 ? 2 : 1)) seed=0 out="" engine=auto
 while [ $# -gt 0 ]; do
     case "$1" in
     --nproc) nproc="$2" && shift 2 ;;

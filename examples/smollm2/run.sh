@@ -9,7 +9,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-nproc=$(($(nproc) > 1 ? 2 : 1)) seed=0 out=runs/smollm2
+cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
+nproc=$((cores > 1 ? 2 : 1)) seed=0 out=runs/smollm2
 while [ $# -gt 0 ]; do
     case "$1" in
     --nproc) nproc="$2" && shift 2 ;;
