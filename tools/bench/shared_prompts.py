@@ -6,7 +6,8 @@ A shape is prompt x group x response, in tokens. Both sides have the same weight
 process; the fastest step of each counts, in processor time (on a GPU by the clock). "arithmetic" divides the
 floating-point operations of one side by the other's: layers and attention (causal, half of the square) of the tokens
 that are computed, and the output matrix of the response tokens, which does not change. "memory" divides the bytes that
-a training step keeps for its backward pass, weights among them.
+a training step keeps for its backward pass, weights among them. `--picture FILE` draws the gain over the lengths of
+prompt and response.
 """
 
 import argparse
@@ -100,6 +101,31 @@ def measure(size: str, shape: str, args: argparse.Namespace) -> dict:
     return row
 
 
+def draw(rows: list[dict], args: argparse.Namespace) -> None:
+    """Write a chart with a line for each length of a response: measured, and dashed by arithmetic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    lengths = {row["shape"]: tuple(map(int, row["shape"].split("x"))) for row in rows}
+    for number, response in enumerate(sorted({length[2] for length in lengths.values()})):
+        line = sorted((row for row in rows if lengths[row["shape"]][2] == response), key=lambda r: lengths[r["shape"]])
+        prompts = [lengths[row["shape"]][0] for row in line]
+        for part, work in zip(axes, ("logprobs", "training"), strict=True):
+            gains = [row[work]["apart"] / row[work]["shared"] for row in line]
+            part.plot(prompts, gains, "o-", color=f"C{number}", label=f"{response} tokens a response")
+            part.plot(prompts, [row["arithmetic"] for row in line], "--", color=f"C{number}", linewidth=0.8)
+    for part, title in zip(axes, ("log-probs", "a training step"), strict=True):
+        part.set(xscale="log", xlabel="tokens of the prompt", title=f"{title}: times faster with shared prompts")
+        part.set_xticks(sorted({length[0] for length in lengths.values()}), minor=False)
+        part.xaxis.set_major_formatter("{x:.0f}")
+        part.axhline(1, color="grey", linewidth=0.5)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(args.picture, dpi=100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="20m")
@@ -109,10 +135,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--picture", help="a file for a drawing of the rows")
     args = parser.parse_args()
     set_threads(args.threads)
     rows = [measure(args.size, shape, args) for shape in args.shapes]
     parallel.shutdown()
+    if args.picture:
+        draw(rows, args)
     if args.json:
         print(json.dumps(rows))
         return
