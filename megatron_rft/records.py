@@ -1,19 +1,19 @@
-"""The few types that cross a boundary, and the legend of shape letters used everywhere.
+"""The types that packages share, and the legend of shape letters.
 
     B  sequences of a batch            P  prompt tokens of all sequences, end to end
     G  responses per prompt            R  response tokens of all sequences, end to end
     V  vocabulary                      T  tokens of a packed micro-batch (prompts, responses, padding)
     H  hidden size
 
-A batch is *ragged*: sequences lie end to end, never padded. Two sequences, prompts (5 6) and (7), responses (8 9 2)
-and (2), with 2 the end-of-sequence token, are
+A batch is *ragged*: sequences lie end to end, without padding. Two sequences with prompts (5 6) and (7), responses
+(8 9 2) and (2), and end-of-sequence token 2 are
 
     prompt_ids    = [5, 6, 7]       prompt_lens   = [2, 1]
     response_ids  = [8, 9, 2, 2]    response_lens = [3, 1]
     tokens["old_logprobs"] has shape [R] = [4], sequences["rewards"] has shape [B] = [2]
 
-Everything here is small (a few bytes per token), so every rank of a run holds the whole global batch: credit
-assignment, filters and PIPO's statistics are plain code that every rank computes identically.
+A batch is small (a few bytes per token), so every rank holds the whole global batch and computes credit assignment,
+filters and PIPO's statistics identically.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,14 +25,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `index` is its row number in the data set: stable over epochs, part of every sampling seed."""
+    """One problem. `index` is its row in the data set: stable over epochs, part of every sampling seed."""
 
     index: int
     token_ids: tuple[int, ...]
     text: str
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)  # the rest of the row: level, subject, tests ...
-    question: str = ""  # `text` before any chat template; longer prompts about this problem are made from it
+    question: str = ""  # `text` before the chat template; prompts with feedback or for a refiner are made from it
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class Response:
     """One sampled response. `token_ids` end with the stop token when `finish_reason` is "stop"."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of the sampling distribution, one per token of token_ids
+    logprobs: tuple[float, ...]  # under the sampling distribution, one per token of token_ids
     finish_reason: str  # "stop" | "length" | "abort"
-    weight_version: int  # of the weights that wrote its first token
+    weight_version: int  # of the weights that sampled its first token
 
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's judgement of one response. `error` is a failure of the grader, never a reward of zero."""
+    """A verifier's judgement of one response. A failure of the grader is an `error`, never a reward of zero."""
 
     reward: float
-    reason: str = ""  # for readers and for SDPO's teacher: the first failing test, the last lines of the exception
+    reason: str = ""  # for readers and SDPO's teacher: the first failing test, the last lines of the exception
     error: str | None = None
-    correct: bool | None = None  # whether pass@1 counts it as correct; None: the reward decides
+    correct: bool | None = None  # whether pass@1 counts it as correct; None: if the reward is at least 1
     shaping: float = 0.0  # added to the reward only in training
-    details: dict[str, Any] = field(default_factory=dict)  # by kind: tests passed and failed, the parts of a sum
+    details: dict[str, Any] = field(default_factory=dict)  # by reward kind: tests passed and failed, parts of a sum
 
     @property
     def right(self) -> bool:
@@ -67,7 +67,7 @@ def segment_ids(lens: Tensor) -> Tensor:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on a device. The host does not wait for a GPU: it copies from pinned memory when its turn comes."""
+    """`values` on a device. The copy to a GPU is asynchronous, from pinned memory."""
     if device.type != "cuda" or not values.is_cpu:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
@@ -87,7 +87,7 @@ def take_segments(values: Tensor, lens: Tensor, index: Tensor) -> Tensor:
 
 
 RAGGED = ("prompt_ids", "prompt_lens", "response_ids", "response_lens")
-BESIDE = ("context_ids", "context_lens", "refined_ids", "refined_lens")
+OPTIONAL = ("context_ids", "context_lens", "refined_ids", "refined_lens")
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Batch:
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
     prompt_index, finished, weight_version.
     A context is another prompt for the same response, such as a teacher's prompt with feedback; length 0: none.
-    A refined response is another response to the same prompt, better than the sampled one; length 0: none.
+    A refined response is a better response to the same prompt; length 0: none.
     Sequences of one `unit` (pairs) stay in one micro-batch; default: each sequence is a unit.
-    `scalars`: facts of the whole batch, such as sampled_reward_sum and sampled_count before any filter.
+    `scalars`: values of the whole batch, such as sampled_reward_sum and sampled_count before any filter.
     """
 
     prompt_ids: Tensor  # [P] int64
@@ -153,13 +153,13 @@ class Batch:
 
     @property
     def response_mask(self) -> Tensor:
-        """[R] float, 1 on tokens that the policy wrote."""
+        """[R] float, 1 on tokens that the policy wrote. Default: all."""
         mask = self.tokens.get("response_mask")
         return torch.ones(len(self.response_ids)) if mask is None else mask
 
     @property
     def groups(self) -> Tensor:
-        """[B] responses to one prompt have equal numbers. Without any, a unit is a group."""
+        """[B] equal numbers for responses to one prompt. Default: the units."""
         return self.sequences.get("group", self.units)
 
     @property
@@ -184,22 +184,22 @@ class Batch:
         return replace(self, sequences={**self.sequences, **values})
 
     def with_contexts(self, contexts: list[list[int]]) -> "Batch":
-        """Another prompt for each response; an empty one where there is none."""
-        ids, lens = self._beside(contexts)
+        """Add another prompt for each response; an empty list means none."""
+        ids, lens = self._flat(contexts)
         return replace(self, context_ids=ids, context_lens=lens)
 
     def with_refined(self, responses: list[list[int]]) -> "Batch":
-        """A better response to each prompt; an empty one where there is none."""
-        ids, lens = self._beside(responses)
+        """Add a better response to each prompt; an empty list means none."""
+        ids, lens = self._flat(responses)
         return replace(self, refined_ids=ids, refined_lens=lens)
 
-    def _beside(self, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _flat(self, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
         assert len(lists) == len(self), f"{len(lists)} lists of tokens, {len(self)} sequences"
         flat = torch.tensor([t for ids in lists for t in ids], dtype=torch.long)
         return flat, torch.tensor([len(ids) for ids in lists], dtype=torch.long)
 
     def in_context(self) -> "Batch":
-        """The same responses, to their contexts instead of their prompts. Where there is none, to the prompt."""
+        """The same responses with their contexts as prompts. A response without a context keeps its prompt."""
         missing = self.context_lens == 0
         lens = torch.stack([self.context_lens, torch.where(missing, self.prompt_lens, 0)])
         both = torch.cat([self.context_ids, take_segments(self.prompt_ids, self.prompt_lens, missing.nonzero()[:, 0])])
@@ -216,11 +216,11 @@ class Batch:
             self,
             tokens={k: v for k, v in self.tokens.items() if k in tokens},
             sequences={k: v for k, v in self.sequences.items() if k in sequences},
-            **dict.fromkeys(BESIDE),
+            **dict.fromkeys(OPTIONAL),
         )
 
     def select(self, index: Tensor) -> "Batch":
-        """The sequences `index` (positions or a mask), in that order. `scalars` describe the whole and stay."""
+        """The sequences `index` (positions or a mask), in that order. `scalars` stay as they are."""
         index = index.nonzero().flatten() if index.dtype == torch.bool else index
         return Batch(
             take_segments(self.prompt_ids, self.prompt_lens, index),
@@ -230,17 +230,17 @@ class Batch:
             {k: take_segments(v, self.response_lens, index) for k, v in self.tokens.items()},
             {k: v[index] for k, v in self.sequences.items()},
             dict(self.scalars),
-            *self._select_beside(self.context_ids, self.context_lens, index),
-            *self._select_beside(self.refined_ids, self.refined_lens, index),
+            *self._select_optional(self.context_ids, self.context_lens, index),
+            *self._select_optional(self.refined_ids, self.refined_lens, index),
         )
 
     @staticmethod
-    def _select_beside(ids: Tensor | None, lens: Tensor | None, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _select_optional(ids: Tensor | None, lens: Tensor | None, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if lens is None else (take_segments(ids, lens, index), lens[index])
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """Flat tensors, for a safetensors file; `from_state_dict` is the inverse."""
-        own = {name: getattr(self, name) for name in RAGGED + BESIDE if getattr(self, name) is not None}
+        own = {name: getattr(self, name) for name in RAGGED + OPTIONAL if getattr(self, name) is not None}
         named = {f"tokens.{k}": v for k, v in self.tokens.items()} | {
             f"sequences.{k}": v for k, v in self.sequences.items()
         }
@@ -255,16 +255,16 @@ class Batch:
             return {k.removeprefix(f"{kind}."): v for k, v in state.items() if k.startswith(f"{kind}.")}
 
         scalars = {k: v.item() for k, v in part("scalars").items()}
-        own = {name: state[name] for name in RAGGED + BESIDE if name in state}
+        own = {name: state[name] for name in RAGGED + OPTIONAL if name in state}
         return cls(**own, tokens=part("tokens"), sequences=part("sequences"), scalars=scalars)
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """One batch of all sequences, in order. Named values must be the same in all; `scalars` are added up."""
+    """One batch of all sequences, in order. All batches must have the same named values; `scalars` are summed."""
     first = batches[0]
     for other in batches[1:]:
         assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)
-    present = [name for name in RAGGED + BESIDE if getattr(first, name) is not None]
+    present = [name for name in RAGGED + OPTIONAL if getattr(first, name) is not None]
     return Batch(
         **{name: torch.cat([getattr(b, name) for b in batches]) for name in present},
         tokens={k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rft.records import Batch, segment_ids
+from megatron_rft.records import Batch
 
 
 def _group_sums(values: Tensor, groups: Tensor, size: int) -> Tensor:
@@ -27,11 +27,11 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 def group_relative(rewards: Tensor, group: Tensor) -> Tensor:
     """A_i = (R_i - mean) / std within each group, with the population std (pipo.txt Eq. 3).
 
-    A group whose rewards are all equal gets zeros exactly. Computed in float64.
+    A group whose rewards are all equal gets exact zeros. Computed in float64.
 
     Args:
         rewards: [B] verifier rewards.
-        group: [B] any numbers; equal ones belong together.
+        group: [B] equal numbers mark one group.
 
     Returns:
         [B] float32.
@@ -49,7 +49,7 @@ def group_centred(rewards: Tensor, group: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """A_i = R_i - mean_{j != i} R_j = G / (G - 1) (R_i - mean) (RLOO, arXiv:2402.14740 Section 2). [B] -> [B]
 
-    A response that is alone has nothing to be compared with: 0.
+    0 in a group of one response.
     """
     difference, _, number, _ = _centred(rewards, group)
     return (difference * number / (number - 1).clamp(min=1)).float()
@@ -66,7 +66,7 @@ def group_normalised(advantages: Tensor, group: Tensor) -> Tensor:
 
 
 def degenerate(rewards: Tensor, group: Tensor) -> Tensor:
-    """[B] bool: all rewards of the sequence's group are equal, so that comparing them teaches nothing."""
+    """[B] bool: all rewards of the sequence's group are equal, so its advantages are 0."""
     return _centred(rewards, group)[1]
 
 
@@ -84,10 +84,10 @@ def to_tokens(values: Tensor, batch: Batch) -> Tensor:
 
 
 def at_last_token(values: Tensor, batch: Batch) -> Tensor:
-    """[B] -> [R] each on the last token of its sequence that the policy wrote, 0 elsewhere."""
-    own, lens = _own(batch)
+    """[B] -> [R] each value on the last token of its sequence that the policy wrote, 0 elsewhere."""
+    positions, lens = _policy_tokens(batch)
     result = torch.zeros(len(batch.response_ids))
-    result[own[(lens.cumsum(0) - 1)[lens > 0]]] = values[lens > 0].float()
+    result[positions[(lens.cumsum(0) - 1)[lens > 0]]] = values[lens > 0].float()
     return result
 
 
@@ -96,8 +96,8 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   return_t = A_t + V_t
 
-    with V = 0 after the last token, also where that was cut off at the length limit. Other tokens get 0 and are
-    skipped over. Computed in float64.
+    with V = 0 after the last token, also of a response cut off at the length limit. Tokens that the policy did not
+    write are skipped and get 0. Computed in float64.
 
     Args:
         rewards: [R] of each token.
@@ -106,8 +106,8 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
     Returns:
         ([R] advantages, [R] returns), float32.
     """
-    own, lens = _own(batch)
-    rewards, values = rewards.double()[own], values.double()[own]
+    positions, lens = _policy_tokens(batch)
+    rewards, values = rewards.double()[positions], values.double()[positions]
     ends = lens.cumsum(0)
     following = torch.cat([values[1:], values.new_zeros(1)])
     following[(ends - 1)[lens > 0]] = 0.0
@@ -115,12 +115,12 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
     advantages, running = torch.zeros_like(delta), delta.new_zeros(len(lens))
     for back in range(1, int(lens.max()) + 1 if len(lens) else 1):
         alive = lens >= back
-        place = (ends - back)[alive]
-        running[alive] = delta[place] + gamma * lam * running[alive]
-        advantages[place] = running[alive]
+        index = (ends - back)[alive]
+        running[alive] = delta[index] + gamma * lam * running[alive]
+        advantages[index] = running[alive]
     full = [torch.zeros(len(batch.response_ids)) for _ in range(2)]
     for target, found in zip(full, (advantages, advantages + values), strict=True):
-        target[own] = found.float()
+        target[positions] = found.float()
     return full[0], full[1]
 
 
@@ -130,17 +130,14 @@ def rewards_to_go(rewards: Tensor, batch: Batch, gamma: float) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and population std 1 over the values with mask 1; 0 for the others, and where all are equal. [N] -> [N]"""
+    """Normalise the values with mask 1 to mean 0 and population std 1; 0 elsewhere, and if all are equal. [N] -> [N]"""
     chosen = values[mask > 0].double()
     if len(chosen) == 0 or bool((chosen == chosen[0]).all()):
         return torch.zeros_like(values)
     return torch.where(mask > 0, (values.double() - chosen.mean()) / chosen.std(correction=0), 0.0).float()
 
 
-def _own(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens that the policy wrote, and how many each sequence has of them [B]."""
-    own = (batch.response_mask > 0).nonzero().flatten()
-    lens = torch.zeros(len(batch), dtype=torch.long).index_add_(
-        0, segment_ids(batch.response_lens)[own], torch.ones_like(own)
-    )
-    return own, lens
+def _policy_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens that the policy wrote, and their number in each sequence [B]."""
+    positions = (batch.response_mask > 0).nonzero().flatten()
+    return positions, batch.sequence_ids[positions].bincount(minlength=len(batch))

@@ -1,4 +1,4 @@
-"""How strongly group-relative normalisation scales the gradient of a problem: eta(p) (pipo.txt Theorem 6.2)."""
+"""The factor eta(p) by which group-relative normalisation scales a problem's gradient (pipo.txt Theorem 6.2)."""
 
 import math
 
@@ -11,8 +11,8 @@ def scaling(success: Tensor, group_size: int) -> Tensor:
 
         eta(p) = sum_k sqrt(k (G - k)) C(G, k) p^k (1-p)^(G-k)  /  (G p (1-p) (1 - p^G - (1-p)^G)),   k = 1 .. G-1
 
-    Here as E[sqrt(k (G - k))] / (G p (1-p)) over the number k of right responses, given that it is neither 0 nor G.
-    With those probabilities normalised in logarithms nothing cancels near p = 0 and 1, and no binomial overflows.
+    Computed as E[sqrt(k (G - k))] / (G p (1-p)) over the number k of right responses, given that 0 < k < G. The
+    probabilities are normalised in logarithms: nothing cancels near p = 0 and 1, and no binomial overflows.
 
     Args:
         success: [N] probabilities that a response is right, strictly between 0 and 1.
@@ -34,6 +34,6 @@ def scaling(success: Tensor, group_size: int) -> Tensor:
 
 
 def boundary_scaling(success: Tensor, group_size: int) -> Tensor:
-    """What eta(p) tends to at both ends: sqrt(G - 1) / (G p (1-p)) (pipo.txt Corollary 6.3). [N] -> [N] float64"""
+    """The limit of eta(p) at p = 0 and 1: sqrt(G - 1) / (G p (1-p)) (pipo.txt Corollary 6.3). [N] -> [N] float64"""
     p = success.double()
     return math.sqrt(group_size - 1) / (group_size * p * (1 - p))

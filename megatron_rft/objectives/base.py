@@ -1,16 +1,16 @@
-"""What an algorithm is: which model outputs it needs, how it attributes credit, and its loss as sums.
+"""The interface of an algorithm: the model outputs that it needs, its credit assignment, and its loss as sums.
 
-The trainer knows nothing else. One step of it reads
+A training step uses only this interface:
 
-    batch = model outputs named in `objective.needs`, added to the sampled batch
+    batch = the sampled batch with the model outputs named in `objective.needs`
     updates, state = objective.prepare(batch, state)
     for update in updates: optimizer steps of update.model on update.batch, with update.loss
 
-Losses are *sums with named denominators*. The trainer divides each by that count over the whole global mini-batch, so
-that a gradient does not depend on how the mini-batch is cut into micro-batches, packed, or spread over ranks.
+Losses are *sums with named denominators*. The trainer divides each sum by its count over the whole global mini-batch,
+so gradients do not depend on how the mini-batch is split into micro-batches, packed, or spread over ranks.
 
-How the families fit: a critic is a second `Update` with model "critic" and outputs {"values"}; pairs share a `unit`;
-refined responses join an update's batch, with a denominator of their own; a plug-in takes an objective and is one.
+A critic is a second `Update` with model "critic" and outputs {"values"}. Pairs share a `unit`. Refined responses join
+an update's batch and have their own denominator. A plug-in wraps an objective and is itself an objective.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ from megatron_rft.config.algorithms.ppo import Critic
 from megatron_rft.config.sections import Section
 from megatron_rft.records import Batch, like, segment_ids, send
 
-State = dict[str, Tensor]  # flat, so that it goes into a safetensors file as it is
-Outputs = dict[str, Tensor]  # what the model gave for a micro-batch: "logprobs", "entropy", "values" ..., each [R]
+State = dict[str, Tensor]  # flat, as safetensors requires
+Outputs = dict[str, Tensor]  # the model's outputs for a micro-batch: "logprobs", "entropy", "values" ..., each [R]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Loss:
         return sum(weight * term.total / counts[term.per] for weight, term in self.terms.values())
 
     def logged(self) -> dict[str, Sum]:
-        """Everything worth a line in the metrics: the terms (detached, unweighted) and the metrics."""
+        """Everything that is logged: the terms (detached, unweighted) and the metrics."""
         return {name: Sum(term.total.detach(), term.per) for name, (_, term) in self.terms.items()} | self.metrics
 
 
@@ -56,13 +56,13 @@ LossFunction = Callable[[Outputs, Batch], Loss]
 
 
 def trained_tokens(batch: Batch) -> Tensor:
-    """[B] response tokens that count."""
+    """[B] the number of response tokens with mask 1."""
     return torch.zeros(len(batch)).index_add_(0, batch.sequence_ids, batch.response_mask)
 
 
 def counts(batch: Batch) -> dict[str, float]:
-    """The denominators of a global mini-batch. At least 1 each: an empty one has sums of zero. What has no token that
-    counts (an empty response, a group of them) is not counted."""
+    """The denominators of a global mini-batch, each at least 1. Sequences and groups without a trained token do not
+    count."""
     trained = trained_tokens(batch)
     return {
         "response_tokens": max(trained.sum().item(), 1.0),
@@ -74,11 +74,11 @@ def counts(batch: Batch) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SecondDistribution:
-    """A second distribution q over the same response tokens, without a gradient, for losses that compare with one.
+    """A second distribution q over the same response tokens, without a gradient, for losses that compare with it.
 
-    weights: whose they are: the present "actor"'s own, the frozen "reference"'s, a moving-average "teacher"'s.
-    in_context: q answers batch.context_ids instead of the prompts.
-    extrapolation: lambda of "extrapolated_logprobs", those of softmax((1 + lambda) h - lambda h_q).
+    weights: those of the current "actor", the frozen "reference" or the moving-average "teacher".
+    in_context: q is conditioned on batch.context_ids instead of the prompts.
+    extrapolation: lambda of "extrapolated_logprobs", the log-probs of softmax((1 + lambda) h - lambda h_q).
 
     `Update.outputs` may then name "other_logprobs" (of q), "extrapolated_logprobs", and with a gradient "reverse_kl",
     KL(pi || q), and "forward_kl", KL(q || pi), both exact sums over the vocabulary, each [R].
@@ -100,17 +100,18 @@ class Update:
     model: str = "actor"
     mini_batches: int = 1
     epochs: int = 1
-    learning_rate: float | None = None  # None: the model's schedule, which then advances by one
+    learning_rate: float | None = None  # None: the model's schedule, which each step advances
     second: SecondDistribution | None = None
     counts: Callable[[Batch], dict[str, float]] = counts  # the denominators that `loss` names
-    moments: str = "own"  # name of the optimizer's moments that the steps use: those of the model, or others kept apart
+    moments: str = "own"  # the optimizer's moments for these steps: the model's own, or a separate named set
     scale: float = 1.0  # positive factor of loss and gradient, applied after the backward pass
-    foreseen: bool = False  # but for `scale` it is the update of `Objective.foreseen`
+    foreseen: bool = False  # apart from `scale` it equals the update that `Objective.foreseen` returned
 
     def steps(self) -> Iterator[Batch]:
-        """The mini-batches in order, none of them empty. Sequences of one group stay together, as they were sampled.
+        """The mini-batches in order, none empty. Sequences of one group stay in one mini-batch.
 
-        `group_tokens` [B] tells each sequence the trained tokens of its whole group, which no micro-batch can know.
+        Adds `group_tokens` [B], the number of trained tokens in each sequence's group: a micro-batch may hold only a
+        part of a group.
         """
         _, group_of = self.batch.groups.unique(return_inverse=True)
         count = int(group_of.max()) + 1 if len(group_of) else 0
@@ -130,17 +131,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run tells its algorithm, beside the algorithm's own options."""
+    """The run's settings that an algorithm reads besides its own options."""
 
     mini_batches: int = 1  # of a sampled batch, each an optimizer step
-    max_response_tokens: int = 1  # the sampler's limit, which aggregation "constant" divides by
+    max_response_tokens: int = 1  # the sampler's limit; aggregation "constant" divides by it
     critic: Critic | None = None
 
 
 class Objective(ABC):
-    """One algorithm. Its methods are pure: tensors in, tensors out, no process groups, the same on every rank.
+    """One algorithm. Its methods are pure functions of tensors: no process groups, equal results on every rank.
 
-    It is built from its section of the recipe: the type of `options` says which, and has the options' defaults.
+    `options` is its section of the recipe; the annotated type defines the options and their defaults.
     """
 
     options: Section
@@ -149,56 +150,56 @@ class Objective(ABC):
         self.options, self.setting = options, setting
 
     needs: frozenset[str] = frozenset()
-    """What `prepare` finds in the batch, of "old_logprobs", "ref_logprobs", "ref_kl", "teacher_logprobs", "values",
-    "refined_logprobs"; and "reference" where an update wants those weights beside."""
+    """Values that `prepare` reads from the batch: "old_logprobs", "ref_logprobs", "ref_kl", "teacher_logprobs",
+    "values", "refined_logprobs"; and "reference" if an update compares with the reference's distribution."""
 
     def init(self) -> State:
-        """The state before the first step; what `prepare` returns replaces it, and checkpoints carry it."""
+        """The state before the first step. Each `prepare` returns the next one; checkpoints contain it."""
         return {}
 
     def foreseen(self, state: State) -> Update | None:
-        """An update of one mini-batch that `prepare` may return, as the first and with another scale, for the next
-        batch. Its gradient can be computed while that batch is being generated."""
+        """The update that the next `prepare` may return first, with another `scale`, or None. It has one mini-batch, so
+        its gradient can be computed while the next batch is being generated."""
         return None
 
     def keep(self, batch: Batch) -> Tensor:
-        """[B] bool: sequences worth training on. Groups left out may be replaced by sampling again (DAPO)."""
+        """[B] bool: the sequences to train on. The sampler may replace the other groups with new ones (DAPO)."""
         return torch.ones(len(batch), dtype=torch.bool)
 
     @abstractmethod
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        """Attribute credit and say which updates to make."""
+        """Attribute credit and return the updates to make."""
 
 
 class PolicyObjective(Objective):
-    """An online policy-gradient method, in the parts that a plug-in may use apart from each other."""
+    """An online policy-gradient method. A plug-in may call each of its parts separately."""
 
-    attribution_needs: frozenset[str] = frozenset()  # of what `improvement_attributions` reads, beyond `needs`
+    attribution_needs: frozenset[str] = frozenset()  # what `improvement_attributions` reads in addition to `needs`
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
-        """[R] the local attribution of each response token."""
+        """[R] the credit of each response token."""
 
     @abstractmethod
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
-        """The clipped objective alone (no KL, no bonus), on batch.tokens["advantages"] and ["old_logprobs"]. Advantages
-        that are twice as large make it twice as large: PIPO multiplies its gradient by abs(phi)."""
+        """The clipped objective alone (no KL, no bonus), on batch.tokens["advantages"] and ["old_logprobs"]. It must be
+        proportional to the advantages: PIPO multiplies its gradient by abs(phi)."""
 
-    def taught(self, batch: Batch) -> Tensor:
-        """[B] bool: the sequences that the policy's update has, which a plug-in should then remember."""
+    def trained(self, batch: Batch) -> Tensor:
+        """[B] bool: the sequences in the policy's update. PIPO verifies these."""
         return torch.ones(len(batch), dtype=torch.bool)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
-        """[R] the attribution that PIPO scales (pipo.txt 4.1): the advantages, unless the method says otherwise."""
+        """[R] the attribution that PIPO scales (pipo.txt 4.1). Default: the advantages."""
         return self.advantages(batch)
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
-    """[R] -> [B] sums over each sequence's own (unmasked) tokens, differentiable."""
+    """[R] -> [B] sums over each sequence's tokens with mask 1, differentiable."""
     ids = send(segment_ids(batch.response_lens), values.device)
     return values.new_zeros(len(batch)).index_add(0, ids, values * like(batch.response_mask, values))
 
 
 def sequence_means(values: Tensor, batch: Batch) -> Tensor:
-    """[R] -> [B] means over each sequence's own tokens; 0 for a sequence without any."""
+    """[R] -> [B] means over each sequence's tokens with mask 1; 0 for a sequence without any."""
     return sequence_sums(values, batch) / sequence_sums(torch.ones_like(values), batch).clamp(min=1)

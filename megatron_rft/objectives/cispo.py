@@ -1,4 +1,4 @@
-"""CISPO: the ratio is clipped and not its product with the advantage, so that every token keeps its gradient.
+"""CISPO clips the ratio instead of its product with the advantage, so every token keeps its gradient.
 
 term_t = -sg(clip(r_t, 1 - low, 1 + high)) A_t log pi_t          (arXiv:2506.13585 Eq. 4, 5)
 """

@@ -1,10 +1,10 @@
-"""DAPO: GRPO with a wider upper clip, token-level denominators, and groups that all agree left out (pipo.txt A.2).
+"""DAPO: GRPO with a wider upper clip and token-level denominators, without groups of equal rewards (pipo.txt A.2).
 
-The denominator is the tokens of a prompt's responses, then the mean over prompts, as the paper writes it; aggregation
-"token_mean" divides by the tokens of the whole mini-batch instead, as most implementations do.
+As in the paper, the loss is a mean over the tokens of a prompt's responses, then over prompts. Aggregation "token_mean"
+divides by the tokens of the whole mini-batch instead, as most implementations do.
 
-The soft overlong penalty shapes what advantages are computed from. It is never part of the verifier's reward, which
-alone decides which groups agree, and is what PIPO measures.
+The soft overlong penalty changes the rewards from which advantages are computed. The verifier's reward stays without
+it: the group filter and PIPO use the verifier's reward.
 """
 
 from torch import Tensor
@@ -19,8 +19,8 @@ class DAPO(GRPO):
     options: section.DAPO
 
     def keep(self, batch: Batch) -> Tensor:
-        agrees = degenerate(batch.sequences["rewards"], batch.groups)
-        return ~agrees if self.options.filter_groups else super().keep(batch)
+        equal = degenerate(batch.sequences["rewards"], batch.groups)
+        return ~equal if self.options.filter_groups else super().keep(batch)
 
     def rewards(self, batch: Batch) -> Tensor:
         return super().rewards(batch) + self._penalty(batch)

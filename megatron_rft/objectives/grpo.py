@@ -1,4 +1,4 @@
-"""GRPO and the methods that differ from it in how a response's advantage is centred or scaled."""
+"""GRPO, and methods that centre or scale a response's advantage in another way."""
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ class GRPO(GroupRelative):
 
 
 class DrGRPO(GroupRelative):
-    """Without the std, which favours easy and hard problems, and without the response's length in the denominator,
-    which favours long wrong answers (arXiv:2503.20783)."""
+    """GRPO without division by the std, which favours easy and hard problems, and without division by the response's
+    length, which favours long wrong answers (arXiv:2503.20783)."""
 
     options: section.DrGRPO
 
@@ -28,7 +28,7 @@ class DrGRPO(GroupRelative):
 
 
 class RLOO(GroupRelative):
-    """The baseline of a response is the mean of the others; the KL is in the reward (arXiv:2402.14740)."""
+    """A response's baseline is the mean reward of the others; the KL is in the reward (arXiv:2402.14740)."""
 
     options: section.RLOO
 

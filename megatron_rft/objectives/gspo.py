@@ -1,9 +1,9 @@
-"""GSPO: GRPO with one importance ratio per response, the geometric mean of its tokens' (pipo.txt A.2).
+"""GSPO: GRPO with one importance ratio per response, the geometric mean of its tokens' ratios (pipo.txt A.2).
 
     r_i = exp(mean_t log r_it),   term_i = -min(r_i A_i, clip(r_i, 1 - low, 1 + high) A_i)
 
-Each token carries its response's term, so that the default aggregation, the mean over sequences, is the paper's and the
-other ones weigh responses by their length.
+Each token gets the term of its response. The default aggregation, the mean over sequences, is the paper's; the others
+weight responses by their length.
 """
 
 from torch import Tensor

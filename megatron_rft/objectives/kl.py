@@ -23,17 +23,17 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def clamped_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k3 with the difference within +-20 and the value at most 10, as verl has it, for losses and penalties.
+    """k3 with the difference clamped to +-20 and the value to 10, as in verl, for losses and penalties.
 
-    Without the bounds a token at -25 whose reference is at -0.5 has a gradient of 4e10, and one at -95 is no number in
-    fp32. Beyond a bound a token has no gradient.
+    Without the bounds a token at -25 whose reference is at -0.5 has a gradient of 4e10, and one at -95 overflows fp32.
+    Beyond a bound the gradient is 0.
     """
     difference = (ref_logprobs - logprobs).clamp(-DIFFERENCE_BOUND, DIFFERENCE_BOUND)
     return (torch.expm1(difference) - difference).clamp(max=VALUE_BOUND)
 
 
 def largest(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> float:
-    """The largest k3 of the tokens with mask 1, before its value is bounded; 0 without any. All inputs [R]."""
+    """The largest k3 of the tokens with mask 1, before its value is clamped; 0 without any. All inputs [R]."""
     difference = (ref_logprobs - logprobs).double()[mask > 0].clamp(-DIFFERENCE_BOUND, DIFFERENCE_BOUND)
     return (torch.expm1(difference) - difference).max().item() if len(difference) else 0.0
 

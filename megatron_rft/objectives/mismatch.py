@@ -1,4 +1,4 @@
-"""How far the engine that sampled and the trainer that learns disagree on the same tokens under the same weights."""
+"""Train-inference mismatch: differences between the engine's and the trainer's log-probs of the same tokens."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from megatron_rft.objectives.base import Sum
 from megatron_rft.objectives.surrogates import aggregate
 from megatron_rft.records import Batch, like
 
-BOUND = 0.1  # nats by which a token's log-probs may differ before it counts in mismatch/share
+BOUND = 0.1  # nats; mismatch/share counts tokens whose log-probs differ by more
 
 
 def mismatch(rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -24,7 +24,7 @@ def mismatch(rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> di
 
 
 def mismatch_sums(logprobs: Tensor, batch: Batch) -> dict[str, Sum]:
-    """The same (without the maximum) from an on-policy training pass, whose log-probs are those before the step."""
+    """The same without the maximum, from an on-policy training pass: its log-probs are those before the step."""
     difference = logprobs.detach() - like(batch.tokens["rollout_logprobs"], logprobs)
     return {
         "mismatch/kl": aggregate(difference.expm1() - difference, batch, "token_mean"),

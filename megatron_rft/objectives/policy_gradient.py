@@ -1,9 +1,9 @@
-"""What the online policy-gradient methods share: the loss around a clipped surrogate. A variant holds its difference.
+"""The base class of the online policy-gradient methods: the loss around a clipped surrogate.
 
-    loss = surrogate + kl_coefficient KL(pi || ref) - entropy_coefficient H(pi), all aggregated alike
+    loss = surrogate + kl_coefficient KL(pi || ref) - entropy_coefficient H(pi), with the same aggregation
 
-The KL may be a penalty on the reward instead: on each token's for methods that credit tokens, its sum on the response's
-reward for those that compare responses. It is then that of the policy before the step, and has no gradient.
+The KL may be subtracted from the reward instead: from each token's reward in methods that credit tokens, its sum from
+the response's reward in methods that compare responses. It is then the KL before the step, without a gradient.
 """
 
 from abc import abstractmethod
@@ -63,12 +63,12 @@ class PolicyGradient(PolicyObjective):
     # ---- rewards
 
     def token_penalty(self, batch: Batch) -> Tensor:
-        """[R] what comes off each token's reward: the KL's share, and a plug-in's."""
+        """[R] the penalty subtracted from each token's reward: the KL's and a plug-in's."""
         penalty = self.kl_penalty(batch)
         return penalty + batch.tokens["penalty"] if "penalty" in batch.tokens else penalty
 
     def kl_penalty(self, batch: Batch) -> Tensor:
-        """[R] the KL's."""
+        """[R] the KL's part of `token_penalty`."""
         if not self.kl_in_reward:
             return torch.zeros(len(batch.response_ids))
         if self.options.kl_estimator == "exact":
@@ -77,13 +77,13 @@ class PolicyGradient(PolicyObjective):
         return self.options.kl_coefficient * estimate
 
     def rewards(self, batch: Batch) -> Tensor:
-        """[B] of the whole responses, shaped; batch.sequences["rewards"] stays the verifier's."""
+        """[B] shaped rewards of whole responses, less penalties; batch.sequences["rewards"] stays the verifier's."""
         return batch.shaped_rewards - sequence_sums(self.token_penalty(batch), batch)
 
     # ---- the loss
 
     def clip(self, log_ratio: Tensor, batch: Batch, advantages: Tensor) -> Clipped:
-        """The surrogate's [R] terms. A method with another ratio overrides this."""
+        """The surrogate's terms [R]. Methods with another ratio override this."""
         options = self.options
         return clipped_surrogate(log_ratio, advantages, options.clip_low, options.clip_high, options.dual_clip)
 
@@ -129,7 +129,7 @@ class PolicyGradient(PolicyObjective):
         return Prepared([self.policy_update(batch)], state, self.batch_metrics(batch))
 
     def policy_update(self, batch: Batch) -> Update:
-        """On a batch that has its advantages."""
+        """The policy's update on a batch that contains advantages."""
         exact = self.kl_in_loss and self.options.kl_estimator == "exact"
         outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if exact else set())
         return Update(
@@ -143,7 +143,7 @@ class PolicyGradient(PolicyObjective):
         )
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """Of the policy before the step; where its log-probs are not computed apart, those of the engine stand in."""
+        """KL metrics before the step. If no old_logprobs are computed, the engine's log-probs replace them."""
         found = {}
         if self.kl_in_reward:
             found["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
@@ -154,7 +154,7 @@ class PolicyGradient(PolicyObjective):
 
 
 class GroupRelative(PolicyGradient):
-    """Methods that compare the responses to one prompt, and give each token its response's advantage."""
+    """Methods that compare the responses to one prompt and give each token the advantage of its response."""
 
     @abstractmethod
     def relative(self, rewards: Tensor, group: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     A = GAE(r, V), whitened over the batch;   returns = A (before whitening) + V
     value loss = 0.5 max((V - returns)^2, (clip(V, V_old +- value_clip) - returns)^2), token mean
 
-During the first `critic.warmup_steps` steps the critic alone learns.
+In the first `critic.warmup_steps` steps only the critic is updated.
 """
 
 import torch
@@ -70,7 +70,9 @@ class PPO(PolicyGradient):
             rewards = whiten(rewards, torch.ones_like(rewards))
         rewards = at_last_token(rewards, batch) - self.token_penalty(batch)
         advantages, returns = gae(rewards, batch.tokens["values"], batch, self.options.gamma, self.options.lam)
-        return whiten(advantages, batch.response_mask) if self.options.whiten_advantages else advantages, returns
+        if self.options.whiten_advantages:
+            advantages = whiten(advantages, batch.response_mask)
+        return advantages, returns
 
     def _value_update(self, batch: Batch) -> Update:
         return Update(

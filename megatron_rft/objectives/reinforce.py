@@ -1,4 +1,4 @@
-"""REINFORCE++: no critic and no group; returns of tokens, whitened over the whole batch (arXiv:2501.03262)."""
+"""REINFORCE++: token returns whitened over the whole batch, without a critic or groups (arXiv:2501.03262)."""
 
 from torch import Tensor
 
@@ -9,7 +9,8 @@ from megatron_rft.records import Batch
 
 
 class ReinforcePlusPlus(PolicyGradient):
-    """A_t = whitened sum_{k >= t} gamma^(k - t) r_k; r is the verifier's on the last token, the KL's on each."""
+    """A_t = whitened sum_{k >= t} gamma^(k - t) r_k; r is the verifier's reward on the last token less each token's KL
+    penalty."""
 
     options: section.ReinforcePlusPlus
 
@@ -19,8 +20,7 @@ class ReinforcePlusPlus(PolicyGradient):
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):
-    """The mean of the group is the baseline, the batch's spread the scale: A_t = whitened (R_i - mean); KL by k2 in the
-    loss."""
+    """A_t = whitened (R_i - mean): the group's mean is the baseline, the batch's std the scale; k2 KL in the loss."""
 
     options: section.ReinforcePlusPlusBaseline
 

@@ -1,11 +1,11 @@
-"""SDPO: the policy learns from itself, told what went wrong (pipo.txt 2, Eq. 4, A.2; arXiv:2601.20802).
+"""SDPO: self-distillation from a teacher that reads feedback (pipo.txt 2, Eq. 4, A.2; arXiv:2601.20802).
 
     loss = mean over tokens of KL( pi(. | q, y_<t)  ||  stopgrad pi(. | q, f, y_<t) )
 
-exact over the vocabulary; with `importance_cap` c, each token's times min(pi / pi_old, c), without a gradient. The
-teacher has the same weights (or a moving average of them) and reads the feedback f: a batch's contexts. A response
-without feedback is left out. The attribution of a token, for PIPO, is how much surer of it the teacher is:
-log q(y_t | q, f, y_<t) - log pi(y_t | q, y_<t). PIPO's clipped step on it is a policy gradient.
+The KL is exact over the vocabulary. `importance_cap` c multiplies each token's KL by min(pi / pi_old, c), without a
+gradient. The teacher has the policy's weights (or a moving average of them) and reads the feedback f from the batch's
+contexts. Responses without feedback are not trained on. For PIPO, a token's attribution is the teacher's log-prob less
+the policy's: log q(y_t | q, f, y_<t) - log pi(y_t | q, y_<t); PIPO's clipped step on it is a policy gradient.
 """
 
 import torch
@@ -35,8 +35,8 @@ class SDPO(PolicyObjective):
         several = self.setting.mini_batches * self.options.epochs > 1
         return frozenset({"old_logprobs"} if self.options.importance_cap and several else ())
 
-    def taught(self, batch: Batch) -> Tensor:
-        """Those with feedback."""
+    def trained(self, batch: Batch) -> Tensor:
+        """Sequences with feedback."""
         return batch.context_lens > 0
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
@@ -63,7 +63,7 @@ class SDPO(PolicyObjective):
         return Loss({"distillation": (1.0, distance)}, metrics)
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        informed = self.taught(batch)
+        informed = self.trained(batch)
         update = Update(
             "policy",
             batch.select(informed),

@@ -1,4 +1,4 @@
-"""Clipped policy surrogates and how their terms become one number. Losses are minimised: J = -loss."""
+"""Clipped policy surrogates and their aggregation. Losses are minimised: J = -loss."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from megatron_rft.objectives.base import Loss, Sum, sequence_means, sequence_sums
 from megatron_rft.records import Batch, like, send
 
-LOG_RATIO_BOUND = 20.0  # a ratio of 5e8 says enough, and infinity times an advantage of 0 would be no number
+LOG_RATIO_BOUND = 20.0  # bounds the ratio by 5e8: infinity times an advantage of 0 would be NaN
 
 
 class Clipped(NamedTuple):
     terms: Tensor  # -min(r A, clip(r) A)
     ratio: Tensor  # r
-    clipped: Tensor  # 1 where a bound decides, and so the gradient is zero
+    clipped: Tensor  # 1 where a clip bound applies, so the gradient is zero
 
 
 def clipped_surrogate(
@@ -22,8 +22,8 @@ def clipped_surrogate(
 ) -> Clipped:
     """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratio), elementwise (pipo.txt A.2).
 
-    For r = 1.5, A = 2 and high = 0.2: min(3, 2.4) = 2.4, so the term is -2.4 and it is clipped. With `dual_clip` c > 1
-    a negative A counts at most c times: -max(min(...), c A) where A < 0 (arXiv:1912.09729 Eq. 5).
+    For r = 1.5, A = 2 and high = 0.2: min(3, 2.4) = 2.4, so the term is -2.4 and is clipped. With `dual_clip` c > 1
+    the term is -max(min(...), c A) where A < 0 (arXiv:1912.09729 Eq. 5).
     """
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     plain, bounded = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
@@ -36,7 +36,7 @@ def clipped_surrogate(
 
 
 def sequence_log_ratio(log_ratio: Tensor, batch: Batch) -> Tensor:
-    """[R] -> [R] the mean over each sequence's tokens, on every token: log of GSPO's ratio (pipo.txt A.2)."""
+    """[R] -> [R] each sequence's mean on all its tokens: the log of GSPO's ratio (pipo.txt A.2)."""
     return sequence_means(log_ratio, batch)[send(batch.sequence_ids, log_ratio.device)]
 
 
@@ -47,7 +47,7 @@ def aggregate(values: Tensor, batch: Batch, how: str, constant: float = 1.0) -> 
     token_mean: mean over all response tokens of the global mini-batch.
     group_mean: mean over all tokens of a prompt's responses, then over prompts (DAPO).
     sequence_sum: sum over the tokens of a sequence, then mean over sequences.
-    constant: the same, over `constant` tokens whatever the length (Dr. GRPO).
+    constant: sequence_sum divided by `constant` (Dr. GRPO).
     """
     if how == "sequence_mean":
         return Sum(sequence_means(values, batch).sum(), "sequences")
@@ -62,15 +62,15 @@ def aggregate(values: Tensor, batch: Batch, how: str, constant: float = 1.0) -> 
 
 
 def log_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
-    """log(pi / pi_old) [R]. Without old_logprobs the step is on-policy: they are this pass's own, so that the ratio is
-    1 with a gradient."""
+    """log(pi / pi_old) [R]. Without old_logprobs the step is on-policy: this pass's own log-probs, detached, replace
+    them, so the ratio is 1 and has a gradient."""
     return logprobs - like(batch.tokens.get("old_logprobs", logprobs.detach()), logprobs)
 
 
 def importance_weights(logprobs: Tensor, batch: Batch, how: str, cap: float) -> Tensor:
-    """[R] w = pi_old / pi_engine per token, for rollouts whose engine's log-probs differ from the trainer's.
+    """[R] w = pi_old / pi_engine per token, which corrects for the train-inference mismatch.
 
-    truncated: min(w, cap). masked: w where 1 / cap <= w <= cap, else 0, so that the token teaches nothing.
+    truncated: min(w, cap). masked: w where 1 / cap <= w <= cap, else 0.
     """
     old_logprobs = like(batch.tokens.get("old_logprobs", logprobs.detach()), logprobs)
     weights = (old_logprobs - like(batch.tokens["rollout_logprobs"], logprobs)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -1,6 +1,6 @@
 """A*-PO with its second stage offline (arXiv:2505.20686; fpa.txt B.2): regression of the log-ratio on the advantage.
 
-V(x) = beta1 log mean_i exp(R_i / beta1)                                 over all responses to x, once
+V(x) = beta1 log mean_i exp(R_i / beta1)                                 over all responses to x, computed once
 loss = mean over trajectories of (beta2 log(pi(y|x) / pi_ref(y|x)) - (R - V(x)))^2
 """
 
@@ -14,7 +14,7 @@ from megatron_rft.records import Batch, like
 
 
 def optimal_values(rewards: Tensor, groups: Tensor, beta: float) -> Tensor:
-    """[B] V of each trajectory's problem; between the mean reward (large beta) and the best (small)."""
+    """[B] V of each trajectory's problem: close to the mean reward for a large beta, to the best for a small one."""
     _, group = groups.unique(return_inverse=True)
     scaled = rewards.double() / beta
     top = torch.full((int(group.max()) + 1,), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, scaled, "amax")

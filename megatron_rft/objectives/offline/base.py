@@ -1,7 +1,7 @@
-"""Offline methods: what they share. Trajectories (x, y, R) with R in {+1, -1} were sampled once, from the reference.
+"""The base class of offline methods. Trajectories (x, y, R) with R in {+1, -1} were sampled once, from the reference.
 
-A method says what it draws from the data (trajectories, right ones only, pairs), what it needs of the models, and its
-loss. Every method logs the same dynamics, of right and of wrong trajectories apart (fpa.txt figures 2 and 3).
+A method defines its examples (trajectories, right ones only, pairs), the model outputs that it needs, and its loss.
+Every method logs the same dynamics, separately for right and wrong trajectories (fpa.txt figures 2 and 3).
 """
 
 from abc import abstractmethod
@@ -27,11 +27,11 @@ from megatron_rft.objectives.base import (
 )
 from megatron_rft.records import Batch, like, send
 
-LOW = 0.2  # weights below it count as strongly damped (fpa.txt figure 3, right)
+LOW = 0.2  # weights below this are counted as low (fpa.txt figure 3, right)
 
 
 class Offline(Objective):
-    """One optimizer step on each batch of trajectories. Log-probs are those of temperature 1."""
+    """One optimizer step per batch of trajectories. Log-probs are at temperature 1."""
 
     options: section.Offline
     outputs: frozenset[str] = frozenset({"logprobs"})
@@ -39,15 +39,15 @@ class Offline(Objective):
 
     @property
     def second(self) -> SecondDistribution | None:
-        """The reference beside the policy, where `outputs` compare with it."""
+        """The reference's distribution, if `outputs` compare with it."""
         return None
 
     def examples(self, data: Batch) -> list[tuple[int, ...]]:
-        """What is drawn: positions in `data` that stay together. Here each trajectory by itself."""
+        """The examples: tuples of positions in `data` that stay in one mini-batch. Default: single trajectories."""
         return [(position,) for position in range(len(data))]
 
     def annotate(self, data: Batch) -> Batch:
-        """Once, over the whole data: numbers per trajectory that no mini-batch could know."""
+        """Add values per trajectory that are computed once from the whole data."""
         return data
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Offline(Objective):
 
 
 def counts(batch: Batch) -> dict[str, float]:
-    """The denominators of a global mini-batch; right and wrong trajectories are counted apart."""
+    """The denominators of a global mini-batch; right and wrong trajectories also have their own."""
     trained = trained_tokens(batch) > 0
     right = batch.sequences["rewards"] > 0
     parts = {"correct": trained & right, "incorrect": trained & ~right}
@@ -70,7 +70,7 @@ def counts(batch: Batch) -> dict[str, float]:
 
 
 def over_sequences(values: Tensor, batch: Batch, per: str = "sequences") -> Sum:
-    """[B] -> their sum; `per` correct or incorrect takes those alone. Without a token that counts there is none."""
+    """[B] -> the sum over sequences with a trained token; `per` correct or incorrect: only over those."""
     taken = trained_tokens(batch) > 0
     if per != "sequences":
         taken &= (batch.sequences["rewards"] > 0) == (per == "correct")
@@ -78,18 +78,18 @@ def over_sequences(values: Tensor, batch: Batch, per: str = "sequences") -> Sum:
 
 
 def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
-    """[R] -> [B] log pi(y|x) - log pi_ref(y|x)"""
+    """[R] -> [B] log pi(y|x) - log pi_ref(y|x)."""
     return sequence_sums(logprobs - like(batch.tokens["ref_logprobs"], logprobs), batch)
 
 
 def weights(logprobs: Tensor, batch: Batch) -> Tensor:
-    """[R] -> [B] pi(y|x)^(1/|y|), the geometric mean of the tokens' probabilities"""
+    """[R] -> [B] pi(y|x)^(1/|y|), the geometric mean of the tokens' probabilities."""
     return sequence_means(logprobs, batch).exp()
 
 
 def dynamics(outputs: Outputs, batch: Batch) -> dict[str, Sum]:
-    """What the policy makes of right and of wrong trajectories: log-ratio to the reference, weight pi^(1/|y|), FPA's
-    weight pi_hat^(1/|y|) and its ratio to the former, and how many wrong ones have a weight below `LOW`."""
+    """Metrics of right and wrong trajectories: log-ratio to the reference, weight pi^(1/|y|), FPA's weight
+    pi_hat^(1/|y|) and its ratio to pi^(1/|y|), and the number of wrong ones with a weight below `LOW`."""
     logprobs = outputs["logprobs"].detach()
     values = {"log_ratio": log_ratios(logprobs, batch), "weight": weights(logprobs, batch)}
     if "extrapolated_logprobs" in outputs:
@@ -107,9 +107,9 @@ def dynamics(outputs: Outputs, batch: Batch) -> dict[str, Sum]:
 
 
 def part_of(loss: LossFunction, part: str) -> LossFunction:
-    """The same loss with the gradient of one part alone, "correct" or "incorrect" trajectories: for the norms of both.
+    """The same loss with only the gradient of the "correct" or the "incorrect" trajectories.
 
-    The two gradients add up to the whole one.
+    The two gradients add up to the whole gradient.
     """
 
     def partial(outputs: Outputs, batch: Batch) -> Loss:

@@ -1,10 +1,10 @@
-"""FPA, future policy approximation (fpa.txt Eq. 3, 4): Off-RL whose gradient is weighted by where the policy is headed.
+"""FPA, future policy approximation (fpa.txt Eq. 3, 4): Off-RL weighted by an extrapolation of the policy.
 
     loss    = mean over trajectories of -R stopgrad(pi_hat(y|x)^(1/|y|)) (1/|y|) log pi(y|x)
     pi_hat  = softmax((1 + extrapolation) h - extrapolation h_ref)    per token
 
-At extrapolation 0 its gradient is Off-RL's. `fpa_on` correct or incorrect looks ahead on those trajectories alone, and
-weights the others by pi(y|x)^(1/|y|), as Off-RL does.
+At extrapolation 0 its gradient is Off-RL's. `fpa_on` correct or incorrect uses pi_hat for those trajectories only; the
+others have the weight pi(y|x)^(1/|y|), as in Off-RL.
 """
 
 import torch

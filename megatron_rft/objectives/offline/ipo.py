@@ -1,9 +1,9 @@
-"""IPO (arXiv:2310.12036 Eq. 17): the margin of log-ratios is pulled to 1 / (2 beta), and not beyond.
+"""IPO (arXiv:2310.12036 Eq. 17): regression of the margin between log-ratios to 1 / (2 beta).
 
     loss = mean over pairs of (r(y_w) - r(y_l) - 1 / (2 beta))^2
 
-r is the mean log-ratio per token, as the method's authors advise and its common implementations have it, or with
-length_normalised=False the paper's sum.
+r is the mean log-ratio per token, as the authors advise and common implementations have it; with
+length_normalised=False it is the paper's sum.
 """
 
 from torch import Tensor

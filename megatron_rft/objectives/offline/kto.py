@@ -1,11 +1,10 @@
-"""KTO (arXiv:2402.01306; fpa.txt B.2): each trajectory by itself, against the mean log-ratio as a reference point.
+"""KTO (arXiv:2402.01306; fpa.txt B.2): compares each trajectory with the mean log-ratio, without pairs.
 
     loss = mean of lambda_w (1 - sigmoid(beta (r - z0)))   if right
                    lambda_l (1 - sigmoid(beta (z0 - r)))   if wrong,      r = log pi(y|x) - log pi_ref(y|x)
 
-z0 is the mean of r over the trajectories of the whole global mini-batch, without a gradient. No micro-batch knows it,
-so it comes from log-probs of the policy taken before the step (`old_logprobs`: one forward pass more, with the weights
-that the step then starts from, so z0 is exact). It is the mean as it is, also where that is negative.
+z0 is the mean of r over the whole global mini-batch, without a gradient, and may be negative. It is computed from
+`old_logprobs`, one more forward pass with the weights before the step, because no micro-batch has all trajectories.
 """
 
 import torch

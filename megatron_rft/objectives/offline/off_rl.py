@@ -1,9 +1,9 @@
-"""Off-RL (fpa.txt Eq. 1, B.6): each trajectory's length-normalised probability, up where right and down where wrong.
+"""Off-RL (fpa.txt Eq. 1, B.6): raises the length-normalised probability of right trajectories and lowers the others'.
 
     loss = mean over trajectories of -R pi(y|x)^(1/|y|)   + kl_coefficient KL(pi_ref || pi)
 
-The forward KL is exact over the vocabulary at every token of the data, added up over a trajectory (Eq. 31) and averaged
-over trajectories, or a mean over tokens (`kl_aggregation`).
+The forward KL is exact over the vocabulary at every token of the data. `kl_aggregation`: summed over a trajectory
+(Eq. 31) and averaged over trajectories, or the mean over tokens.
 """
 
 from torch import Tensor
@@ -27,7 +27,7 @@ class OffRL(Offline):
         return SecondDistribution("reference") if self.options.kl_coefficient else None
 
     def objective(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """[B] what is raised for right and lowered for wrong trajectories"""
+        """[B] the quantity that the loss raises for right and lowers for wrong trajectories."""
         return weights(outputs["logprobs"], batch)
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:

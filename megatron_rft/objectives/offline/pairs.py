@@ -1,6 +1,6 @@
-"""Pairs of a right and a wrong trajectory of one problem: how they are made, and losses over them.
+"""Pairs of a right and a wrong trajectory of one problem, and the base class of losses over pairs.
 
-The two of a pair share a `unit`, so that they are in one micro-batch.
+The trajectories of a pair share a `unit`, so they are in one micro-batch.
 """
 
 from abc import abstractmethod
@@ -21,7 +21,7 @@ PAIRINGS = ("cover", "one", "all")
 def pair_up(rewards: list[float], groups: list[int], how: str = "cover") -> list[tuple[int, int]]:
     """Positions (right, wrong) of trajectories of the same problem, problem by problem.
 
-    cover: as many as it takes for each trajectory to be in one; the fewer ones come again in turn.
+    cover: the fewest pairs that contain every trajectory; those of the smaller side repeat in turn.
     one: the first right and the first wrong of each problem. all: each right with each wrong.
 
         rewards (+ - + -), one problem:   cover (0 1) (2 3)   one (0 1)   all (0 1) (0 3) (2 1) (2 3)
@@ -40,7 +40,7 @@ def pair_up(rewards: list[float], groups: list[int], how: str = "cover") -> list
 
 def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """[B] -> ([U] of the right, [U] of the wrong trajectory of each pair), differentiable."""
-    trained = trained_tokens(batch) > 0  # a rank without work forwards a single sequence in which nothing counts
+    trained = trained_tokens(batch) > 0  # a rank without work forwards one sequence without trained tokens
     right = batch.sequences["rewards"] > 0
     sides = []
     for side in (trained & right, trained & ~right):
@@ -52,7 +52,7 @@ def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class Pairwise(Offline):
-    """A loss per pair, on a number of each side: `score`."""
+    """A loss per pair, computed from the `score` of each side."""
 
     options: section.Pairwise
 
@@ -63,12 +63,12 @@ class Pairwise(Offline):
         return found
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """[B] what the two sides are compared by: the log-ratio to the reference."""
+        """[B] the number by which the sides are compared. Default: the log-ratio to the reference."""
         return log_ratios(outputs["logprobs"], batch)
 
     @abstractmethod
     def pair_loss(self, right: Tensor, wrong: Tensor) -> Tensor:
-        """[U] scores of both sides -> [U]"""
+        """[U] scores of both sides -> [U] losses."""
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
         right, wrong = split_pairs(self.score(outputs, batch), batch)
@@ -83,5 +83,5 @@ class Pairwise(Offline):
 
 
 def mean_logprobs(outputs: Outputs, batch: Batch) -> Tensor:
-    """[B] (1/|y|) log pi(y|x)"""
+    """[B] (1/|y|) log pi(y|x)."""
     return sequence_means(outputs["logprobs"], batch)

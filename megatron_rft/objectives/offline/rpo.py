@@ -1,4 +1,4 @@
-"""RPO (arXiv:2404.19733 Eq. 1; fpa.txt B.2): DPO and the length-normalised likelihood of the right one.
+"""RPO (arXiv:2404.19733 Eq. 1; fpa.txt B.2): DPO plus the length-normalised likelihood of the right trajectory.
 
 loss = DPO + alpha mean over pairs of -(1/|y_w|) log pi(y_w|x)
 """

@@ -1,8 +1,9 @@
-"""SimPER (arXiv:2502.00883; fpa.txt Eq. 9): the inverse perplexities of both sides, without a reference.
+"""SimPER (arXiv:2502.00883; fpa.txt Eq. 9): compares the inverse perplexities of both sides, without a reference.
 
     loss = mean over pairs of -(pi(y_w|x)^(1/|y_w|) - pi(y_l|x)^(1/|y_l|))
 
-Its gradient is twice that of Off-RL on the same trajectories (fpa.txt A.1): that averages over them, not over pairs.
+Its gradient is twice Off-RL's on the same trajectories (fpa.txt A.1), because Off-RL averages over trajectories instead
+of pairs.
 """
 
 from torch import Tensor

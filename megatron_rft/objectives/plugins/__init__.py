@@ -1,1 +1,1 @@
-"""Plug-ins: each takes an objective and gives back an objective."""
+"""Plug-ins: each wraps an objective and is itself an objective."""

@@ -1,15 +1,15 @@
-"""The dynamic constraint: the policy learns what a refiner made of its responses (dynamic_constraint.txt 3.2, 3.3).
+"""The dynamic constraint: the policy also learns a refiner's improved responses (dynamic_constraint.txt 3.2, 3.3).
 
     D = sum_{t=1}^{min(|a|, |a'|)} -log pi(a'_t | s0, a'_<t)     for pairs with r(s0, a') > r(s0, a)     Eq. 6
 
-    mode loss      L = L_base + eta / N * sum of D over the pairs of the mini-batch, an SFT term on (s0, a'); N is the
-                   number of sampled responses, of which those without a pair count as 0, or that of the pairs (`per`)
-    mode reward    eta * -log pi(a'_t | s0, a'_<t), of the policy before the step, comes off the reward of token t of a;
-                   methods that compare responses take its sum off the response's reward. No gradient
+    mode loss      L = L_base + eta / N * sum of D over the pairs of the mini-batch, an SFT term on (s0, a'). N is the
+                   number of sampled responses or of pairs (`per`)
+    mode reward    eta * -log pi(a'_t | s0, a'_<t), of the policy before the step, is subtracted from the reward of
+                   token t of a; methods that compare responses subtract its sum from the response's reward. No gradient
 
-The sampler says which pairs there are: `Batch.refined_ids`, empty where a response has none. In mode loss the refined
-responses become rows of the policy's mini-batches beside the sampled ones of their group; the base's loss and its
-counts never see them. Without any pair, or with eta 0, the base's updates are handed on as they are.
+The sampler puts the pairs into `Batch.refined_ids`, empty for a response without one. In mode loss the refined
+responses join the policy's mini-batches with the sampled ones of their group; the base's loss and counts exclude them.
+Without pairs, or with eta 0, the base's updates are returned unchanged.
 """
 
 from dataclasses import replace
@@ -28,11 +28,11 @@ from megatron_rft.objectives.base import (
     Sum,
     Update,
 )
-from megatron_rft.records import BESIDE, Batch, concatenate, like, segment_ids, send
+from megatron_rft.records import OPTIONAL, Batch, concatenate, like, segment_ids, send
 
 
 def constrained_lens(batch: Batch) -> Tensor:
-    """[B] terms of D: min(|a|, |a'|), 0 where a response has no refined one."""
+    """[B] the number of terms of D: min(|a|, |a'|), 0 for a response without a refined one."""
     return torch.minimum(batch.response_lens, batch.refined_lens)
 
 
@@ -41,7 +41,7 @@ def has_pairs(batch: Batch) -> bool:
 
 
 def pairs(batch: Batch) -> Batch:
-    """(s0, a') of every pair, a' cut to the terms of D: what is behind them has no influence on D."""
+    """(s0, a') of every pair, with a' cut to the terms of D."""
     kept = batch.select(constrained_lens(batch) > 0)
     lens = constrained_lens(kept)
     ids = kept.refined_ids[_first(kept.refined_lens, lens)]
@@ -49,22 +49,22 @@ def pairs(batch: Batch) -> Batch:
 
 
 def on_response_tokens(values: Tensor, batch: Batch) -> Tensor:
-    """Values of the tokens of `pairs(batch)` -> [R]: that of a'_t on token t of a, 0 on tokens without one."""
+    """Values of the tokens of `pairs(batch)` -> [R]: the value of a'_t on token t of a, 0 on tokens without one."""
     full = values.new_zeros(len(batch.response_ids))
     full[_first(batch.response_lens, constrained_lens(batch))] = values
     return full
 
 
 def _first(lens: Tensor, wanted: Tensor) -> Tensor:
-    """Mask of the first `wanted` tokens of each segment. (3, 2), (1, 2) -> 1 0 0 1 1"""
+    """A mask of the first `wanted` tokens of each segment. (3, 2), (1, 2) -> 1 0 0 1 1."""
     ids = segment_ids(lens)
     return torch.arange(len(ids)) - (lens.cumsum(0) - lens)[ids] < wanted[ids]
 
 
 def joined(batch: Batch) -> Batch:
-    """The sampled sequences and, behind them, the pairs: `refined` is 1 there, and their response_mask 0."""
+    """The sampled sequences followed by the pairs, which have `refined` 1 and response_mask 0."""
     found = pairs(batch)
-    sampled = replace(batch, **dict.fromkeys(BESIDE)).with_tokens(response_mask=batch.response_mask)
+    sampled = replace(batch, **dict.fromkeys(OPTIONAL)).with_tokens(response_mask=batch.response_mask)
     tokens = {name: value.new_zeros(len(found.response_ids)) for name, value in sampled.tokens.items()}
     found = found.with_tokens(**tokens, refined_mask=torch.ones(len(found.response_ids)))
     sampled = sampled.with_tokens(refined_mask=torch.zeros(len(sampled.response_ids)))
@@ -74,13 +74,13 @@ def joined(batch: Batch) -> Batch:
 
 
 def sampled_only(batch: Batch) -> tuple[Batch, Tensor]:
-    """A joined batch without its pairs, and the positions of their response tokens."""
-    own = batch.sequences["refined"] == 0
-    return batch.select(own), own[batch.sequence_ids].nonzero().flatten()
+    """The sampled sequences of a joined batch, and the positions of their response tokens."""
+    sampled = batch.sequences["refined"] == 0
+    return batch.select(sampled), sampled[batch.sequence_ids].nonzero().flatten()
 
 
 def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
-    """[B] D of each pair of a joined batch, or D over its number of terms; 0 on sampled sequences."""
+    """[B] D of each pair of a joined batch, for `how` mean divided by its number of terms; 0 for sampled sequences."""
     mask = like(batch.tokens["refined_mask"], logprobs)
     ids = send(batch.sequence_ids, logprobs.device)
     total = logprobs.new_zeros(len(batch)).index_add(0, ids, -logprobs * mask)
@@ -110,7 +110,7 @@ class DynamicConstraint(PolicyObjective):
         return self.base.init()
 
     def keep(self, batch: Batch) -> Tensor:
-        """What the base keeps; with `agreeing`, groups with a pair as well."""
+        """The base's choice; with `agreeing`, also the groups with a pair."""
         kept = self.base.keep(batch)
         if not self.options.agreeing or not has_pairs(batch):
             return kept
@@ -119,8 +119,8 @@ class DynamicConstraint(PolicyObjective):
     def advantages(self, batch: Batch) -> Tensor:
         return self.base.advantages(self._penalised(batch))
 
-    def taught(self, batch: Batch) -> Tensor:
-        return self.base.taught(batch)
+    def trained(self, batch: Batch) -> Tensor:
+        return self.base.trained(batch)
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
         return self.base.surrogate(outputs, batch)
@@ -129,8 +129,7 @@ class DynamicConstraint(PolicyObjective):
         return self.base.improvement_attributions(self._penalised(batch))
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        pairs_there = bool(self.eta) and has_pairs(batch)
-        if not pairs_there:
+        if not self.eta or not has_pairs(batch):
             return self.base.prepare(batch, state)
         if self.mode == "reward":
             penalised = self._penalised(batch)
@@ -142,7 +141,7 @@ class DynamicConstraint(PolicyObjective):
         return replace(prepared, updates=updates)
 
     def _penalised(self, batch: Batch) -> Batch:
-        """With the [R] penalty on each token's reward."""
+        """In mode reward: the batch with tokens["penalty"] [R]."""
         if self.mode != "reward" or not self.eta or not has_pairs(batch) or "penalty" in batch.tokens:
             return batch
         penalty = -self.eta * batch.tokens["refined_logprobs"]
@@ -154,20 +153,20 @@ class DynamicConstraint(PolicyObjective):
         batch = joined(update.batch)
         each_step = int(batch.tokens["refined_mask"].sum()) / min(update.mini_batches, len(batch.groups.unique()))
 
-        def counted(mini_batch: Batch) -> dict[str, float]:
+        def counts(mini_batch: Batch) -> dict[str, float]:
             base = update.counts(sampled_only(mini_batch)[0])
-            pairs_there = max(float((mini_batch.sequences["refined"] == 1).sum()), 1.0)
-            constrained = base["sequences"] if self.options.per == "responses" else pairs_there
-            # of an average mini-batch: one without pairs then takes nothing off the mean over a step's mini-batches
+            number = max(float((mini_batch.sequences["refined"] == 1).sum()), 1.0)
+            constrained = base["sequences"] if self.options.per == "responses" else number
+            # refined_tokens is the mean per mini-batch, so one without pairs does not lower the step's cross-entropy
             return base | {"constrained": constrained, "refined_tokens": each_step}
 
-        return replace(update, batch=batch, loss=self._with_constraint(update.loss), counts=counted)
+        return replace(update, batch=batch, loss=self._with_constraint(update.loss), counts=counts)
 
     def _with_constraint(self, base_loss: LossFunction) -> LossFunction:
         def loss(outputs: Outputs, batch: Batch) -> Loss:
-            sampled, own = sampled_only(batch)
+            sampled, positions = sampled_only(batch)
             base = base_loss(
-                {name: value.index_select(0, send(own, value.device)) for name, value in outputs.items()}, sampled
+                {name: value.index_select(0, send(positions, value.device)) for name, value in outputs.items()}, sampled
             )
             terms = pair_terms(outputs["logprobs"], batch, self.options.tokens)
             total = pair_terms(outputs["logprobs"].detach(), batch, "sum").sum()

@@ -1,4 +1,4 @@
-"""PIPO: the previous update is verified by what it did to the reward, and reinforced or rectified (pipo.txt 4).
+"""PIPO verifies the previous update by the change of the reward, then reinforces or rectifies it (pipo.txt 4).
 
 At step t, with mu_t the mean verifier reward of everything just sampled,
 
@@ -7,22 +7,21 @@ At step t, with mu_t the mean verifier reward of everything just sampled,
     r_PI  = a_{t-1} * phi(xi_t)                                         Eq. 10
     J_PI  = mean of min(nu r_PI, clip(nu) r_PI) over B_{t-1}            Eq. 11
 
-and, once K means are known, one optimizer step on J_PI comes before the base algorithm's. a_{t-1} are the base's
-attributions of the previous batch (of the responses that the base learnt from), nu the base's kind of ratio against the
-policy that sampled it.
+and, once K means are known, one optimizer step on J_PI precedes the base algorithm's step. a_{t-1} are the base's
+attributions of the previous batch (of the responses that the base trained on); nu is the base's ratio to the policy
+that sampled that batch.
 
-J_PI is abs(phi) times the surrogate of sign(phi) a_{t-1}. For phi > 0 this surrogate depends on the previous batch and
-the present weights alone: `foreseen` gives it before mu_t is known. For phi < 0 the clip bounds the other side.
+J_PI is abs(phi) times the surrogate of sign(phi) a_{t-1}. For phi > 0 this surrogate depends only on the previous batch
+and the current weights, so `foreseen` returns it before mu_t is known. For phi < 0 the clip bounds the other side.
 
-No step is made when phi is zero (also: std zero or not finite) or when every attribution is zero: Adam would move the
-weights by its momentum even with a zero gradient. A step in which the base does not touch the policy (PPO warming up
-its critic) is not remembered: there is nothing to verify.
+No step is made if phi is zero (also if the std is zero or not finite) or if every attribution is zero: Adam's momentum
+would move the weights even with a zero gradient. A step in which the base does not update the policy (PPO's critic
+warm-up) is not stored: there is nothing to verify.
 
-Sampling ahead (`staleness` n > 0), batch t comes from weights that are up to n steps older than those that learn from
-it, or from several versions. mu_t is still the mean over all of it, and what it says something about is the newest
-update that all of it has seen: the one that made the oldest version v that any response was begun with. So B_v is what
-step t verifies, with nu against the policy before the step on B_v; n + 1 batches are remembered, and with n = 0 that is
-B_{t-1}. Until a batch comes that has seen an update there is none to verify.
+With `staleness` n > 0, responses of batch t come from weights up to n steps older than the policy, possibly of several
+versions. Let v be the oldest version with which any response of the batch began. The update that made v is the newest
+one that affected the whole batch, so mu_t verifies that update, with nu relative to the policy before the step on B_v.
+The last n + 1 batches are stored; with n = 0, B_v is B_{t-1}. A batch that no update has affected verifies nothing.
 """
 
 import math
@@ -40,8 +39,8 @@ KEPT_SEQUENCES = {"group", "unit"}
 
 
 def improvement(mu: float, window: Tensor, bound: float) -> float:
-    """xi of Eq. 9, clipped to [-bound, bound]; 0 where the window's std is zero or anything is not finite."""
-    if window.min() == window.max():  # exact, where a computed std would be rounding noise
+    """xi of Eq. 9, clipped to [-bound, bound]; 0 if the window's std is zero or a value is not finite."""
+    if window.min() == window.max():  # a computed std would be rounding noise
         return 0.0
     std = window.double().std().item()
     xi = (mu - window.double().mean().item()) / std if std > 0 else 0.0
@@ -53,14 +52,14 @@ def rectified(xi: float, rectification: float) -> float:
     return xi if xi >= 0 else rectification * xi
 
 
-def made(batch: Batch, kept: list[Batch]) -> Batch | None:
-    """Of the batches that are kept, the one whose update made the weights that `batch` was sampled from."""
-    seen = batch.scalars.get("oldest_version", math.inf)  # a batch that does not say is on-policy
+def verified_batch(batch: Batch, kept: list[Batch]) -> Batch | None:
+    """The stored batch whose update made the oldest weights that sampled `batch`, or None."""
+    seen = batch.scalars.get("oldest_version", math.inf)  # without it the batch is on-policy
     return next((each for each in reversed(kept) if each.scalars.get("step", 0.0) <= seen), None)
 
 
 def _kept(state: State) -> list[Batch]:
-    """The previous batches, the newest last."""
+    """The stored batches, the newest last."""
     count = len({name.split(".")[1] for name in state if name.startswith("previous.")})
     return [Batch.from_state_dict(state, f"previous.{i}.") for i in range(count)]
 
@@ -103,19 +102,19 @@ class PIPO(PolicyObjective):
     def prepare(self, batch: Batch, state: State) -> Prepared:
         mu = batch.scalars["sampled_reward_sum"] / batch.scalars["sampled_count"]
         kept = _kept(state)
-        verified = made(batch, kept)
+        verified = verified_batch(batch, kept)
         update, metrics = self._verify(mu, state, verified)
         updates = []
         if update is not None:
             updates = [replace(update, foreseen=metrics["pipo/phi"] > 0 and verified is kept[-1])]
-        # Without a step in between, a base that is on-policy stays exactly what it is without this plug-in.
+        # Without a verification step, an on-policy base computes exactly what it computes without this plug-in.
         on_policy = not updates and "old_logprobs" not in self.base.needs
         base = self.base.prepare(batch.without_tokens("old_logprobs") if on_policy else batch, _part(state, "base."))
         base_state = {f"base.{k}": v for k, v in base.state.items()}
         if all(update.model != "actor" for update in base.updates):
             return Prepared(base.updates, state | base_state, base.metrics | {"pipo/mu": mu})
         previous = batch.with_tokens(attributions=self.improvement_attributions(batch))
-        previous = previous.only(KEPT_TOKENS, KEPT_SEQUENCES).select(self.base.taught(batch))
+        previous = previous.only(KEPT_TOKENS, KEPT_SEQUENCES).select(self.base.trained(batch))
         memory = torch.cat([state["mu"], torch.tensor([mu], dtype=torch.float64)])[-self.options.window :]
         state = {"mu": memory} | base_state
         for i, each in enumerate([*kept, previous][-self.staleness - 1 :]):
@@ -123,7 +122,7 @@ class PIPO(PolicyObjective):
         return Prepared([*updates, *base.updates], state, base.metrics | metrics)
 
     def _verify(self, mu: float, state: State, previous: Batch | None) -> tuple[Update | None, dict[str, float]]:
-        """The update on the previous batch, if there is one to make, and what the log says of it."""
+        """The update on the previous batch, or None, and its metrics."""
         if len(state["mu"]) < self.options.window:
             return None, {"pipo/mu": mu}
         xi = improvement(mu, state["mu"], self.options.xi_max)
@@ -142,7 +141,7 @@ class PIPO(PolicyObjective):
         return update, metrics
 
     def _verification(self, previous: Batch, phi: float) -> Update | None:
-        """The step on J_PI of a previous batch; None where phi or every attribution is zero."""
+        """The update on J_PI of a previous batch; None if phi or every attribution is zero."""
         attributions = previous.tokens["attributions"]
         if not phi or not attributions.any():
             return None
