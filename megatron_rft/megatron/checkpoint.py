@@ -25,6 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -220,6 +221,7 @@ class Checkpointer:
                     if not loading:
                         actor.optimizer.fill_in()
                     part = actor.optimizer.megatron.sharded_state_dict(chunks, is_loading=loading, metadata=metadata)
+                _skip_gathered_elsewhere(part)
                 if moments != "own":
                     add_prefix_for_sharding(part, f"{moments}.")
                 whole[f"{name}.optimizer.{moments}"] = part
@@ -237,6 +239,16 @@ class Checkpointer:
             for old in checkpoint_files.complete(self.folder)[: -self.keep]:
                 shutil.rmtree(old)
         parallel.barrier("checkpoint")
+
+
+def _skip_gathered_elsewhere(part: dict[Any, Any]) -> None:
+    """Marks an optimizer's state that another data-parallel rank has gathered and saves. Otherwise megatron-core warns
+    that the ranks differ."""
+    for key, value in part.items():
+        if key == "param_state" and value is None:
+            part[key] = LocalNonpersistentObject(None)
+        elif isinstance(value, dict):
+            _skip_gathered_elsewhere(value)
 
 
 def _write(write: Callable[..., None], folder: Path, rank: int, *arguments: Any) -> None:

@@ -122,7 +122,8 @@ def cut_off(run):
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, harm, told):
     """The run goes on from the one before and ends with the same numbers and weights."""
     recipe, out = write_recipe(tmp_path, run={"steps": 4}), tmp_path / "run"
-    assert train(recipe, "--nproc", "2")[0] == 0
+    status, output = train(recipe, "--nproc", "2")
+    assert status == 0 and "common state dict differs" not in output, output[-3000:]  # a warning of megatron-core
     before, weights = metrics(out), load_file(out / "export/model.safetensors")
     assert main(["checkpoints", str(out), "--verify"]) == 0
     assert capsys.readouterr().out.count("intact") == 2
