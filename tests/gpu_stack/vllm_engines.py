@@ -12,9 +12,9 @@ import megatron_rft.megatron  # noqa: F401
 from megatron_rft.config import Megatron
 from megatron_rft.inference.vllm import cpu_patches, draft_models, engine, weights
 from megatron_rft.megatron import parallel
-from tests.gpu_stack.sizes import SHAPE
+from tests.shapes import FOR_KERNELS
 
-CONFIG = Qwen3Config(**SHAPE, tie_word_embeddings=True)
+CONFIG = Qwen3Config(**FOR_KERNELS, tie_word_embeddings=True)
 
 
 def configurations(options: dict[str, dict]) -> None:

@@ -19,15 +19,15 @@ from megatron_rft.conversion.convert import Source, convert
 from megatron_rft.conversion.torch_dist import MegatronFolder, Unpickler
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
+from tests.shapes import SMALL
 
-SMALL = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
-HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+WITHOUT_HEAD_DIM = {name: size for name, size in SMALL.items() if name != "head_dim"}
 FAMILIES = {
-    "llama": LlamaConfig(**SMALL, **HEADS),
-    "qwen2": Qwen2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SMALL, **HEADS),
+    "llama": LlamaConfig(**SMALL),
+    "qwen2": Qwen2Config(**WITHOUT_HEAD_DIM, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SMALL),
     "qwen3_moe": Qwen3MoeConfig(
-        **SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[0]
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[0]
     ),
 }
 
@@ -90,7 +90,7 @@ def test_what_belongs_to_the_model_comes_along(source, megatron):
 def test_vllm_loads_it_and_gives_the_same_log_probs(tmp_path):
     if (reason := unusable()) is not None:
         pytest.skip(str(reason))
-    known_to_vllm = Qwen3Config(**SMALL, **HEADS | {"head_dim": 32})  # its CPU build has no attention for smaller heads
+    known_to_vllm = Qwen3Config(**SMALL | {"head_dim": 32})  # its CPU build has no attention for smaller heads
     source = write(tmp_path / "hf", known_to_vllm, torch.float32)
     convert(source, tmp_path / "megatron", "megatron")
     convert(Source(tmp_path / "megatron", "megatron", source.hf_config, source.path), tmp_path / "back", "hf")
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_architecture(megatron):
     assert "missing: decoder.layers.0.self_attention.linear_qkv.bias" in text
     assert "unexpected: decoder.layers.self_attention.q_layernorm.weight" in text
     assert "of another shape" in text and "config.json says" in text
-    deeper = Qwen3Config(**SMALL | {"num_hidden_layers": 3}, **HEADS)
+    deeper = Qwen3Config(**SMALL | {"num_hidden_layers": 3})
     assert "(2, 16), config.json says (3, 16)" in opened(megatron.path, deeper)
 
 

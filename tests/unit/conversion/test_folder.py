@@ -9,17 +9,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes, load_config
 from megatron_rft.utils.errors import DataError
+from tests.shapes import SMALL
 
-CONFIG = Qwen3Config(
-    vocab_size=10,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    tie_word_embeddings=True,
-)
+CONFIG = Qwen3Config(**SMALL, tie_word_embeddings=True)
 
 
 def write(path, **options):
@@ -43,7 +35,7 @@ def test_transformers_reads_what_is_written(tmp_path, shard_bytes):
 def test_a_folder_is_replaced_only_when_complete(tmp_path):
     write(tmp_path / "out")
     writer = FolderWriter(tmp_path / "out")
-    writer.add("model.norm.weight", torch.zeros(8))  # and then the process dies
+    writer.add("model.norm.weight", torch.zeros(16))  # and then the process dies
     assert HFFolder(tmp_path / "out", CONFIG)("model.norm.weight").mean() > 0
     write(tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -54,7 +46,7 @@ def test_the_tokenizer_and_generation_files_come_along(tmp_path):
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     (tmp_path / "source" / "notes.md").write_text("not ours")
     writer = FolderWriter(tmp_path / "out")
-    writer.add("model.norm.weight", torch.zeros(8, dtype=torch.bfloat16))
+    writer.add("model.norm.weight", torch.zeros(16, dtype=torch.bfloat16))
     writer.finish(CONFIG, tmp_path / "source")
     assert (tmp_path / "out" / "tokenizer.json").exists() and not (tmp_path / "out" / "notes.md").exists()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -67,16 +59,16 @@ def test_what_is_wrong_with_the_tensors_is_named(tmp_path):
     tensors = load_file(file)
     del tensors["model.layers.1.self_attn.q_norm.weight"]
     tensors["model.norm.weight"] = torch.zeros(9)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(8)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
     tensors["model.rotary_emb.inv_freq"] = torch.zeros(1)
-    tensors["lm_head.weight"] = torch.zeros(10, 8)
+    tensors["lm_head.weight"] = torch.zeros(11, 16)
     save_file(tensors, file)
     with pytest.raises(DataError) as error:
         HFFolder(tmp_path / "out", CONFIG)
     text = str(error.value)
     assert "1 missing: model.layers.1.self_attn.q_norm.weight" in text
     assert "1 unexpected: model.layers.0.self_attn.q_proj.bias" in text
-    assert "model.norm.weight (9,), config.json says (8,)" in text
+    assert "model.norm.weight (9,), config.json says (16,)" in text
 
 
 def test_no_folder_no_weights_and_pickles(tmp_path):

@@ -7,16 +7,9 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen
 from megatron_rft.conversion import Mapping, hf_shapes
 from megatron_rft.families import family_of
 from megatron_rft.utils.errors import DataError
+from tests.shapes import SMALL
 
-SMALL = dict(
-    vocab_size=10,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-)
+SIZES = SMALL | dict(hidden_size=8, intermediate_size=12, head_dim=2)
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, mlp_only_layers=[0])
 
 
@@ -46,17 +39,17 @@ MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, ml
     ],
 )
 def test_names_of_both_specs(name, expected):
-    assert Mapping(Qwen3MoeConfig(**SMALL, **MIXTURE)).hf_names(name) == expected
+    assert Mapping(Qwen3MoeConfig(**SIZES, **MIXTURE)).hf_names(name) == expected
 
 
 def test_a_tied_output_matrix_is_the_embedding():
-    mapping = Mapping(Qwen3Config(**SMALL, tie_word_embeddings=True))
+    mapping = Mapping(Qwen3Config(**SIZES, tie_word_embeddings=True))
     assert mapping.hf_names("output_layer.weight") == ["model.embed_tokens.weight"]
 
 
 def test_qkv_is_interleaved_by_query_group():
     """4 heads of 2 channels in 2 groups: q0 q1 k0 v0, then q2 q3 k1 v1."""
-    name, mapping = "decoder.layers.0.self_attention.linear_qkv.bias", Mapping(Qwen2Config(**SMALL))
+    name, mapping = "decoder.layers.0.self_attention.linear_qkv.bias", Mapping(Qwen2Config(**SIZES))
     q, k, v = torch.arange(8), torch.arange(100, 104), torch.arange(200, 204)
     whole = mapping.merge(name, [q, k, v])
     assert whole.tolist() == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
@@ -64,7 +57,7 @@ def test_qkv_is_interleaved_by_query_group():
 
 
 def test_gate_comes_before_up():
-    name, mapping = "decoder.layers.0.mlp.linear_fc1.weight", Mapping(LlamaConfig(**SMALL))
+    name, mapping = "decoder.layers.0.mlp.linear_fc1.weight", Mapping(LlamaConfig(**SIZES))
     gate, up = torch.zeros(12, 8), torch.ones(12, 8)
     whole = mapping.merge(name, [gate, up])
     assert whole[:12].sum() == 0 and whole[12:].sum() == 96
@@ -77,10 +70,10 @@ def test_shapes_are_those_of_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     for config in (
-        LlamaConfig(**SMALL, tie_word_embeddings=True),
-        Qwen2Config(**SMALL),
-        Qwen3Config(**SMALL),
-        Qwen3MoeConfig(**SMALL, **MIXTURE),
+        LlamaConfig(**SIZES, tie_word_embeddings=True),
+        Qwen2Config(**SIZES),
+        Qwen3Config(**SIZES),
+        Qwen3MoeConfig(**SIZES, **MIXTURE),
     ):
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
         with safe_open(tmp_path / config.model_type / "model.safetensors", "pt") as file:

@@ -10,16 +10,8 @@ from megatron_rft.config.sections import Megatron
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.utils.errors import ConfigError, DataError
+from tests.shapes import SMALL
 
-SMALL = dict(
-    vocab_size=11,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
 
 
