@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rft.config.vllm import installed
 from megatron_rft.plan.vllm import unusable
-from megatron_rft.utils.device import GPU_ENVIRONMENT, TRANSFORMER_ENGINE_INSTALL, has_cuda_device
+from megatron_rft.utils.device import GPU_ENVIRONMENT, TRANSFORMER_ENGINE_INSTALL, has_cuda_device, has_fused_gradients
 from megatron_rft.utils.exit_codes import FINISHED, USER_ERROR
 
 REQUIRED = (
@@ -166,15 +166,15 @@ def checks(cuda: bool) -> dict[str, str]:
 
 def used(cuda: bool, with_te: bool) -> dict[str, str]:
     """Return for each part of a run which implementation does it on this machine."""
-    fused = cuda and found("fused_weight_gradient_mlp_cuda")
-    fusion = "apex's kernel, with megatron.gradient_accumulation_fusion=true"
+    apexs = "apex's kernel, fused with the matrix products"
+    sums = apexs if cuda and has_fused_gradients() else "not fused with the matrix products (that needs apex)"
     return {
         "processes": "NCCL" if cuda else "gloo",
         "layers": "Transformer Engine" if with_te else "torch: scaled_dot_product_attention and RMSNorm",
         "norms": "Transformer Engine, fused" if with_te else "torch",
         "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
         "Adam": adam(cuda, with_te),
-        "gradient sums": fusion if fused else "not fused with the matrix products (that needs apex)",
+        "gradient sums": sums,
         "sampling": sampling(),
     }
 

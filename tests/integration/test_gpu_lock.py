@@ -1,7 +1,8 @@
-"""requirements-gpu.lock still holds every package that `. tools/setup_env.sh gpu` installs, for each supported Python.
+"""requirements-gpu.lock still holds every package that `. tools/setup_env.sh gpu,test,smollm2` installs, for each
+supported Python.
 
-pip resolves the extra `gpu` with the lock as constraints, from the packages' metadata: no wheel is downloaded. It takes
-about a minute for each Python. Skipped where the package index does not answer.
+pip resolves the extras `gpu`, `test` and `gguf` with the lock as constraints, from the packages' metadata: no wheel is
+downloaded. It takes about a minute for each Python. Skipped where the package index does not answer.
 """
 
 import json
@@ -70,10 +71,13 @@ def test_the_lock_resolves_again(python, tmp_path):
     }
 
 
-# What setup.py asks for with the extra gpu, a requirement on each line.
+# What setup.py asks for with these extras, a requirement on each line.
 REQUIREMENTS = """
 import os, sys, setuptools
 os.chdir(sys.argv[1])
-setuptools.setup = lambda **options: print("\\n".join(options["install_requires"] + options["extras_require"]["gpu"]))
+def setup(**options):
+    extras = (options["extras_require"][name] for name in ("gpu", "test", "gguf"))
+    print("\\n".join(sum(extras, options["install_requires"])))
+setuptools.setup = setup
 exec(compile(open("setup.py").read(), "setup.py", "exec"), {"__file__": os.path.abspath("setup.py")})
 """
