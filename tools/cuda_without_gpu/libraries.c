@@ -1,4 +1,4 @@
-// The libraries beside CUDA itself: matrix products do nothing, NCCL is of one rank, nothing is compiled.
+// The libraries beside CUDA itself and NCCL: matrix products do nothing, nothing is compiled.
 #include "machine.h"
 
 // ---- cuBLAS
@@ -67,83 +67,6 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *h, void *o, void *A, void *B, vo
                                           void *r, int *k) {
   memset(r, 0, 96);
   *k = 1;
-  return 0;
-}
-
-// ---- NCCL
-
-EXPORT int ncclGetVersion(int *v) {
-  *v = 22907;
-  return 0;
-}
-EXPORT int ncclGetUniqueId(void *u) {
-  memset(u, 7, 128);
-  return 0;
-}
-typedef struct {
-  char b[128];
-} id_t_;
-struct comm {
-  int n, r;
-};
-static int comm(void **c, int n, int r) {
-  struct comm *x = calloc(1, 4096);
-  x->n = n;
-  x->r = r;
-  *c = x;
-  return 0;
-}
-EXPORT int ncclCommInitRank(void **c, int n, id_t_ u, int r) { return comm(c, n, r); }
-EXPORT int ncclCommInitRankConfig(void **c, int n, id_t_ u, int r, void *k) { return comm(c, n, r); }
-EXPORT int ncclCommInitRankScalable(void **c, int n, int r, int m, void *u, void *k) { return comm(c, n, r); }
-EXPORT int ncclCommSplit(struct comm *c, int color, int key, void **o, void *k) { return comm(o, 1, 0); }
-EXPORT int ncclCommCount(struct comm *c, int *n) {
-  *n = c->n;
-  return 0;
-}
-EXPORT int ncclCommUserRank(struct comm *c, int *n) {
-  *n = c->r;
-  return 0;
-}
-EXPORT int ncclCommCuDevice(struct comm *c, int *n) {
-  *n = current_device;
-  return 0;
-}
-EXPORT int ncclCommGetAsyncError(void *c, int *e) {
-  *e = 0;
-  return 0;
-}
-EXPORT const char *ncclGetErrorString(int e) { return e ? "pretended NCCL error" : "no error"; }
-EXPORT const char *ncclGetLastError(void *c) { return ""; }
-static const int size_of[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-EXPORT int ncclAllReduce(const void *s, void *d, size_t n, int t, int op, void *c, void *st) {
-  if (s != d) memmove(d, s, n * size_of[t]);
-  return 0;
-}
-EXPORT int ncclReduce(const void *s, void *d, size_t n, int t, int op, int root, void *c, void *st) {
-  if (s != d) memmove(d, s, n * size_of[t]);
-  return 0;
-}
-EXPORT int ncclBroadcast(const void *s, void *d, size_t n, int t, int root, void *c, void *st) {
-  if (s != d) memmove(d, s, n * size_of[t]);
-  return 0;
-}
-EXPORT int ncclAllGather(const void *s, void *d, size_t n, int t, struct comm *c, void *st) {
-  size_t b = n * size_of[t];
-  if ((char *)d + b * c->r != s) memmove((char *)d + b * c->r, s, b);
-  return 0;
-}
-EXPORT int ncclReduceScatter(const void *s, void *d, size_t n, int t, int op, struct comm *c, void *st) {
-  size_t b = n * size_of[t];
-  if ((const char *)s + b * c->r != d) memmove(d, (const char *)s + b * c->r, b);
-  return 0;
-}
-EXPORT int ncclMemAlloc(void **p, size_t n) {
-  *p = take(n, DEVICE);
-  return 0;
-}
-EXPORT int ncclMemFree(void *p) {
-  give_back(p);
   return 0;
 }
 

@@ -41,7 +41,7 @@ def exported(library: Path) -> set[str]:
 
 
 def main(site: Path) -> None:
-    source = "".join(Path(name).read_text() for name in ("runtime.c", "driver.c", "libraries.c"))
+    source = "".join(Path(name).read_text() for name in ("runtime.c", "driver.c", "libraries.c", "nccl.c"))
     written = set(re.findall(r"\b((?:__)?(?:cuda|cublas|nccl|nvml|nvrtc|cu)[A-Za-z0-9_]+)\(", source))
     names = {n for path, start in LIBRARIES.items() for n in exported(site / path) if re.match(start, n)}
     header = (site / "nvidia/cu13/include/cuda.h").read_text()
