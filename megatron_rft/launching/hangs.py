@@ -24,7 +24,8 @@ from megatron_rft.utils.position import Position, read, read_node
 from megatron_rft.utils.processes import children
 
 LOOK_S, WRITE_S = 1.0, 5.0
-STACKS_S = 3.0  # that processes have to write their stacks
+STACKS_S = 20.0  # at most, for processes to write their stacks
+SETTLED_S = 1.5  # a stack that has not grown for so long is whole
 SHORTEST_S = 300.0  # an automatic limit is never below
 TIMES_LONGEST = 10.0
 LEARNED_STEPS = 3  # steps after which the longest pauses count
@@ -156,12 +157,16 @@ class Watch:
         return found
 
     def _ask_for_stacks(self) -> None:
-        for position in self._positions.values():
+        """Ask this node's ranks and their processes, and wait until all have written. A stopped process cannot."""
+        folder, asked = stack_folder(self.folder), []
+        for rank, position in self._positions.items():
             for pid in (position.pid, *descendants(position.pid)):
-                if catches(pid, signal.SIGUSR2):
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGUSR2)
-        time.sleep(STACKS_S)
+                if not catches(pid, signal.SIGUSR2) or process_state(pid) in STOPPED_STATES:
+                    continue
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGUSR2)
+                    asked.append(folder / (f"rank_{rank}.stack" if pid == position.pid else f"engine_{pid}.stack"))
+        wait_until_written([path for path in asked if path.exists()])
 
     def _write_report(self, found: Diagnosis, states: list[RankState]) -> None:
         parts = [f"The run hangs: {found.sentence}.", "", *describe(states)]
@@ -171,6 +176,16 @@ class Watch:
         path = self.folder / time.strftime("hang_%Y%m%d_%H%M%S.txt")
         with contextlib.suppress(OSError):
             write_atomically(path, "\n".join(parts) + "\n")
+
+
+def wait_until_written(stacks: list[Path]) -> None:
+    deadline, before = time.monotonic() + STACKS_S, None
+    while time.monotonic() < deadline:
+        time.sleep(SETTLED_S)
+        sizes = [path.stat().st_size for path in stacks]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
 
 
 def ranks_of(node: dict) -> list[RankState]:

@@ -185,6 +185,15 @@ CHARTS = (
         ("training/mfu", "MFU"),
         floor=0,
     ),
+    chart(
+        "Slowest rank",
+        "seconds per step",
+        "Seconds that the slowest rank and the median rank work, without waits for other ranks. The page's head names "
+        "a rank that is often slow.",
+        ("ranks/work_slowest", "slowest"),
+        ("ranks/work_median", "median"),
+        floor=0,
+    ),
     chart("Memory peak", "GiB", "Peak memory of rank 0.", ("memory/peak_gib", "peak"), floor=0),
 )
 

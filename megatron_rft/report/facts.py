@@ -1,10 +1,14 @@
 """Computes the top of the page: the headline numbers of a group of runs, and the main options of its recipe."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rft.report.groups import Group, mean_and_error
 from megatron_rft.report.runs import Run
+from megatron_rft.tracking.progress import slow_rank
+
+SLOW_STEPS = 10  # of a rank that the page names
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Number:
 
 def headline(group: Group) -> list[Number]:
     """Return the headline numbers of a group, the most important first."""
-    found = [accuracy(group), reward(group), *pace(group)]
+    found = [accuracy(group), reward(group), *pace(group), straggler(group)]
     return [number for number in found if number is not None]
 
 
@@ -83,6 +87,14 @@ def pace(group: Group) -> list[Number]:
     if skipped:
         found.append(Number("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
     return found
+
+
+def straggler(group: Group) -> Number | None:
+    """Return the rank that was slow in the most steps, if there are `SLOW_STEPS` of them."""
+    steps = [record for run in group.runs for record in run.curves.records if "ranks/slowest" in record]
+    slow = Counter(int(record["ranks/slowest"]) for record in steps if slow_rank(record))
+    rank, count = max(slow.items(), key=lambda item: item[1], default=(0, 0))
+    return Number("slowest rank", str(rank), f"slow in {count} of {len(steps)} steps") if count >= SLOW_STEPS else None
 
 
 def _range(values: list[int]) -> str:

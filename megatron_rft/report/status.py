@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rft.report.runs import METRICS, RECIPE, Run, read
 from megatron_rft.tracking.notes import NOTES_FILE, read_notes
-from megatron_rft.tracking.progress import SHOWN, accuracy, clock_time, phase_seconds
+from megatron_rft.tracking.progress import SHOWN, accuracy, clock_time, phase_seconds, slow_rank
 from megatron_rft.utils.checkpoint_files import complete
 from megatron_rft.utils.errors import UserError
 from megatron_rft.utils.position import read_nodes
@@ -61,6 +61,8 @@ def _numbers(run: Run) -> list[str]:
     found = ["  ".join(shown)] if shown else []
     if seconds := phase_seconds(last):
         found.append("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
+    if slow := slow_rank(last):
+        found.append(slow)
     evaluated = [record for record in run.curves.records if record.get("evaluation/pass@1") is not None]
     if evaluated:
         found.append(f"last evaluation, step {evaluated[-1]['step']}: pass@1 {accuracy(evaluated[-1])}")

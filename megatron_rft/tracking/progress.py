@@ -34,6 +34,7 @@ SHOWN = (
 TREND = ("reward/mean", "policy/loss")
 BLOCKS = "▁▂▃▄▅▆▇█"
 PACE_STEPS = 20  # steps whose mean time predicts the time left
+SLOWER = 1.2  # a rank that works longer than this multiple of the median is slow
 
 
 class Progress(Protocol):
@@ -65,6 +66,14 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     phases.pop("step", None)
     return dict(sorted(phases.items(), key=lambda item: -item[1]))
+
+
+def slow_rank(metrics: Mapping[str, float]) -> str | None:
+    """Return the rank that was slow in a step as `slowest rank 3: 1.5 s, median 1.0`; None if there is none."""
+    slowest, median = metrics.get("ranks/work_slowest"), metrics.get("ranks/work_median")
+    if slowest is None or median is None or slowest <= SLOWER * median:
+        return None
+    return f"slowest rank {metrics['ranks/slowest']:.0f}: {slowest:.1f} s, median {median:.1f}"
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -118,6 +127,8 @@ class PlainProgress:
         if "seconds/step" in metrics:
             longest = ", ".join(f"{name} {value:.1f}" for name, value in list(phase_seconds(metrics).items())[:3])
             parts.append(f"{metrics['seconds/step']:.1f} s ({longest})")
+        if (slow := slow_rank(metrics)) is not None:
+            parts.append(slow)
         if (left := self._pace.left()) is not None:
             parts.append(f"left {clock_time(left)}")
         print("  ".join(parts), flush=True)
@@ -217,6 +228,8 @@ class RichProgress:
         )
         for name, value in phases.items():
             line.append(f"  {name} ", "dim").append(f"{value:.1f}")
+        if (slow := slow_rank(self._metrics)) is not None:
+            line.append(f"  {slow}", "yellow")
         return line
 
     def _draw_example(self) -> Text | None:

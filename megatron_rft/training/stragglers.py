@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rft.megatron import parallel
+from megatron_rft.tracking.progress import SLOWER
 
 PHASES = ("generation", "reward", "refine", "logprobs", "training", "verification", "sync", "evaluation", "other")
-SLOWER = 1.2  # than the median
 STEPS = 10  # in a row
 
 

@@ -3,12 +3,15 @@ rank 1 when it enters the phase training of step 2.
 
 stop: SIGSTOP. loop: an endless loop. other: a barrier that no other rank calls. engine: SIGSTOP of its engine process.
 grader: its reward never ends.
+
+The launcher judges only once the rank hangs (MARK exists), so that pauses of a busy machine before that do not count.
 """
 
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,12 +19,14 @@ from megatron_rft.commands import main
 from megatron_rft.commands.parser import parse
 from megatron_rft.config import load
 from megatron_rft.launching import ranks
+from megatron_rft.launching.hangs import Pauses
 from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.utils.position import Here, here
 from tests.integration.engine_process import engine
 
 rank, phase, step, kind = os.environ["HANG"].split()
-enter, score = Here.enter, Sampler._score
+enter, score, limit = Here.enter, Sampler._score, Pauses.limit
+MARK = "HANG_MARK"  # environment variable: the file that the hanging rank makes
 
 
 def loop() -> None:
@@ -30,6 +35,7 @@ def loop() -> None:
 
 
 def hang() -> None:
+    Path(os.environ[MARK]).touch()
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "loop":
@@ -49,8 +55,13 @@ def entering(self: Here, name: str) -> None:
 
 def scoring(self: Sampler, *arguments):
     if os.environ["RANK"] == rank and here._record.step >= int(step):
+        Path(os.environ[MARK]).touch()
         loop()
     return score(self, *arguments)
+
+
+def limit_of_a_hang(self: Pauses, phase: str, step: int) -> float:
+    return limit(self, phase, step) if Path(os.environ[MARK]).exists() else float("inf")
 
 
 def launch() -> int:
@@ -58,6 +69,8 @@ def launch() -> int:
     recipe = load(args.recipe, args.overrides)
     command = [sys.executable, __file__, "train", args.recipe, *args.overrides]
     os.makedirs(recipe.run.output_dir, exist_ok=True)
+    os.environ[MARK] = os.path.join(recipe.run.output_dir, "hangs")
+    Pauses.limit = limit_of_a_hang
     return ranks.launch(command, args.nproc, recipe.run.output_dir, faults=recipe.faults)
 
 

@@ -57,6 +57,14 @@ def test_plain_lines(capsys):
     assert note == "saved [step 12]"
 
 
+def test_both_name_a_slow_rank(capsys):
+    slow = STEP | {"ranks/slowest": 3.0, "ranks/work_slowest": 1.5, "ranks/work_median": 1.2}
+    for metrics, told in ((slow, True), (slow | {"ranks/work_slowest": 1.4}, False), (STEP, False)):
+        PlainProgress(200).log(1, metrics)
+        for screen in (capsys.readouterr().out, shown([STEP, metrics])):
+            assert ("slowest rank 3: 1.5 s, median 1.2" in screen) == told
+
+
 def shown(step_metrics: list[dict], width: int = 100) -> str:
     """What stands on the screen in the end, without the terminal's codes."""
     screen = io.StringIO()
