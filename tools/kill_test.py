@@ -1,51 +1,86 @@
-"""Kills a run with SIGKILL at random moments until it is done, and compares it with a run that nothing happened to.
+"""Kills runs with SIGKILL at random moments until they are done, and compares each with a run that nothing happened to.
 
-    python tools/kill_test.py RECIPE --kills 10 [--out FOLDER] [--nproc N] [--seed S] [section.option=value ...]
+    PYTHONPATH=. python tools/kill_test.py RECIPE [--kills 10] [--nproc N] [--seed S] [section.option=value ...]
+    PYTHONPATH=. python tools/kill_test.py tiny [--only TEXT] [--kills 10] ...     every algorithm, in a tiny recipe
 
 The exported weights must be equal to the last bit, and so must every number in metrics.jsonl that no clock makes. The
-exit status is 1 where they are not. A kill comes at a random time after a start, up to the time that the undisturbed
-run took; where a start reaches the end before its kill, the last checkpoint is removed, so that the next one has
+exit status is 1 where they are not. A kill comes at a random time after a start, up to the time of the undisturbed run;
+where a start reaches the end before its kill, the export and the last checkpoint are removed, so that the next one has
 something to do.
 """
 
 import argparse
-import contextlib
-import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-CLOCKS = ("seconds/", "memory/", "ranks/", "time")
-CLOCK_NAMES = ("tokens/per_second", "training/mfu", "rollout/", "sync/seconds", "faults/engine_restarts")
+import yaml
+
+from tests.integration import test_constraint, test_offline, test_online_algorithms
+from tests.integration.test_kill_and_resume import numbers
+from tests.integration.tiny import ROOT, kill, start, train, write_recipe
+from tests.unit.test_docs import files_of
+
+STEPS = 12
+PIPO = test_online_algorithms.PIPO
+OFFLINE = ("fpa", "off_rl", "dpo", "rpo", "ipo", "simpo", "simper", "kto", "a_star_po", "rft")
+ONLINE = (
+    {f"{name} with PIPO": sections for name, sections in test_online_algorithms.CLOSED.items()}
+    | test_online_algorithms.OTHERS
+    | {
+        "grpo with PIPO, generating ahead": {
+            "algorithm": {"name": "grpo"},
+            "pipo": PIPO,
+            "rollout": {"staleness": 1, "placement": "process"},
+        },
+        "dapo with PIPO and a dynamic constraint": test_constraint.SECTIONS,
+        "own": {"algorithm": {"name": "own", "objective": "gentle.py:Gentle", "negative": 0.25}},
+    }
+)
 
 
-def start(arguments: argparse.Namespace, out: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megatron_rft", "train", arguments.recipe, *arguments.overrides]
-    command += [f"run.output_dir={out}", *(["--nproc", str(arguments.nproc)] if arguments.nproc > 1 else [])]
-    log = out.with_suffix(".log").open("ab")
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+def tiny_recipes(folder: Path, only: str) -> Iterator[tuple[str, Path]]:
+    """(name, recipe) of every algorithm in the README's table, with the model and the data that it reads."""
+    for name, sections in ONLINE.items():
+        if only not in name:
+            continue
+        place = folder / name.replace(" ", "_")
+        place.mkdir()
+        files_of(ROOT / "docs/own_algorithm.md", place)
+        (place / "refine.txt").write_text("{question}{response}\n")
+        sections = {key: dict(value) for key, value in sections.items()} | {"run": {"steps": STEPS, "seed": 3}}
+        if "constraint" in sections:
+            sections["constraint"]["template"] = str(place / "refine.txt")
+        if name == "own":
+            sections["algorithm"]["objective"] = f"{place}/gentle.py:Gentle"
+        yield name, test_online_algorithms.recipe_of(place, sections)
+    if only in "sft":
+        yield "sft", sft_recipe(folder / "sft")
+    offline = [name for name in OFFLINE if only in name]
+    if offline:
+        (folder / "offline").mkdir()
+        store = test_offline.make_store(folder / "offline")
+    for name in offline:
+        recipe = test_offline.OFFLINE | {"algorithm": {"name": name, "batch_sequences": 16}}
+        test_offline.write(store, name, recipe, "store", name)
+        yield name, store / f"{name}.yaml"
 
 
-def numbers(out: Path) -> list[dict]:
-    """The lines of the log without what a clock makes."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{n: v for n, v in line.items() if not n.startswith((*CLOCKS, *CLOCK_NAMES))} for line in lines]
+def sft_recipe(folder: Path) -> Path:
+    folder.mkdir()
+    path = write_recipe(folder, trainer="sft", run={"steps": STEPS})
+    recipe = yaml.safe_load(path.read_text())
+    recipe |= {"algorithm": {"name": "sft", "batch_sequences": 8}, "rollout": {"max_response_tokens": 8}}
+    path.write_text(yaml.safe_dump(recipe))
+    return path
 
 
 def export(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((out / "export").glob("*.safetensors"))}
-
-
-def kill(process: subprocess.Popen) -> None:
-    """The process and its ranks, each of which leads a session and dies with the first."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def undo_the_end(out: Path) -> None:
@@ -56,47 +91,67 @@ def undo_the_end(out: Path) -> None:
         shutil.rmtree(checkpoints[-1])
 
 
-def disturb(arguments: argparse.Namespace, out: Path, longest: float) -> None:
-    moments = random.Random(arguments.seed)
-    for number in range(1, arguments.kills + 1):
-        process, after = start(arguments, out), moments.uniform(0, longest)
-        try:
-            process.wait(timeout=after)
-            told = f"had ended with status {process.returncode}"
-            undo_the_end(out)
-        except subprocess.TimeoutExpired:
-            kill(process)
-            log = out / "metrics.jsonl"
-            told = f"killed after {after:.1f} s, in step {len(log.read_text().splitlines()) if log.is_file() else 0}"
-        print(f"{number:3} of {arguments.kills}: {told}", flush=True)
+class Case:
+    """One recipe: the undisturbed run, the kills, and the comparison."""
 
+    def __init__(self, recipe: Path, out: Path, options: argparse.Namespace):
+        self.recipe, self.calm, self.killed, self.options = recipe, out / "undisturbed", out / "killed", options
+        self.arguments = [*options.overrides, *(["--nproc", str(options.nproc)] if options.nproc > 1 else [])]
+        self.forked = options.recipe == "tiny"
+        self.moments = random.Random(options.seed)
 
-def finish(arguments: argparse.Namespace, out: Path) -> float:
-    """Run to the end; seconds."""
-    begin = time.monotonic()
-    if status := start(arguments, out).wait():
-        sys.exit(f"status {status}: {out.with_suffix('.log')}")
-    return time.monotonic() - begin
+    def finish(self, out: Path) -> float:
+        """Run to the end; seconds."""
+        begin = time.monotonic()
+        status, output = train(self.recipe, *self.arguments, f"run.output_dir={out}", forked=self.forked)
+        if status:
+            sys.exit(f"{self.recipe}: status {status}\n{output[-3000:]}")
+        return time.monotonic() - begin
+
+    def disturb(self, longest: float) -> list[str]:
+        """Start the run and kill it, as often as was asked for. What each start had come to."""
+        told = []
+        for _ in range(self.options.kills):
+            process = start(self.recipe, *self.arguments, f"run.output_dir={self.killed}", forked=self.forked)
+            try:
+                output = process.communicate(timeout=self.moments.uniform(0, longest))[0]
+                assert process.returncode == 0, output[-3000:]
+                told.append("end")
+                undo_the_end(self.killed)
+            except subprocess.TimeoutExpired:
+                kill(process)
+                process.communicate()
+                log = self.killed / "metrics.jsonl"
+                told.append(str(len(log.read_text().splitlines())) if log.is_file() else "start")
+        return told
+
+    def run(self) -> tuple[bool, str]:
+        told = self.disturb(self.finish(self.calm))
+        self.finish(self.killed)
+        weights, log = export(self.calm) == export(self.killed), numbers(self.calm) == numbers(self.killed)
+        verdict = f"weights {'equal' if weights else 'DIFFER'}, log {'equal' if log else 'DIFFERS'}"
+        return weights and log, f"{verdict}; lines of the log at each kill: {' '.join(told)}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("recipe")
+    parser.add_argument("recipe", help="a file, or `tiny` for a tiny recipe of every algorithm")
     parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--only", default="", help="of the tiny recipes: those whose name has this text")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/kill_test"))
-    arguments = parser.parse_intermixed_args()
-    calm, killed = arguments.out / "undisturbed", arguments.out / "killed"
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    arguments.out.mkdir(parents=True)
-    longest = finish(arguments, calm)
-    disturb(arguments, killed, longest)
-    finish(arguments, killed)
-    weights, log = export(calm) == export(killed), numbers(calm) == numbers(killed)
-    print(f"{arguments.kills} kills: weights {'equal' if weights else 'DIFFER'}, log {'equal' if log else 'DIFFERS'}")
-    return int(not (weights and log))
+    options = parser.parse_intermixed_args()
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    recipes = tiny_recipes(options.out.resolve(), options.only) if options.recipe == "tiny" else None
+    failed = 0
+    for name, recipe in recipes or [(Path(options.recipe).stem, Path(options.recipe))]:
+        equal, told = Case(recipe, options.out.resolve() / f"{name.replace(' ', '_')}.runs", options).run()
+        failed += not equal
+        print(f"{name:40} {options.kills} kills: {told}", flush=True)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,11 @@ def generate(recipe: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("offline"))
+
+
+def make_store(folder: Path) -> Path:
     """A model, recipes, and a whole store made by two workers."""
-    folder = tmp_path_factory.mktemp("offline")
     write_model(folder / "model")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")

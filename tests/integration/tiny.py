@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -82,13 +83,14 @@ def start(
     command: str = "train",
     program: tuple[str, ...] = PROGRAM,
     forked: bool = True,
+    stdout: int | IO = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.Popen:
     """`megatron-rft train`, in a process group of its own: from the fork server, or as a user starts it."""
     return (Forked if forked else subprocess.Popen)(
         [sys.executable, *program, command, str(recipe), *arguments],
         env=os.environ | ENVIRONMENT | environment,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
