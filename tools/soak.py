@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tools/soak.py RECIPE [--every 200] [--nproc 2] [--out FOLDER] [section.option=value ...]
 
-Every `--every` steps the next of EVENTS happens, and the same command goes on. The exported weights and the log, but for
+Every `--every` steps the next of EVENTS happens, and the same command goes on. The exported weights and the log without
 what a clock makes, must equal those of the undisturbed run, and no process, shared memory or temporary file may be left
 behind. Memory, file handles, threads and processes of the undisturbed run may not grow after `--from-step`; memory may
 by 5%. The exit status is 1 where anything of this fails. Only root can mount the full and the read-only disk.
