@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from functools import cache
@@ -183,6 +184,7 @@ def become(command: list[str], environment: dict[str, str]) -> None:
     """Run `python -m MODULE ...` or `python SCRIPT ...` in this process."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # as in a new interpreter, it follows TMPDIR
     subprocess.Popen = ForkedHere
     for folder in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:

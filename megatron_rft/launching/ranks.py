@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
-from megatron_rft.utils.files import write_atomically
+from megatron_rft.utils.files import temporary_folder, write_atomically
 from megatron_rft.utils.position import STACKS, here, write_stacks_on_signal
 from megatron_rft.utils.processes import die_with, reserved_port
 
@@ -107,16 +108,16 @@ def launch(
     node = node or Node()
     ranks: list[Rank] = []
     watch = Watch(ranks_folder(output_dir), node, faults or Faults())
-    with _forward_signals(ranks) as forwarded, reserved_port() as free:
+    with _forward_signals(ranks) as forwarded, reserved_port() as free, temporary_folder() as temporary:
         try:
             if job is not None:
                 job.begin()
-            port = node.port or free.getsockname()[1]
+            environment = _environment(nproc, node, node.port or free.getsockname()[1], temporary)
             for local in range(nproc):
                 number = node.index * nproc + local
                 for file in (ranks_folder(output_dir) / f"rank_{number}.json", position_file(watch.folder, number)):
                     file.unlink(missing_ok=True)
-                ranks.append(Rank(number, _start(command, number, local, nproc, node, port)))
+                ranks.append(Rank(number, _start(command, environment, number, local)))
                 if forwarded:  # a signal came while ranks were being started
                     _send(ranks[-1:], forwarded[-1])
             elsewhere = _watch(ranks, job, watch)
@@ -170,19 +171,30 @@ def _conclude_job(job: Job, status: int) -> int:
     return status
 
 
-def _start(command: list[str], rank: int, local: int, nproc: int, node: Node, port: int) -> subprocess.Popen:
+def _environment(nproc: int, node: Node, port: int, temporary: Path) -> dict[str, str]:
+    """What all ranks of this node have in common."""
+    threads = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # else the ranks' threads compete for processors
+    # vLLM leaves sockets and files among the temporary ones when it is killed. A compiler's cache is for later runs.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
+    return (
+        threads
+        | cache
+        | os.environ
+        | {
+            "TMPDIR": str(temporary),
+            "WORLD_SIZE": str(nproc * node.count),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": node.address,
+            "MASTER_PORT": str(port),
+            PARENT: str(os.getpid()),
+        }
+    )
+
+
+def _start(command: list[str], environment: dict[str, str], rank: int, local: int) -> subprocess.Popen:
     """Start a rank in its own session, so that Ctrl-C reaches it only through this process."""
-    environment = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # else the ranks' threads compete for processors
-    environment |= os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(nproc * node.count),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": node.address,
-        "MASTER_PORT": str(port),
-        PARENT: str(os.getpid()),
-    }
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+    numbers = {"RANK": str(rank), "LOCAL_RANK": str(local)}
+    return subprocess.Popen(command, env=environment | numbers, start_new_session=True)
 
 
 @contextlib.contextmanager

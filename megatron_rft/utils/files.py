@@ -1,6 +1,11 @@
-"""Atomic writes, for files that another process may read, or that a full disk must not leave incomplete."""
+"""Atomic writes, for files that another process may read, or that a full disk must not leave incomplete, and temporary
+folders that outlive no process."""
 
+import contextlib
+import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,3 +30,31 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
 def write_atomically(path: Path, content: str | bytes, sync: bool = False) -> None:
     with replacing(path, sync) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a folder beside other temporary files, and remove it at the end. Removes those of killed processes first: a
+    process locks its own."""
+    root = Path(tempfile.gettempdir())
+    for other in root.glob("megatron_rft_????????.tmp"):
+        with contextlib.suppress(OSError), locked(other):  # OSError: it is in use, another user's, or gone
+            shutil.rmtree(other, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=".megatron_rft_", suffix=".tmp"))
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it after a kill
+            stack.enter_context(locked(new))
+        folder = new.rename(root / new.name.removeprefix("."))  # locked before anybody finds it
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where another process holds the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Ends child processes with their parent, and reserves free ports."""
+"""Ends child processes with their parent, removes the shared memory that they leave, and reserves free ports."""
 
 import contextlib
 import ctypes
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
 REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # followed by the parent's pid and a command
 
 
@@ -24,7 +25,7 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 def reaper(parent: int, command: list[str]) -> int:
     """Run a command, and kill all processes that it started when it ends, on SIGTERM, and when `parent` ends. Returns
-    the command's status."""
+    the command's status. Removes vLLM's shared memory that these processes used."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
     signal.signal(signal.SIGTERM, _leave)
@@ -33,13 +34,26 @@ def reaper(parent: int, command: list[str]) -> int:
         return subprocess.Popen(command).wait()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        shared: set[str] = set()
         while found := children(os.getpid()):
+            shared |= {path for pid in found for path in shared_memory(pid)}
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             for pid in found:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
+        for path in shared:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Paths of vLLM's shared memory that a process has mapped: Python's, and that of its ranks on CPUs."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        return {path for line in lines if (path := line.partition("/")[1] + line.partition("/")[2]).startswith(SHARED)}
+    return set()
 
 
 def _leave(number: int, _frame: object) -> None:

@@ -73,3 +73,23 @@ def test_a_reaper_leaves_nobody_behind_however_often_it_is_told(tmp_path):
         reaper.send_signal(signal.SIGTERM)
     assert reaper.wait(timeout=120) == 128 + signal.SIGTERM
     assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_reaper_removes_shared_memory(tmp_path):
+    """Python's own clean-up is a process that the reaper kills as well."""
+    script = (
+        "import time, pathlib; from multiprocessing.shared_memory import SharedMemory as S; m = S(create=True, size=9);"
+        "pathlib.Path('new').write_text(m.name); pathlib.Path('new').rename('name'); time.sleep(600)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*REAPER, str(os.getpid()), sys.executable, "-c", script]
+    reaper = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    name, deadline = tmp_path / "name", time.monotonic() + 120
+    while not name.exists():
+        assert time.monotonic() < deadline and reaper.poll() is None
+        time.sleep(0.02)
+    shared = Path("/dev/shm") / name.read_text()
+    assert shared.exists()
+    reaper.send_signal(signal.SIGTERM)
+    assert reaper.wait(timeout=120) == 128 + signal.SIGTERM
+    assert not shared.exists()

@@ -1,0 +1,39 @@
+"""Temporary folders that outlive no process."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_rft.utils.files import temporary_folder
+
+HOLD = """
+from megatron_rft.utils.files import temporary_folder
+with temporary_folder() as folder:
+    print(folder, flush=True)
+    input()
+"""
+
+
+def hold(root: Path) -> tuple[subprocess.Popen, Path]:
+    """A process and its temporary folder."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(root)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", HOLD], env=environment, text=True, **pipes)
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_killed_process_leaves_one_until_the_next_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "megatron_rft_notes").mkdir()
+    (killed, left), (alive, held) = hold(tmp_path), hold(tmp_path)
+    with killed, alive:
+        (left / "a socket").touch()
+        killed.kill()
+        killed.wait()
+        assert left.parent == held.parent == tmp_path and left.is_dir()
+        with temporary_folder() as own:
+            assert {path for path in tmp_path.iterdir() if path.suffix} == {held, own}
+        alive.communicate("\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron_rft_notes"]
