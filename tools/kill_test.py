@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -86,6 +87,10 @@ def last_step(run: Path) -> int:
     return max(len(log.read_bytes().splitlines()) - 1, 0) if log.is_file() else 0
 
 
+def reached(run: Path, step: int) -> bool:
+    return last_step(run) >= step
+
+
 def undo_the_end(out: Path) -> None:
     """Make a finished run one that was killed before its last checkpoint."""
     shutil.rmtree(out / "export", ignore_errors=True)
@@ -117,7 +122,7 @@ class Case:
         for _ in range(self.options.kills):
             process = start(self.recipe, *self.arguments, f"run.output_dir={self.killed}", forked=self.forked)
             step = self.moments.randrange(last["step"])
-            if wait_until(lambda: last_step(self.killed) >= step, process):  # noqa: B023: it is called at once
+            if wait_until(partial(reached, self.killed, step), process):
                 time.sleep(self.moments.uniform(0, pause))
             kill(process)
             process.communicate()
