@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -33,18 +34,18 @@ NOWHERE = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}  #
 
 
 class Soak:
-    """`out` gets the runs, their output, and the folder for temporary files of all their processes."""
+    """`out` gets the runs and their output. Their processes have a folder for temporary files, which must end empty."""
 
     def __init__(self, recipe: Path, arguments: list[str], out: Path, nproc: int = 2, forked: bool = False):
         self.recipe, self.out, self.forked = recipe, out, forked
         self.look_s = 0.1 if forked else 0.5
         self.arguments = [*arguments, "--nproc", str(nproc)]
-        self.temporary, self.clock = out / "tmp", out / "clock"
+        self.temporary, self.clock = Path(tempfile.mkdtemp(prefix="soak")), out / "clock"
         self.environment = {"TMPDIR": str(self.temporary), "CLOCK": str(self.clock)}
         self.seen: dict[int, str] = {}  # pid -> when it was started
         self.shared: set[str] = set()  # files in /dev/shm that these processes have mapped
         shutil.rmtree(out, ignore_errors=True)
-        self.temporary.mkdir(parents=True)
+        out.mkdir(parents=True)
 
     def start(self, run: Path) -> subprocess.Popen:
         options = [*self.arguments, f"run.output_dir={run}"]
@@ -96,7 +97,9 @@ class Soak:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
-        return [*alive, *filter(os.path.exists, sorted(self.shared)), *map(str, sorted(self.temporary.iterdir()))]
+        found = [*alive, *filter(os.path.exists, sorted(self.shared)), *map(str, sorted(self.temporary.iterdir()))]
+        shutil.rmtree(self.temporary)
+        return found
 
 
 # ---- what happens

@@ -33,6 +33,7 @@ from megatron_rft.utils.processes import die_with, reserved_port
 EXIT_TIMEOUT_S = 10.0  # time for the other ranks to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 CAUGHT = (*STOPPING, signal.SIGINT)
+LONGEST_TMPDIR = 60  # characters: the path of a socket has at most 107
 PARENT = "MEGATRON_RFT_LAUNCHER"  # environment variable of ranks: the pid of the launcher
 
 
@@ -176,19 +177,10 @@ def _environment(nproc: int, node: Node, port: int, temporary: Path) -> dict[str
     threads = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # else the ranks' threads compete for processors
     # vLLM leaves sockets and files among the temporary ones when it is killed. A compiler's cache is for later runs.
     cache = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
-    return (
-        threads
-        | cache
-        | os.environ
-        | {
-            "TMPDIR": str(temporary),
-            "WORLD_SIZE": str(nproc * node.count),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": node.address,
-            "MASTER_PORT": str(port),
-            PARENT: str(os.getpid()),
-        }
-    )
+    folder = {"TMPDIR": str(temporary)} if len(str(temporary)) <= LONGEST_TMPDIR else {}
+    ranks = {"WORLD_SIZE": str(nproc * node.count), "LOCAL_WORLD_SIZE": str(nproc), PARENT: str(os.getpid())}
+    main = {"MASTER_ADDR": node.address, "MASTER_PORT": str(port)}
+    return threads | cache | os.environ | folder | ranks | main
 
 
 def _start(command: list[str], environment: dict[str, str], rank: int, local: int) -> subprocess.Popen:

@@ -18,14 +18,15 @@ def jumped() -> float:
     return now() + (float(ahead.read_text()) if ahead.exists() else 0.0)
 
 
-def launch() -> int:
-    """The ranks run this file as well."""
+def launch(script: str) -> int:
+    """As `megatron-rft train` does, but with ranks that run `script`."""
     args = parse()
     recipe = load(args.recipe, args.overrides)
-    command = [sys.executable, __file__, "train", args.recipe, *args.overrides]
+    command = [sys.executable, script, "train", args.recipe, *args.overrides]
     os.makedirs(recipe.run.output_dir, exist_ok=True)
     return ranks.launch(command, args.nproc, recipe.run.output_dir, faults=recipe.faults)
 
 
-time.time = jumped
-sys.exit(main.main() if "RANK" in os.environ else launch())
+if __name__ == "__main__":
+    time.time = jumped
+    sys.exit(main.main() if "RANK" in os.environ else launch(__file__))

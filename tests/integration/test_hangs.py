@@ -34,7 +34,8 @@ def hang(folder: Path, layout: str, rank: int, phase: str, kind: str, hang_s: fl
         faults={"hang_s": hang_s} | ({"engine_silence_s": 600.0} if kind == "engine" else {}),
         rollout={"placement": "process", "processes": 2} if kind == "engine" else {},
     )
-    return train(recipe, "--nproc", "2", program=(HANGING,), HANG=f"{rank} {phase} 2 {kind}")
+    case = {"HANG": f"{rank} {phase} 2 {kind}", "HANG_MARK": str(folder / "hangs")}
+    return train(recipe, "--nproc", "2", program=(HANGING,), **case)
 
 
 def check(folder: Path, rank: int, phase: str, kind: str, status: int, output: str) -> None:

@@ -7,6 +7,7 @@ torch's, so that the trainer does not need vLLM.
 
 import json
 import os
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,9 +42,14 @@ def transport(ends: list[str | None]) -> str:
 
 def rendezvous(host: str, size: int, timeout_s: float, port: int | None = None) -> dist.TCPStore:
     """Open the store through which `size` processes connect. `host`: the address of rank 0. Rank 0 passes no `port`,
-    and tells the others the free one it got (`.port`)."""
+    and tells the others the free one it got (`.port`). Rank 0 listens on this address only: a store takes no password,
+    so whoever reaches it can read and write its keys."""
     limit = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port or 0, size, port is None, limit, wait_for_workers=False)
+    if port is not None:
+        return dist.TCPStore(host, port, size, False, limit, wait_for_workers=False)
+    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port, descriptor = listening.getsockname()[1], listening.detach()
+    return dist.TCPStore(host, port, size, True, limit, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def connect(

@@ -1,5 +1,6 @@
 """Both ends of a connection in two threads: the received tensors, damaged buckets, and the choice of transport."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,6 +25,14 @@ def ends():
     for link in links:
         link.buckets = Buckets(torch.empty(2, 4096, dtype=torch.uint8))
     return links
+
+
+def test_the_store_listens_on_the_address_of_rank_0_only():
+    """This machine has other loopback addresses."""
+    store = network.rendezvous("127.0.0.1", 1, 20)
+    socket.create_connection(("127.0.0.1", store.port), 20).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), 20)
 
 
 def over(ends, stream=TENSORS, between=lambda link: network.receive(link)):
