@@ -54,8 +54,8 @@ class Diagnosis:
 
 
 def missing(states: list[RankState]) -> dict[int, dict[int, str]]:
-    """rank -> {rank that it waits for: in which collective}: the second has done fewer operations of a group in which
-    the first is ahead of it."""
+    """Return {rank: {rank that it waits for: the collective}}. A rank waits for the members of a group that have begun
+    fewer of the group's operations."""
     known = {state.rank: state for state in states}
     found: dict[int, dict[int, str]] = {}
     for state in states:
@@ -70,8 +70,8 @@ def missing(states: list[RankState]) -> dict[int, dict[int, str]]:
 
 
 def diagnose(states: list[RankState]) -> Diagnosis:
-    """In this order: a stopped process, a rank that others wait for and that waits for nobody, ranks that are in
-    different collectives, ranks that do not wait."""
+    """Name the rank that keeps the run from moving. Looks in this order for a stopped process; a rank that others
+    wait for and that waits for nobody; ranks in different collectives; ranks that do not wait."""
     by_stop = [s for s in states if s.state in STOPPED_STATES] or [s for s in states if s.stopped]
     if by_stop:
         return _named(by_stop, "is stopped" if by_stop[0].state in STOPPED_STATES else _engine(by_stop[0]))
@@ -89,7 +89,7 @@ def diagnose(states: list[RankState]) -> Diagnosis:
 
 
 def _disagreeing(states: list[RankState], waits: dict[int, dict[int, str]]) -> list[RankState]:
-    """Of the ranks that wait for each other, those whose collective the fewest are in."""
+    """Of the ranks that wait for each other, return those in the collective that the fewest ranks are in."""
     circle = [s for s in states if s.rank in waits and any(s.rank in some for some in waits.values())]
     for state in states if not circle else []:  # the same number of another operation
         if state.last in state.groups:
@@ -103,13 +103,13 @@ def _disagreeing(states: list[RankState], waits: dict[int, dict[int, str]]) -> l
 
 
 def _kind(state: RankState) -> tuple:
-    """What ranks of the same program have in common at one place: the label of the group, not its number."""
+    """Return what ranks at the same place of the program have in common: a group's label, not its number."""
     label = state.last.partition(" ")[2]
     return state.step, state.phase, label, state.groups.get(state.last, ("", "", 0))[1]
 
 
 def _disagreement(states: list[RankState], found: list[RankState]) -> Diagnosis:
-    """Of two ranks, or two halves, nothing says which one is wrong: both are named."""
+    """Name both ranks, or both halves, of a disagreement: nothing tells which one is wrong."""
     others = [state for state in states if state not in found and state.rank in members_of(found)]
     if not others:
         told = "; ".join(f"rank {s.rank} on node {s.host} in {s.collective} ({_place(s)})" for s in found)
@@ -119,7 +119,7 @@ def _disagreement(states: list[RankState], found: list[RankState]) -> Diagnosis:
 
 
 def members_of(states: list[RankState]) -> set[int]:
-    """All ranks of the groups that they are in."""
+    """Return all ranks of the groups that `states` are in."""
     return {rank for s in states if s.last in s.groups for rank in members(s.groups[s.last][0])}
 
 
@@ -139,7 +139,7 @@ def _named(guilty: list[RankState], what: str) -> Diagnosis:
 
 
 def describe(states: list[RankState]) -> list[str]:
-    """A line for each rank: where it is, and whom it waits for."""
+    """Return a line for each rank: where it is, and whom it waits for."""
     waits, lines = missing(states), []
     for s in sorted(states, key=lambda state: state.rank):
         doing = "waits in" if s.waiting else "stopped after" if s.state in STOPPED_STATES else "works; last was"

@@ -1,6 +1,6 @@
-"""Alarms that know the algorithms: each looks at the logged metrics of the last steps. `tracking.alarms` is the switch.
+"""Alarms about known failures of the algorithms, from the last steps' metrics. `tracking.alarms` turns them off.
 
-An alarm speaks when its condition begins to hold, and again only after it has ceased to.
+An alarm is told when its condition becomes true, and again only after the condition was false.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Alarm:
-    """`holds` is asked for the last STEPS steps that have the metric `needs`, and for the mean of the first ones."""
+    """`holds(steps, first)` gets the last STEPS steps that have the metric `needs`, and its mean over the first."""
 
     needs: str
     holds: Callable[[list[Metrics], float], bool]
@@ -97,7 +97,7 @@ class Alarms:
         self._holds = [False for _ in ALARMS]
 
     def check(self, metrics: Metrics, step: int) -> list[str]:
-        """A sentence for each alarm whose condition begins to hold in this step."""
+        """Return a sentence for each alarm whose condition becomes true in this step."""
         return [told for number, alarm in enumerate(ALARMS) if (told := self._check(number, alarm, metrics, step))]
 
     def _check(self, number: int, alarm: Alarm, metrics: Metrics, step: int) -> str:

@@ -1,4 +1,4 @@
-"""Finds a rank that is slower than the others: its own work by phase, without the time that it waits for them."""
+"""Finds a rank that is slower than the others, by the seconds that it works in each phase without waiting for them."""
 
 import socket
 from statistics import median

@@ -1,9 +1,9 @@
-"""A run's checkpoints as files: which there are, and whether each is as it was written. Imports no torch.
+"""Lists the checkpoints in a run's folder and checks their files. Imports no torch.
 
-checkpoints/step_000040/            complete: renamed after everything is on the disk
-    digests.json                    {"name": {"bytes": 123, "sha256": "..."}, ...} of every other file
-checkpoints/step_000040.*.partial/  being written, or left by a killed start, which the next start removes
-checkpoints/step_000060.damaged/    a digest differed when a run wanted to resume from it
+checkpoints/step_000040/            a complete checkpoint: it gets this name when all of its files are on the disk
+    digests.json                    size and SHA-256 of its other files: {"name": {"bytes": 123, "sha256": "..."}, ...}
+checkpoints/step_000040.*.partial/  a checkpoint that is not complete; if a kill left it, the next start removes it
+checkpoints/step_000060.damaged/    a checkpoint whose files differed from its digests when a run read it to resume
 """
 
 import hashlib
@@ -20,12 +20,12 @@ PARTIAL, DAMAGED = ".partial", ".damaged"
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints of a run's `checkpoints` folder, oldest first."""
+    """Return the complete checkpoints in a run's `checkpoints` folder, the oldest first."""
     return sorted(p for p in folder.glob("step_*") if not p.suffix and (p / "run.json").is_file())
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint. Its digests are not read."""
+    """Return the newest complete checkpoint, without checking its files."""
     return found[-1] if (found := complete(folder)) else None
 
 
@@ -42,13 +42,13 @@ def digests(paths: Iterable[Path]) -> dict[str, dict]:
 
 
 def write_own_digests(folder: Path, rank: int) -> None:
-    """Digests of the shards that `rank` has written, for `join_digests`."""
+    """Write the digests of the shards that `rank` has written, for `join_digests`."""
     content = digests(sorted(folder.glob(f"__{rank}_*.distcp")))
     write_atomically(folder / f"digests_{rank}.json", json.dumps(content))
 
 
 def join_digests(folder: Path) -> None:
-    """Write digests.json from the ranks' own, and read the files that no rank has read."""
+    """Write digests.json: the digests that the ranks have written, and those of all other files."""
     known: dict[str, dict] = {}
     for path in folder.glob("digests_*.json"):
         known |= json.loads(path.read_text())
@@ -58,9 +58,9 @@ def join_digests(folder: Path) -> None:
 
 
 def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
-    """What is wrong with a checkpoint; empty if nothing is. Each of `shares` processes reads its share of the files.
+    """Return what is wrong with a checkpoint, or an empty string. Each of `shares` processes reads its share of files.
 
-    A checkpoint without digests was written by an older version, and nothing is known to be wrong with it.
+    A checkpoint of an older version has no digests, and counts as intact.
     """
     if not has_digests(folder):
         return ""
@@ -80,7 +80,7 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it does not count any more."""
+    """Rename a damaged checkpoint, so that no run resumes from it. Returns its new path."""
     aside = folder.with_name(folder.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
@@ -88,5 +88,5 @@ def set_aside(folder: Path) -> Path:
 
 
 def size(folder: Path) -> int:
-    """Bytes of all files."""
+    """Return the bytes of all files."""
     return sum(path.stat().st_size for path in folder.iterdir())
