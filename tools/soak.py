@@ -69,7 +69,8 @@ class Soak:
     def remember(self, pids: list[int]) -> None:
         for pid in pids:
             with contextlib.suppress(OSError):
-                self.seen[pid] = started(pid)
+                if began := started(pid):
+                    self.seen[pid] = began
                 lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
                 self.shared |= {line.split()[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
 

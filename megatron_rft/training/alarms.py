@@ -55,7 +55,7 @@ ALARMS = (
         f"{PAGE}, The reward does not rise",
     ),
     Alarm(
-        "reward/all_wrong_groups",
+        "reward/group_std",  # absent where a group is one response, which always agrees with itself
         _groups_agree,
         "in every group all responses have the same verdict, so that none has an advantage (reward/all_right_groups, "
         "reward/all_wrong_groups)",

@@ -9,6 +9,7 @@ HEALTHY = {
     "policy/entropy": 1.0,
     "response/length_mean": 20.0,
     "response/finished": 0.9,
+    "reward/group_std": 0.3,
     "reward/all_right_groups": 0.4,
     "reward/all_wrong_groups": 0.5,
     "policy/kl": 0.1,
@@ -32,6 +33,13 @@ def test_a_healthy_run_has_none():
     alarms = Alarms()
     assert not [told for step in range(1, 60) for told in alarms.check(HEALTHY, step)]
     assert not [told for step in range(60, 90) for told in alarms.check({"policy/nll": 1.0}, step)]
+
+
+def test_groups_of_one_response_always_agree():
+    alone = HEALTHY | FAILURES["in every group"]
+    del alone["reward/group_std"]
+    alarms = Alarms()
+    assert not [told for step in range(1, 30) for told in alarms.check(alone, step)]
 
 
 @pytest.mark.parametrize("sentence", FAILURES)
