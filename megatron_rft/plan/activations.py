@@ -1,9 +1,9 @@
-"""Bytes of activations on a rank, from the tensors that each layer keeps for its backward pass. Plain arithmetic.
+"""Computes the bytes of activations on a rank from the tensors that each layer keeps for its backward pass. No torch.
 
-By torch's spec (megatron/spec.py) on a GPU: fused norms keep their input, torch's rotary embedding the cosines and
-sines, flash attention no matrix; there is no dropout. `tests/integration/test_rehearse.py` compares it with the code.
-With Transformer Engine the layers keep less, from its sources: no copies of cosines and sines and of queries. What the
-allocator leaves between blocks is not counted.
+The arithmetic follows torch's spec (megatron/spec.py) on a GPU: fused norms keep their input, torch's rotary embedding
+keeps cosines and sines, flash attention keeps no matrix, and there is no dropout. `tests/integration/test_rehearse.py`
+compares it with the code. With Transformer Engine the layers keep less: its sources copy neither cosines and sines nor
+queries. Gaps between the allocator's blocks are not counted.
 """
 
 from typing import Any
@@ -25,9 +25,10 @@ def activations(
     layout: Layout,
     stage: int,
 ) -> int:
-    """Of the micro-batches under way, and of what is largest beside them: the head, or one layer's backward pass.
-    `element`: bytes of a number. `second`: the loss compares with a second distribution, which has an output matrix,
-    hidden states and blocks of logits too. `keys`: of shared prompts (shared_prompts.Group)."""
+    """Return the bytes of the micro-batches under way, plus the larger of the head and one layer's backward pass.
+
+    `element`: bytes of a number. `second`: the loss compares with a second distribution, which adds an output matrix,
+    hidden states and blocks of logits. `keys`: of shared prompts (shared_prompts.Group)."""
     tokens = batching.micro_batch_tokens / layout.cp
     sequence = layout.tp if megatron.sequence_parallel else 1
     kinds = set(s.mixture)
@@ -36,7 +37,7 @@ def activations(
     layers = len(s.mixture) // (layout.pp * (layout.vpp or 1)) * under_way(layout, stage)
     if megatron.recompute_granularity == "full":
         beside, largest = beside + largest, s.hidden / sequence
-    mask = tokens * layout.cp if layout.cp > 1 else 0  # of a micro-batch, for each token; all layers have the same one
+    mask = tokens * layout.cp if layout.cp > 1 else 0  # per token of a micro-batch; all layers share one mask
     head = 0.0
     if stage == layout.pp - 1:
         weight = -(-s.vocabulary // layout.tp) * s.hidden * element
@@ -49,7 +50,7 @@ def activations(
 
 
 def under_way(layout: Layout, stage: int) -> int:
-    """Micro-batches (of one virtual stage each) between their forward and their backward passes, at most."""
+    """Return the largest number of micro-batches (each of one virtual stage) between forward and backward pass."""
     if layout.vpp is None:
         return layout.pp - stage
     return 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
@@ -58,7 +59,8 @@ def under_way(layout: Layout, stage: int) -> int:
 def kept(
     s: Sizes, layout: Layout, sequence: int, mixture: bool, recompute: str | None, keys: float | None = None
 ) -> float:
-    """Elements per token of a layer. `sequence`: ranks that share a sequence outside of the matrices (TP or 1)."""
+    """Return the elements per token that a layer keeps. `sequence`: ranks that share a sequence outside of the matrices
+    (TP or 1)."""
     feed_forward = _mixture(s, layout, sequence) if mixture else 3 * s.ffn / layout.tp
     return 4 * s.hidden / sequence + _attention(s, layout, recompute, keys) + feed_forward
 
@@ -69,7 +71,7 @@ def _attention(s: Sizes, layout: Layout, recompute: str | None, keys: float | No
     copied = s.q if s.qk_norm and s.kv_heads > tp else 0  # of the queries, where groups lie between them
     attended = s.q + s.kv  # rotated; with selective recompute that is what attention starts from again
     if recompute != "selective":
-        attended = PADDING * (2 * s.q + 2 * s.kv)  # in buckets, and the result
+        attended = PADDING * (2 * s.q + 2 * s.kv)  # padded to buckets, with the result
         if keys is not None:  # no buckets: keys and values of a shared prompt once for each response
             attended = 2 * s.q + 2 * s.kv * keys
         if layout.cp > 1:  # keys and values of all contexts, for each head
@@ -79,13 +81,14 @@ def _attention(s: Sizes, layout: Layout, recompute: str | None, keys: float | No
 
 
 def _mixture(s: Sizes, layout: Layout, sequence: int) -> float:
-    """The expert's input, [gate | up], the activation before and after its weight; and the router's fp32 scores."""
+    """Return the elements per token of a layer of experts: their input, [gate | up], the activation before and after
+    the router's weight, and the router's fp32 scores."""
     copies = s.experts_per_token * layout.etp / sequence  # of a token, on this rank
     return copies * (s.hidden + 4 * s.expert_ffn / layout.etp) + 6 * s.experts / sequence
 
 
 def _backward(s: Sizes, layout: Layout, sequence: int, mixture: bool) -> float:
-    """Elements per token of one layer's gradients at their most: around the feed-forward's activation."""
+    """Return the elements per token of a layer's gradients at their peak, around the feed-forward's activation."""
     if not mixture:
         return 2 * s.hidden + 5 * s.ffn / layout.tp
     copies = s.experts_per_token * layout.etp / sequence
@@ -93,6 +96,6 @@ def _backward(s: Sizes, layout: Layout, sequence: int, mixture: bool) -> float:
 
 
 def compares(algorithm: Any) -> bool:
-    """Whether the losses of a section `algorithm` look at a second distribution."""
+    """Return whether the losses of the section `algorithm` use a second distribution."""
     exact = getattr(algorithm, "kl_estimator", None) == "exact" and getattr(algorithm, "kl_coefficient", 0) > 0
     return exact or any(getattr(algorithm, name, False) for name in ("uses_feedback", "compares_distributions"))

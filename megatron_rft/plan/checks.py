@@ -1,6 +1,6 @@
-"""Checks a recipe across its sections for a number of ranks, and makes the readable plan.
+"""Checks a recipe across its sections for a number of ranks, and writes the plan as text.
 
-Runs before torch is imported, so that a wrong recipe fails in a second, before a job is queued.
+It runs before torch is imported, so that a wrong recipe fails in a second, before a job is queued.
 """
 
 import os
@@ -39,8 +39,8 @@ class Plan:
 
 
 def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None, gpu_gib: float | None = None) -> Plan:
-    """All checks that need neither torch nor the data. Returns the plan, or raises a UserError.
-    `ranks_per_node`: None where there is one node. `gpu_gib`: memory of a device that the plan must fit into."""
+    """Make all checks that need neither torch nor the data. Return the plan, or raise a UserError.
+    `ranks_per_node`: None for a single node. `gpu_gib`: memory of a device that the plan must fit into."""
     check_installed(recipe)
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
@@ -158,7 +158,7 @@ def make_folder(path: str | Path, option: str = "run.output_dir") -> None:
 
 
 def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
-    """The model's shape (None before its download) and a line that says what will be loaded."""
+    """Return the model's shape (None before its download) and a line that says what the run loads."""
     model = recipe.model
     folder = model_shape.find_model(model.path)
     shape = model_shape.read_shape(folder) if folder else None
@@ -185,7 +185,7 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
 
 
 def check_files(recipe: Recipe) -> list[str]:
-    """The data that each part reads, one line each. Local files must exist; the hub is not contacted."""
+    """Return one line for each data set that the run reads. Local files must exist; the hub is not contacted."""
     parts = {f"data.{name}": getattr(recipe.data, name) for name in ("train", "validation", "test")}
     benchmarks = {f"evaluation.benchmarks.{name}": source for name, source in recipe.evaluation.benchmarks.items()}
     lines = []

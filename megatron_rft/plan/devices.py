@@ -1,8 +1,8 @@
-"""What devices and links can do by their data sheets, and which share of it kernels reach. No torch.
+"""The rates of devices and links by their data sheets, and the share of them that kernels reach. No torch.
 
 Sources: NVIDIA's data sheets of A100, H100 SXM, H200 SXM and DGX B200 (dense bf16 rates, without sparsity; NVLink per
-direction, half of what the sheets add up); memory as nvidia-smi shows it. The network is one 400 Gbit/s port per GPU,
-as in DGX H100.
+direction, which is half of the sheets' sum); memory as nvidia-smi shows it. Each GPU has one network port: 400 Gbit/s,
+as in DGX H100, and 200 Gbit/s beside an A100.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from megatron_rft.utils.errors import UserError, did_you_mean
 
 GIB = 1 << 30
 NODE = 8  # GPUs
-RESERVED = 3 * GIB // 2  # of CUDA's context, NCCL's buffers and libraries, about
+RESERVED = 3 * GIB // 2  # approximate size of CUDA's context, NCCL's buffers and libraries
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet that are reached, and fixed costs in seconds. Assumptions, to be adjusted."""
+    """Shares of the data sheet that kernels reach, and fixed costs in seconds. They are assumptions; adjust them."""
 
-    compute: float = 0.65  # of the rate, by large matrix products
-    memory: float = 0.8  # of the bandwidth, by everything else
+    compute: float = 0.65  # of the rate, for large matrix products
+    memory: float = 0.8  # of the bandwidth, for all other kernels
     link: float = 0.75
-    launch: float = 4e-6  # of a kernel at least
-    latency: float = 20e-6  # of a collective's start
+    launch: float = 4e-6  # shortest kernel
+    latency: float = 20e-6  # start of a collective
 
     @classmethod
     def parse(cls, text: str) -> "Efficiency":
-        """compute=0.5,link=0.6"""
+        """Read "compute=0.5,link=0.6". Raises UserError."""
         found = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")

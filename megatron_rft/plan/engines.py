@@ -10,21 +10,21 @@ from megatron_rft.utils.errors import ConfigError
 
 
 def engine_processes(rollout: Rollout, vllm: Vllm, world_size: int, spare_gpus: int = 0) -> int:
-    """Number of engines of the whole run, with placement process or server."""
+    """Return the number of engines of the whole run, with placement process or server."""
     workers = vllm.tensor_parallel_size
     shared = 1 if world_size % workers else world_size // workers
     return len(rollout.servers) or rollout.processes or spare_gpus // workers or shared
 
 
 def engines_of_step(rollout: Rollout, vllm: Vllm, world_size: int) -> int:
-    """Engines that share a step's prompts, with any placement."""
+    """Return the number of engines that share a step's prompts, with any placement."""
     if rollout.placement == "colocated":
         return max(1, world_size // vllm.tensor_parallel_size)
     return engine_processes(rollout, vllm, world_size)
 
 
 def gpu_share(recipe: Recipe) -> float:
-    """Default share of the memory of a rank's device for a vLLM engine."""
+    """Return the default share of a device's memory for a vLLM engine."""
     share = GPU_SHARE_BESIDE_CRITIC if recipe.critic else GPU_SHARE
     return share / (2 if recipe.refines else 1)
 

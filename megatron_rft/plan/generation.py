@@ -1,8 +1,8 @@
-"""Seconds that engines need for a step's responses, by a roofline of their decoding. No torch.
+"""Computes the seconds in which engines generate a step's responses, by a roofline of their decoding. No torch.
 
-Each token of a batch of responses reads the weights once and the keys and values of its own sequence; prompts are
-computed once for each group. The least: free places of the batch are filled at once, and launches cost nothing (CUDA
-graphs). The most: the next batch begins when the longest response of the last has ended, and each kernel is launched.
+A decoding step reads the weights once for the whole batch, and the keys and values of each sequence. A group computes
+its prompt once. The lower bound fills free places of the batch at once and launches kernels for free (CUDA graphs). The
+upper bound starts a batch after the longest response of the batch before it, and launches each kernel.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_rft.plan.devices import Device, Efficiency
 from megatron_rft.plan.parameters import Sizes
 
-KERNELS = 12  # of a layer at a decoding step, about
+KERNELS = 12  # approximate number of a layer's kernels in a decoding step
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Engine:
     element: int = 2
 
     def seconds(self, prompts: int, group: int, prompt: float, response: float, longest: float) -> tuple[float, float]:
-        """(least, most) for `group` responses to each of `prompts`; lengths in tokens, `longest` of a response."""
+        """Return the bounds (lower, upper) for `group` responses to each of `prompts`. `prompt` and `response` are mean
+        lengths in tokens, `longest` is the limit of a response."""
         count = prompts * group
         batch = min(count, self.places)
         steps = max(longest, count * response / batch), math.ceil(count / batch) * longest
@@ -42,7 +43,8 @@ class Engine:
         return least, steps[1] * (weights + launches) + cache + products
 
     def _read(self, batch: int) -> float:
-        """Parameters that a decoding step reads: of a mixture those experts that one of the batch's tokens chooses."""
+        """Return the number of parameters that a decoding step reads: only the experts that a token of the batch
+        chooses."""
         s = self.s
         if not s.experts:
             return s.multiplied

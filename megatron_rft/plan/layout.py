@@ -44,7 +44,8 @@ class Layout:
 
 
 def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True) -> Iterator[str]:
-    """Reasons why the layout is impossible. `even_stages`: every pipeline stage has the same number of layers."""
+    """Yield the reasons why the layout is impossible. `even_stages`: every pipeline stage has the same number of
+    layers."""
     tp, pp, cp, ep, etp = layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
     if layout.world % (tp * pp * cp):
         yield f"{layout.world} ranks are not a multiple of TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}"
@@ -70,7 +71,7 @@ def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True)
 
 
 def possible(world: int, shape: ModelShape | None) -> list[Layout]:
-    """The possible layouts of this many ranks, the simplest first."""
+    """Return the possible layouts of this many ranks, the simplest first."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     layouts = [
         Layout(world, tp, pp, cp, ep, tp)

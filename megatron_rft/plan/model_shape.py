@@ -1,4 +1,4 @@
-"""The model's shape from its config.json, as far as layouts depend on it. Plain JSON, no torch."""
+"""Reads the part of a model's config.json that layouts depend on. No torch."""
 
 import json
 import re
@@ -32,7 +32,7 @@ class ModelShape:
 
 
 def find_model(path: str, option: str = "model.path", files: Sequence[str] = ("config.json",)) -> Path | None:
-    """The local folder of a model; None for a hub name whose `files` (patterns) are not downloaded yet."""
+    """Return the local folder of a model; None for a hub name whose `files` (patterns) are not downloaded yet."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -45,7 +45,7 @@ def find_model(path: str, option: str = "model.path", files: Sequence[str] = ("c
 
 
 def _cached(name: str, files: Sequence[str]) -> Path | None:
-    """The snapshot of a hub model in the local cache."""
+    """Return the snapshot of a hub model in the local cache."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -57,7 +57,7 @@ def _cached(name: str, files: Sequence[str]) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all weight files of a model are present, judged by name."""
+    """Return whether all weight files of a model are present, judged by name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))

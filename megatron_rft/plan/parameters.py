@@ -1,6 +1,6 @@
-"""How many parameters a rank holds, and how the distributed optimizer of megatron-core 0.16 lays them out. No torch.
+"""Counts a rank's parameters, and lays them out as the distributed optimizer of megatron-core 0.16 does. No torch.
 
-The order of the parameters is that of the model, because the padding between them depends on it.
+Parameters have the model's order, because the padding between them depends on it.
 """
 
 import json
@@ -67,14 +67,14 @@ class Sizes:
 
     @property
     def multiplied(self) -> int:
-        """Parameters of the matrices that multiply a token: only its own experts, without the embedding."""
+        """Parameters of the matrices that multiply a token: of its own experts only, and without the embedding."""
         attention = self.hidden * (2 * self.q + 2 * self.kv)
         experts = self.experts_per_token * 3 * self.hidden * self.expert_ffn + self.experts * self.hidden
         layers = [experts if mixture else 3 * self.hidden * self.ffn for mixture in self.mixture]
         return sum(layers) + len(layers) * attention + self.vocabulary * self.hidden
 
     def whole(self) -> int:
-        """Parameters of the whole model."""
+        """Return the number of parameters of the whole model."""
         alone = Layout(1, 1, 1, 1, 1, 1)
         return sum(p.count for chunk in stage_chunks(self, alone, 0, value_head=False) for p in chunk)
 
@@ -89,7 +89,7 @@ class Parameter(NamedTuple):
 
 
 def stage_chunks(s: Sizes, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
-    """The parameters of a rank of a pipeline stage, in the order of the model, by virtual stage."""
+    """Return the parameters of a rank of a pipeline stage: by virtual stage, in the model's order."""
     virtual = layout.vpp or 1
     size = len(s.mixture) // (layout.pp * virtual)
     chunks = []
@@ -137,8 +137,8 @@ def _layer(s: Sizes, layout: Layout, mixture: bool) -> Iterator[Parameter]:
 
 
 def buckets(parameters: list[Parameter], ranks: int, size: float) -> list[tuple[int, list[tuple[int, int]]]]:
-    """How the distributed optimizer lays parameters into a buffer: of each bucket its padded length, and where each
-    parameter begins and ends. From the last parameter to the first; `size` closes a bucket."""
+    """Lay parameters into a buffer as the distributed optimizer does, from the last to the first. Return the padded
+    length of each bucket and the (begin, end) of its parameters. A bucket of at least `size` elements is closed."""
     found, place = [], 0
     inside: list[tuple[int, int]] = []
 
@@ -163,7 +163,7 @@ def buckets(parameters: list[Parameter], ranks: int, size: float) -> list[tuple[
 
 
 def owned(buffer: list[tuple[int, list[tuple[int, int]]]], ranks: int) -> int:
-    """Parameters of the rank with the largest slice of the buffer."""
+    """Return the number of parameters of the rank with the largest slice of the buffer."""
     per_rank = [0] * ranks
     for length, inside in buffer:
         part = length // ranks

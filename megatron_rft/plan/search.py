@@ -1,4 +1,4 @@
-"""Layouts of a recipe that fit its GPUs, by the seconds that a training step takes on them. Arithmetic, no torch."""
+"""Ranks the layouts of a recipe that fit its GPUs by the predicted seconds of a training step. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from megatron_rft.plan.seconds import Bounds, Machine
 from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.utils.errors import ConfigError
 
-FRACTION = 0.5  # mean length of prompts and responses, of the longest
+FRACTION = 0.5  # mean length of prompts and responses, as a share of the longest
 SHOWN = 12
 LONGEST_CONTEXT, LONGEST_PIPELINE = 8, 16
 
@@ -21,11 +21,11 @@ class Candidate:
     layout: Layout
     memory: int
     seconds: Bounds
-    own: bool  # what the recipe says
+    own: bool  # whether the recipe asks for this layout
 
 
 class Search:
-    """Of one recipe on so many ranks; `device_gib` is the memory of each."""
+    """Searches the layouts of one recipe. `layout`: the recipe's own. `device_gib`: memory of each GPU."""
 
     def __init__(self, recipe: Recipe, layout: Layout, device_gib: float | None, name: str):
         self.recipe, self.own, self.chip = recipe, layout, device(name)
@@ -37,13 +37,14 @@ class Search:
         self.bytes, self.s, self.shape = device_gib * memory.GIB, Sizes.read(folder), model_shape.read_shape(folder)
 
     def candidates(self) -> list[Candidate]:
-        """Those that fit, the quickest first; the recipe's own in any case."""
+        """Return the layouts that fit and the recipe's own, the fastest first."""
         found = [self._candidate(layout) for layout in self._layouts()]
         fitting = [each for each in found if each.memory <= self.bytes or each.own]
         return sorted(fitting, key=lambda each: each.seconds.most)
 
     def _layouts(self) -> list[Layout]:
-        """Tensor parallelism inside a node, contexts and pipelines of reasonable length, experts whole or cut alike."""
+        """Return layouts with tensor parallelism inside a node and limited contexts and pipelines. Experts are whole,
+        or cut like the other matrices."""
         found = {self.own: None}
         for layout in possible(self.own.world, self.shape):
             if layout.tp > NODE or layout.cp > LONGEST_CONTEXT or layout.pp > LONGEST_PIPELINE:
@@ -76,7 +77,7 @@ class Search:
         return Group.of(r.trainer, r.batching, r.data, r.rollout, layout.cp, FRACTION)
 
     def _step(self, machine: Machine, state: memory.State) -> Bounds:
-        """Log-probs and updates of a step, without generation and grading."""
+        """Return the time of a step's log-probs and updates, without generation and grading."""
         r, batching = self.recipe, self.recipe.batching
         group = self._group(machine.layout)
         length = min(group.length, batching.micro_batch_tokens)

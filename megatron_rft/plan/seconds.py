@@ -1,9 +1,9 @@
-"""Seconds of a training step on GPUs, by arithmetic: enough to compare layouts. No torch.
+"""Computes the seconds of a training step on GPUs, precisely enough to compare layouts. No torch.
 
-Kernels by a roofline: matrix products at a share of the device's FLOPs, everything else by its traffic in memory. The
-traffic of torch's spec was counted by rehearsals of an 8B model (`megatron-rft rehearse`), in units of what a layer
-keeps for its backward pass, and of logits. Links by volume: rings, inside a node over NVLink. Between all links behind
-kernels and no overlap at all lie two bounds; neither is a measurement.
+Matrix products take a share of the device's FLOPs, and all other kernels the time of their memory traffic. Rehearsals
+of an 8B model with torch's spec counted that traffic, for each byte that a layer keeps for its backward pass and for
+each logit. Links take the time of their volume: rings, over NVLink inside a node. The result has two bounds, with all
+links hidden behind kernels and with no overlap at all. Neither is a measurement.
 """
 
 import math
@@ -15,9 +15,9 @@ from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import State
 from megatron_rft.plan.parameters import Sizes
 
-TRAFFIC = 3.4, 7.7  # bytes that a layer's forward and backward move beside its products, for each byte that it keeps
-LOGIT_TRAFFIC = 56, 65  # bytes for each logit, forward and backward
-OPTIMIZER_TRAFFIC = 6.5  # bytes for each byte of the optimizer's state
+TRAFFIC = 3.4, 7.7  # bytes that a layer's forward and backward pass move beside its products, per byte that it keeps
+LOGIT_TRAFFIC = 56, 65  # bytes per logit, forward and backward
+OPTIMIZER_TRAFFIC = 6.5  # bytes per byte of the optimizer's state
 EXPERTS = 0.25  # of the bf16 rate, by products of small experts and what surrounds them: fitted to one published run
 FUSED = 0.4  # of this traffic, with Transformer Engine's kernels: an assumption
 
@@ -46,7 +46,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, links, and a model laid out over them. `sequence`: ranks that share a sequence between matrices."""
+    """A model laid out over devices and links. `sequence`: ranks that share a sequence between matrices."""
 
     chip: Device
     efficiency: Efficiency
@@ -71,7 +71,7 @@ class Machine:
         return size * (FUSED if self.fused else 1) / self.chip.bandwidth / self.efficiency.memory
 
     def ring(self, size: float, ranks: int, stride: int) -> float:
-        """All-gather or reduce-scatter of `size` bytes in all, over ranks that are `stride` apart."""
+        """Return the seconds of an all-gather or reduce-scatter of `size` bytes in total over ranks `stride` apart."""
         if ranks == 1:
             return 0.0
         inside = ranks * stride <= self.node
@@ -82,8 +82,8 @@ class Machine:
     # ---- a micro-batch on the slowest stage
 
     def micro_batch(self, tokens: float, length: float, backward: bool) -> Bounds:
-        """`tokens` of a context-parallel rank, in sequences of `length` tokens on average, or in groups that share a
-        prompt (shared_prompts.Group.length)."""
+        """Return the time of `tokens` on a context-parallel rank, in sequences of `length` tokens on average, or in
+        groups that share a prompt (shared_prompts.Group.length)."""
         layers = len(self.s.mixture) / self.layout.pp
         mean = sum((self._layer(tokens, length, m, backward) for m in self.s.mixture), Bounds(0, 0))
         found = mean * (layers / len(self.s.mixture)) + self._head(tokens, backward)
@@ -114,7 +114,7 @@ class Machine:
         return forward + gradients + again
 
     def _links(self, tokens: float, mixture: bool) -> float:
-        """Of a layer's forward pass."""
+        """Return the seconds of the messages in a layer's forward pass."""
         s, layout, hidden = self.s, self.layout, tokens * self.s.hidden * self.element
         tensor = 4 * self.ring(hidden, layout.tp, 1)
         context = 2 * self.ring(tokens * layout.cp * s.kv / layout.tp * self.element, layout.cp, layout.tp)
@@ -128,7 +128,7 @@ class Machine:
         return tensor / 2 + context + exchange + 2 * self.ring(copies * layout.etp, layout.etp, 1)
 
     def _head(self, tokens: float, backward: bool) -> Bounds:
-        """Of the last stage: the output matrix and the log-probs."""
+        """Return the time of the last stage's output matrix and log-probs."""
         logits = tokens * self.s.vocabulary / self.layout.tp
         times, moved = (4, sum(LOGIT_TRAFFIC)) if backward else (1, LOGIT_TRAFFIC[0])
         return Bounds(self.products(2 * logits * self.s.hidden * times) + self.traffic(moved * logits), 0)
@@ -136,7 +136,8 @@ class Machine:
     # ---- a step
 
     def passes(self, tokens: float, budget: int, length: float, backward: bool) -> Bounds:
-        """`tokens` of the whole batch, in micro-batches of `budget` tokens, with the pipeline's bubble."""
+        """Return the time of the whole batch of `tokens`, in micro-batches of `budget` tokens, with the pipeline's
+        bubble."""
         layout = self.layout
         count = max(1, math.ceil(tokens / (budget * layout.dp)))
         if layout.vpp:
@@ -146,7 +147,7 @@ class Machine:
         return self.micro_batch(each, length, backward) * (count * bubble)
 
     def update(self, state: State) -> Bounds:
-        """Gradients to their owners, Adam, weights back."""
+        """Return the time of the gradients' reduction, of Adam, and of gathering the weights."""
         layout = self.layout
         ranks, stride = layout.dp * layout.cp, layout.tp
         links = self.ring(state.gradients, ranks, stride) + self.ring(state.weights, ranks, stride)

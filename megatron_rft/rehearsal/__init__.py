@@ -1,17 +1,18 @@
-"""One rank of a GPU cluster runs a whole training step on a host without GPUs: `megatron-rft rehearse`.
+"""Runs a whole training step of one rank of a GPU cluster on a host without GPUs: `megatron-rft rehearse`.
 
 The project's and megatron-core's own code run at full size. Tensors on "cuda" have shapes, dtypes and storages without
-memory; host tensors are real; the process group is torch's "fake" backend. What the device would do is counted: memory
-by category, kernels, collectives, and the host's waits for the device.
+memory; host tensors are real; the process group is torch's "fake" backend. The ledger counts what the device would do:
+memory by category, kernels, collectives, and the host's waits for the device.
 
-    guard     the small library that torch's autograd needs      no torch; loaded before torch
-    cuda      what Python code asks of torch.cuda
-    device    the dispatch mode: device operations on shapes
-    ledger    what is counted
-    patches   what no shape says: neighbours' messages, routing, categories of memory
-    batches   a batch of the recipe's sizes
-    rank      one rank's step; a process of its own              python -m megatron_rft.rehearsal.rank
-    report    the counts as text                                 no torch
+    guard     builds the small library that torch's autograd needs    no torch; loaded before torch
+    cuda      answers torch.cuda's functions
+    device    the dispatch mode that runs device operations on shapes
+    ledger    the counts
+    patches   replaces code that needs values or neighbours
+    batches   makes a batch of the recipe's sizes
+    saving    makes a checkpoint and an export without writing
+    rank      runs one rank's step in a process of its own            python -m megatron_rft.rehearsal.rank
+    report    writes the counts as text                               no torch
 
-Nothing but commands/rehearse.py imports this package.
+Only commands/rehearse.py imports this package.
 """

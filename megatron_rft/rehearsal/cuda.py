@@ -1,5 +1,5 @@
-"""What Python code asks of torch.cuda, answered as on a node of GPUs. `install` comes before the package's other parts
-are imported: their patches for hosts without GPUs then stay away."""
+"""Answers torch.cuda's functions as on a node of GPUs. Call `install` before the package's other parts are imported,
+because they patch megatron-core on hosts without GPUs."""
 
 import sys
 import types
@@ -15,13 +15,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_rft.rehearsal.ledger import Ledger
 
 aten = torch.ops.aten
-ABSENT = ("transformer_engine", "apex", "wandb")  # their kernels cannot run on shapes; the spec is then torch's own
+ABSENT = ("transformer_engine", "apex", "wandb")  # their kernels cannot run on shapes; torch's own spec replaces them
 
-PINNED = WeakIdKeyDictionary()  # host tensors that a GPU copies by itself
+PINNED = WeakIdKeyDictionary()  # host tensors that a GPU copies without the host
 
 
 class Stream:
-    """A stream, an event, or the context of one, of a device without work."""
+    """A stream or an event (or its context) of a device that has no work."""
 
     ledger: Ledger
 
@@ -52,7 +52,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _answer(ledger: Ledger) -> None:
-    """torch.cuda's functions."""
+    """Replace torch.cuda's functions."""
     d = ledger.device
     facts = {"name": d.name, "major": 9, "minor": 0, "total_memory": int(d.memory), "multi_processor_count": 132}
     properties = types.SimpleNamespace(**facts)
@@ -76,7 +76,7 @@ def _answer(ledger: Ledger) -> None:
     torch.Tensor.record_stream = _nothing
     torch.Tensor.pin_memory = pin_memory
     fake_tensor.init_gpu_context = _nothing
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host, then moved
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes a host tensor and moves it
 
 
 def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -86,23 +86,24 @@ def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _keep_operations_visible() -> None:
-    """Compiled code would hide its operations from the mode, and attention has no implementation on "cuda" here."""
+    """Replace compiled functions, which hide their operations from the mode, and attention, which has no implementation
+    on "cuda" here."""
     torch.compile = lambda model=None, **_: model or (lambda function: function)
     torch.nn.functional.scaled_dot_product_attention = attention
     torch.nn.functional.rms_norm = rms_norm
-    # What Module.bfloat16() asks for; a swap would say "Cannot swap t1 because it has weakref".
+    # Module.bfloat16() calls it; a real swap raises "Cannot swap t1 because it has weakref".
     torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
 
 
 class LowerRight:
-    """In the place of torch's bias of this name, a tensor that cannot be made in a dispatch mode."""
+    """Replaces torch's bias of this name, a tensor that cannot be created in a dispatch mode."""
 
     def __init__(self, queries: int, keys: int): ...
 
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """The kernel that CUDA would choose: flash without a mask of values, the memory-efficient one, which takes equal
-    numbers of heads, with one."""
+    """Call the kernel that CUDA would choose: flash attention without a mask of values, else the memory-efficient one,
+    which takes equal numbers of heads."""
     lower_right = isinstance(attn_mask, LowerRight)
     if attn_mask is None or lower_right:
         causal = is_causal or lower_right
@@ -117,8 +118,8 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 
 
 class RMSNorm(torch.autograd.Function):
-    """CUDA's fused kernel: it keeps its input and a number per row. A CPU build of torch has another form of it, which
-    computes and keeps fp32 copies."""
+    """CUDA's fused kernel, which keeps its input and one number per row. A CPU build of torch computes and keeps fp32
+    copies instead."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -139,7 +140,7 @@ def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float | Non
 
 
 def _read_through_the_mode() -> None:
-    """Python's ways to read a tensor's values that go past every dispatch mode."""
+    """Replace the functions that read a tensor's values without any dispatch mode."""
     plain_tensor = torch.tensor
 
     def tensor(data: Any, **options: Any) -> torch.Tensor:
@@ -150,7 +151,7 @@ def _read_through_the_mode() -> None:
 
 
 def _processes(ledger: Ledger) -> None:
-    """One process stands for all: every group is torch's fake one, and others say what this one says."""
+    """Let one process stand for all: every group is torch's fake one, and other ranks send what this rank sends."""
     plain_group = dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
@@ -158,7 +159,7 @@ def _processes(ledger: Ledger) -> None:
 
     def all_gather_object(found: list, own: Any, group: dist.ProcessGroup | None = None) -> None:
         ledger.wait("all_gather_object")
-        found[:] = [own or {"loss": 1.0}] * len(found)  # a stage that is not the last hears of a loss
+        found[:] = [own or {"loss": 1.0}] * len(found)  # an earlier stage gets a loss from the last
 
     def broadcast_object_list(*_: Any, **__: Any) -> None:
         ledger.wait("broadcast_object_list")

@@ -1,13 +1,16 @@
-"""A dispatch mode that runs device operations on shapes, and tells the ledger of them.
+"""A dispatch mode that runs device operations on shapes and reports them to the ledger.
 
-A device tensor is a FakeTensor on "cuda": shape, dtype, storage without memory. Operations on host tensors alone run as
-they are. A small device tensor whose values the host may ask for (indices, lengths, masks, routing) keeps a real
-`shadow` on the host, and what is computed from shadows has one too. Copies of large tensors to the host are fake host
-tensors: they have no memory either, and the ledger counts them as host memory.
+A device tensor is a FakeTensor on "cuda": it has a shape, a dtype and a storage without memory. Operations on host
+tensors alone run unchanged. A small device tensor whose values the host may read (indices, lengths, masks, routing) has
+a real `shadow` on the host, and so have results that are computed from shadows. Copies of large tensors to the host are
+fake host tensors without memory; the ledger counts them as host memory.
 
-Not a global FakeTensorMode: that makes host tensors fake as well, and packing reads them.
+A global FakeTensorMode would make host tensors fake as well, but packing reads their values.
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +27,9 @@ from megatron_rft.rehearsal.ledger import BLOCK, Ledger
 
 aten = torch.ops.aten
 SHADOW = 1 << 22  # elements of the largest tensor whose values are kept
-FLOAT_SHADOW = 4096  # the same of floating point: lengths and scalars, never activations
+FLOAT_SHADOW = 4096  # the same for floating point: lengths and scalars, but no activations
 REAL_ON_HOST = 1 << 20  # bytes; a larger copy of a device tensor in low precision has no memory on the host either
+FACTORIES = (aten.zeros.default, aten.empty.memory_format)
 NO_TRAFFIC = ("empty", "_unsafe_view", "view", "detach", "alias")
 
 
@@ -34,7 +38,7 @@ def is_fake(x: Any, device: str | None = None) -> bool:
 
 
 def _in_the_background(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a copy goes from or to pinned memory without the host waiting for it."""
+    """Return whether a copy from or to pinned memory does not make the host wait."""
     if func is aten.copy_.default:
         return (len(args) > 2 and args[2]) and any(x in PINNED for x in args[:2])
     return bool(kwargs.get("non_blocking")) and args[0] in PINNED
@@ -49,6 +53,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self.ledger, self.fake = ledger, FakeTensorMode(allow_non_fake_inputs=True)
         self.shadows, self.storages = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.host_memory = True  # whether large host tensors have memory
         ledger.in_backward = in_backward
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -57,6 +62,8 @@ class FakeDevice(TorchDispatchMode):
         target = kwargs.get("device")
         target = None if target is None else torch.device(target).type
         if target != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
+            if not self.host_memory and func in FACTORIES and math.prod(args[0]) > REAL_ON_HOST:
+                return self._made(lambda: func(*args, **kwargs))
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args)
@@ -66,10 +73,19 @@ class FakeDevice(TorchDispatchMode):
             return self._copy_to_host(func, args, kwargs)
         return self._on_device(func, args, kwargs, tensors, target)
 
+    @contextmanager
+    def shapes_on_the_host(self) -> Iterator[None]:
+        """Make large host tensors without memory in this context; the ledger counts them."""
+        self.host_memory = False
+        try:
+            yield
+        finally:
+            self.host_memory = True
+
     # ---- reads by the host
 
     def _item(self, x: torch.Tensor) -> Any:
-        """1 where the value is not known: a loss, a norm, a count."""
+        """Return the value, or 1 if it is not known: a loss, a norm, a count."""
         self.ledger.wait("item")
         shadow = self.shadows.get(x)
         return shadow.item() if shadow is not None else torch.ones((), dtype=x.dtype).item()
@@ -90,7 +106,8 @@ class FakeDevice(TorchDispatchMode):
         if shadow is not None:
             return shadow.to(dtype, copy=True)
         entry, size = self.storages.get(source.untyped_storage()), source.numel() * dtype.itemsize
-        if size > REAL_ON_HOST and (dtype.itemsize == 2 or (entry and entry[1] == "weights")):
+        low = dtype.itemsize == 2 or (entry and entry[1] == "weights")
+        if size > REAL_ON_HOST and (low or not self.host_memory):
             return self._made(lambda: torch.empty(source.shape, dtype=dtype))
         return torch.zeros(source.shape, dtype=dtype)
 
@@ -119,7 +136,7 @@ class FakeDevice(TorchDispatchMode):
         return result
 
     def _values(self, func, args, kwargs, tensors, target):
-        """The result on the host, where all inputs are known and small; else None."""
+        """Return the result on the host if all inputs are known and small, else None."""
         fakes = [x for x in tensors if isinstance(x, FakeTensor)]
         known = {id(x): self.shadows.get(x) for x in fakes}
         if any(value is None for value in known.values()) or any(x.numel() > SHADOW for x in tensors):
@@ -131,7 +148,8 @@ class FakeDevice(TorchDispatchMode):
         return func(*real_args, **{**real_kwargs, **({"device": "cpu"} if target else {})})
 
     def _sized(self, func, args, values):
-        """An operation whose shape depends on values -> one whose shape does not; (None, None): `values` is the result.
+        """Replace an operation whose shape depends on values by one whose shape does not. Return it with its arguments,
+        or (None, None) if `values` is the result.
 
         Raises:
             RuntimeError: the values are not known.
@@ -161,16 +179,16 @@ class FakeDevice(TorchDispatchMode):
         return out
 
     def _made(self, make) -> torch.Tensor:
-        """A fake host tensor."""
+        """Return a fake host tensor."""
         with self.fake:
             out = make()
         self._note(out)
         return out
 
-    # ---- what the ledger hears
+    # ---- reports to the ledger
 
     def _note(self, tensor: FakeTensor) -> None:
-        """Memory of a storage that is new, or has another size now."""
+        """Report the memory of a storage that is new or has a new size."""
         storage = tensor.untyped_storage()
         memory = self.ledger.memory if tensor.device.type == "cuda" else self.ledger.host
         size, entry = -(-storage.nbytes() // BLOCK) * BLOCK, self.storages.get(storage)
@@ -202,7 +220,8 @@ class FakeDevice(TorchDispatchMode):
     # ---- collectives
 
     def _collective(self, func, args):
-        """Returns at once. What is gathered is as if every rank had this one's values; exchanges are balanced."""
+        """Count a collective and return at once. All ranks are taken to have this rank's values; exchanges are
+        balanced."""
         name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_coalesced")
         handle = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
         group = ProcessGroup.unbox(handle)
@@ -224,7 +243,7 @@ def _bytes(x: Any) -> int:
 
 
 def _shape_of(x: Any) -> Any:
-    """A host tensor as a fake one: FakeTensorMode would run operations on small ones for real."""
+    """Return a fake tensor for a host tensor, because FakeTensorMode really runs operations on small host tensors."""
     real = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if real else x
 

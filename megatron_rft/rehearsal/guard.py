@@ -1,7 +1,6 @@
 """Builds and loads the guard library (guard.cpp), which lets a CPU build of torch differentiate "cuda" tensors.
 
-It is compiled once for each version of torch, into the user's cache folder, and must be loaded before torch is
-imported. No torch here.
+It is compiled once for each version of torch, into the user's cache folder. Load it before torch is imported. No torch.
 """
 
 import ctypes
@@ -23,10 +22,10 @@ COMPILERS = ("g++", "c++", "clang++")
 
 
 def torch_folder() -> Path:
-    """Where torch is.
+    """Return torch's folder.
 
     Raises:
-        UserError: this torch cannot be rehearsed with.
+        UserError: rehearse does not work with this torch.
     """
     root = Path(importlib.util.find_spec("torch").origin).parent
     text = (root / "version.py").read_text()
@@ -59,7 +58,7 @@ def cache_folder() -> Path:
 
 
 def library(folder: Path | None = None) -> Path:
-    """The compiled guard; built where it is not there yet."""
+    """Return the path of the compiled guard, and build it if it is missing."""
     root, folder = torch_folder(), folder or cache_folder()
     facts = SOURCE.read_bytes() + str(root).encode() + (root / "version.py").read_bytes()
     path = folder / f"guard_{hashlib.sha256(facts).hexdigest()[:16]}.so"
@@ -90,6 +89,6 @@ def _build(root: Path, path: Path) -> None:
 
 
 def load() -> None:
-    """Before torch is imported: its libraries bind to the guard's symbols when they are loaded."""
+    """Load the guard. Call it before torch is imported, whose libraries bind to the guard's symbols when they load."""
     assert "torch" not in sys.modules, "torch is imported already"
     ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)

@@ -1,8 +1,8 @@
-"""What a rehearsed rank does, as counts: memory by phase and category, kernels, collectives, waits of the host.
+"""Counts what a rehearsed rank does: memory by phase and category, kernels, collectives, waits of the host.
 
 A step has phases (policy log-probs, training ...), and a phase has parts: "forward" and "backward" of micro-batches,
-"pipeline" messages between them, the gradients' "reduce", the "optimizer", and the "rest". Work of the first three
-recurs for every micro-batch.
+"pipeline" messages between them, the gradients' "reduce", the "optimizer", and the "rest". The first three recur with
+every micro-batch.
 """
 
 import sys
@@ -15,12 +15,13 @@ from megatron_rft.plan.devices import NODE, Device, Efficiency
 
 PACKAGE = Path(__file__).resolve().parents[1]
 BETWEEN = "between"
+NOT_TIMED = (BETWEEN, "start", "generation", "checkpoint", "export")  # phases outside of a step's seconds
 RECURRING = ("forward", "backward", "pipeline")
-BLOCK = 512  # bytes; torch's allocator gives multiples of it
+BLOCK = 512  # bytes; sizes of torch's allocator are multiples of it
 
 
 class Memory:
-    """Bytes that are alive on a device, by category, and their peak in each phase."""
+    """Bytes of live tensors on a device by category, and their peak in each phase."""
 
     def __init__(self) -> None:
         self.alive: Counter[str] = Counter()
@@ -44,7 +45,7 @@ class Ledger:
         self.device, self.efficiency, self.node = device, efficiency, node
         self.memory, self.host = Memory(), Memory()
         self.phase, self.part, self.category = BETWEEN, "rest", None
-        self.swapped = 0  # above 0 while another model's weights are in the place of the policy's
+        self.swapped = 0  # above 0 while another model's weights replace the policy's
         self.training = False  # whether the micro-batches have a backward pass
         self.in_backward = lambda: False  # set by the device mode, which knows autograd
         self.kernels: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
@@ -54,7 +55,7 @@ class Ledger:
         self.tokens: Counter[str] = Counter()
         self.largest: Counter[str] = Counter()  # tokens of the largest micro-batch of each phase
 
-    # ---- where we are
+    # ---- phases and parts
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -77,7 +78,7 @@ class Ledger:
 
     @contextmanager
     def holding(self, category: str) -> Iterator[None]:
-        """Tensors that are made within belong to this category."""
+        """Count tensors that are created in this context under this category."""
         before, self.category = self.category, category
         try:
             yield
@@ -93,10 +94,10 @@ class Ledger:
             return "activations" if self.training else "forward without gradient"
         return "optimizer step" if self.part == "optimizer" else "rest"
 
-    # ---- what happens
+    # ---- events
 
     def kernel(self, flops: float, moved: float) -> None:
-        """By a roofline: a kernel takes what its arithmetic or its memory traffic takes, whichever is longer."""
+        """Count a kernel. By a roofline it takes the longer of its arithmetic and its memory traffic."""
         e, d = self.efficiency, self.device
         entry = self.kernels[self.phase, self.part]
         seconds = max(flops / d.flops / e.compute, moved / d.bandwidth / e.memory, e.launch)
@@ -117,8 +118,8 @@ class Ledger:
             entry[i] += value
 
     def link_seconds(self, name: str, ranks: list[int], size: int) -> float:
-        """A ring over the slowest link: (n-1)/n of the whole, twice for an all-reduce. Ranks that share a node
-        share its ports."""
+        """Return the seconds of a ring over the slowest link: it carries (n-1)/n of the whole, and twice that for an
+        all-reduce. Ranks of one node share its ports."""
         together = Counter(rank // self.node for rank in ranks)
         inside, d = len(together) == 1, self.device
         rate = d.nvlink if inside else min(d.nvlink, d.network * min(together.values()))
@@ -127,12 +128,12 @@ class Ledger:
         return size * share * twice / rate / self.efficiency.link + self.efficiency.latency
 
     def wait(self, what: str) -> None:
-        """The host waits for the device, or for another host; counted by the line that asks."""
+        """Count a wait of the host for the device or for another host, by the source line that waits."""
         self.waits[self.phase, self.part, what, _line()] += 1
 
 
 def _line() -> str:
-    """The innermost line outside of this package and of torch, as file:number."""
+    """Return the innermost source line outside of this package and of torch, as file:number."""
     frame = sys._getframe(2)
     while frame:
         name = Path(frame.f_code.co_filename)

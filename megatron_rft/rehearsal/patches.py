@@ -1,7 +1,7 @@
-"""Where the package and megatron-core must say something that no shape says.
+"""Patches of the package and of megatron-core that supply what shapes do not tell.
 
-Phases, parts and categories for the ledger; the shapes that pipeline neighbours would send; a balanced routing; and
-weights without values. Each patch wraps a function and calls it.
+They name phases, parts and categories for the ledger, answer with the shapes that pipeline neighbours would send,
+balance the routing of a mixture, and load weights without values.
 """
 
 import types
@@ -38,7 +38,7 @@ def install(ledger: Ledger, mode: FakeDevice) -> None:
 
 
 def shapes_only(hf_config: Any, mode: FakeDevice) -> Callable[[str], Tensor]:
-    """A lookup of weights without memory."""
+    """Return a lookup of weights without memory."""
     shapes = hf_shapes(hf_config)
 
     def lookup(name: str) -> Tensor:
@@ -49,7 +49,7 @@ def shapes_only(hf_config: Any, mode: FakeDevice) -> Callable[[str], Tensor]:
 
 
 def around(owner: Any, name: str, context: Callable[..., AbstractContextManager]) -> None:
-    """Calls of `owner.name` run inside `context(*arguments)`."""
+    """Run calls of `owner.name` inside `context(*arguments)`."""
     plain = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _name_phases(ledger: Ledger) -> None:
 
 
 def _neighbours(ledger: Ledger) -> None:
-    """Each pipeline stage has the same micro-batches, so what a neighbour sends has the shape of one's own."""
+    """Answer with the shapes of this rank's micro-batches: every pipeline stage has the same ones."""
     received: dict[str, list[list[int]]] = {"before": [], "behind": []}
     plain_pack, plain_run, plain_shapes = actors.pack, Actor._run, P2PCommunicator._communicate_shapes
     configs: list[Any] = []
@@ -118,7 +118,7 @@ def _neighbours(ledger: Ledger) -> None:
 
     def next_of(where: str) -> list[int]:
         shapes = received[where]
-        alike = all(shape == shapes[0] for shape in shapes)  # then the order of virtual stages does not matter
+        alike = all(shape == shapes[0] for shape in shapes)  # if so, the order of virtual stages does not matter
         return shapes[0] if alike else shapes.pop(0)
 
     def communicate_shapes(self: Any, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple:
@@ -130,7 +130,7 @@ def _neighbours(ledger: Ledger) -> None:
 
 
 def _offload(ledger: Ledger, mode: FakeDevice) -> None:
-    """Storages of shapes have nothing to copy; the ledger hears of their sizes."""
+    """Report the sizes of storages to the ledger instead of copying them."""
 
     def save(storage: Any, copy: Tensor | None) -> Tensor:
         if copy is None:
@@ -146,7 +146,7 @@ def _offload(ledger: Ledger, mode: FakeDevice) -> None:
 
 
 def _balanced_routing(mode: FakeDevice) -> None:
-    """Token t goes to the experts k t, k t + 1, ...; the probabilities have their shapes only."""
+    """Send token t to the experts k t, k t + 1, ...; the probabilities have shapes only."""
     plain_routing = router.TopKRouter.routing
 
     def routing(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

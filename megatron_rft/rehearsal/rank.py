@@ -1,9 +1,9 @@
-"""One rank's step: models, log-probs, updates, and the stream of weights. A process of its own, asked with JSON:
+"""Runs one rank's step: models, log-probs, updates, the stream of weights, a checkpoint and an export.
 
 python -m megatron_rft.rehearsal.rank '{"recipe": ..., "overrides": [...], "world": 64, ...}' 0 8 FOLDER
 
-rehearses ranks one after the other, each with so many micro-batches: 0 with 8 here. The packages are imported once, and
-each rank is a fork of that process. An answer is FOLDER/RANK.json, and its name is printed once it is complete.
+The JSON is a `Question`. Pairs of numbers follow: a rank and its number of micro-batches, here rank 0 with 8. The
+process imports the packages once and forks for each rank. It writes FOLDER/RANK.json and then prints that name.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from megatron_rft.rehearsal import guard
 from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.utils.errors import UserError
 
-UPDATES = {"policy": "training", "value": "critic's training"}  # names of updates -> of their phases
+UPDATES = {"policy": "training", "value": "critic's training"}  # name of an update -> name of its phase
 ANOTHER_MODEL = ["model.initialise=random", "model.reference=null"]  # only shapes count: no file of weights is read
 
 
@@ -35,7 +35,7 @@ class Question:
     world: int
     device: str
     efficiency: dict[str, float]
-    fraction: float = 0.5  # mean length of a response, of the longest
+    fraction: float = 0.5  # mean length of a response, as a share of the longest
     node: int = NODE
     rank: int = 0
     micro_batches: int = 2
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Prepared:
-    """A process that pretends to have GPUs, with everything imported."""
+    """The state of a process that pretends to have GPUs and has imported everything."""
 
     def __init__(self, question: Question):
         self.question = question
@@ -75,7 +75,8 @@ class Prepared:
         importlib.import_module("megatron_rft.training.online")  # once for all ranks
 
     def answer(self, rank: int, micro_batches: int) -> dict[str, Any]:
-        """The counts of a rank (see `answer`), or its error. Once in a process: it patches torch for good."""
+        """Return the counts of a rank (see `answer`), or its error. Call it once in a process: it patches torch for
+        good."""
         began = time.time()
         try:
             step = Step(replace(self.question, rank=rank, micro_batches=micro_batches), self.ledger, self.mode)
@@ -90,8 +91,8 @@ class Prepared:
 
 
 class Step:
-    """A step of the recipe's trainer. `times` says how often each phase comes in a whole step, in units of what is
-    rehearsed: (passes over all of it, micro-batches of one pass in the run / rehearsed)."""
+    """A step of the recipe's trainer. `times` relates each phase to a whole step: (passes in a step, micro-batches of a
+    pass in the run / micro-batches rehearsed)."""
 
     def __init__(self, question: Question, ledger: Ledger, mode: Any):
         from megatron_rft.conversion import load_config
@@ -102,7 +103,7 @@ class Step:
         self.times: dict[str, tuple[float, float]] = {}
 
     def join(self) -> None:
-        """The process groups of the whole world, seen from this rank."""
+        """Create the process groups of the whole world as this rank sees them."""
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -112,19 +113,22 @@ class Step:
         parallel.initialize(self.recipe.megatron)
 
     def run(self) -> dict[str, tuple[float, float]]:
+        from megatron_rft.rehearsal import saving
+
         parts = {"rl": self._online, "offline": self._offline, "sft": self._sft}
-        trained = parts[self.recipe.trainer]()
-        actor = trained[0]
+        models = parts[self.recipe.trainer]()
         if self.recipe.rollout.offload_trainer:
-            self._offload(trained)
+            self._offload(models)
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
-            for _ in actor.stream():
+            for _ in models.actor.stream():
                 pass
+        distributed = self.recipe.optimizer.use_distributed_optimizer
+        saving.rehearse(self.ledger, self.mode, models.trained, models.averages, distributed)
         return self.times
 
     # ---- trainers
 
-    def _online(self) -> list[Any]:
+    def _online(self) -> Any:
         from megatron_rft.training.online import build_models, build_objective, mini_batches
 
         recipe = self.recipe
@@ -150,17 +154,19 @@ class Step:
             self._update(models.trained[update.model], update, passes, models.second, whole / passes * update.epochs)
         with self.ledger.during("end of the step"):
             models.end_of_step()
-        return list(models.trained.values())
+        return models
 
-    def _offline(self) -> list[Any]:
+    def _offline(self) -> Any:
         import torch
 
         from megatron_rft import objectives
         from megatron_rft.megatron.second_distribution import Recorded, Second
         from megatron_rft.training import build
+        from megatron_rft.training.models import Models
 
         recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
-        actor = self._built(lambda: build.build_actor(recipe, self.hf_config, 1000))
+        models = self._built(lambda: Models(build.build_actor(recipe, self.hf_config, 1000)))
+        actor = models.actor
         batch = self._batch(2, recipe.algorithm.batch_sequences)
         number = torch.arange(len(batch))
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
@@ -182,40 +188,43 @@ class Step:
 
         for update in objective.prepare(batch, objective.init()).updates:
             self._update(actor, update, 1, second, recipe.algorithm.batch_sequences)
-        return [actor]
+        return models
 
-    def _sft(self) -> list[Any]:
+    def _sft(self) -> Any:
         from megatron_rft import objectives
         from megatron_rft.training import build
+        from megatron_rft.training.models import Models
 
-        actor = self._built(lambda: build.build_actor(self.recipe, self.hf_config, 1000))
+        models = self._built(lambda: Models(build.build_actor(self.recipe, self.hf_config, 1000)))
         objective = objectives.build(self.recipe.algorithm)
         batch = self._batch(1, self.recipe.algorithm.batch_sequences)
         for update in objective.prepare(batch, objective.init()).updates:
-            self._update(actor, update, 1, lambda *_: None, self.recipe.algorithm.batch_sequences)
-        return [actor]
+            self._update(models.actor, update, 1, models.second, self.recipe.algorithm.batch_sequences)
+        return models
 
     # ---- parts
 
-    def _offload(self, trained: list[Any]) -> None:
-        """What stays on the device beside an engine that is awake."""
-        for model in trained:
-            model.training_state.offload()
+    def _offload(self, models: Any) -> None:
+        """Record the device's memory beside an engine that is awake."""
+        for actor in models.trained.values():
+            actor.training_state.offload()
         with self.ledger.during("generation"):
             pass
+        for actor in models.trained.values():
+            actor.training_state.restore()
 
     def _steps_before(self) -> int:
-        """PIPO verifies once its window is full, and PPO trains the policy once its critic is warm."""
+        """Return the number of steps before PIPO verifies (its window is full) and PPO trains the policy (its critic is
+        warm)."""
         window = self.recipe.pipo.window if self.recipe.pipo else 0
         return window + (self.recipe.critic.warmup_steps if self.recipe.critic else 0)
 
     def _built(self, make: Callable[[], Any]) -> Any:
-        """Models with their state labelled: weights, gradients, optimizer."""
+        """Build models and label their state: weights, gradients, optimizer."""
         ledger, mode = self.ledger, self.mode
         with ledger.during("start"), ledger.holding("optimizer"):
             models = make()
-            actors = models.trained.values() if hasattr(models, "trained") else [models]
-            for actor in actors:
+            for actor in models.trained.values():
                 actor.optimizer.fill_in()
                 mode.relabel(actor._parameters(), "weights")
                 buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
@@ -223,7 +232,7 @@ class Step:
         return models
 
     def _batch(self, group: int, most: int) -> Any:
-        """Micro-batches for every data-parallel rank, but no more sequences than the run has."""
+        """Return micro-batches for every data-parallel rank, with at most as many sequences as the run has."""
         from megatron_rft.megatron import parallel
         from megatron_rft.rehearsal.batches import batch_of, micro_batch
 
@@ -236,7 +245,7 @@ class Step:
         return batch_of(shape, max(min(group, 2), min(count, most)), group)
 
     def _update(self, actor: Any, update: Any, passes: float, second: Callable, sequences: float) -> None:
-        """One optimizer step, of `passes` in the run, each on `sequences`."""
+        """Make one optimizer step. The run makes `passes` of them, each on `sequences`."""
         phase = UPDATES.get(update.name, update.name)
         update = replace(update, mini_batches=1, epochs=1)
         mini_batch = next(update.steps())
@@ -265,13 +274,13 @@ class Step:
 
 
 def told_apart(batch: Any) -> Any:
-    """With log-probs that differ from model to model: where all are alike, SDPO and PIPO make no update."""
+    """Make the log-probs of the models differ: SDPO and PIPO make no update if all are equal."""
     names = sorted(name for name in batch.tokens if name.endswith("logprobs"))
     return batch.with_tokens(**{name: batch.tokens[name] - 0.01 * i for i, name in enumerate(names)})
 
 
 def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:
-    """The updates of a step in the middle of a run, by name. Earlier steps are made of a small part of the batch."""
+    """Return the updates of a step in the middle of a run, by name. Earlier steps use a small part of the batch."""
     small, state = batch.select(batch.groups < 2), objective.init()
     for number in range(steps_before):
         state = objective.prepare(small.with_scalars(sampled_reward_sum=1.0 + number), state).state
@@ -282,7 +291,7 @@ def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:
 
 
 def answer(ledger: Ledger, times: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """Plain JSON."""
+    """Return the counts as JSON."""
     return {
         "device": asdict(ledger.device),
         "times": times,

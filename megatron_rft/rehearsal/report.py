@@ -1,4 +1,4 @@
-"""The counts of rehearsed ranks as text, and as totals of a step. No torch."""
+"""Writes the counts of rehearsed ranks as text, and adds them up to a step. No torch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rft.plan.devices import GIB
-from megatron_rft.rehearsal.ledger import BETWEEN, RECURRING
+from megatron_rft.rehearsal.ledger import BETWEEN, NOT_TIMED, RECURRING
 
-SMALL = GIB // 100  # categories below it are added up as "rest"
-SMALL_MESSAGE = 1 << 20  # bytes; collectives of less in all are not shown
+SMALL = GIB // 100  # smaller categories are added up as "rest"
+SMALL_MESSAGE = 1 << 20  # bytes; collectives with a smaller total are not shown
 SHOWN = 8  # lines of waits
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A kind of rank, and what its rehearsal counted (rank.answer)."""
+    """A kind of rank, and the counts of its rehearsal (rank.answer)."""
 
     number: int  # of the pipeline stage, from 0
     stages: int
@@ -32,15 +32,16 @@ class Stage:
         return [phase for phase in self.found["peaks"] if phase not in (BETWEEN, "start")]
 
     def rows(self, phase: str, what: str) -> Iterable[list]:
-        """Of "kernels", "links" or "waits"."""
+        """Return a phase's rows of "kernels", "links" or "waits"."""
         return (row for row in self.found[what] if row[0] == phase)
 
     def times(self, phase: str) -> tuple[float, float]:
-        """(passes, micro-batches of a pass of the run for each one that is rehearsed)"""
+        """Return (passes in a step, micro-batches of a pass in the run / micro-batches rehearsed)."""
         return tuple(self.found["times"].get(phase, (1, 1)))
 
     def seconds(self, phase: str, what: str) -> float:
-        """Of all passes of a step: kernels or links one after the other, the pipeline's bubble included."""
+        """Return the seconds of all passes of a step: kernels or links one after the other, with the pipeline's
+        bubble."""
         passes, ratio = self.times(phase)
         micro_batches = max(1.0, self.found["micro_batches"].get(phase, 1) * ratio)
         bubble = 1 + (self.stages - 1) / self.virtual / micro_batches
@@ -52,16 +53,16 @@ class Stage:
 
 
 def bounds(stages: list[Stage]) -> dict[str, tuple[float, float]]:
-    """Seconds of each phase of a step on the slowest stage: (links behind kernels, nothing overlaps)."""
+    """Return the seconds of each phase on the slowest stage: (with links hidden behind kernels, without overlap)."""
     found = {}
-    for phase in stages[0].phases:
+    for phase in (phase for phase in stages[0].phases if phase not in NOT_TIMED):
         pairs = [(s.seconds(phase, "kernels"), s.seconds(phase, "links")) for s in stages]
         found[phase] = max(max(pair) for pair in pairs), max(sum(pair) for pair in pairs)
     return found
 
 
 def peak(stages: list[Stage]) -> tuple[Stage, str, int, dict[str, int]]:
-    """The fullest moment: (stage, phase, bytes, bytes by category)."""
+    """Return the peak of memory of all stages: (stage, phase, bytes, bytes by category)."""
     every = [(s.found["peaks"][phase]["total"], i, phase) for i, s in enumerate(stages) for phase in s.phases]
     total, i, phase = max(every)
     return stages[i], phase, total, stages[i].found["peaks"][phase]["parts"]
@@ -89,9 +90,9 @@ def memory_lines(stages: list[Stage], beside: int) -> list[str]:
         for phase in stage.phases:
             entry = stage.found["peaks"][phase]
             told.append(f"  {stage.name}, {phase}: {gib(entry['total'])} = {categories(entry['parts'])}")
-        host = max(stage.found["host"].values(), default=0)
+        host, phase = max(((size, phase) for phase, size in stage.found["host"].items()), default=(0, ""))
         if host >= SMALL:
-            told.append(f"  {stage.name}, in the host's memory: {gib(host)}")
+            told.append(f"  {stage.name}, in the host's memory: {gib(host)} in {phase}")
     return told
 
 
@@ -104,7 +105,7 @@ def time_lines(stages: list[Stage]) -> list[str]:
         how = f" ({passes:g} x {count:.0f} micro-batches of each rank)" if count else ""
         told.append(f"  {phase}: {seconds(least)} to {seconds(most)}{how}")
     least, most = (sum(pair[i] for pair in found.values()) for i in (0, 1))
-    return [*told, f"  together: {seconds(least)} to {seconds(most)}, without generation and grading"]
+    return [*told, f"  together: {seconds(least)} to {seconds(most)}, without generation, grading and checkpoints"]
 
 
 def seconds(value: float) -> str:
@@ -112,7 +113,7 @@ def seconds(value: float) -> str:
 
 
 def link_lines(stages: list[Stage]) -> list[str]:
-    """Of one rehearsed pass of each phase, by group."""
+    """Return lines about the collectives of one rehearsed pass of each phase, by group."""
     told = ["collectives of one rehearsed pass, by group:"]
     for stage in stages:
         found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0])
@@ -131,14 +132,14 @@ def link_lines(stages: list[Stage]) -> list[str]:
 
 
 def waits(stage: Stage, phase: str) -> tuple[float, int]:
-    """(for each micro-batch, in an optimizer step) how often the host waits for the device."""
+    """Return how often the host waits for the device: (in each micro-batch, in an optimizer step)."""
     rows = list(stage.rows(phase, "waits"))
     step = sum(row[-1] for row in rows if row[1] == "optimizer")
     return (sum(row[-1] for row in rows) - step) / max(1, stage.found["micro_batches"].get(phase, 1)), step
 
 
 def wait_lines(stages: list[Stage]) -> list[str]:
-    """Most of the waits of the host for the device in the training phase, by source line."""
+    """Return the most frequent waits of the host for the device in the training phase, by source line."""
     told, phase = [], "training"
     for stage in stages:
         each, step = waits(stage, phase)
