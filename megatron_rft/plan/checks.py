@@ -106,7 +106,8 @@ def _memory_lines(
         vllm, weights = memory.by_vllm(recipe, sizes), memory.copy_of_model(recipe, sizes)
         apart = recipe.rollout.placement != "colocated" and not recipe.rollout.servers
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
-        lines += host.lines(memory.memory_of(recipe, sizes, layout), vllm, ranks, engines, weights)
+        writers = min(ranks, layout.tp * layout.pp)
+        lines += host.lines(memory.memory_of(recipe, sizes, layout), vllm, ranks, writers, engines, weights)
     return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib else [])
 
 

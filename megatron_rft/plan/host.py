@@ -1,9 +1,10 @@
-"""Memory of a run without a GPU, where a rank's engine, weights and libraries are all in one process. No torch.
+"""Estimates the memory of a run without a GPU: a rank's engine, weights and libraries are in one process. No torch.
 
-Estimated as memory.py does, with the resident libraries added. A vLLM on a CPU does not sleep: its copy of the weights
-stays through training.
+The estimates are those of memory.py, plus the resident libraries. A vLLM on a CPU does not sleep: its copy of the
+weights stays in memory during training.
 """
 
+from megatron_rft.config.messages import many
 from megatron_rft.plan.memory import GIB, Memory, gib
 from megatron_rft.utils.host_memory import machine_bytes
 
@@ -11,16 +12,29 @@ LIBRARIES = {False: 0.5, True: 0.7}  # GiB of a process with a tiny model, witho
 
 
 def resident(m: Memory, vllm: bool) -> int:
-    """Bytes of a rank's process at their most, about, without the gathering of a checkpoint."""
+    """Return the approximate peak bytes of a rank's process, without checkpoints."""
     phase = m.activations + m.engine if vllm else max(m.activations, m.engine + m.cache)
-    return round(LIBRARIES[vllm] * GIB) + m.state.total + m.awake + m.links + m.host + phase
+    return _always(m, vllm) + phase
 
 
-def lines(m: Memory, vllm: bool, ranks: int, engines: int, weights: int) -> list[str]:
-    """`ranks` on this machine; `engines`: processes outside of them, each with so many bytes of `weights`."""
-    each = resident(m, vllm)
-    total, here = ranks * each + engines * (weights + round(LIBRARIES[vllm] * GIB)), machine_bytes()
+def at_checkpoint(m: Memory, vllm: bool) -> int:
+    """Return the approximate bytes of the first data-parallel rank's process while it makes a checkpoint."""
+    return _always(m, vllm) + m.engine * vllm + m.checkpoint
+
+
+def _always(m: Memory, vllm: bool) -> int:
+    return round(LIBRARIES[vllm] * GIB) + m.state.total + m.awake + m.links + m.host
+
+
+def lines(m: Memory, vllm: bool, ranks: int, writers: int, engines: int, weights: int) -> list[str]:
+    """`ranks`: on this machine. `writers`: number of first data-parallel ranks among them. `engines`: processes outside
+    of the ranks, each with so many bytes of `weights`."""
+    each, here = resident(m, vllm), machine_bytes()
+    more = max(0, at_checkpoint(m, vllm) - each)
+    total = ranks * each + writers * more + engines * (weights + round(LIBRARIES[vllm] * GIB))
     found = [f"memory without a GPU: about {gib(each)} a rank, {gib(total)} on this machine"]
+    if more:
+        found[0] += f"; {gib(each + more)} on {many(writers, 'rank')} during a checkpoint"
     if here and total > here:
         found.append(
             f"warning: that is more than the machine's {gib(here)}, and the system may kill a rank. Take fewer ranks "

@@ -1,10 +1,10 @@
-"""Bytes of memory that a run needs on one rank, and options that reduce them. No torch.
+"""Computes the bytes of memory that a run needs on one rank, and options that reduce them. No torch.
 
-Exact (tests build the model and count): weights, gradients and optimizer. Estimated: activations (activations.py) and
-the engines. vLLM takes a share of the device at its start, weights and cache together, and keeps
-it: that is counted where the device's size is given. For engines outside the ranks the count has what they always
-take of a rank's device: the buckets of their weights, and the CUDA context of a process. Not counted: CUDA's and NCCL's
-own memory, about a GiB, what the allocator leaves between blocks, and the rest of an engine on a rank's device.
+Weights, gradients and optimizer are exact: tests build the model and count. Activations (activations.py) and engines
+are estimates. vLLM takes a share of the device at its start, for weights and cache together, and keeps it; the plan
+counts it if it knows the device's size. Of engines outside the ranks the plan counts the buckets of their weights and
+the CUDA context of a process. It does not count CUDA's and NCCL's own memory (about a GiB), gaps between blocks of the
+allocator, and other memory of an engine on a rank's device.
 """
 
 import math
@@ -28,7 +28,7 @@ from megatron_rft.utils.errors import ConfigError
 GIB = 1 << 30
 BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (inference/transport/buckets.py)
-CUDA_CONTEXT = GIB // 2  # of another process on the rank's device, approximate
+CUDA_CONTEXT = GIB // 2  # approximate, of another process on the rank's device
 MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
 UNEVEN = {
     "pipeline_model_parallel_layout",
@@ -56,7 +56,7 @@ class State:
 
 
 def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: bool = False) -> State:
-    """For a rank of that pipeline stage; with the distributed optimizer, the rank that has the most."""
+    """Return the state of a rank of the pipeline stage; with the distributed optimizer, of the rank that has most."""
     element, extra = BYTES[recipe.model.precision], recipe.megatron.model_extra or {}
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
     per_parameter = MOMENTS * (2 if own_moments else 1) + (MAIN if element == 2 else 0)
@@ -66,7 +66,7 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
     size = extra.get("bucket_size") or max(40_000_000, 1_000_000 * data_parallel)
     total = State(0, 0, 0)
     for number, chunk in enumerate(stage_chunks(s, layout, stage, value_head)):
-        # where a GPU's default overlaps, buckets pad a few kilobytes more
+        # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
         whole = not extra.get("overlap_grad_reduce") or stage > 0 or number > 0
         for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
             parameters = [each for each in chunk if each.expert == expert]
@@ -88,8 +88,8 @@ class Memory:
     size, its share). `awake`: the same for the refiner's, which never sleeps. `cache`: keys and values of the hf
     engine that has the most. `links`: buffers for engines outside the rank. `host`: weights in host memory (a
     reference, a teacher), and the optimizer's state if it waits there while engines generate (`offloads`).
-    `checkpoint`: host memory in which the first data-parallel rank gathers a checkpoint. `at_once`: the trainer works
-    while responses are generated and refined.
+    `checkpoint`: additional host memory of the first data-parallel rank while it makes a checkpoint. `at_once`: the
+    trainer works while responses are generated and refined.
     """
 
     stage: int
@@ -124,7 +124,7 @@ class Memory:
 
 
 def engines_of(recipe: Recipe) -> list[int]:
-    """The longest sequence of each engine of a rank."""
+    """Return the longest sequence of each engine of a rank."""
     generates = recipe.trainer == "rl" or recipe.validates or recipe.data.test
     own = [recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens]
     own *= bool(generates) and recipe.rollout.placement == "colocated"
@@ -137,19 +137,19 @@ def by_vllm(recipe: Recipe, s: Sizes, device: float | None = None) -> bool:
 
 
 def share_of(recipe: Recipe) -> float:
-    """Share of a device's memory for each vLLM."""
+    """Return the share of a device's memory for each vLLM."""
     return recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(recipe)
 
 
 def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int, int]:
-    """(policy's engine, refiner's engine, cache) of a rank; `device`: bytes, where they are known."""
+    """Return the bytes of a rank's (policy's engine, refiner's engine, cache). `device`: its bytes, if known."""
     each, cache = _each_engine(recipe, s, layout, device)
     refiners = int(recipe.refines)
     return each * (len(engines_of(recipe)) - refiners), each * refiners, cache
 
 
 def _each_engine(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
-    """(bytes of a rank's engines including weights, the largest additional cache)."""
+    """Return (bytes of each engine with its weights, bytes of the largest additional cache)."""
     rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
     element, whole = BYTES[rollout.dtype or recipe.model.precision], copy_of_model(recipe, s)
     if not lengths:
@@ -166,15 +166,16 @@ def _each_engine(recipe: Recipe, s: Sizes, layout: Layout, device: float | None)
 
 
 def copy_of_model(recipe: Recipe, s: Sizes) -> int:
-    """Bytes of an engine's weights. FP8 rounds only the layers' matrices, and none in a mixture of experts."""
+    """Return the bytes of an engine's weights. FP8 rounds only the layers' matrices, and none of a mixture of
+    experts."""
     element = BYTES[recipe.rollout.dtype or recipe.model.precision]
     rounded = s.multiplied - s.vocabulary * s.hidden if recipe.vllm.quantization else 0
     return s.whole() * element - rounded * (element - 1)
 
 
 def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) -> int:
-    """Bytes on a rank's device for the engines outside that it drives: for each the buckets of its weights and, for
-    a process, a CUDA context (where `device` gives a GPU)."""
+    """Return the bytes on a rank's device for its engines outside of the ranks: the buckets of their weights and, for
+    each process, a CUDA context (if `device` gives a GPU)."""
     if rollout.placement == "colocated":
         return 0
     engines = -(-engine_processes(rollout, vllm, layout.world) // layout.world)
@@ -207,22 +208,30 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     offloads = recipe.rollout.offload_trainer
     host += state.optimizer * offloads
     outside = links(recipe.rollout, recipe.vllm, layout, device)
-    held, at_once = gathered(recipe, s, layout, stage), recipe.trains_while_sampling
+    held, at_once = gathered(recipe, s, layout, stage, overlap=bool(device)), recipe.trains_while_sampling
     return Memory(stage, state, kept, engine, awake, cache, outside, host, held, at_once, offloads)
 
 
-def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int) -> int:
-    """Bytes of host memory of the first data-parallel rank at a checkpoint: Adam's moments and the weights in fp32, of
-    all parameters of the stage, for each set of moments."""
+def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int, overlap: bool = False) -> int:
+    """Return the additional host memory of the first data-parallel rank while it makes a checkpoint.
+
+    It gathers Adam's moments and fp32 weights of all parameters of its stage, for each set of moments. For a bucket it
+    holds its own part, gloo's buffer, the parts of all ranks and their concatenation. The writer then gets copies of
+    everything. `overlap`: the backward pass reduces gradients in buckets, which is the default on GPUs.
+    """
     if not recipe.optimizer.use_distributed_optimizer:
         return 0
     sets = 2 if recipe.pipo is not None and recipe.pipo.optimizer_state == "own" else 1
-    total = 0
+    ranks, extra = layout.world // (layout.tp * layout.pp), recipe.megatron.model_extra or {}
+    held = largest = 0
     for value_head in (False, True) if recipe.critic else (False,):
         chunks = stage_chunks(s, layout, stage, value_head)
-        count = sum(parameter.count for chunk in chunks for parameter in chunk)
-        total += (MOMENTS + MAIN) * count * (1 if value_head else sets)
-    return total
+        counts = [sum(parameter.count for parameter in chunk) for chunk in chunks]
+        held += (MOMENTS + MAIN) * sum(counts) * (1 if value_head else sets)
+        largest = max(largest, *counts)
+    if stage == 0 and not layout.vpp and extra.get("overlap_grad_reduce", overlap):
+        largest = min(largest, extra.get("bucket_size") or max(40_000_000, 1_000_000 * ranks))
+    return held + max(held, round((MOMENTS + MAIN) * largest * (1 + 1 / ranks)))
 
 
 def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
@@ -251,7 +260,7 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
             f"memory of engines outside of the ranks, {copy} of weights each and a cache: not counted, also where they "
             "share a rank's GPU"
         )
-    if recipe.checkpoint.every and m.checkpoint:
+    if m.checkpoint:
         ranks = f"{many(layout.tp * layout.pp, 'rank')} of the run"
         found.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {ranks}, none on the others")
     if m.host:
@@ -265,7 +274,7 @@ def gib(size: int) -> str:
 
 
 def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device_gib: float) -> str:
-    """A line with the free memory.
+    """Return a line about the free memory.
 
     Raises:
         ConfigError: it does not fit; the message says by how much, and which options would help.
@@ -290,7 +299,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
 
 
 def knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
-    """(option to set, resulting peak bytes), for options that the model and the number of ranks allow."""
+    """Yield (option to set, resulting peak bytes) for options that the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
 
     def largest(layout: Layout = layout, **sections: dict[str, Any]) -> int:

@@ -227,6 +227,9 @@ class FakeDevice(TorchDispatchMode):
         group = ProcessGroup.unbox(handle)
         size = max(sum(_bytes(x) for x in tree_leaves(part)) for part in args[:2])
         self.ledger.collective(name, _label(group), dist.get_process_group_ranks(group), size)
+        if name == "gather":  # gloo gathers into one flat buffer first
+            for change in (size, -size):
+                self.ledger.host.add(self.ledger.category_now(), change)
         if "allgather" in name and (own := self.shadows.get(tree_leaves(args[1])[0])) is not None:
             for out in tree_leaves(args[0]):
                 self.shadows[out] = own.flatten().repeat(out.numel() // own.numel()).view(out.shape)

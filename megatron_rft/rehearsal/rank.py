@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -120,8 +121,7 @@ class Step:
         if self.recipe.rollout.offload_trainer:
             self._offload(models)
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
-            for _ in models.actor.stream():
-                pass
+            deque(models.actor.stream(), maxlen=0)
         distributed = self.recipe.optimizer.use_distributed_optimizer
         saving.rehearse(self.ledger, self.mode, models.trained, models.averages, distributed)
         return self.times

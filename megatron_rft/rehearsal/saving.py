@@ -134,7 +134,7 @@ def _at_layer(shard: ShardedTensor, number: int, layers: int) -> ShardedTensor:
 @contextmanager
 def _as_rank(number: int) -> Iterator[None]:
     """Let groups answer as they do to rank `number`, which is in the same pipeline stage."""
-    plain = dist.ProcessGroup.rank
+    plain = vars(dist.ProcessGroup)["rank"]
 
     def rank(group: dist.ProcessGroup) -> int:
         ranks = dist.get_process_group_ranks(group)

@@ -16,7 +16,7 @@ from megatron_rft.commands.rehearse import Rehearsal
 from megatron_rft.config import load
 from megatron_rft.plan.activations import activations, compares
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import BYTES, state_of
+from megatron_rft.plan.memory import BYTES, gathered, state_of
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.rehearsal import report
@@ -241,6 +241,8 @@ def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     estimate = activations(element, options.megatron, batching, second, keys, s, layout, number)
     assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
     assert peak["parts"]["gradients"] == pytest.approx(state.gradients, rel=0.01)
+    saved = found["host"]["checkpoint"] - found["host"]["weights to the engine"]
+    assert saved == pytest.approx(gathered(options, s, layout, number, overlap=True), rel=within)
     both = state.total + estimate, peak["total"]
     assert both[0] == pytest.approx(both[1], rel=within), (peak["parts"], state, estimate)
 
