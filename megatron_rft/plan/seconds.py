@@ -18,8 +18,8 @@ from megatron_rft.plan.parameters import Sizes
 TRAFFIC = 3.4, 7.7  # bytes that a layer's forward and backward pass move beside its products, per byte that it keeps
 LOGIT_TRAFFIC = 56, 65  # bytes per logit, forward and backward
 OPTIMIZER_TRAFFIC = 6.5  # bytes per byte of the optimizer's state
-EXPERTS = 0.25  # of the bf16 rate, by products of small experts and what surrounds them: fitted to one published run
-FUSED = 0.4  # of this traffic, with Transformer Engine's kernels: an assumption
+EXPERTS = 0.25  # share of the bf16 rate for experts' products and the kernels around them: fitted to one published run
+FUSED = 0.4  # share of this traffic with Transformer Engine's kernels: an assumption
 
 
 @dataclass(frozen=True)
