@@ -1,4 +1,4 @@
-"""The whole configuration, validated before torch is imported. Section models are for anybody to import from here."""
+"""Recipes: their sections, loading and validation. Imports no torch."""
 
 from megatron_rft.config.loading import dump, load
 from megatron_rft.config.recipe import Recipe

@@ -1,11 +1,11 @@
-"""The `constraint` section: keeps the policy from degenerating (dynamic_constraint.txt 3). No torch.
+"""The section `constraint`, which keeps the policy from degenerating (dynamic_constraint.txt 3). No torch.
 
     none      no constraint
     static    the algorithm's KL to the reference: `eta` and `mode` set algorithm.kl_coefficient and algorithm.kl_in
     dynamic   a frozen refiner corrects the policy's responses, and the policy learns corrections that score higher
 
-Without the section an algorithm has the KL of its defaults. With kind dynamic it has none, unless
-algorithm.kl_coefficient is given: then both apply.
+Without the section an algorithm has the KL of its defaults. With kind dynamic it has no KL, unless
+algorithm.kl_coefficient is given.
 """
 
 import string
@@ -32,44 +32,45 @@ class Constraint(Section):
     """Weight of the constraint. static: of the KL. dynamic: of the cross entropy on refined responses; 0 only
     measures it."""
     mode: Literal["loss", "reward"] | None = None
-    """A term of the loss, or a penalty on the reward, without a gradient. None: loss; static: the algorithm's kl_in."""
+    """loss: a term of the loss. reward: a penalty on the reward, without a gradient. None: loss; static: the
+    algorithm's kl_in."""
     tokens: Literal["sum", "mean"] = "sum"
     """The constraint of a pair is the sum of its tokens' cross entropies, as in the paper, or their mean."""
     per: Literal["responses", "pairs"] = "responses"
-    """Divisor of the sum of all pairs' constraints in the loss: the number of sampled responses of the mini-batch, so
-    that the constraint fades as pairs become rare, or the number of pairs."""
+    """Divisor of the summed constraints in the loss. responses: the mini-batch's sampled responses, so the constraint
+    fades as pairs become rare. pairs: the number of pairs."""
     filter: bool = True
     """Learn only refined responses that score higher than the original. false is the paper's ablation."""
     agreeing: bool = False
-    """Also refine groups whose rewards are all equal, which the algorithm would leave out (dapo); a group with a pair
-    is then trained on."""
+    """Also refine groups of equal rewards that the algorithm would leave out (dapo). Groups with a pair are then
+    trained on."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Refine this share of the responses, chosen by run.seed."""
     first: Count | None = None
-    """Refine at most so many responses of a group, the first ones that can be improved. None: all."""
+    """Refine at most this many responses of a group, the first that can be improved. None: all."""
     template: str | None = None
-    """What the refiner is asked: code, dialogue, mathematics, or a file with {question}, {response} and, if it should
-    see it, {reward} in braces. None: by reward.kind."""
+    """The refiner's prompt: code, dialogue, mathematics, or a file with {question}, {response} and optionally {reward}
+    in braces. None: by reward.kind."""
     temperature: NonNegative = 0.0
     """Temperature of the refiner; 0 is greedy."""
     max_tokens: Count | None = None
     """Maximum tokens of a refined response. None: rollout.max_response_tokens."""
     draft: bool | None = None
-    """Give vLLM the response as a draft of its refinement (speculative decoding). It changes the speed, never a token.
-    None: with vllm at temperature 0."""
+    """Give vLLM the response as a draft of its refinement (speculative decoding). This changes the speed, never a
+    token. None: with vllm at temperature 0."""
     overlap: bool = False
-    """Refine early groups while later ones are still being generated. It changes only the speed, and pays where
-    generation leaves processors idle for the refiner."""
+    """Refine early groups while later ones are still being generated. This changes only the speed, and helps if
+    generation leaves processors idle."""
     kl_every: Natural = 0
     """Steps between measurements of KL(policy || reference), which is not part of the loss; 0: none. Each costs a
     forward pass of the reference."""
     norms_every: Natural = 0
-    """Steps between measurements of the gradient norms of the loss's two parts; 0: none. Each costs a step's gradient
-    twice more."""
+    """Steps between measurements of the gradient norms of the loss's two parts; 0: none. Each costs two more backward
+    passes."""
     examples_every: Natural = 10
     """Steps between examples, with their cross entropy per token, in RUN/refinements.jsonl; 0: none."""
     examples: Count = 2
-    """How many each time."""
+    """Number of examples each time."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -78,7 +79,7 @@ class Constraint(Section):
                 if name not in ALWAYS | READS[self.kind] and self.differs(name):
                     raise at(name, f"does nothing with kind {self.kind}")
         if self.kind != "none" and self.eta is None:
-            raise at("eta", f"is required with kind {self.kind}: 1e-2 and 1e-4 are the paper's for dialogue and code")
+            raise at("eta", f"is required with kind {self.kind}: the paper uses 1e-2 for dialogue and 1e-4 for code")
         if self.kind == "dynamic":
             self._check_dynamic()
         return self
@@ -87,11 +88,11 @@ class Constraint(Section):
         if self.eta == 0:
             for name in ("mode", "tokens", "per", "filter", "agreeing"):
                 if self.differs(name):
-                    raise at(name, "does nothing while eta is 0: nothing is learnt of the pairs")
+                    raise at(name, "does nothing while eta is 0: the pairs are not trained on")
         if self.mode == "reward" and self.differs("per"):
             raise at("per", "does nothing with mode reward: each response has its own penalty")
         if self.norms_every and (not self.eta or self.mode == "reward"):
-            raise at("norms_every", "there is one part only: eta is 0, or the constraint is in the reward")
+            raise at("norms_every", "the loss has only one part: eta is 0, or the constraint is in the reward")
         if self.differs("examples") and not self.examples_every:
             raise at("examples", "does nothing while examples_every is 0")
         if self.template is not None:
@@ -102,7 +103,7 @@ class Constraint(Section):
         return self.kind == "dynamic"
 
     def drafts(self, engine: str) -> bool:
-        """Whether the refiner's requests carry drafts, on this engine."""
+        """Whether the refiner's requests carry drafts on this engine."""
         return ENGINES[engine].drafts and (self.temperature == 0 if self.draft is None else self.draft)
 
     def template_text(self, reward_kind: str) -> str:

@@ -1,6 +1,6 @@
 """The data sets with an adapter: their names on the Hugging Face hub, and the reward that grades each. No torch.
 
-The adapters themselves, from raw rows to prompts, are in `megatron_rft/data/adapters`, under the same names.
+The adapters, which turn raw rows into prompts, have the same names in `megatron_rft/data/adapters`.
 """
 
 import re
@@ -23,7 +23,7 @@ class Known:
     hub: str | None = None
     subset: str | None = None
     files: str | None = None
-    rules: str | None = None  # the reward's rule set, where it has several
+    rules: str | None = None  # the reward's rule set, if it has several
 
     @property
     def template(self) -> str | None:

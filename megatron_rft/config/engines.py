@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What the checks of a recipe need to know of an engine."""
+    """An engine's capabilities, for the checks of a recipe."""
 
     serves: bool = False  # rollout.placement=server
     drafts: bool = False  # speculative decoding with the drafts that requests carry
-    recomputes: bool = False  # after new weights it can compute the caches of unfinished responses again
+    recomputes: bool = False  # can recompute the caches of unfinished responses after a weight sync
 
 
 ENGINES = {

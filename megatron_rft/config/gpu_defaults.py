@@ -1,11 +1,11 @@
-"""Options of megatron-core that only make a step faster, and their defaults on GPUs. No torch."""
+"""Defaults on GPUs of megatron-core's options that only make a step faster. No torch."""
 
 from megatron_rft.config.sections import Megatron
 
 
 def overlaps(megatron: Megatron, distributed: bool) -> dict[str, bool]:
-    """Of DistributedDataParallelConfig: gradients are reduced during the backward pass and, with the distributed
-    optimizer (`distributed`), new weights are gathered during the next forward pass, which needs the former."""
+    """Fields of DistributedDataParallelConfig: reduce gradients during the backward pass and, with the distributed
+    optimizer (`distributed`), gather new weights during the next forward pass, which requires the former."""
     given = megatron.model_extra or {}
     reduces = given.get("overlap_grad_reduce", True)
     return {"overlap_grad_reduce": True, "overlap_param_gather": reduces and distributed} | {
@@ -14,13 +14,13 @@ def overlaps(megatron: Megatron, distributed: bool) -> dict[str, bool]:
 
 
 def fusions(mixture: bool, transformer_engine: bool, fused_gradients: bool) -> dict[str, bool]:
-    """Of TransformerConfig: gradients of weights are added to the fp32 buffers by the matrix product itself, by apex's
-    kernel, and Transformer Engine reorders the tokens of a `mixture` of experts."""
+    """Fields of TransformerConfig: apex's kernel adds weight gradients to the fp32 buffers within the matrix product,
+    and Transformer Engine reorders the tokens of a `mixture` of experts."""
     return {"gradient_accumulation_fusion": fused_gradients, "moe_permute_fusion": mixture and transformer_engine}
 
 
 def plan_line(megatron: Megatron, distributed: bool, mixture: bool) -> str:
-    """For a cluster whose packages are those of requirements-gpu.lock; apex may be there too."""
+    """The plan's line on these options, for the packages of requirements-gpu.lock, with or without apex."""
     given = megatron.model_extra or {}
     found = overlaps(megatron, distributed) | {
         name: bool(given.get(name, default)) for name, default in fusions(mixture, True, False).items()

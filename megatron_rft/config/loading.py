@@ -1,10 +1,10 @@
 """Loads a recipe from files and overrides, and writes it back to a file.
 
-    base: common.yaml            another recipe, its path relative to this file, or a list in which later ones win;
+    base: common.yaml            another recipe (relative to this file), or a list in which later ones override;
                                  mappings merge, null removes a key
     rollout: {group_size: 16}
 
-Overrides, `rollout.group_size=8` or `pipo=null`, come last; their values are YAML.
+Overrides such as `rollout.group_size=8` or `pipo=null` are applied last. Their values are YAML.
 """
 
 import re
@@ -19,7 +19,7 @@ from megatron_rft.config.recipe import UNUSED, Recipe
 from megatron_rft.utils.errors import ConfigError
 
 COMMAND_LINE = "the command line"
-DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # sections whose entries may be a name, short for {path: NAME}
+DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # in these sections an entry NAME is short for {path: NAME}
 Layers = list[tuple[str, dict]]  # (origin, content), the strongest last
 
 
@@ -41,7 +41,11 @@ _Loader.add_implicit_resolver(
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Recipe:
-    """The recipe at `path` with its bases and the overrides, with all checks that do not depend on the machine."""
+    """Load the recipe at `path` with its bases and the overrides, and run all checks that do not depend on the machine.
+
+    Raises:
+        ConfigError: one line per problem, with its file and option.
+    """
     layers = _files(Path(path), []) + [(COMMAND_LINE, parse_override(text)) for text in overrides]
     merged: dict = {}
     for _, layer in layers:
@@ -50,7 +54,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML with every option; `load` of it gives an equal recipe."""
+    """The resolved recipe as YAML with every option. `load` of it gives an equal recipe."""
     resolved = recipe.model_dump()
     fp8 = ("megatron.fp8", "megatron.fp8_recipe") if recipe.model.precision != "fp8" else ()
     for key in (*fp8, *UNUSED[recipe.trainer]):
@@ -80,7 +84,7 @@ def _read(path: Path) -> dict:
 
 
 def _files(path: Path, above: list[Path]) -> Layers:
-    """`path` and what it inherits from, the strongest last."""
+    """The layers of `path` and its bases, the strongest last."""
     path = Path(path)
     if path.resolve() in (other.resolve() for other in above):
         raise ConfigError(f"recipes inherit from each other in a circle: {' -> '.join(map(str, [*above, path]))}")
@@ -96,7 +100,7 @@ def _files(path: Path, above: list[Path]) -> Layers:
 
 
 def parse_override(text: str) -> dict:
-    """`a.b=1` -> {"a": {"b": 1}}"""
+    """`a.b=1` -> {"a": {"b": 1}}."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{text!r} is not an override: write section.option=value")
@@ -110,7 +114,7 @@ def parse_override(text: str) -> dict:
 
 
 def _merge(below: dict, above: dict, section: Place = ()) -> dict:
-    """Mappings merge, anything else replaces, null removes."""
+    """`below` overridden by `above`: mappings merge, other values replace, null removes."""
     merged = dict(below)
     for key, value in above.items():
         if value is None:
@@ -131,17 +135,16 @@ def _validated(merged: dict, layers: Layers) -> Recipe:
     except ValidationError as error:
         lines = []
         for found in error.errors(include_url=False):
-            loc = tuple(map(str, found["loc"]))
-            place = (
-                loc[:1] + loc[2:] if loc[:1] == ("algorithm",) and len(loc) > 1 else loc
-            )  # pydantic names the variant
-            place, problem = explain(found, place, _beside(place))
+            place = tuple(map(str, found["loc"]))
+            if place[0:1] == ("algorithm",) and len(place) > 1:
+                place = place[:1] + place[2:]  # without the variant's name, which pydantic inserts
+            place, problem = explain(found, place, section_options(place))
             lines.append(f"{_origin(place, layers)}: {'.'.join(place) or 'the recipe'}: {problem}")
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def _beside(place: Place) -> set[str]:
-    """The options of the section that `place` points into."""
+def section_options(place: Place) -> set[str]:
+    """The names of all options of the section that `place` points into."""
     models: list[type[BaseModel]] = [Recipe]
     for part in place[:-1]:
         annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
@@ -152,7 +155,7 @@ def _beside(place: Place) -> set[str]:
 
 
 def _origin(place: Place, layers: Layers) -> str:
-    """The strongest layer that sets this option; the recipe itself where none does."""
+    """The strongest layer that sets this option, else the recipe itself."""
     for name, layer in reversed(layers):
         value: Any = layer
         for part in place:

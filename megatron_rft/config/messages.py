@@ -1,4 +1,4 @@
-"""Error messages for a wrong recipe: the dotted option, the value and the fix, in plain words."""
+"""Error messages for a wrong recipe: the dotted option, the value and the fix."""
 
 from collections.abc import Iterable
 
@@ -34,7 +34,7 @@ def at(key: str, problem: str) -> PydanticCustomError:
 
 
 def shown(value) -> str:
-    """A value as a recipe writes it."""
+    """A value in a recipe's notation."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     text = repr(value)
@@ -46,7 +46,7 @@ def many(count: int, what: str) -> str:
 
 
 def explain(error: dict, place: Place, known: Iterable[str]) -> tuple[Place, str]:
-    """The option that one of pydantic's errors concerns, and the message. `known`: valid names at that position."""
+    """The option and the message of one of pydantic's errors. `known`: valid names at that position."""
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     if kind == "at":
         return (*place, *context["key"].split(".")), context["problem"]
@@ -70,7 +70,7 @@ def explain(error: dict, place: Place, known: Iterable[str]) -> tuple[Place, str
 
 
 def _not_among(value, expected: str) -> str:
-    """`expected` is pydantic's "'a', 'b' or 'c'"."""
+    """`expected`: pydantic's list of choices, such as "'a', 'b' or 'c'"."""
     choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")]
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     return f"{shown(value)} is not one of {', '.join(choices)}.{hint}".removesuffix("." if not hint else "")

@@ -1,4 +1,4 @@
-"""The section `generation`, and the options without effect in the two halves of offline training."""
+"""The section `generation`, and the options without effect in offline training and in generation."""
 
 from typing import Annotated
 
@@ -41,9 +41,9 @@ UNUSED_IN_GENERATION = (
 
 
 class Generation(Section):
-    """The trajectory store that trainer generate writes into run.output_dir."""
+    """Options of the trajectory store that trainer generate writes into run.output_dir."""
 
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of the kept problems that is set apart for validation."""
+    """Share of the kept problems that is held out for validation."""
     problems_per_shard: Count = 64
-    """Problems that are sampled together and written into one file: the unit of work, and of what a kill can cost."""
+    """Problems that are sampled together and written into one file. A killed worker loses at most one such shard."""

@@ -1,11 +1,12 @@
-"""The fields of megatron-core's configuration classes that a recipe may set, and why the others are refused.
+"""The fields of megatron-core's configuration classes that a recipe may set, and the reasons why others are refused.
 
-The names and types are read from the sources of the installed megatron-core with `ast`: importing it would take seconds
-and torch. A field is refused when this package sets it itself, or when it would have no effect or a bad one.
+`ast` reads names and types from the installed sources, because importing megatron-core takes seconds and imports torch.
+A field is refused if this package sets it itself, or if it would have no effect or a harmful one.
 """
 
 import ast
 import importlib.util
+from collections.abc import Container
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -59,23 +60,23 @@ REFUSED = {
         "needs megatron-core's schedule of overlapped experts, which is not used": """
             delay_wgrad_compute overlap_moe_expert_parallel_comm""",
         "is done by the trainer, which skips a step that is not finite (faults.max_skipped_steps)": "check_for_*",
-        "has no part in this package's log-prob path": """
+        "is not used in this package's log-prob path": """
             cross_entropy_* defer_embedding_wgrad_compute wgrad_deferral_limit""",
         "is 0: with dropout the trainer's log-probs would not be those of the policy that sampled": """
             hidden_dropout attention_dropout""",
-        "would add a loss of its own: every term of the loss belongs to the algorithm here": """
+        "would add a term to the loss, which only the algorithm may define": """
             moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type""",
-        "would let a token's log-prob depend on the other sequences of its micro-batch": """
+        "would make a token's log-prob depend on the other sequences of its micro-batch": """
             moe_input_jitter_eps moe_token_drop* moe_expert_capacity_factor moe_pad_expert_input_to_capacity
             moe_router_force_load_balancing""",
-        "concerns Megatron's own inference; here rollout.engine samples": """
+        "is for Megatron's own inference, which is not used; rollout.engine samples": """
             flash_decode inference_* use_inference_optimized_layers mlp_chunks_for_prefill
             moe_enable_routing_replay""",
-        "concerns Megatron's FSDP, which is not used; set optimizer.use_distributed_optimizer instead": """
+        "is for Megatron's FSDP, which is not used; set optimizer.use_distributed_optimizer instead": """
             use_megatron_fsdp use_custom_fsdp *_sharding_strategy fsdp_* nccl_ub
             suggested_communication_unit_size preserve_fp32_weights keep_fp8_transpose_cache
             disable_symmetric_registration""",
-        "stands under optimizer": "use_distributed_optimizer",
+        "is an option of the section optimizer": "use_distributed_optimizer",
         "belongs to an optimizer or a debugging aid that is not used here": """
             qk_clip* log_max_attention_logit timers config_logger_dir moe_per_layer_logging test_mode
             *kitchen*""",
@@ -84,7 +85,7 @@ REFUSED = {
         "is set by model.precision": "fp16 bf16 fp8_recipe params_dtype *loss_scale* hysteresis",
         "belongs to another optimizer: this package trains with Adam": "optimizer sgd_* muon_*",
         "is not used: all parameters have one learning rate": "decoupled_lr decoupled_min_lr",
-        "stands under megatron, and holds for both": "overlap_param_gather",
+        "is an option of the section megatron and applies to both": "overlap_param_gather",
         "keeps the weights themselves in FP8, and this package's streams and checkpoints read bf16": """
             reuse_grad_buf_for_mxfp8_param_ag""",
         "is a debugging aid that is not used here": """
@@ -98,7 +99,7 @@ PLAIN |= {"list": list, "List": list, "tuple": list, "Tuple": list}
 
 @cache
 def megatron_core() -> Path:
-    """The folder of the installed megatron-core. `megatron` is a namespace package: finding it imports nothing."""
+    """The folder of the installed megatron-core, found without importing it."""
     spec = importlib.util.find_spec("megatron")
     for folder in (spec and spec.submodule_search_locations) or ():
         if (Path(folder) / "core" / "model_parallel_config.py").exists():
@@ -110,16 +111,18 @@ def megatron_core() -> Path:
 def fields(class_name: str) -> dict[str, ast.expr]:
     """Name -> annotation of each field of one of megatron-core's configuration classes, inherited ones included."""
     sources = next(classes[class_name] for classes in SECTIONS.values() if class_name in classes)
-    found = {}
-    for source in sources:
-        for node in ast.parse((megatron_core() / source).read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name in CLASSES:
-                found |= {
-                    item.target.id: item.annotation
-                    for item in node.body
-                    if isinstance(item, ast.AnnAssign) and not item.target.id.startswith("_")
-                }
-    return found
+    return {name: kind for source in sources for name, kind in class_fields(megatron_core() / source, CLASSES).items()}
+
+
+def class_fields(source: Path, names: Container[str]) -> dict[str, ast.expr]:
+    """Name -> annotation of the public fields of the classes `names` in a Python file, which is not imported."""
+    return {
+        item.target.id: item.annotation
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in names
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and not item.target.id.startswith("_")
+    }
 
 
 def reason_to_refuse(section: str, name: str) -> str | None:
@@ -140,15 +143,15 @@ def wrong_value(annotation: ast.expr, value: Any) -> str | None:
         return None if value in allowed else f"{shown(value)} is not one of {', '.join(map(shown, allowed))}"
     kinds = tuple(PLAIN[name] for name in names if name in PLAIN)
     if not kinds or "Callable" in names:
-        return "is an object of the running program; a recipe cannot give it"
+        return "is a Python object, which a recipe cannot contain"
     if isinstance(value, bool) and "bool" not in names or not isinstance(value, kinds):
         return f"{shown(value)} does not fit megatron-core's type, {ast.unparse(annotation)}"
     return None
 
 
 def check(section: str, given: dict[str, Any], typed: set[str]) -> None:
-    """Refuses fields that a recipe may not set. `typed`: the section's own options, for suggestions."""
-    if not given:  # importing this package makes default sections, also where megatron-core is not installed
+    """Refuse fields that a recipe may not set. `typed`: the section's own options, for suggestions."""
+    if not given:  # importing this package builds default sections, which must work without megatron-core
         return
     known = {name: annotation for class_name in SECTIONS[section] for name, annotation in fields(class_name).items()}
     for name, value in given.items():

@@ -23,7 +23,7 @@ OF_ENGINES = (
     "faults.engine_start_s",
     "faults.engine_silence_s",
 )
-# Options without effect under a trainer. They are refused if given.
+# Options without effect with a trainer. They are refused if given.
 UNUSED = {
     "rl": ("run.epochs", "generation"),
     "sft": (
@@ -42,16 +42,16 @@ UNUSED = {
     "offline": (*OF_ENGINES, *o.UNUSED_IN_TRAINING),
     "generate": (*OF_ENGINES, *o.UNUSED_IN_GENERATION),
 }
-CHAT_MARKERS = 128  # tokens of a chat template around one turn, a system prompt included, with room to spare
+CHAT_MARKERS = 128  # an upper bound of a chat template's tokens around one turn, with a system prompt
 CORRECT = (
-    "Set algorithm.importance to truncated or masked (weights against the policy before the step), or "
-    "algorithm.old_logprobs to rollout (the ratio is then against the policy that sampled)"
+    "Set algorithm.importance to truncated or masked (importance weights), or algorithm.old_logprobs to rollout (the "
+    "ratio is then relative to the policy that sampled)"
 )
 ON_POLICY = (
     "does nothing where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
     "algorithm.mini_batch_prompts or algorithm.epochs"
 )
-ROUNDED = "the engine samples from rounded numbers, which is another policy, and nothing corrects for it."
+ROUNDED = "the engine rounds, so it samples from another policy than the trainer's, and nothing corrects for it."
 DEFAULT_ALGORITHM = {"sft": "sft", "offline": "fpa"}  # otherwise grpo
 
 
@@ -109,7 +109,7 @@ class Recipe(s.Section):
     @model_validator(mode="before")
     @classmethod
     def _default_algorithm(cls, value: Any):
-        """Sets the trainer's default algorithm when none is named."""
+        """Set the trainer's default algorithm if none is named."""
         if not isinstance(value, dict) or not isinstance(given := value.get("algorithm") or {}, dict):
             return value
         if value.get("trainer") == "generate":
@@ -143,7 +143,7 @@ class Recipe(s.Section):
             raise at("evaluation.every", "does nothing without data.validation")
         if self.rollout.offload_trainer and self.trainer != "rl" and not (self.validates or self.data.test):
             raise at("rollout.offload_trainer", "does nothing without an engine, and nothing is evaluated")
-        self._check_agreement()
+        self._check_mismatch()
         self._check_length()
         self._check_precision()
         return self
@@ -154,7 +154,7 @@ class Recipe(s.Section):
             self._check_constraint()
         measured = self.constraint and (self.constraint.refines or self.constraint.kl_every)
         if given(self, "model.reference") and not (measured or algorithm.uses_reference):
-            raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or not there")
+            raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or missing")
         if not algorithm.of_user:  # training/user_algorithm.py checks a user's class
             self._check_critic()
         if self.critic and self.run.steps is not None and self.critic.warmup_steps >= self.run.steps:
@@ -178,29 +178,29 @@ class Recipe(s.Section):
             raise at("critic", f"does nothing with algorithm {name}, which has no value model: set it to null")
         if needed and not self.critic:
             how = "Give at least critic.lr, e.g. 1e-5"
-            raise at("critic", f"is missing: {name} learns values with a model of its own. {how}")
+            raise at("critic", f"is missing: {name} trains a separate value model. {how}")
 
     @property
     def corrects(self) -> bool:
-        """Whether the losses are correct for responses sampled by a policy other than the one that learns. A loss
-        without a ratio is correct for any responses, but PIPO's verification step has a ratio."""
+        """Whether the losses correct for responses sampled by another policy than the trained one. A loss without a
+        ratio needs no correction, but PIPO's verification step has a ratio."""
         return self.algorithm.corrects_sampling or not (self.algorithm.has_ratio or self.pipo)
 
     @property
     def trains_while_sampling(self) -> bool:
-        """Whether engines outside of the ranks generate while the trainer works, on earlier batches or on PIPO's
+        """Whether engines outside the ranks generate while the trainer works on earlier batches or on PIPO's
         verification."""
         return self.rollout.placement != "colocated" and (self.rollout.staleness > 0 or self.pipo is not None)
 
     def _check_constraint(self):
         constraint = self.constraint
         if not self.algorithm.takes_constraint:
-            raise at("constraint", f"is for methods with rewards, and {self.algorithm.name} has a loss of its own")
+            raise at("constraint", f"is for methods with rewards, and the loss of {self.algorithm.name} has none")
         if constraint.refines:
             constraint.template_text(self.reward.kind)
         if constraint.agreeing and not self.algorithm.leaves_groups_out:
             raise at(
-                "constraint.agreeing", f"does nothing: {self.algorithm.name} leaves no group out with these options"
+                "constraint.agreeing", f"does nothing: with these options {self.algorithm.name} leaves no group out"
             )
         if constraint.first and constraint.first >= self.rollout.group_size:
             raise at("constraint.first", f"does nothing: rollout.group_size is {self.rollout.group_size}")
@@ -210,7 +210,7 @@ class Recipe(s.Section):
         if self.rollout.placement == "colocated":
             raise at(
                 "rollout.staleness",
-                f"{stale}: an engine in the rank's own process cannot generate while that trains. Set "
+                f"{stale}: an engine in the rank's process cannot generate while the rank trains. Set "
                 "rollout.placement to process or server",
             )
         if not self.corrects:
@@ -219,15 +219,15 @@ class Recipe(s.Section):
                 f"{stale}: responses come from older weights, and nothing corrects for it. {CORRECT}",
             )
 
-    def _check_agreement(self):
-        """Refuses mismatch options where nothing is sampled from the current weights, so nothing can be compared."""
+    def _check_mismatch(self):
+        """Refuse options of the train-inference mismatch if the run does not measure it."""
         why = None
         if self.trainer != "rl":
             why = f"trainer {self.trainer}"
         elif self.rollout.staleness:
             why = "rollout.staleness: responses come from older weights"
         elif self.algorithm.old_logprobs == "rollout":
-            why = "algorithm.old_logprobs rollout: the trainer has no log-probs of its own to compare"
+            why = "algorithm.old_logprobs rollout: the trainer computes no log-probs to compare"
         for key in ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch"):
             if why and self.faults.differs(key):
                 raise at(f"faults.{key}", f"does nothing with {why}")
@@ -242,7 +242,7 @@ class Recipe(s.Section):
                 raise at(f"data.{key}", "does nothing without data.test: the trajectories have their prompts")
 
     def _check_ratio(self):
-        """Refuses options of the ratio and its clip where there is no ratio, or where it is always 1."""
+        """Refuse options of the ratio and its clip if there is no ratio or it is always 1."""
         prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
         one_step = (algorithm.mini_batch_prompts or prompts) == prompts and algorithm.epochs == 1
         on_policy = one_step and algorithm.old_logprobs == "recompute"
@@ -264,22 +264,22 @@ class Recipe(s.Section):
         if self.trainer == "rl" and self.run.steps is None:
             raise at("run.steps", "is required with trainer rl")
         if self.trainer in ("sft", "offline") and (self.run.steps is None) == (self.run.epochs is None):
-            fix = ": one of them is to be null" if self.run.steps else ""
+            fix = ": set one of them to null" if self.run.steps else ""
             raise at("run.steps", f"trainer {self.trainer} needs either run.steps or run.epochs, and not both{fix}")
 
     def _check_precision(self):
         if self.model.precision == "fp8" and self.megatron.fp8_recipe == "delayed":
             raise at(
                 "megatron.fp8_recipe",
-                "delayed keeps scales that Transformer Engine does not load from a checkpoint, and starts with scales "
-                "of 1: leave it out, or choose blockwise, mxfp8 or tensorwise",
+                "Transformer Engine does not load the scales of `delayed` from a checkpoint, and would start with "
+                "scales of 1: leave it out, or choose blockwise, mxfp8 or tensorwise",
             )
         own = self.pipo is not None and self.pipo.optimizer_state == "own"
         for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
             if own and (self.optimizer.model_extra or {}).get(name):
                 raise at(
                     "pipo.optimizer_state",
-                    f"own moments do not work with optimizer.{name}, which keeps the weights' fp32 copies among the "
+                    f"own moments do not work with optimizer.{name}, which stores the weights' fp32 copies with the "
                     "moments: leave one of the two out",
                 )
         if self.model.precision != "fp8":

@@ -6,7 +6,7 @@ from typing import Any
 from megatron_rft.config.messages import shown
 from megatron_rft.config.recipe import Recipe
 
-# Options that change neither the numbers of a step (beyond rounding) nor the steps done so far.
+# Options that change neither the results of a step (beyond rounding) nor the steps done so far.
 # fmt: off
 FREE = (
     "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "tracking.*", "checkpoint.*",
@@ -19,7 +19,7 @@ FREE = (
 
 
 def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"run": {"seed": 0}} -> {"run.seed": 0}"""
+    """{"run": {"seed": 0}} -> {"run.seed": 0}."""
     items: dict[str, Any] = {}
     for name, value in section.items():
         items |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -27,7 +27,7 @@ def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def difference(old: Recipe, new: Recipe) -> list[str]:
-    """Options in which `new` is a different run than `old`, one line each. Empty: it is the same run."""
+    """One line for each changed option that makes `new` a different run than `old`."""
     before, after = flat(old.model_dump()), flat(new.model_dump())
     lines = []
     for key in sorted(before.keys() | after.keys()):
@@ -37,12 +37,12 @@ def difference(old: Recipe, new: Recipe) -> list[str]:
 
 
 def _schedule(old: Recipe, new: Recipe) -> list[str]:
-    """The run may become longer only if that does not change the learning rate's schedule."""
+    """One line for a changed length of the run that changes the learning rate's schedule."""
     if new.optimizer.lr_decay_style == "constant" or new.optimizer.lr_decay_steps or old.optimizer.lr_decay_steps:
         return []
     return [
         f"run.{key}: {getattr(old.run, key)} there, {getattr(new.run, key)} now, and the learning rate decays over the "
-        "whole run: give optimizer.lr_decay_steps from the start of a run that may be prolonged"
+        "whole run: set optimizer.lr_decay_steps at the start of a run that you may prolong"
         for key in ("steps", "epochs")
         if getattr(old.run, key) != getattr(new.run, key)
     ]

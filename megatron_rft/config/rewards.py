@@ -1,6 +1,6 @@
-"""The `reward` section: which verifier grades, and its options. No torch.
+"""The section `reward`: the kind of verifier and its options. No torch.
 
-One flat section: an option that the chosen kind does not read is refused.
+The section is flat. An option that the chosen kind does not read is refused.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ ALWAYS = {"kind", "on_error", "on_nonfinite"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A reward. `made_by`: FILE:CLASS below `megatron_rft.rewards`. `reads`: options of the section that the class gets
-    under their names. `needs`: the one of them that has no default."""
+    """A kind of reward. `made_by`: FILE:CLASS in `megatron_rft.rewards`. `reads`: the section's options that are the
+    class's arguments. `needs`: the required one."""
 
     made_by: str
     reads: tuple[str, ...] = ()
@@ -42,63 +42,63 @@ PART = ("weight", "shaping", "name")
 class Reward(Section):
     kind: Literal[tuple(KINDS)] = "math"
     """math: the final answer is equivalent to the reference answer; 1 or 0.
-    code: the program runs in a sandbox against the row's tests; -1, -0.6, or from -0.3 to 1 by the share it passes.
-    tool: tool calls against the reference's.
+    code: the share of the row's tests that the program passes in a sandbox; -1, -0.6, or from -0.3 to 1.
+    tool: comparison of tool calls with the reference's.
     choice: the letter of a multiple choice; 1 or 0.
     format: the response consists of the sections `tags`; 1 or 0.
-    model: a sequence-classification checkpoint scores the response. server: a URL does.
-    sum: the weighted sum of `parts`. by_row: each row's own kind.
-    own: a function of yours (docs/own_data_and_reward.md)."""
+    model: a sequence-classification checkpoint scores the response. server: a server scores it.
+    sum: the weighted sum of `parts`. by_row: each row names its kind.
+    own: your function (docs/own_data_and_reward.md)."""
     on_error: Literal["drop", "stop"] = "drop"
-    """When the grader itself fails on a response: leave it out, counted, or end the run. It is never a reward of 0."""
+    """If the grader itself fails on a response. drop: leave the response out and count it. stop: end the run."""
     on_nonfinite: Literal["drop", "stop"] = "stop"
-    """When a reward is NaN or infinite: end the run, naming the response, or leave it out like a grader's failure."""
+    """If a reward is NaN or infinite. stop: end the run and name the response. drop: leave the response out."""
     timeout_s: Positive = 5.0
-    """math: of one response's grading. code: processor seconds of one test (one input of a script, one call of a
-    function), and twice that by the clock. server: of one request."""
+    """math: limit of one response's grading. code: processor seconds of one test (one input of a script, one call of a
+    function); twice that in elapsed time. server: limit of one request."""
     row_timeout_s: Positive = 60.0
-    """code: processor seconds of all tests of a row together, and twice that by the clock."""
+    """code: processor seconds of all tests of a row together; twice that in elapsed time."""
     workers: Natural = 1
-    """math: grading processes; 0: in this process, without a time limit. code: programs that run at one time,
-    per rank."""
+    """math: grading processes; 0: grade in this process, without a time limit. code: programs that run at a time, per
+    rank."""
     answer: Literal["boxed", "marked", "any"] = "marked"
-    """math: where an answer is read. boxed: the last \\boxed{} alone. marked: also "#### 5", "the answer is 5", and the
-    value that the response ends with. any: else the last number or formula. Votes read the same answer."""
+    """math: where the answer is read. boxed: only the last \\boxed{}. marked: also "#### 5", "the answer is 5", and the
+    value at the end of the response. any: also the last number or formula. Votes use the same answer."""
     memory_mb: Count = 1024
     """code: address space of a program."""
     without_container: bool = False
-    """code: run programs even where no container works. They can then read this machine's files."""
+    """code: run programs even if no container works. They can then read this machine's files."""
     rules: Literal["rlla", "bfcl", "exact"] = "rlla"
-    """tool: rlla, partial credit from -3 to 4 as ToolRL has it. bfcl: 1 or 0 by the Berkeley leaderboard's rules.
-    exact: 1 where the calls are the reference's, in any order, else 0."""
+    """tool: rlla: partial credit from -3 to 4, as in ToolRL. bfcl: 1 or 0 by the Berkeley leaderboard's rules.
+    exact: 1 if the calls equal the reference's in any order, else 0."""
     tags: list[str] = []
-    """format: each of them once, in this order, such as [think, answer]."""
+    """format: the sections, each once and in this order, such as [think, answer]."""
     model: str | None = None
     """model: folder or hub name of the checkpoint."""
     template: str = "{prompt}{response}"
     """model: the text that is scored."""
     max_tokens: Count = 2048
-    """model: of the text's end."""
+    """model: longer texts lose their beginning."""
     batch: Count = 16
     """model, server: responses that are scored together."""
     url: str | None = None
-    """server: takes a POST of {"prompts": [...], "responses": [...]} and answers {"rewards": [...]}."""
+    """server: receives a POST of {"prompts": [...], "responses": [...]} and answers {"rewards": [...]}."""
     function: str | None = None
-    """own: my_file.py:name, its path relative to the working directory, or my_module:name."""
+    """own: my_file.py:name (relative to the working directory) or my_module:name."""
     maximum: float | None = Field(default=None, allow_inf_nan=False)
-    """own: no reward is above it. None: there is no bound."""
+    """own: upper bound of the reward. None: no bound."""
     parts: list["Reward"] = []
-    """sum: rewards, each with its `weight` and, where it is no part of what the verifier says, `shaping: true`."""
+    """sum: rewards, each with its `weight`; with `shaping: true` it is not part of the verifier's reward."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """In a sum."""
     shaping: bool = False
-    """In a sum: added in training only. PIPO, DAPO's filter and all accuracies see the sum without it."""
+    """In a sum: add this part only in training. PIPO, DAPO's filter and all accuracies use the sum without it."""
     name: str | None = None
-    """In a sum: what reasons and details call it. None: its kind."""
+    """In a sum: its name in reasons and details. None: its kind."""
     field: str = "reward"
     """by_row: the row's field that names one of `kinds`."""
     kinds: dict[str, "Reward"] = {}
-    """by_row: a name that rows use -> a reward."""
+    """by_row: the rewards, by the names that rows use."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -108,7 +108,7 @@ class Reward(Section):
         if needed and not getattr(self, needed):
             raise at(needed, f"is required with kind {self.kind}")
         if self.kind == "code" and not self.workers:
-            raise at("workers", "kind code runs programs in processes of their own: it takes 1 or more")
+            raise at("workers", "must be at least 1 with kind code, which runs programs in separate processes")
         if self.kind == "code" and self.row_timeout_s < self.timeout_s:
             raise at(
                 "row_timeout_s",
@@ -130,18 +130,18 @@ class Reward(Section):
         return self
 
     def everything(self) -> list["Reward"]:
-        """This one, and all that it is made of."""
+        """This reward and all its parts, recursively."""
         return [self, *(each for part in (*self.parts, *self.kinds.values()) for each in part.everything())]
 
     def check_alone(self, place: str):
-        """It is no part of a sum."""
+        """Refuse options that only a part of a sum may have."""
         for option in PART:
             if getattr(self, option) != type(self).model_fields[option].default:
                 raise at(place + option, "is for the parts of a sum")
 
     @model_serializer(mode="wrap")
     def _only_what_is_read(self, serialise) -> dict[str, Any]:
-        """So that a recipe that was written out can be read again."""
+        """Write only options that the kind reads: the others would be refused on loading."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         kept = {*KINDS[self.kind].reads} | ALWAYS | {name for name in PART if getattr(self, name) != defaults[name]}
         return {name: value for name, value in serialise(self).items() if name in kept}
@@ -156,8 +156,8 @@ class Reward(Section):
 
     def _check_sum(self):
         if all(part.shaping for part in self.parts):
-            raise at("parts", "all of them are shaping: there is no verifier among them")
+            raise at("parts", "all of them are shaping: at least one must be a verifier")
         names = [part.name or part.kind for part in self.parts]
         for name in names:
             if names.count(name) > 1:
-                raise at("parts", f"two are called {name!r}: give each a name of its own")
+                raise at("parts", f"two are called {name!r}: give each its own name")

@@ -1,8 +1,7 @@
 """The sections of a recipe, as typed models: every option, its default and its meaning. No torch.
 
-A section checks only its own fields; `recipe.py` and `plan/checks.py` check several sections together. Options
-under `megatron` and `optimizer` carry megatron-core's own names, and fields of its configuration classes that are not
-listed here pass through (`passthrough.py` says which).
+A section checks its own fields; `recipe.py` and `plan/checks.py` check several sections together. Options of `megatron`
+and `optimizer` have megatron-core's names; other fields of its configuration classes pass through (`passthrough.py`).
 """
 
 import re
@@ -34,7 +33,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), validate_default=True)
 
     def differs(self, key: str) -> bool:
-        """Whether the option differs from its default: an option without effect is refused only then."""
+        """Whether the option exists and differs from its default. Options without effect are refused only then."""
         return key in type(self).model_fields and getattr(self, key) != type(self).model_fields[key].default
 
 
@@ -60,8 +59,8 @@ class Model(Section):
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer. None: `path`."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """Precision of the model's arithmetic. The optimizer's parameters are always fp32; fp8 is bf16 with fp8 matrix
-    products."""
+    """Precision of the model's arithmetic; fp8 is bf16 with fp8 matrix products. The optimizer's parameters are always
+    fp32."""
     initialise: Literal["pretrained", "random"] = "pretrained"
     """random: read only the architecture from `path` and draw the weights from run.seed."""
     reference: str | None = None
@@ -69,7 +68,7 @@ class Model(Section):
 
 
 class Megatron(Section):
-    """Fields of TransformerConfig and DistributedDataParallelConfig, under their own names."""
+    """Fields of megatron-core's TransformerConfig and DistributedDataParallelConfig."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -86,20 +85,21 @@ class Megatron(Section):
     expert_tensor_parallel_size: Count | None = None
     """Ranks that share each expert's matrices. None: tensor_model_parallel_size."""
     sequence_parallel: bool = False
-    """Split norms and residuals over the tensor-parallel ranks: less memory, the same numbers."""
+    """Split norms and residuals over the tensor-parallel ranks: less memory, the same results."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Activations to recompute in the backward pass instead of keeping them. None: keep all."""
+    """Activations to recompute in the backward pass instead of storing them. None: store all."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With full recompute: uniform groups of layers, or the first layers of each stage."""
     recompute_num_layers: Count | None = None
     """With full recompute: layers per group (uniform) or in total (block)."""
     fp8: Literal["e4m3", "hybrid"] = "hybrid"
-    """Format, with model.precision fp8: hybrid has e5m2 gradients."""
+    """With model.precision fp8: the format; hybrid uses e5m2 for gradients."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = None
-    """How Transformer Engine scales fp8 tensors, with model.precision fp8. None: blockwise on Hopper, mxfp8 on
-    Blackwell, else tensorwise."""
+    """With model.precision fp8: Transformer Engine's scaling. None: blockwise on Hopper, mxfp8 on Blackwell, else
+    tensorwise."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
-    """Transformer Engine's attention kernel. Without Transformer Engine torch's own is used, and this is auto."""
+    """Transformer Engine's attention kernel. Without Transformer Engine torch's kernel is used, and this must be
+    auto."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -117,7 +117,7 @@ class Megatron(Section):
 
 
 class Optimizer(Section):
-    """Fields of OptimizerConfig and OptimizerParamScheduler, under their own names. Adam with decoupled decay."""
+    """Fields of megatron-core's OptimizerConfig and OptimizerParamScheduler, for Adam with decoupled weight decay."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -129,7 +129,7 @@ class Optimizer(Section):
     lr_warmup_steps: Natural = 0
     """Optimizer steps over which the rate rises linearly from 0."""
     lr_decay_steps: Count | None = None
-    """Optimizer steps until the decay ends. None: those of the whole run."""
+    """Optimizer steps until the decay ends. None: those of the run."""
     weight_decay: NonNegative = 0.0
     """Not applied to biases and norms."""
     adam_beta1: Share = 0.9
@@ -154,16 +154,16 @@ class Optimizer(Section):
 
 class Batching(Section):
     micro_batch_tokens: Count = 4096
-    """Tokens of a micro-batch of forward and backward, prompts included; activation memory grows with it."""
+    """Tokens of a micro-batch, prompts included. Activation memory grows with it."""
     forward_only_tokens: Count | None = None
-    """The same for passes without backward. None: twice micro_batch_tokens."""
+    """The same for passes without a backward pass. None: twice micro_batch_tokens."""
     pack_sequences: bool = True
     """Concatenate sequences without padding. false: rectangular micro-batches, padded to the longest."""
     share_prompts: Literal["auto", "off"] = "auto"
-    """auto: responses of one micro-batch to the same prompt share it, so that the model computes it once; not with
-    context parallelism, and not without pack_sequences. off: the prompt is computed for each response."""
+    """auto: the model computes a prompt once for all its responses in a micro-batch, except with context parallelism or
+    without pack_sequences. off: it computes the prompt for each response."""
     logprob_block_mib: Count = 64
-    """Size of the one block of logits that exists at a time."""
+    """Size of the block in which logits are computed; one block exists at a time."""
 
     @field_validator("share_prompts", mode="before")
     @classmethod
@@ -175,7 +175,7 @@ class Batching(Section):
         return self.forward_only_tokens or 2 * self.micro_batch_tokens
 
     def why_not_shared(self, context_parallel_size: int) -> str:
-        """What keeps responses from sharing their prompt; empty where nothing does."""
+        """The reason why responses do not share their prompt; empty if they do."""
         if self.share_prompts == "off":
             return "batching.share_prompts is off"
         if not self.pack_sequences:
@@ -186,42 +186,42 @@ class Batching(Section):
 def _check_template(template: str | None) -> None:
     if template is not None and "{" not in template and template not in datasets.TEMPLATES:
         hint = did_you_mean(template, datasets.TEMPLATES) or f" There are: {', '.join(datasets.TEMPLATES)}."
-        raise at("prompt_template", f"{template!r} reads no {{field}}, and is no template's name.{hint}")
+        raise at("prompt_template", f"{template!r} has no {{field}} and is not a template's name.{hint}")
 
 
 class Source(Section):
-    """One data set. A recipe may give its path alone: `train: rows.jsonl`, `train: math`, `train: hub:org/name`."""
+    """One data set. A recipe may give only its path: `train: rows.jsonl`, `train: math`, `train: hub:org/name`."""
 
     path: str
-    """A .jsonl, .json, .parquet, .arrow or .csv file; a folder of them; `hub:organisation/name`, or with a revision
-    `hub:organisation/name@v1`, on the Hugging Face hub; `arithmetic`, the task that this package generates; or the name
-    of an adapter, for its data set on the hub."""
+    """A .jsonl, .json, .parquet, .arrow or .csv file; a folder of such files; `hub:organisation/name` or
+    `hub:organisation/name@revision` on the Hugging Face hub; `arithmetic`, the task that this package generates; or the
+    name of an adapter, for its data set on the hub."""
     adapter: str | None = None
-    """The data set that the rows belong to, whose fields are known: gsm8k, math, humaneval ... (docs/data.md). None:
-    the rows have a prompt field and an answer field."""
+    """The data set whose fields the rows have: gsm8k, math, humaneval ... (docs/data.md). None: the rows have a prompt
+    field and an answer field."""
     split: str | None = None
-    """For a folder or a hub name: the split whose files to read, by their names. For arithmetic: train, demonstrations
-    (imperfect worked answers), hinted (half of them after the right one), refining (half of them correct an imperfect
-    one), validation or test. None: the key under which the source stands."""
+    """For a folder or a hub name: the split to read, by the files' names. For arithmetic: train, demonstrations
+    (imperfect worked answers), hinted (half of them follow the right answer), refining (half of them correct an
+    imperfect answer), validation or test. None: the source's key in the recipe."""
     subset: str | None = None
-    """For a folder or a hub name: only files in the folder of this name, or whose name begins with it."""
+    """For a folder or a hub name: read only files in the folder of this name, or whose name begins with it."""
     files: str | None = None
-    """For a folder or a hub name: a pattern that its files must match, such as "test6.jsonl" or "data/*.parquet"."""
+    """For a folder or a hub name: a pattern of the files to read, such as "test6.jsonl" or "data/*.parquet"."""
     prompt_field: str | None = None
     """None: data.prompt_field."""
     answer_field: str | None = None
     """None: data.answer_field."""
     prompt_template: str | None = None
-    """None: data.prompt_template; for a benchmark of another kind than mathematics, its adapter's."""
+    """None: data.prompt_template; for a benchmark that is not mathematics, its adapter's."""
     limit: Count | None = None
-    """Number of rows to use, from the first. None: data.limit."""
+    """Use only this many rows, from the first. None: data.limit."""
     samples: Count | None = None
     """For a benchmark: responses per problem. None: evaluation.samples."""
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, value):
-        """`train: math` and `train: {adapter: math}` both mean the data set of that name on the hub."""
+        """Complete `train: math` and `train: {adapter: math}` to the adapter's data set on the hub."""
         value = {"path": value} if isinstance(value, str) else value
         if not isinstance(value, dict):
             return value
@@ -243,7 +243,7 @@ class Source(Section):
                 "path", f"{self.path!r} is no hub name: write hub:organisation/name or hub:organisation/name@revision"
             )
         if self.path in datasets.DATASETS:
-            raise at("path", f"{self.path} is not on the Hugging Face hub as such: give the path of its files")
+            raise at("path", f"the Hugging Face hub does not have {self.path} in this form: give the path of its files")
         suffix = PurePath(self.path).suffix
         if suffix in FOREIGN:
             raise at(
@@ -256,7 +256,7 @@ class Source(Section):
             if getattr(self, key) and one and not (key == "split" and self.path == datasets.ARITHMETIC):
                 raise at(key, f"does nothing for a file: name the file of that part instead of {self.path}")
         if self.files and self.split:
-            raise at("split", "does nothing beside files, which says which files to read")
+            raise at("split", "does nothing together with files, which selects the files to read")
         if self.path == datasets.ARITHMETIC and self.split not in (None, *ARITHMETIC_SPLITS):
             raise at("split", f"{self.split!r} is not one of {', '.join(ARITHMETIC_SPLITS)}")
         return self
@@ -284,19 +284,19 @@ class Data(Section):
     """Evaluated before the first step and after the last."""
     prompt_field: str = "question"
     answer_field: str = "answer"
-    """RL: the reference answer for the verifier. SFT: the text to learn. An adapter knows its data set's fields."""
+    """RL: the reference answer for the verifier. SFT: the text to learn. Not used for data sets with an adapter."""
     prompt_template: str | None = None
-    """A format string over the row's fields, such as "Q: {question}\\nA:", or a named one: boxed, fpa.
-    None: the adapter's, or the prompt field as it is."""
+    """A format string over the row's fields, such as "Q: {question}\\nA:", or the name of one: boxed, fpa.
+    None: the adapter's, or the unchanged prompt field."""
     chat: bool = False
     """Format the prompt with the tokenizer's chat template, as the user's turn."""
     max_prompt_tokens: Count = 512
     overlong: Literal["drop", "error"] = "drop"
-    """Treatment of a longer prompt. Dropped ones are counted and reported."""
+    """drop: leave longer prompts out, and report their number. error: end the run."""
     shuffle: bool = True
     """Draw a new order each epoch, from run.seed."""
     limit: Count | None = None
-    """Number of rows to use of each data set, from the first."""
+    """Use only this many rows of each data set, from the first."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -307,7 +307,7 @@ class Data(Section):
         for key in ("prompt_field", "answer_field"):
             chosen = getattr(self, key) != type(self).model_fields[key].default
             if chosen and all(source.adapter or getattr(source, key) for source in sources):
-                raise at(key, "does nothing: every data set here has its own, or an adapter that knows its fields")
+                raise at(key, "does nothing: every data set here has its own, or an adapter with its fields")
         _check_template(self.prompt_template)
         return self
 
@@ -321,29 +321,29 @@ def is_server(url: str) -> bool:
 
 
 class Rollout(Section):
-    """How responses are sampled, in training and (with evaluation's own temperature and count) for pass@1."""
+    """Sampling of responses, in training and (with evaluation's temperature and number of samples) for pass@1."""
 
     engine: Literal["auto", *ENGINES] = "auto"
     """auto: vllm if a supported version is installed, else hf."""
     placement: Literal["colocated", "process", "server"] = "colocated"
-    """colocated: each rank runs an engine in its own process. process: separate engine processes, which the ranks
-    start, supervise and replace. server: vLLM servers, called over HTTP."""
+    """colocated: each rank runs an engine in its process. process: separate engine processes, which the ranks start,
+    supervise and replace. server: vLLM servers, called over HTTP."""
     processes: Count | None = None
-    """Number of engine processes, or servers, that the run starts. None: one on each GPU that has no rank, else one
-    per rank; with vllm.tensor_parallel_size n one on n of those GPUs, else one for n ranks."""
+    """Number of engine processes or servers that the run starts. None: one per GPU without a rank or, if there are
+    none, one per rank; with vllm.tensor_parallel_size n, one per n of those GPUs or ranks."""
     servers: list[str] = []
     """With placement server: URLs of running servers. Empty: the run starts servers."""
     staleness: Natural = 0
-    """Maximum lag of the sampling weights behind the policy that learns from a response, in weight versions, when its
+    """Maximum lag of the sampling weights behind the policy that trains on a response, in weight versions, when its
     generation starts. 0: the current policy samples every batch. 1: the next batch is sampled while this one trains.
     n: n batches are pending, and the engine gets new weights in the middle of them."""
     offload_trainer: bool = False
-    """With placement colocated: gradients are dropped and the optimizer's state waits in host memory while the engine
-    is awake, so that its cache can be larger. Costs two copies of that state per step, and one more sync per
-    checkpoint. The training is the same, bit for bit."""
+    """With placement colocated: while the engine is awake, gradients are freed and the optimizer's state is in host
+    memory, so the engine's cache can be larger. This costs two copies of that state per step and one more sync per
+    checkpoint. Training is bit-identical."""
     cache_after_sync: Literal["recompute", "keep"] | None = None
-    """Keys and values of unfinished responses after a weight sync: recompute them with the new weights, or keep those
-    of the old weights. None: vllm recomputes, hf keeps (it supports nothing else)."""
+    """Keys and values of unfinished responses after a weight sync. recompute: with the new weights. keep: those of the
+    old weights. None: vllm recomputes, hf keeps (the only mode that it supports)."""
     prompts_per_step: Count = 32
     group_size: Count = 8
     """Responses per prompt."""
@@ -368,11 +368,14 @@ class Rollout(Section):
         if self.offload_trainer and self.placement != "colocated":
             raise at("offload_trainer", f"does nothing with placement {self.placement}, whose engines stay awake")
         if self.servers and self.processes:
-            raise at("processes", "does nothing beside servers, which the run does not start")
+            raise at("processes", "does nothing together with servers, which the run does not start")
         if self.placement == "server" and self.engine != "auto" and not ENGINES[self.engine].serves:
             raise at("engine", f"{self.engine} has no server: set placement to process, or engine to vllm")
         if self.cache_after_sync and self.staleness < 2:
-            raise at("cache_after_sync", f"does nothing with staleness {self.staleness}: no sync meets a response")
+            raise at(
+                "cache_after_sync",
+                f"does nothing with staleness {self.staleness}: no response is unfinished at a weight sync",
+            )
         for url in self.servers:
             if not is_server(url):
                 raise at("servers", f"{url!r} is no URL of a server, such as http://node7:8000")
@@ -385,8 +388,8 @@ class Rollout(Section):
     def _replayable(cls, value, info):
         if value != cls.model_fields[info.field_name].default:
             raise ValueError(
-                f"{value} cuts the distribution, and the trainer cannot replay the cut in its log-probs: "
-                "the ratios of the policy gradient would be wrong. Sample with temperature alone"
+                f"{value} truncates the distribution, which the trainer cannot reproduce in its log-probs: "
+                "the ratios of the policy gradient would be wrong. Sample with temperature only"
             )
         return value
 
@@ -399,17 +402,16 @@ class Evaluation(Section):
     temperature: NonNegative = 0.7
     """0 is greedy."""
     limit: Count | None = None
-    """Number of problems to evaluate, from the first."""
+    """Evaluate only this many problems, from the first."""
     max_response_tokens: Count | None = None
     """None: rollout.max_response_tokens."""
     batch: Count = 64
     """Problems that are submitted to the engine together."""
     patience: Count | None = None
-    """Number of evaluations without a new best pass@1 after which offline training ends. None: it runs to its last
-    step."""
+    """Offline training ends after this many evaluations without a new best pass@1. None: it runs to its last step."""
     benchmarks: dict[str, Source] = {}
-    """Further data sets for the command `evaluate`, by their name in its table. Each is graded by its adapter's
-    reward, without an adapter by the recipe's."""
+    """Further data sets for the command `evaluate`, by their name in its table. The adapter's reward grades them,
+    without an adapter the recipe's."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -446,38 +448,38 @@ class Tracking(Section):
     plot: bool = True
     """Draw the curves when the run ends."""
     peak_tflops: Positive | None = None
-    """Peak TFLOP/s of one device, for training/mfu. None: its data sheet's for bf16, where the device is known."""
+    """Peak TFLOP/s of one device, for training/mfu. None: the data sheet's for bf16, if the device is known."""
     alarms: bool = True
-    """Say it in the log when the metrics of ten steps show a known failure, such as a collapse of the entropy."""
+    """Warn in the log if the metrics of ten steps show a known failure, such as a collapse of the entropy."""
     sampled_steps: Natural = 40
     """RL: number of steps, spread evenly over the run, whose responses the report shows token by token. 0: none."""
 
 
 class Faults(Section):
     start_limit_s: Positive = 1800.0
-    """Seconds that a rank waits for the others at the start, until they have connected, loaded and started engines."""
+    """Seconds that a rank waits for the others at the start, while they connect, load and start engines."""
     step_limit_s: Positive = 1800.0
-    """Seconds that a collective of a training step may take. On GPUs NCCL's watchdog then ends the run."""
+    """Maximum seconds of a collective in a training step. On GPUs NCCL's watchdog then ends the run."""
     generation_limit_s: Positive = 14400.0
-    """Seconds that a rank that has finished its responses waits for the other ranks."""
+    """Seconds that a rank that has finished its responses waits for the others."""
     checkpoint_limit_s: Positive = 3600.0
     """Seconds that a rank waits for the others while a checkpoint is written or read."""
     hang_s: Positive | None = None
-    """Seconds in which no rank has moved, after which the launcher says which rank it is and ends the run; not at the
-    start, which has start_limit_s. None: by phase, ten times the longest pause that the phase has had, at least 300;
-    the limits above until it has had one."""
+    """Seconds without progress of any rank after which the launcher names the hung rank and ends the run; the start has
+    start_limit_s instead. None: ten times the longest pause so far of the current phase, at least 300; the limits above
+    until the phase has had one."""
     max_skipped_steps: Natural = 3
-    """Optimizer steps in a row that may be skipped because the loss or the gradient is not finite."""
+    """Maximum consecutive optimizer steps that are skipped because the loss or the gradient is not finite."""
     engine_start_s: Positive = 600.0
     """Seconds within which an engine process must be ready."""
     engine_silence_s: Positive = 300.0
     """Seconds without progress after which an engine process counts as hung and is replaced."""
     mismatch_kl: NonNegative | None = 0.05
-    """Alarm when the KL of the engine's log-probs and the trainer's, on the same tokens, is above this. None: never."""
+    """Alarm if the KL between engine and trainer, from log-probs of the same tokens, is above this. None: never."""
     mismatch_share: NonNegative | None = 0.25
     """The same for the share of tokens whose log-probs differ by more than 0.1."""
     mismatch_max: NonNegative | None = None
-    """The same for the largest difference of a step, where the trainer computes the log-probs before it trains."""
+    """The same for the largest difference in a step, if the trainer computes log-probs before the step."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """warn: an alarm writes a line to the log. stop: it ends the run."""
     compare_weights_every: Natural = 0

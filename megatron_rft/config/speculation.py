@@ -1,4 +1,4 @@
-"""What `vllm.speculative_config` may say: vLLM's methods, and those of this package."""
+"""Checks of `vllm.speculative_config`: vLLM's methods, and `predicted_output` of this package."""
 
 import importlib.util
 from typing import Any
@@ -7,7 +7,7 @@ from megatron_rft.config.messages import at, shown
 from megatron_rft.utils.errors import did_you_mean
 
 WITH_A_MODEL = {
-    "draft_model": "drafts with a model of its own",
+    "draft_model": "drafts with a separate model",
     "eagle": "drafts with a head that was trained for the model",
     "eagle3": "drafts with a head that was trained for the model",
 }
@@ -15,7 +15,7 @@ METHODS = ("ngram", "suffix", *WITH_A_MODEL, "predicted_output")
 
 
 def check_words(given: dict[str, Any]) -> None:
-    """As it stands in the section `vllm`; a pydantic error at the key that is wrong."""
+    """Check vllm.speculative_config. Raises a pydantic error at the wrong key."""
     method, model, tokens = (given.get(key) for key in ("method", "model", "num_speculative_tokens"))
     if method not in METHODS:
         hint = did_you_mean(str(method), METHODS) or f" There are: {', '.join(METHODS)}."
@@ -29,4 +29,4 @@ def check_words(given: dict[str, Any]) -> None:
     if given.get("use_heterogeneous_vocab"):
         raise at("speculative_config.use_heterogeneous_vocab", "needs tokenizers, and engines here have none")
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        raise at("speculative_config.method", "suffix needs a package that is not here: pip install arctic-inference")
+        raise at("speculative_config.method", "suffix needs a missing package: pip install arctic-inference")

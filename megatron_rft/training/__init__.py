@@ -25,7 +25,7 @@ def train(recipe: Recipe) -> int:
     """
     if recipe.trainer == "generate":  # its workers form no process group
         return generate.run(recipe)
-    start_results_queue()  # while there is little memory that the forked process could keep
+    start_results_queue()  # forks a process: before large memory is allocated
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
     try:
         on_main(partial(claim_folder, recipe))
@@ -41,7 +41,7 @@ def limits(faults: Faults) -> parallel.Limits:
 
 
 def on_main(action: Callable[[], object]) -> None:
-    """`action` on rank 0 alone. A UserError there is raised on every rank, so that none waits for the others."""
+    """Run `action` on rank 0 only. A UserError there is raised on every rank, so no rank waits for another."""
     outcome: list[UserError | None] = [None]
     if dist.get_rank() == 0:
         try:

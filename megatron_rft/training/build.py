@@ -1,4 +1,4 @@
-"""Builds what every run and command needs from a recipe: tokenizer, model, networks. Reports their errors."""
+"""Builds the tokenizer, the networks, the sampling options and the evaluator of a recipe."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -65,8 +65,8 @@ def build_actor(recipe: Recipe, hf_config: Any, total_steps: int, moments: tuple
 
 
 def build_critic(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
-    """The value model: the policy's weights, or critic.path's, and a zero value head. Its learning rate schedule has
-    the shape of the policy's."""
+    """The value model: the weights of the policy or of critic.path, and a zero value head. Its learning rate follows
+    the policy's schedule, scaled."""
     options = recipe.critic
     scale = options.lr / recipe.optimizer.lr
     own = {"lr": options.lr, "lr_warmup_steps": options.lr_warmup_steps, "clip_grad": options.clip_grad}
@@ -87,7 +87,7 @@ def build_critic(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
 
 
 def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tensor]:
-    """The run's initial weights, which the actor has, or those of model.reference."""
+    """The weights of model.reference, else the run's initial weights. The actor must have the initial weights."""
     if model.reference is None:
         return actor.snapshot()
     actor.load(weights.open_folder(model_folder(model.reference, "model.reference"), actor.hf_config))
@@ -97,7 +97,7 @@ def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tenso
 
 
 def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:
-    """The end-of-sequence token and rollout.stop, each of which must be one token."""
+    """The end-of-sequence token and those of rollout.stop. Each stop must be one token."""
     found = [eos_token_id(tokenizer)]
     for stop in stops:
         ids = [stop] if isinstance(stop, int) else tokenizer.encode(stop, add_special_tokens=False)
@@ -118,7 +118,7 @@ def build_sampling(rollout: Rollout, tokenizer: Any) -> Sampling:
 def build_evaluator(
     recipe: Recipe, engine: Engine, tokenizer: Any, reward: Reward, folder: Path | None = None, **given: list[Prompt]
 ) -> Evaluator:
-    """For all ranks of a run together, or (with a `folder` for the answers) for one process. `given`: problems of
+    """An evaluator for all ranks of a run, or, with a `folder` for the answers, for one process. `given`: problems of
     parts without a data source in the recipe."""
     options = recipe.evaluation
     sampling = Sampling(

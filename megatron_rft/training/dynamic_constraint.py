@@ -1,4 +1,4 @@
-"""The dynamic constraint in a run: the recipe's refiner, its gradient norms, and examples for the report."""
+"""Builds the refiner of a dynamic constraint, measures its gradient norms, and writes examples for the report."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from megatron_rft.training.grad_norms import GradientNorms, due
 from megatron_rft.training.models import LOGPROBS
 from megatron_rft.training.problems import Problems
 
-REFINER_STREAM = 1  # of sampling seeds; the policy's is another
+REFINER_STREAM = 1  # a stream of sampling seeds other than the policy's
 EXAMPLES_FILE = "refinements.jsonl"
 
 
@@ -59,7 +59,7 @@ def build_refiner(
 
 
 def gradient_norms(options: Constraint) -> GradientNorms:
-    """Gradient norms of the base's part of the loss and of the constraint's, for mini-batches with pairs."""
+    """Gradient norms of the base loss and of the constraint, for mini-batches with pairs."""
     return GradientNorms(
         options.norms_every,
         "constraint/grad_norm_",
@@ -70,7 +70,7 @@ def gradient_norms(options: Constraint) -> GradientNorms:
 
 
 def part_of(loss: LossFunction, part: str) -> LossFunction:
-    """The loss with only the terms of `part`: "constraint", or "base" for the others."""
+    """The loss with only the terms of `part`: "constraint", or "base" for all others."""
 
     def only(outputs: dict[str, torch.Tensor], batch: Batch) -> Loss:
         whole = loss(outputs, batch)
@@ -89,8 +89,8 @@ class Examples:
          "response_tokens": ["3", " (1) ", ...], "response_cross_entropy": [0.1, 0.0, ...],
          "refined_tokens": ["3", " (1) ", ...], "refined_cross_entropy": [0.1, 0.0, ...]}
 
-    with -log pi of each token given the tokens before it, in nats, by the policy that wrote the response. Tokens of
-    a' beyond |a| are not part of the constraint and are left out.
+    where the cross-entropy of a token is -log pi given the tokens before it, in nats, by the policy that wrote the
+    response. Tokens of a' beyond |a| are not part of the constraint and are left out.
     """
 
     def __init__(self, options: Constraint, folder: Path, actor: Actor, tokenizer: Any, is_main: bool):
@@ -98,12 +98,12 @@ class Examples:
         self.path = folder / EXAMPLES_FILE
 
     def resume(self, done: int) -> None:
-        """Removes lines of an earlier start for steps after `done`."""
+        """Remove the lines that an earlier start wrote for steps after `done`."""
         if self.is_main and self.path.exists():
             drop_from(self.path, done + 1)
 
     def write(self, step: int, rollouts: list[Rollout]) -> None:
-        """Writes the first pairs that are trained on. All ranks call it, before the step's updates."""
+        """Write the first pairs that are trained on. Collective; call it before the step's updates."""
         pairs = [each for each in rollouts if each.refined and each.refined.kept]
         chosen = pairs[: self.options.examples]
         if not due(self.options.examples_every, step) or not chosen:

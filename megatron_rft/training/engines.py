@@ -1,4 +1,4 @@
-"""The generation engines of a run (kind, number, devices), and sending the policy's weights to them."""
+"""Builds the generation engines of a run and sends the policy's weights to them."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def gather(items: list) -> list:
-    """The items of all ranks, in rank order, on every rank. Waits at most the time limit of generation."""
+    """The items of all ranks, in rank order, on every rank. The time limit is that of generation."""
     everyone: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, items, group=parallel.host_group("generation"))
     return [item for part in everyone for item in part]
@@ -51,10 +51,10 @@ class EngineBuilder:
     faults: Faults = Faults()
     constraint: Constraint | None = None  # of the refiner
     dtype: torch.dtype = torch.float32
-    folder: Path = Path("engines")  # for the logs of engines in processes and servers
+    folder: Path = Path("engines")  # logs of engines in processes and servers
     longest_generation: int = 0  # tokens of a prompt and its response
-    longest_refinement: int = 0  # likewise, of the refiner
-    corrects: bool = True  # the loss corrects for an engine that rounds
+    longest_refinement: int = 0  # the same for the refiner
+    corrects: bool = True  # the loss corrects for an engine that rounds weights
     gpu_share: float = GPU_SHARE  # of a device's memory, for an engine on a rank's device
 
     @classmethod
@@ -75,8 +75,8 @@ class EngineBuilder:
     # ---- the policy's engine and the refiner's
 
     def build(self, hf_config: Any) -> Engine:
-        """The generation engine of this rank: in its process, in other processes, or servers."""
-        choose_for(self.rollout, shape_of(hf_config.to_dict()))  # a hub model may not have been downloaded before
+        """The policy's engine of this rank: in this process, in other processes, or on servers."""
+        choose_for(self.rollout, shape_of(hf_config.to_dict()))  # repeats the recipe's check: now the model is local
         if self.rollout.placement == "server":  # a server has its own vLLM
             return self._pool(hf_config, None)
         alone = self.rollout.placement == "process" and self.alone()
@@ -88,7 +88,7 @@ class EngineBuilder:
         return engine
 
     def build_refining(self, hf_config: Any) -> Engine:
-        """The refiner's engine, in this process. It takes longer prompts than the policy's, and predicted responses."""
+        """The refiner's engine, in this process. It accepts longer prompts than the policy's, and predicted outputs."""
         own = {"max_model_len": self.longest_refinement_of(hf_config), "tensor_parallel_size": 1}
         arguments = self.vllm.arguments() | own
         given = arguments.get("speculative_config") or {}
@@ -101,9 +101,11 @@ class EngineBuilder:
     def local(
         self, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
     ) -> Callable[[torch.device | str], Engine]:
-        """A function that builds the engine of `rollout.engine` on a device, in this or another process: a partial,
-        so that it can be pickled. `source`: a configuration, or a folder with weights. `arguments`: vLLM's, of the
-        refiner. `gpu_share`: of the device's memory, None where the device is the engine's own."""
+        """A function that builds the engine of `rollout.engine` on a device. It can be pickled for another process.
+
+        `source`: a configuration, or a folder with weights. `arguments`: vLLM's, for the refiner. `gpu_share`: of the
+        device's memory; None if no other process uses the device.
+        """
         config = source if isinstance(source, PreTrainedConfig) else load_config(source)
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
@@ -111,7 +113,7 @@ class EngineBuilder:
             arguments=without_predicted_output(self.vllm) if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
-            sleeps=arguments is None,  # vLLM's allocator for sleep mode serves one engine of a process: the policy's
+            sleeps=arguments is None,  # vLLM's sleep mode supports one engine per process: the policy's
         )
         engine = importlib.import_module(f"megatron_rft.inference.{self.kind(config)}.engine")
         return engine.builder(source, self.dtype, options)
@@ -121,17 +123,17 @@ class EngineBuilder:
         return choose(self.rollout.engine, shape_of(config.to_dict())).name
 
     def longest(self, hf_config: Any) -> int:
-        """Tokens of prompt and response that an engine is asked for."""
+        """The longest sequence of prompt and response, in tokens, that an engine must support."""
         return min(self.longest_generation, hf_config.max_position_embeddings)
 
     def longest_refinement_of(self, hf_config: Any) -> int:
-        """The same for the refiner. An engine for all of the model's positions would need a cache of that size."""
+        """The same for the refiner. Allowing all of the model's positions would need a larger cache."""
         return min(self.longest_refinement, hf_config.max_position_embeddings)
 
     # ---- engines outside of the ranks
 
     def server_arguments(self, hf_config: Any) -> dict[str, Any]:
-        """vLLM's arguments for a server that the run starts: this package's, overridden by the recipe's."""
+        """vLLM's arguments for a server that the run starts: defaults, overridden by the recipe's."""
         own = {"max_model_len": self.longest(hf_config), "max_num_seqs": self.rollout.max_batch_sequences}
         own |= {"enable_prefix_caching": False} if self.rollout.cache_after_sync == "keep" else {}
         arguments = own | self.vllm.arguments()
@@ -140,22 +142,22 @@ class EngineBuilder:
         return arguments
 
     def check_gpus(self) -> None:
-        """Checks, before loading anything, that this node has the GPUs for a server that the run will start."""
+        """Check, before anything is loaded, that this node has the GPUs for a server that the run will start."""
         if self.rollout.placement == "server" and not self.rollout.servers and torch.cuda.is_available():
             devices(0, self.vllm.tensor_parallel_size, spare_gpus(), own_device())
 
     def alone(self) -> bool:
-        """Whether each engine of this node has GPUs without a rank and without another engine."""
+        """Whether each engine of this node has its own GPUs, shared with no rank and no other engine."""
         spare = spare_gpus()
         here = engines_of_node(self._count(spare), dist.get_rank(), dist.get_world_size())
         return len(here) <= len(spare) // self.vllm.tensor_parallel_size
 
     def _count(self, spare: list[str]) -> int:
-        """Engines of the whole run, where each node has `spare` GPUs without a rank."""
+        """The number of engines of the whole run, if each node has `spare` GPUs without a rank."""
         return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes())
 
     def _pool(self, hf_config: Any, build_on: Callable[[torch.device], Engine] | None) -> EnginePool:
-        """The engines outside the rank that this rank drives. `build_on` runs in the engine processes, if any."""
+        """The engines outside this process that this rank drives. `build_on` builds an engine in its process."""
         spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
         count = self._count(spare)
         mine, driver, drivers = shares(count, rank, world)
@@ -218,14 +220,12 @@ class EngineBuilder:
         }
 
     def _environment(self, number: int, spare: list[str]) -> dict[str, str]:
-        """Environment of engine `number` of this node: it is not a rank of the run, and sees only its GPUs."""
+        """Environment of engine `number` of this node: a world of one rank that sees only the engine's GPUs."""
         environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         if torch.cuda.is_available():
             seen = devices(number, self.vllm.tensor_parallel_size, spare, own_device())
-            if (
-                spare and self.rollout.placement == "process"
-            ):  # its rank's, too: weights come through the memory of that
-                seen = [*seen, own_device()]
+            if spare and self.rollout.placement == "process":
+                seen = [*seen, own_device()]  # weights come through the memory of the rank's GPU
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
         return environment
 
@@ -247,35 +247,36 @@ def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
 
 
 class EngineWeights:
-    """Sends the actor's weights to the engine, and again to an engine that replaces a lost one.
+    """Sends the actor's weights to the engine, and again to a replacement of a lost engine.
 
-    `offloaded`: models whose gradients and optimizer state are in host memory while the engine is awake."""
+    `offloaded`: models whose gradients and optimizer state are in host memory while the engine is awake.
+    """
 
     def __init__(self, actor: Actor, engine: Engine, offloaded: Iterable[Actor] = ()):
         self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
-        self.version = 0  # the number of steps that the actor has made
+        self.version = 0  # the step whose weights the engine has
         if isinstance(engine, EnginePool):
             engine.reload = partial(self._push, verify=True)
 
     def sleep(self) -> None:
-        """Releases the device memory of an engine inside this rank to the trainer, until the next push."""
+        """Put the engine to sleep until the next push: an engine in this process frees its memory for the trainer."""
         self.engine.sleep()
         self.asleep = True
         for model in self.offloaded:
             model.training_state.restore()
 
     def sleep_to_save(self) -> None:
-        """A checkpoint reads the optimizer's state, which may have to come back to the device."""
+        """Restore offloaded optimizer state to the device, so that a checkpoint can read it."""
         if self.offloaded:
             self.sleep()
 
     def wake(self) -> None:
-        """After `sleep`: the engine has the weights of the last push again. Collective."""
+        """Wake a sleeping engine with the weights of the last push. Collective."""
         if self.asleep:
             self.push(self.version)
 
     def push(self, version: int, verify: bool = False) -> dict[str, float]:
-        """Sends the actor's current weights as those after step `version`; returns metrics of the sync. Collective."""
+        """Send the actor's current weights, those after step `version`. Returns metrics of the sync. Collective."""
         self.version, self.asleep = version, False
         for model in self.offloaded:
             model.training_state.offload()
@@ -291,8 +292,8 @@ class EngineWeights:
 
 
 def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool) -> tuple[Engine, EngineWeights]:
-    """The engine, and its weights, which come from the first of the trained `models`. `offload`: their training state
-    makes room for the engine, which measures the free memory at its start."""
+    """The engine, and its weights from the first of the trained `models`. `offload`: offload their training state
+    first, because the engine measures the free memory at its start."""
     offloaded = models if offload else []
     for model in offloaded:
         model.training_state.offload()
@@ -304,7 +305,7 @@ def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool
 
 
 def engine_metrics(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:
-    """The engine's counts since the last call. `note` is called with a line for each replaced engine."""
+    """The engine's statistics since the last call. Calls `note` with a line for each replaced engine."""
     if not isinstance(engine, EnginePool):
         return engine.statistics()
     for line in engine.news:

@@ -18,7 +18,7 @@ from megatron_rft.training.problems import Problems
 
 @dataclass
 class Evaluator:
-    """The ranks divide the problems among them. Answers are written under `folder`."""
+    """Divides the problems among the ranks. Writes the answers under `folder`."""
 
     options: Evaluation
     problems: Problems
@@ -29,14 +29,14 @@ class Evaluator:
     reward: Reward
     folder: Path
     gather: Callable[[list], list] = list
-    rank: int | None = 0  # among the ranks that drive an engine; None: this one drives none
+    rank: int | None = 0  # among the ranks that drive an engine; None: this rank drives none
     world: int = 1
     given: dict[str, list[Prompt]] = field(default_factory=dict)  # problems of parts without a data source
 
     def measure(
         self, part: str, prompts: list[Prompt] | None = None, cache: EvaluationCache | None = None
     ) -> EvalResult:
-        """Evaluates the problems of a part, or `prompts`."""
+        """Evaluate the problems of a part, or `prompts`."""
         return evaluate(
             self.engine,
             self.sampling,
@@ -62,7 +62,7 @@ class Evaluator:
         return own or self.options.samples
 
     def __call__(self, part: str, step: int) -> dict[str, float]:
-        """pass@1 of data.`part`, its standard error and more (EvalResult.summary), recorded under `step`."""
+        """Evaluate data.`part` and record the result under `step`. Returns `EvalResult.summary`."""
         result = self.measure(part)
         if self.rank == 0:
             write([result], self._folder(part, step))
@@ -78,6 +78,6 @@ class Evaluator:
 
 
 def headline(before: dict[str, float] | None, after: dict[str, float]) -> str:
-    """pass@1 0.31 ± 0.02 -> 0.58 ± 0.02 (500 problems)"""
+    """For example: pass@1 0.31 ± 0.02 -> 0.58 ± 0.02 (500 problems)."""
     both = [with_error(r["pass_at_1"], r["standard_error"], digits=2) for r in (before, after) if r]
     return f"pass@1 {' -> '.join(both)} ({after['problems']} problems)"

@@ -1,8 +1,8 @@
-"""Sample and grade responses to a data set once, into a trajectory store (trainer: generate).
+"""Samples and grades responses to a data set once, into a trajectory store (trainer: generate).
 
-Workers form no process group: each makes the shards whose number falls to it, and whoever finds all of them there
-writes the index. A shard is sampled in one go, with a random stream per (seed, problem, sample), so that the number of
-workers and what was killed in between leave no trace in it.
+Workers form no process group. Each writes the shards whose numbers it is assigned; a worker that finds all shards
+writes the index. Each (seed, problem, sample) has its own random stream, so a shard does not depend on the number of
+workers or on kills and restarts.
 """
 
 import json
@@ -36,18 +36,22 @@ from megatron_rft.utils.exit_codes import FINISHED
 
 @dataclass
 class Generator:
-    """One worker's engine and grader, and how to sample."""
+    """Samples and grades responses with one worker's engine and grader."""
 
     engine: Engine
     sampling: Sampling
     tokenizer: Any
     reward: Reward
     seed: int
-    samples: int  # of each problem
+    samples: int  # per problem
     on_error: str  # reward.on_error
 
     def answers(self, prompts: list[Prompt]) -> list[Trajectory]:
-        """All responses to some problems, graded."""
+        """Graded responses to all `prompts`.
+
+        Raises:
+            RunFailed: the grader failed and reward.on_error is "stop".
+        """
         by_index = {prompt.index: prompt for prompt in prompts}
         requests = [
             Request(p.index, p.token_ids, self.samples, request_seed(self.seed, "generate", p.index)) for p in prompts
@@ -85,7 +89,7 @@ class Generator:
 
 
 def run(recipe: Recipe) -> int:
-    """This worker's shards; the index when they are all there. Returns the exit status."""
+    """Write this worker's shards, and the index if all shards exist. Returns the exit status."""
     folder = Path(recipe.run.output_dir)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     while rank and not (folder / RECIPE_FILE).is_file():  # the first worker claims the folder
@@ -120,7 +124,7 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
     reward = stack.enter_context(closing(registry.build(recipe.reward)))
     if math.isinf(reward.maximum):
         raise DataError(
-            f"reward.kind: {recipe.reward.kind} has no best reward, and trajectories are right or wrong: use a verifier"
+            f"reward.kind: {recipe.reward.kind} has no best reward, but trajectories are right or wrong: use a verifier"
         )
     engine = EngineBuilder.of(recipe).local(model_folder(recipe.model.path))(device)
     stack.enter_context(closing(engine))
@@ -130,7 +134,7 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
 
 
 def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:
-    """What the trajectories came from."""
+    """The origin of the trajectories, for the store's index."""
     options = recipe.rollout
     return {
         "model": recipe.model.path,

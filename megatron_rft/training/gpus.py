@@ -10,22 +10,22 @@ from megatron_rft.utils.errors import ConfigError
 
 
 def engines_of_node(count: int, rank: int, world: int) -> list[int]:
-    """The engines, of all `count`, that the ranks of this node drive."""
+    """The indices, among `count` engines, of those that the ranks of this node drive."""
     first, ranks = rank - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return [engine for other in range(first, first + ranks) for engine in shares(count, other, world)[0]]
 
 
 def devices(number: int, workers: int, spare: list[str], own: str) -> list[str]:
-    """The GPUs of engine `number` of this node: GPUs without a rank; if there are none, its rank's GPU `own`."""
+    """The GPUs of engine `number` of this node: `spare` ones, or its rank's GPU `own` if there are none."""
     if not spare and workers == 1:
         return [own]
-    places = len(spare) // workers
-    if not places:
+    slots = len(spare) // workers
+    if not slots:
         raise ConfigError(
             f"vllm.tensor_parallel_size: a server takes {workers} GPUs, and {len(spare)} of this node's are without a "
-            "rank. Start fewer ranks, or set rollout.placement=colocated: the ranks' own GPUs are then engines together"
+            "rank. Start fewer ranks, or set rollout.placement=colocated: engines then share the ranks' GPUs"
         )
-    first = number % places * workers
+    first = number % slots * workers
     return spare[first : first + workers]
 
 

@@ -18,7 +18,7 @@ def due(every: int, step: int) -> bool:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """`part_of(loss, name)` is the loss with the terms of one part; its norm becomes the metric `prefix` + name."""
+    """`part_of(loss, name)` is the loss restricted to one part; its gradient norm is the metric `prefix` + name."""
 
     every: int
     prefix: str

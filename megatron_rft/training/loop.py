@@ -1,7 +1,7 @@
 """The training loop. Online, offline and supervised training differ only in the source of batches.
 
-Every rank runs this file. Every rank holds all small data (the batch with its numbers per token), so that the
-algorithm is plain code; large data (weights, activations) is in megatron_rft.megatron.
+Every rank runs this file and holds the whole batch, so the algorithm is plain code; weights and activations, which
+are distributed, are in megatron_rft.megatron.
 """
 
 from typing import Protocol
@@ -17,11 +17,11 @@ class Batches(Protocol):
     """A source of batches. It keeps a colocated engine asleep during training."""
 
     def restore(self, state: State) -> State:
-        """Restores what `state()` stored in a checkpoint; returns the rest of the state."""
+        """Restore what `state()` stored in a checkpoint. Returns the rest of the state."""
         ...
 
     def begin(self, step: int) -> bool:
-        """Starts the batch of `step`. Returns whether other processes generate it now, while the trainer is idle."""
+        """Start the batch of `step`. Returns whether other processes now generate it while the trainer is idle."""
         ...
 
     def next(self, step: int) -> Batch:
@@ -29,7 +29,7 @@ class Batches(Protocol):
         ...
 
     def publish(self, version: int, asked: bool, verify: bool = False) -> dict[str, float]:
-        """Sends the actor's weights after step `version` to the engine; returns metrics of the sync. `asked`: an
+        """Send the actor's weights after step `version` to the engine. Returns metrics of the sync. `asked`: an
         evaluation uses the engine next. `verify`: compare the weights bit by bit. Collective."""
         ...
 
@@ -43,7 +43,7 @@ class Batches(Protocol):
 
 
 def train(run: Run, batches: Batches, models: Models, objective: Objective) -> int:
-    """Trains until the last step, early stopping or a signal; returns the exit status."""
+    """Train until the last step, early stopping or a signal. Returns the exit status."""
     state = batches.restore(run.restore(objective.init()))
     batches.publish(run.done, run.evaluates_at_start, verify=True)
     before = run.evaluate_at_start()

@@ -1,26 +1,26 @@
-"""Raises an alarm when the log-probs of engine and trainer disagree by more than the bounds."""
+"""Warns or stops the run if the train-inference mismatch exceeds its bounds."""
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.utils.errors import ConfigError, RunFailed
 
 CAUSES = (
-    "Causes: weights that did not arrive (faults.compare_weights_every=1 tells), an engine of lower precision "
-    "(rollout.dtype), a sampler that the trainer does not replay. Truncated importance weights bear what remains"
+    "Causes: weights that did not arrive (check with faults.compare_weights_every=1), an engine of lower precision "
+    "(rollout.dtype), a sampler that the trainer does not replay. algorithm.importance=truncated corrects for the rest"
 )
 
 
 def check_bounds(options: Faults, needs: frozenset[str]) -> None:
-    """`needs`: the objective's `needs`."""
+    """Refuse faults.mismatch_max without `old_logprobs` among the objective's `needs`."""
     if options.mismatch_max is not None and "old_logprobs" not in needs:
         raise ConfigError(
-            "faults.mismatch_max: does nothing where a sampled batch gets one on-policy step: its training pass sums "
-            "over tokens, and there is no pass before it. Leave it out, for mismatch_kl and mismatch_share, or set "
+            "faults.mismatch_max: does nothing where a sampled batch gets one on-policy step: the training pass only "
+            "sums over tokens, and no pass comes before it. Use mismatch_kl and mismatch_share instead, or set "
             "algorithm.mini_batch_prompts or algorithm.epochs"
         )
 
 
 def check(metrics: dict[str, float], options: Faults, step: int) -> str | None:
-    """The warning for a step whose mismatch exceeds its bounds; raises RunFailed if on_mismatch is "stop"."""
+    """The warning if the step's mismatch exceeds a bound. Raises RunFailed instead if on_mismatch is "stop"."""
     bounds = {name: getattr(options, f"mismatch_{name}") for name in ("kl", "max", "share")}
     beyond = [
         f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"

@@ -1,8 +1,9 @@
-"""The networks of a run: the actor and the others that its objective needs.
+"""The networks of a run: the actor, and those that its objective needs.
 
-A reference and a teacher share the actor's layout and modules; their weights are kept in host memory.
+A reference and a teacher use the actor's modules; their weights are in host memory.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
 
 @dataclass
 class Models:
-    """Only the actor, for objectives that need no other network."""
+    """The actor alone, for objectives that need no other network."""
 
     actor: Actor
     needs: frozenset[str] = frozenset()  # Objective.needs
@@ -32,7 +33,7 @@ class Models:
 
     @property
     def trained(self) -> dict[str, Actor]:
-        """Name, as in `Update.model` -> the network with an optimizer."""
+        """The networks with an optimizer, by the names of `Update.model`."""
         return {"actor": self.actor}
 
     @property
@@ -40,13 +41,13 @@ class Models:
         return {}
 
     def outputs(self, batch: Batch) -> Batch:
-        """The batch with the model outputs that the objective needs, each a forward pass without gradients."""
+        """The batch with the model outputs that the objective needs, from forward passes without gradients."""
         if "old_logprobs" in self.needs and "old_logprobs" not in batch.tokens:
             batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
         return batch
 
     def measure(self, batch: Batch, step: int) -> dict[str, float]:
-        """Metrics of the batch before the step, where any are due."""
+        """Metrics of the batch before the step, if any are due."""
         return {}
 
     def second(self, update: Update, mini_batch: Batch) -> Second | Recorded | None:
@@ -59,7 +60,7 @@ class Models:
 
 @dataclass
 class OnlineModels(Models):
-    """With a critic, a reference and a moving-average teacher, each None if the objective does not need it."""
+    """The actor, and a critic, a reference and a moving-average teacher if the objective needs them, else None."""
 
     critic: Actor | None = None
     reference: list[Tensor] | None = None
@@ -103,19 +104,17 @@ class OnlineModels(Models):
         return {"constraint/kl": (values * mask).sum().item() / max(mask.sum().item(), 1.0)}
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """[R]"""
+        """[R] log-probs of the response tokens under the reference."""
         with self.actor.use_weights(self.reference):
             return self.actor.outputs(batch, LOGPROBS)["logprobs"]
 
     def push_reference(self, engine: Engine) -> None:
-        """Sends the reference's weights to an engine that keeps them."""
+        """Send the reference's weights to the refiner's engine."""
         with self.actor.use_weights(self.reference):
             weight_sync.push(self.actor.stream(), engine, version=0, verify=True)
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor:
-        if self.teacher is None:
-            return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
-        with self.actor.use_weights(self.teacher.weights):
+        with self.actor.use_weights(self.teacher.weights) if self.teacher else nullcontext():
             return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:

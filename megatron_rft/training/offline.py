@@ -1,7 +1,7 @@
-"""Offline training: any method of objectives/offline on a store of trajectories.
+"""Offline training on a store of trajectories, with any method of objectives/offline.
 
-Every rank holds all trajectories (token ids and a few numbers each) and draws the same examples; validation uses the
-store's held-out problems, and the best model on them is exported.
+Every rank holds all trajectories (token ids and a few numbers each) and draws the same examples. Validation uses the
+store's held-out problems; the run exports the model with the best validation.
 """
 
 import math
@@ -29,7 +29,7 @@ from megatron_rft.utils.errors import DataError
 
 
 def train(recipe: Recipe) -> int:
-    """Trains until run.steps, run.epochs, evaluation.patience or a signal; returns the exit status."""
+    """Train until run.steps, run.epochs, evaluation.patience or a signal. Returns the exit status."""
     tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
     path = recipe.data.train.path
@@ -56,7 +56,7 @@ def train(recipe: Recipe) -> int:
 
 
 def check_store(stored: Stored, path: str, tokenizer: str, evaluation_every: int) -> None:
-    """Checks that the trajectories are of this tokenizer (by fingerprint), and that held-out problems exist if the
+    """Check that the trajectories are of this tokenizer (by fingerprint), and that held-out problems exist if the
     recipe evaluates."""
     if stored.index["facts"]["tokenizer_fingerprint"] != tokenizer:
         raise DataError(
@@ -65,13 +65,13 @@ def check_store(stored: Stored, path: str, tokenizer: str, evaluation_every: int
         )
     if evaluation_every and not stored.held_out:
         raise DataError(
-            f"evaluation.every: the store {path} holds no problems out (generation.held_out): there "
-            "is nothing to validate on. Set it to 0, or generate with a larger share"
+            f"evaluation.every: the store {path} holds no problems out for validation (generation.held_out). Set "
+            "evaluation.every to 0, or generate with a larger share"
         )
 
 
 def check_examples(cost: Costs, examples: list[tuple[int, ...]], method: str, path: str, token_budget: int) -> None:
-    """Checks that there are examples, and that each fits a micro-batch, because an example is not split."""
+    """Check that there are examples and that each fits a micro-batch, because an example is not split."""
     if not examples:
         raise DataError(f"algorithm.name: {method} finds nothing to learn from in {path}")
     longest = max(cost(list(example)) for example in examples)
@@ -83,7 +83,7 @@ def check_examples(cost: Costs, examples: list[tuple[int, ...]], method: str, pa
 
 
 def draw(data: Batch, examples: list[tuple[int, ...]]) -> Batch:
-    """The trajectories of the drawn examples; those of one example form a unit."""
+    """The trajectories of the drawn examples. Those of one example form a unit."""
     index = torch.tensor([position for example in examples for position in example])
     unit = torch.tensor([number for number, example in enumerate(examples) for _ in example])
     return data.select(index).with_sequences(unit=unit)

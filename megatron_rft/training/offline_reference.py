@@ -1,11 +1,12 @@
 """The frozen reference of offline training: its log-probs of the data, and its full distribution.
 
-Log-probs of the data's own tokens are computed once and kept with the run. The full distribution, which a forward KL
-and FPA need, comes in each step from a second forward pass with its weights (`recompute`), or from hidden states
-that are stored once (`cached_hidden`) and need neither the pass nor the weights.
+Log-probs of the data are computed once and stored with the run. The full distribution, which a forward KL and FPA need,
+comes in each step from a forward pass with the reference's weights (`recompute`), or from hidden states that are
+computed and stored once (`cached_hidden`).
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing
 
-CHUNK_TOKENS = 1 << 16  # response tokens that are computed, and written, together
+CHUNK_TOKENS = 1 << 16  # response tokens that are computed and written together
 LOGPROBS_FILE = "reference_logprobs.safetensors"
 
 
 @dataclass(frozen=True)
 class ReferenceSource:
-    """The inputs of the reference's log-probs and hidden states, and their location."""
+    """The inputs of the reference's log-probs and hidden states, and the folders where they are stored."""
 
     model: Model
     seed: int
@@ -61,7 +62,7 @@ class ReferenceSource:
         return Path(self.cache or self.run_folder / "reference_cache") if self.cached else None
 
     def check_cache(self) -> None:
-        """Checks that an existing cache is complete and of this run's data and model. Needs no model.
+        """Check, before a model is built, that an existing cache is complete and of this run's data and model.
 
         Raises:
             DataError: it is not, or the folder holds other files.
@@ -71,7 +72,7 @@ class ReferenceSource:
             HiddenCache(folder, self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """Facts that determine the reference's log-probs and hidden states."""
+        """The facts that determine the reference's log-probs and hidden states."""
         path, option = self.model.path, "model.path"
         if self.model.reference is not None:
             path, option = self.model.reference, "model.reference"
@@ -93,7 +94,7 @@ class ReferenceSource:
 
 
 class Reference:
-    """Must be built while the actor has the initial weights. `data` is the whole data set."""
+    """Build it while the actor has the initial weights. `data` is the whole data set."""
 
     def __init__(self, source: ReferenceSource, actor: Actor, data: Batch):
         self.source, self.actor, self.weights, self.cache = source, actor, None, None
@@ -114,7 +115,7 @@ class Reference:
 
     def data(self, data: Batch) -> Batch:
         """`data` with the reference's log-probs and each token's index in the data set."""
-        return data.with_tokens(ref_logprobs=self.logprobs, place=torch.arange(len(data.response_ids)))
+        return data.with_tokens(ref_logprobs=self.logprobs, data_index=torch.arange(len(data.response_ids)))
 
     def second(self, update: Update, batch: Batch) -> Second | Recorded | None:
         """The reference's distribution, if `update` compares with it."""
@@ -122,10 +123,8 @@ class Reference:
             return None
         if self.cache is None:
             return Second(batch, self.weights, update.second.extrapolation)
-        place = batch.tokens["place"]
-        return Recorded(
-            batch, lambda numbers: self.cache.rows(place[numbers]), self.output, update.second.extrapolation
-        )
+        index = batch.tokens["data_index"]
+        return Recorded(batch, lambda tokens: self.cache.rows(index[tokens]), self.output, update.second.extrapolation)
 
     def _logprobs(self, data: Batch, path: Path) -> Tensor:
         with self.actor.use_weights(self.weights):
@@ -137,7 +136,7 @@ class Reference:
         return found
 
     def _write_cache(self, data: Batch, folder: Path) -> None:
-        """Written by one rank of the last pipeline stage."""
+        """Collective. One rank of the last pipeline stage writes."""
         writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
         writer = Writer(folder) if writes else None
         with self.actor.use_weights(self.weights):
@@ -151,7 +150,7 @@ class Reference:
         dist.barrier()
 
     def _open_cache(self, folder: Path) -> tuple[HiddenCache, Tensor]:
-        """The cache and this rank's rows of its output matrix, on the last pipeline stage's ranks."""
+        """The verified cache, and this rank's rows of its output matrix."""
         cache = HiddenCache(folder, self.facts)
         torn = [path for path in gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
         if torn:
@@ -160,20 +159,19 @@ class Reference:
         if parallel.is_last_stage():
             own = models.output_weight(self.actor.models[-1])
             part = part.to(own.device, own.dtype)
-            assert len(part) == len(own), f"{len(part)} rows of the output matrix beside {len(own)}"
+            assert len(part) == len(own), f"output matrix: {len(part)} rows in the cache, {len(own)} in the model"
         return cache, part
 
 
 def chunks(data: Batch) -> list[Tensor]:
-    """Split the positions of sequences, in order, into parts of about CHUNK_TOKENS response tokens: the same in every
-    layout."""
+    """The positions of sequences, in order, in parts of about CHUNK_TOKENS response tokens."""
     before = data.response_lens.cumsum(0) - data.response_lens
     _, sizes = (before // CHUNK_TOKENS).unique_consecutive(return_counts=True)
     return list(torch.arange(len(data)).split(sizes.tolist()))
 
 
 def describe(tokens: int, hf_config: Any, dtype: torch.dtype, folder: Path) -> str:
-    """The size of the cache, compared with logits."""
+    """A line with the size of the cache, compared with logits."""
     each, logits = hf_config.hidden_size * dtype.itemsize, hf_config.vocab_size * dtype.itemsize
     return (
         f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {folder}; "
@@ -186,7 +184,7 @@ def _dtype(actor: Actor) -> torch.dtype:
 
 
 def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
-    """Log-probs stored by an earlier start of this run; None, on every rank, if there are none."""
+    """Log-probs stored by an earlier start of this run; None if there are none. Collective."""
     if not _on_main(path.is_file):
         return None
     try:
@@ -196,12 +194,12 @@ def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
         raise DataError(f"{path} cannot be read ({error}): remove it, and it is computed again") from None
     changed = [name for name, value in facts.items() if found.get(name) != value]
     if changed:
-        raise DataError(f"{path} is of another {changed[0]}: what this run learns from has changed under its feet")
+        raise DataError(f"{path} is of another {changed[0]}, which has changed since this run's first start")
     return logprobs
 
 
-def _on_main(question) -> bool:
-    """The first rank's answer, on every rank."""
+def _on_main(question: Callable[[], bool]) -> bool:
+    """The answer of rank 0, on every rank."""
     answer = [question()]
     dist.broadcast_object_list(answer)
     return answer[0]

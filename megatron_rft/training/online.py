@@ -1,4 +1,4 @@
-"""Online reinforcement learning: the policy's engine samples batches and a verifier grades them."""
+"""Online reinforcement learning: the policy's engine samples batches, and a verifier grades them."""
 
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from megatron_rft.utils.errors import DataError
 
 
 def train(recipe: Recipe) -> int:
-    """Trains until run.steps or a signal; returns the exit status."""
+    """Train until run.steps or a signal. Returns the exit status."""
     engines, problems, options = EngineBuilder.of(recipe), Problems.of(recipe), recipe.rollout
     engines.check_gpus()
     tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
@@ -58,8 +58,8 @@ def train(recipe: Recipe) -> int:
         stack.enter_context(closing(run))
         examples = refiner = None
         if recipe.refines:
-            # In this process wherever the policy's engine is: engines in processes of their own recover from losses
-            # all together, and the refiner is at work at times of each rank's own.
+            # The refiner's engine is always in this process: recovery of engines in other processes is collective,
+            # but each rank uses its refiner at different times.
             refining = stack.enter_context(closing(engines.build_refining(hf_config)))
             models.push_reference(refining)
             refiner = dynamic_constraint.build_refiner(recipe, engines, refining, reward, tokenizer, hf_config)
@@ -154,15 +154,15 @@ def mini_batches(rollout: Rollout, algorithm: Algorithm) -> int:
 
 def build_models(recipe: Recipe, hf_config: Any, objective: Objective) -> OnlineModels:
     """The actor and the other networks that the objective needs."""
-    # The learning rate schedules are as long as the optimizer steps of the whole run.
-    in_a_step = mini_batches(recipe.rollout, recipe.algorithm) * recipe.algorithm.epochs
-    alone = recipe.critic.warmup_steps if recipe.critic else 0
+    # A learning rate schedule spans all optimizer steps of the run.
+    optimizer_steps = mini_batches(recipe.rollout, recipe.algorithm) * recipe.algorithm.epochs
+    critic_only = recipe.critic.warmup_steps if recipe.critic else 0
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
     moments = ("verification",) if own_moments else ()
-    actor = build.build_actor(recipe, hf_config, (recipe.run.steps - alone) * in_a_step, moments)
+    actor = build.build_actor(recipe, hf_config, (recipe.run.steps - critic_only) * optimizer_steps, moments)
     critic = reference = None
     if "values" in objective.needs:
-        critic = build.build_critic(recipe, hf_config, recipe.run.steps * in_a_step)
+        critic = build.build_critic(recipe, hf_config, recipe.run.steps * optimizer_steps)
     kl_every = recipe.constraint.kl_every if recipe.constraint else 0
     if objective.needs & {"ref_logprobs", "ref_kl", "reference"} or kl_every or recipe.refines:
         reference = build.reference_weights(recipe.model, recipe.run.seed, actor)
@@ -199,7 +199,7 @@ def build_sampler(
         on_nonfinite=recipe.reward.on_nonfinite,
         contexts=build_feedback(recipe.algorithm, tokenizer, form) if recipe.algorithm.uses_feedback else None,
         refiner=refiner,
-        phases=nullcontext if background else phases,  # they belong to the trainer's thread
+        phases=nullcontext if background else phases,  # phases belong to the trainer's thread
         background=background,
     )
 
@@ -217,7 +217,7 @@ def build_feedback(options: Algorithm, tokenizer: Any, form: PromptFormat) -> Fe
 
 
 def check_solutions(options: Algorithm, prompts: PromptSet) -> None:
-    """Checks that rows have reference solutions if feedback uses them."""
+    """Check that rows have reference solutions if feedback uses them."""
     if not options.uses_feedback or "solution" not in options.feedback:
         return
     field = options.solution_field
@@ -239,6 +239,6 @@ def underfilled_batch_warning(metrics: dict[str, float], wanted: int, step: int)
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """Empty where the engine's log-probs are used as they are, since there is nothing to compare them with."""
+    """Metrics of the train-inference mismatch; none if the trainer's log-probs are not computed before the step."""
     rollout, old = batch.tokens["rollout_logprobs"], batch.tokens.get("old_logprobs")
     return {} if old is None or old is rollout else mismatch(rollout, old, batch.response_mask)

@@ -1,4 +1,4 @@
-"""The problems of a recipe's data sources: their rows, and their formatting as prompts."""
+"""Reads the problems of a recipe's data sources and formats them as prompts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ class Problems:
             prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
             return PromptFormat(prompt, answer, source.prompt_template or data.prompt_template, **common)
         known = DATASETS[source.adapter]
-        # "Solve this math problem ..." is for the recipe's task, not for benchmarks of another kind.
+        # data.prompt_template ("Solve this math problem ...") does not fit benchmarks of another kind.
         shared = None if part in self.benchmarks and known.reward != "math" else data.prompt_template
         return PromptFormat(
             answer_field="solution" if self.learns_answers and part == "train" else "answer",

@@ -1,7 +1,4 @@
-"""Services of every run around its loop: folder, signals, guard against non-finite steps, evaluations, checkpoints.
-
-Exit statuses (utils/exit_codes.py) are the same on every rank: FINISHED, or STOPPED after a signal.
-"""
+"""What the training loop of every run uses: folder, signals, NonFiniteGuard, evaluations, checkpoints, logging."""
 
 import signal
 from collections import defaultdict
@@ -35,14 +32,14 @@ from megatron_rft.utils.position import here
 
 
 class Stream(Protocol):
-    """A source of data; `position` alone determines the next item."""
+    """A source of data. `position` determines the next item."""
 
     position: int
 
 
 class Averages:
-    """Means over the optimizer steps of one training step, as policy/loss, verification/grad_norm and so on. A name
-    that has a section already keeps it."""
+    """Means over the optimizer steps of one training step, named policy/loss, verification/grad_norm and so on. Names
+    that contain a slash are kept."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)
@@ -99,7 +96,7 @@ class Run:
     # ---- start
 
     def restore(self, state: State) -> State:
-        """Loads the newest intact checkpoint, if any. Returns the objective's state, else `state`; sets `done`, the
+        """Load the newest intact checkpoint, if any. Returns the objective's state, else `state`. Sets `done`, the
         number of finished steps."""
         path, damaged = self.checkpoints.newest_intact()
         if path is not None:
@@ -131,7 +128,7 @@ class Run:
         return self.evaluator is not None and self.evaluates_first and not self.done and (self.validates or self.tests)
 
     def evaluate_at_start(self) -> dict[str, float] | None:
-        """Validation and test before the first step; returns the test's result, on a resumed run the recorded one."""
+        """Validate and test before the first step. Returns the test result, on a resumed run the recorded one."""
         if self.done and self.evaluator and self.evaluates_first:
             return self.evaluator.recorded("test", 0)
         if not self.evaluates_at_start:
@@ -149,7 +146,7 @@ class Run:
     # ---- one step
 
     def steps(self) -> Iterator[int]:
-        """The remaining steps, until the last or until early stopping."""
+        """The remaining steps, until the last step or early stopping."""
         for step in range(self.done + 1, self.total_steps + 1):
             if self.best and self.best.selection.exhausted:
                 return
@@ -157,7 +154,7 @@ class Run:
             yield step
 
     def compute_foreseen(self, update: Update | None) -> None:
-        """Computes the gradient of an update of `Objective.foreseen`. It waits in the gradient buffers, which nothing
+        """Compute the gradient of an update of `Objective.foreseen`. It stays in the gradient buffers, which nothing
         else uses before the step's first optimizer step."""
         self.foreseen = None
         if update is None:
@@ -168,7 +165,7 @@ class Run:
             self.foreseen = self.models.trained[update.model].backward(batch, update.loss, counts, update.outputs)
 
     def optimizer_step(self, update: Update, batch: Batch, step: int) -> dict[str, float]:
-        """Trains on one mini-batch of `update`. Returns the gradient norms of the loss's parts where due."""
+        """Train on one mini-batch of `update`. Returns the gradient norms of the loss's parts if they are due."""
         found, second, norms = {}, self.models.second(update, batch), self.models.norms
         computed, self.foreseen = self.foreseen if update.foreseen else None, None
         if norms and norms.due(update, step):
@@ -197,7 +194,7 @@ class Run:
         return validates and (step == self.total_steps or bool(every) and step % every == 0)
 
     def comparison_due(self, step: int) -> bool:
-        """Whether the engine's weights are compared with the actor's, bit by bit, after this step."""
+        """Whether the engine's weights are compared with the actor's bit by bit after this step."""
         every = self.faults.compare_weights_every
         return bool(every) and step % every == 0
 
@@ -210,14 +207,14 @@ class Run:
         if self.best:
             self.best.judge(found["pass_at_1"], step)
             if self.best.selection.exhausted:
-                self.total_steps = step  # so that the last checkpoint is written
+                self.total_steps = step  # end_of_step writes the last checkpoint
         return accuracy("evaluation", found)
 
     def end_of_step(
         self, step: int, state: State, metrics: dict[str, float], pending: Callable[[], State] = dict
     ) -> bool:
-        """Logs, saves if due, and returns whether a signal stops the run (the checkpoint is then on disk).
-        `pending`: gives further state, called when a checkpoint is written."""
+        """Log, and save if due. Returns whether a signal stops the run; the checkpoint is then on disk. `pending`
+        returns further state for a checkpoint."""
         if not has_cuda_device():
             return_free_pages()
         stopping, every = self.stop.agreed(), self.checkpoint_every
@@ -230,7 +227,7 @@ class Run:
             self.tracker.note(told)
         for told in [slow] * bool(slow) + (self.alarms.check(metrics, step) if self.alarms else []):
             self.tracker.note(told)
-        # Before the checkpoint: if killed in between, the step is repeated and its line is replaced.
+        # Log before the checkpoint: after a kill in between, the step is repeated and its line is replaced.
         self.tracker.log(step, metrics)
         with self.phases("checkpoint"):
             if stopping or step == self.total_steps or (every and step % every == 0):
@@ -240,7 +237,7 @@ class Run:
         if stopping:
             self.checkpoints.wait()
             name = signal.Signals(stopping).name
-            self.tracker.note(f"stopped by {name} after step {step}; the same command goes on from here")
+            self.tracker.note(f"stopped by {name} after step {step}; the same command resumes")
         return bool(stopping)
 
     def save(self, step: int, state: State) -> None:
@@ -253,8 +250,8 @@ class Run:
     # ---- end
 
     def conclude(self, publish: Callable[[int, bool], object], before: dict[str, float] | None) -> None:
-        """Tests and exports the best model, or the last. `publish(version, asked)`: `Batches.publish`.
-        `before`: the test result of the initial model."""
+        """Test and export the best model, or the last. `publish`: `Batches.publish`. `before`: the test result of the
+        initial model."""
         step = self.best.load() if self.best else None
         if step:
             best = self.best.selection.best
@@ -275,7 +272,7 @@ class Run:
 
     def _plot(self) -> None:
         if self.tracking.plot:
-            from megatron_rft.report.pictures import draw_run  # imported here because it takes half a second
+            from megatron_rft.report.pictures import draw_run  # a slow import
 
             self.tracker.note(f"curves: {draw_run(self.folder)}")
 

@@ -12,13 +12,11 @@ RECIPE_FILE = "recipe.yaml"
 
 
 def claim_folder(recipe: Recipe) -> Path:
-    """The run's folder, with its resolved recipe inside. Refuses a folder that holds another run.
-
-    Called by one process before any model is built.
+    """Create the run's folder, or claim it for resuming, and write the resolved recipe into it.
 
     Raises:
-        ConfigError: the folder holds another recipe's run, or a run with run.resume=never, or no run with
-        run.resume=must.
+        ConfigError: the folder holds another recipe's run or other files; with run.resume=never: a run; with
+        run.resume=must: no run.
     """
     folder = Path(recipe.run.output_dir)
     stored, mode = folder / RECIPE_FILE, recipe.run.resume
@@ -28,28 +26,28 @@ def claim_folder(recipe: Recipe) -> Path:
         if begun(folder) and (changed := difference(load(stored), recipe)):
             raise ConfigError(
                 f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
-                "Choose another run.output_dir, or take these back to resume it"
+                "Choose another run.output_dir, or undo these changes to resume it"
             )
     elif mode == "must":
         raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
     elif folder.is_dir() and (found := sorted(p.name for p in folder.iterdir() if p.name != "launch")):
         raise ConfigError(
-            f"run.output_dir {folder} holds something else ({', '.join(found[:3])} ...): choose another folder"
+            f"run.output_dir {folder} holds other files ({', '.join(found[:3])} ...): choose another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(stored, dump(recipe))  # the workers of `generate` share a folder, and read the file meanwhile
+    write_atomically(stored, dump(recipe))  # the workers of `generate` share a folder and read this file
     return folder
 
 
 def begun(folder: Path) -> bool:
-    """Whether the folder has more than a run that was refused at its start leaves. Other processes may be active
-    there (a generating worker, the writer of a killed start); files that vanish meanwhile do not count."""
-    for place, folders, files in os.walk(folder):
-        if Path(place) == folder:
+    """Whether a run in the folder got further than being refused at its start. Other processes may be active there (a
+    generating worker, the writer of a killed start); files that they delete meanwhile do not count."""
+    for path, folders, files in os.walk(folder):
+        if Path(path) == folder:
             folders[:] = set(folders) - {"launch", "engines"}
             files = set(files) - {RECIPE_FILE}
         for name in files:
             with suppress(FileNotFoundError):
-                if Path(place, name).stat().st_size:
+                if Path(path, name).stat().st_size:
                     return True
     return False

@@ -1,4 +1,4 @@
-"""Selects the responses of a step that the report shows, with all their numbers per token."""
+"""Selects the responses of a step that the report shows, with all their values per token."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def take(batch: Batch, updates: list[Update], rollouts: list[Rollout], tokenizer
 
 
 def with_credit(batch: Batch, updates: list[Update]) -> Batch:
-    """The batch with the objective's numbers per token, such as advantages, if it trains on the same sequences
+    """The batch with the objective's values per token, such as advantages, if an update has the same sequences
     (possibly followed by refined ones)."""
     count = len(batch.response_ids)
     for update in updates:
@@ -35,7 +35,7 @@ def chosen(batch: Batch) -> list[int]:
     others."""
     rewards = batch.sequences["rewards"]
     rows_of = [(batch.groups == group).nonzero().flatten() for group in batch.groups.unique()]
-    rows_of.sort(key=lambda rows: bool(rewards[rows].min() == rewards[rows].max()))  # stable: those that agree last
+    rows_of.sort(key=lambda rows: bool(rewards[rows].min() == rewards[rows].max()))  # stable: equal rewards come last
     picked: list[int] = []
     for rows in rows_of[:GROUPS]:
         best, worst = rows[rewards[rows].argmax()], rows[rewards[rows].argmin()]
@@ -63,8 +63,8 @@ def sample(one: Batch, rollouts: dict[tuple[int, tuple[int, ...]], Rollout], tok
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token. A token that ends within a character is empty; the token that completes the character
-    has its text."""
+    """The text of each token. A token that ends within a character gets "", and the token that completes it gets the
+    character."""
     texts, start = [], 0
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:end])

@@ -16,7 +16,7 @@ from megatron_rft.training.stored import StoredBatches, build_evaluator
 
 
 def train(recipe: Recipe) -> int:
-    """Trains until run.steps (or run.epochs) or a signal; returns the exit status."""
+    """Train until run.steps, run.epochs or a signal. Returns the exit status."""
     EngineBuilder.of(recipe).check_gpus()
     tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
     check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)

@@ -1,4 +1,4 @@
-"""Ends a run before its last step: on a signal, or after steps that are not finite."""
+"""Ends a run before its last step: on a signal, or after non-finite steps."""
 
 import signal
 from pathlib import Path
@@ -22,11 +22,11 @@ class StopSignal:
 
     def _note(self, number: int, _frame: Any) -> None:
         if self.received == number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+            raise KeyboardInterrupt  # a second Ctrl-C stops at once
         self.received = number
 
     def agreed(self) -> int:
-        """The signal's number if any rank got one, else 0. All ranks call it together and get the same result."""
+        """The signal's number if any rank got one, else 0. Collective."""
         heard = torch.tensor([self.received], dtype=torch.int32)
         if dist.get_backend() == "nccl":
             heard = heard.cuda()
@@ -35,7 +35,7 @@ class StopSignal:
 
 
 class NonFiniteGuard:
-    """Allows a bounded number of skipped optimizer steps in a row, then ends the run with the batch on disk."""
+    """Allows `bound` skipped optimizer steps in a row. One more writes the batch to disk and ends the run."""
 
     def __init__(self, output_dir: Path, bound: int):
         self.output_dir, self.bound, self.in_a_row, self.total = output_dir, bound, 0, 0
@@ -53,5 +53,5 @@ class NonFiniteGuard:
         raise RunFailed(
             f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.in_a_row} "
             f"times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest "
-            "checkpoint is from before these steps. A lower optimizer.lr, or fp32, is what usually helps"
+            "checkpoint is from before these steps. A lower optimizer.lr, or fp32, usually helps"
         )

@@ -1,4 +1,4 @@
-"""Batches of data that exists before the run starts."""
+"""Batches of stored data, for supervised and offline training."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -18,8 +18,8 @@ from megatron_rft.training.models import Models
 
 
 class StoredBatches:
-    """Draws `size` items of a stream per step; `make` turns them into a batch. `weights`: of the engine for
-    evaluations, which is awake only for these; None without evaluations."""
+    """Draws `size` items of a stream per step; `make` turns them into a batch. `weights`: of the evaluations' engine,
+    which sleeps during training; None without evaluations."""
 
     def __init__(
         self, stream: Stream, size: int, make: Callable[[list], Batch], weights: EngineWeights | None, phases: Phases

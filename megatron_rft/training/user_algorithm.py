@@ -1,4 +1,4 @@
-"""A user's algorithm: a class in a file that the recipe names, built with its options section."""
+"""Builds a user's algorithm: the class that algorithm.objective names, with its options section."""
 
 import inspect
 import typing
@@ -19,7 +19,7 @@ OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `Ow
 
 
 def build_objective(section: Own, setting: Setting, reference: bool) -> PolicyObjective:
-    """The user's objective with its options. `reference`: whether the recipe names one.
+    """The user's objective with its options. `reference`: whether the recipe sets model.reference.
 
     Raises:
         ConfigError: the class or an option cannot be used.
@@ -67,7 +67,7 @@ def _options(cls: type[PolicyObjective], algorithm: Own) -> Section:
 
 
 def _section(cls: type[PolicyObjective]) -> type[Section]:
-    """The type of `options`, which the class or a base class declares."""
+    """The type of `options` that the class or a base class declares."""
     if fields := inspect.get_annotations(cls).keys() - {"options"}:
         raise ConfigError(
             f"{OPTION}: {cls.__name__} has fields of its own ({', '.join(sorted(fields))}). Its options are the fields "
@@ -83,7 +83,7 @@ def _section(cls: type[PolicyObjective]) -> type[Section]:
 
 
 def _check_needs(objective: PolicyObjective, critic: bool, reference: bool) -> None:
-    """`critic`, `reference`: whether the recipe names one."""
+    """`critic`, `reference`: whether the recipe has one."""
     for name in objective.needs - set(CAN_NEED):
         raise ConfigError(
             f"{OPTION}: {type(objective).__name__}.needs names {name!r}; it can need {', '.join(CAN_NEED)}."

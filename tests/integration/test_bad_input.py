@@ -171,7 +171,7 @@ def test_folder_with_something_else(tmp_path, capsys):
     recipe = write_recipe(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/thesis.tex").write_text("years of work")
-    assert "holds something else (thesis.tex" in refused(capsys, recipe)
+    assert "holds other files (thesis.tex" in refused(capsys, recipe)
     assert (tmp_path / "run/thesis.tex").read_text() == "years of work"
 
 

@@ -50,7 +50,7 @@ class Case:
             self.hidden = self.actor.hidden_states(data)
             if parallel.is_last_stage():
                 self.output = models.output_weight(self.actor.models[-1]).detach().clone()
-        self.data = data.with_tokens(place=torch.arange(len(data.response_ids)))
+        self.data = data.with_tokens(data_index=torch.arange(len(data.response_ids)))
         self.actor.load(weights.random_tensors(model_config(), seed=3))
 
     def _data(self) -> Batch:
@@ -63,9 +63,9 @@ class Case:
             return None
         if not recorded:
             return Second(batch, self.reference, update.second.extrapolation)
-        place = batch.tokens["place"]
+        index = batch.tokens["data_index"]
         output = self.output if parallel.is_last_stage() else None
-        return Recorded(batch, lambda numbers: self.hidden[place[numbers]], output, update.second.extrapolation)
+        return Recorded(batch, lambda tokens: self.hidden[index[tokens]], output, update.second.extrapolation)
 
     def gradient(self, objective, recorded: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         data = objective.annotate(self.data)

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from megatron_rft.commands import main
 from megatron_rft.config import load, passthrough
 from megatron_rft.config.algorithms import SECTIONS
-from megatron_rft.config.loading import _beside, _Loader
+from megatron_rft.config.loading import _Loader, section_options
 from megatron_rft.config.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def exists(key: str) -> bool:
     """Whether a recipe has such an option, or such a section."""
     place = tuple(key.split("."))
     try:
-        if place[-1] in (known := _beside(place)):
+        if place[-1] in (known := section_options(place)):
             return True
         if place[0] in ("megatron", "optimizer"):
             passthrough.check(place[0], {place[-1]: None}, known)

@@ -1,7 +1,7 @@
-"""The section `algorithm` of a recipe: each algorithm's options and defaults, which stand here alone. No torch.
+"""The section `algorithm` of a recipe: the options of each algorithm and their defaults. No torch.
 
-A section `grpo.GRPO` is the class GRPO in config/algorithms/grpo.py. The objective that is built from it has the same
-name in the file of the same name under objectives/ (`megatron_rft.objectives.build`).
+`grpo.GRPO` is the class GRPO in config/algorithms/grpo.py. Its objective has the same class and file name under
+objectives/ (`megatron_rft.objectives.build`).
 """
 
 from functools import reduce
@@ -34,7 +34,7 @@ ALGORITHMS = (
     "offline.off_rl.OffRL",
     "offline.fpa.FPA",
 )
-"""The package's algorithms: a line each."""
+"""The package's algorithms, one line each."""
 
 
 def _section(path: str) -> type[Algorithm]:
@@ -43,6 +43,6 @@ def _section(path: str) -> type[Algorithm]:
 
 
 SECTIONS = {section.model_fields["name"].default: section for section in (*map(_section, ALGORITHMS), Own)}
-"""By the name that a recipe gives."""
+"""The sections by `algorithm.name`."""
 
 AnyAlgorithm = reduce(or_, SECTIONS.values())

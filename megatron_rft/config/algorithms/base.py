@@ -1,6 +1,6 @@
-"""What algorithms share: their options, and what the rest of a recipe asks of any of them.
+"""The base classes of the algorithms' sections: shared options, and capability flags.
 
-Other parts read the flags and properties of these classes, never an algorithm's name.
+Other parts of the package read these flags and properties, never an algorithm's name.
 """
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -17,11 +17,11 @@ Trainer = Literal["rl", "sft", "offline"]
 
 
 class Lengths(NamedTuple):
-    """Numbers of tokens in an online run."""
+    """Limits of an online run, in tokens."""
 
     response: int  # rollout.max_response_tokens
-    sequence: int  # the longest prompt with the longest response
-    forward_only: int  # a micro-batch without a backward pass holds so many
+    sequence: int  # the longest prompt plus the longest response
+    forward_only: int  # of a micro-batch without a backward pass
     positions: int | None  # of the model; None: not known yet
 
 
@@ -29,7 +29,7 @@ class Algorithm(Section):
     """A section `algorithm`."""
 
     trainer: ClassVar[Trainer]
-    of_user: ClassVar[bool] = False  # its class is in the user's own code
+    of_user: ClassVar[bool] = False  # the user's code has the class
     pairs: ClassVar[bool] = False  # an example is a right and a wrong trajectory of one problem
 
     @property
@@ -39,31 +39,31 @@ class Algorithm(Section):
 
     @property
     def teacher_average(self) -> float | None:
-        """Rate of the moving average of the policy's weights that serves as a teacher. None: there is no average."""
+        """The rate of the teacher's moving average of the policy's weights. None: there is no average."""
         return None
 
 
 class Online(Algorithm):
-    """What every online algorithm has."""
+    """The base class of online algorithms."""
 
     trainer: ClassVar[Trainer] = "rl"
     needs_critic: ClassVar[bool] = False
     has_ratio: ClassVar[bool] = True  # the loss has a ratio of new to old probabilities
-    uses_feedback: ClassVar[bool] = False  # a teacher reads what is told of each response
+    uses_feedback: ClassVar[bool] = False  # a teacher reads feedback on each response
     takes_constraint: ClassVar[bool] = False  # the section `constraint` can add to its loss or rewards
-    compares_responses: ClassVar[bool] = False  # of one prompt: group_size must be 2 at least
+    compares_responses: ClassVar[bool] = False  # compares responses to one prompt: group_size must be at least 2
 
     mini_batch_prompts: Count | None = None
     """Prompts per optimizer step. None: rollout.prompts_per_step, one step per sampled batch."""
     epochs: Count = 1
     """Passes over a sampled batch."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The ratio's denominator: the trainer's own pass before the step (left out where a batch gets one step only, whose
-    own log-probs they then are), or what the engine said while sampling."""
+    """The log-probs in the ratio's denominator. recompute: the trainer's, from a pass before the step; a batch with one
+    optimizer step needs no such pass. rollout: the engine's, from sampling."""
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the loss allows for responses that another policy sampled than the one that learns."""
+        """Whether the loss corrects for responses that a policy other than the trained one sampled."""
         return self.old_logprobs == "rollout"
 
     @property
@@ -73,24 +73,24 @@ class Online(Algorithm):
 
     @property
     def sampling_rounds(self) -> int:
-        """Rounds of sampling in a step, at most; more than one where groups are replaced."""
+        """Maximum rounds of sampling in a step; more than one if filtered groups are replaced."""
         return 1
 
     def check_lengths(self, lengths: Lengths) -> None:
-        """What the algorithm adds to a sequence, or takes from it, fits.
+        """Check the algorithm's options against the run's limits.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: an option does not fit.
         """
 
 
 class Aggregating(Online):
-    """With a loss that makes one number of all tokens."""
+    """The base class of algorithms that aggregate a loss over tokens."""
 
     aggregation: Aggregation = "sequence_mean"
-    """sequence_mean: tokens are averaged in each response, then responses. token_mean: over all tokens at once.
-    group_mean: over all tokens of a prompt's responses, then over prompts. sequence_sum: tokens are added up in each
-    response, then responses averaged. constant: the same, divided by rollout.max_response_tokens."""
+    """sequence_mean: mean over the tokens of each response, then over responses. token_mean: mean over all tokens.
+    group_mean: mean over all tokens of a prompt's responses, then over prompts. sequence_sum: sum over the tokens of
+    each response, then mean over responses. constant: sequence_sum divided by rollout.max_response_tokens."""
 
 
 class PolicyGradient(Aggregating):
@@ -103,14 +103,15 @@ class PolicyGradient(Aggregating):
     kl_coefficient: NonNegative = 0.001
     """Of KL(policy || reference). 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
-    """k1, k2, k3: from the sampled tokens alone. exact: a sum over the vocabulary, from both models' hidden states."""
+    """k1, k2, k3: estimates from the sampled tokens. exact: a sum over the vocabulary, from both models' hidden
+    states."""
     kl_in: KLPlace = "loss"
-    """A term of the loss, or a penalty on the reward that the advantages come from."""
+    """loss: a term of the loss. reward: a penalty on the reward from which advantages are computed."""
     entropy_coefficient: NonNegative = 0.0
     importance: Literal["none", "truncated", "masked"] = "none"
-    """Weights pi_trainer / pi_engine for rollouts whose engine disagrees with the trainer, or had older weights
-    (rollout.staleness). truncated: at most importance_cap. masked: tokens whose weight is outside 1 / importance_cap ..
-    importance_cap teach nothing."""
+    """Importance weights pi_trainer / pi_engine, which correct for the train-inference mismatch and for older weights
+    (rollout.staleness). truncated: at most importance_cap. masked: weights outside 1 / importance_cap ..
+    importance_cap become 0."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
 
     @property
@@ -139,4 +140,4 @@ class PolicyGradient(Aggregating):
 
 class Clipped(PolicyGradient):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """A negative advantage counts at most so many times, however large the ratio. None: without a bound."""
+    """Upper bound of the ratio's effect on tokens with a negative advantage. None: no bound."""

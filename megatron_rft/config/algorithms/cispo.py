@@ -1,4 +1,4 @@
-"""CISPO: the ratio is clipped, not its product with the advantage."""
+"""CISPO: clips the ratio instead of its product with the advantage."""
 
 from typing import ClassVar, Literal
 

@@ -1,4 +1,4 @@
-"""DAPO: groups whose rewards all agree are left out, and long responses are penalised."""
+"""DAPO: leaves out groups of equal rewards and penalises long responses."""
 
 from typing import Literal
 
@@ -18,12 +18,12 @@ class DAPO(GRPO):
     filter_groups: bool = True
     """Leave out groups whose rewards are all equal, and sample others in their place."""
     max_rounds: Count = 4
-    """Rounds of sampling in a step. When they run out, the step trains on the groups that were kept."""
+    """Maximum rounds of sampling in a step. After the last, the step trains on the groups that were kept."""
     overlong_buffer: Natural = 0
-    """Tokens below rollout.max_response_tokens from which on a penalty on the length grows, up to 1 at the limit. It
-    shapes the advantages alone. 0: no penalty."""
+    """A length penalty grows from 0 at this many tokens below rollout.max_response_tokens to 1 at the limit. It affects
+    only the advantages. 0: no penalty."""
     overlong_coefficient: Positive = 1.0
-    """Of that penalty."""
+    """Factor of the length penalty."""
 
     @property
     def leaves_groups_out(self) -> bool:
@@ -36,7 +36,7 @@ class DAPO(GRPO):
     def check_lengths(self, lengths: Lengths) -> None:
         if self.overlong_buffer >= lengths.response:
             raise ConfigError(
-                f"algorithm.overlong_buffer: {self.overlong_buffer} tokens are no less than "
+                f"algorithm.overlong_buffer: {self.overlong_buffer} tokens must be fewer than "
                 f"rollout.max_response_tokens, {lengths.response}: every response would be penalised"
             )
 

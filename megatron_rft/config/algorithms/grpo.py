@@ -1,4 +1,4 @@
-"""GRPO and the methods that differ from it in how a response's advantage is centred or scaled."""
+"""GRPO, and methods that centre or scale a response's advantage in another way."""
 
 from typing import ClassVar, Literal
 

@@ -1,4 +1,4 @@
-"""PPO, and its critic."""
+"""PPO and its critic."""
 
 from typing import ClassVar, Literal
 
@@ -7,7 +7,7 @@ from megatron_rft.config.sections import Natural, NonNegative, Positive, Section
 
 
 class PPO(Clipped):
-    """Its critic has a section of its own."""
+    """The critic has a separate section."""
 
     needs_critic: ClassVar[bool] = True
 
@@ -17,26 +17,26 @@ class PPO(Clipped):
     gamma: ShareOrAll = 1.0
     """Discount per token."""
     lam: ShareOrAll = 0.95
-    """Of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
+    """lambda of generalised advantage estimation: 0 relies on the critic, 1 on the rewards."""
     whiten_rewards: bool = False
-    """Mean 0 and standard deviation 1 over the sampled batch."""
+    """Normalise rewards to mean 0 and standard deviation 1 over the sampled batch."""
     whiten_advantages: bool = True
     """The same for the advantages of all tokens."""
 
 
 class Critic(Section):
-    """PPO's value model: the architecture of the policy with a value head, in the same parallel layout. What is not
-    here is the policy's: the rest of `optimizer`, `megatron`, `batching`."""
+    """PPO's value model: the policy's architecture with a value head. The other options of `optimizer`, and `megatron`
+    and `batching`, apply to both."""
 
     path: str | None = None
-    """Folder or hub name of the weights that it starts from. None: the policy's."""
+    """Folder or hub name of the initial weights. None: the policy's."""
     lr: Positive
     """Learning rate after the warmup."""
     lr_warmup_steps: Natural = 0
     """Optimizer steps over which the rate rises linearly from 0."""
     clip_grad: NonNegative = 1.0
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Maximum norm of the whole gradient; 0 does not clip."""
     value_clip: Positive | None = 0.2
-    """A value moves at most so far from that of the sampled batch before the loss stops following. null: without."""
+    """Clip a value's change since sampling to this much in the loss. null: no clip."""
     warmup_steps: Natural = 0
-    """Training steps at the start in which the critic alone learns."""
+    """Training steps at the start in which only the critic is updated."""

@@ -1,4 +1,4 @@
-"""REINFORCE++, with returns of tokens or with the group's mean as baseline."""
+"""REINFORCE++, with token returns or with the group's mean as baseline."""
 
 from typing import ClassVar, Literal
 

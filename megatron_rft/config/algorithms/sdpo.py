@@ -1,4 +1,4 @@
-"""SDPO: the policy learns from itself, told what went wrong."""
+"""SDPO: self-distillation from a teacher that reads feedback."""
 
 import string
 from typing import Annotated, ClassVar, Literal
@@ -18,30 +18,30 @@ class SDPO(Aggregating):
 
     aggregation: Aggregation = "token_mean"
     feedback: list[Literal["sibling", "error", "solution"]] = ["sibling", "error"]
-    """What the teacher is told of a response, all that there is of: a right response to the same problem, the reason
-    that the verifier gave for less than full marks, the reference solution (where there is no right sibling)."""
+    """Sources of the teacher's feedback on a response. sibling: a right response to the same problem. error: the
+    verifier's reason for a reward below the maximum. solution: the reference solution, if there is no right sibling."""
     solution_field: str = "solution"
     """The row's field with the reference solution."""
     max_feedback_tokens: Count = 1024
-    """What is told is cut to so many tokens."""
+    """Feedback is cut to this many tokens."""
     teacher_template: str = "{feedback}\n\n{prompt}"
-    """The teacher's prompt, which the chat template then wraps where data.chat is set."""
+    """The teacher's prompt. The chat template is applied to it if data.chat is set."""
     solution_template: str = "A correct solution to the problem:\n{}"
-    """How a right sibling or the reference solution is shown."""
+    """The text around a right sibling or the reference solution."""
     error_template: str = "Feedback on an unsuccessful attempt:\n{}"
-    """How the verifier's reason is shown."""
+    """The text around the verifier's reason."""
     teacher_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The teacher is a moving average of the policy with this rate per step. None: the policy itself."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """A token's distillation counts pi / pi_old times, at most so often. None: once. SDPO's own code has 2."""
+    """Weight each token's distillation loss by pi / pi_old, at most this. None: no weight. SDPO's code uses 2."""
     clip_low: Share = 0.2
-    """With pipo: the ratio of its verification step is clipped below 1 - clip_low."""
+    """With pipo: the ratio of the verification step is clipped below 1 - clip_low."""
     clip_high: Positive = 0.2
-    """With pipo: and above 1 + clip_high."""
+    """With pipo: the ratio of the verification step is clipped above 1 + clip_high."""
 
     @property
     def compares_responses(self) -> bool:
-        """Right responses to the same prompt are the only feedback."""
+        """True if right responses to the same prompt are the only feedback."""
         return self.feedback == ["sibling"]
 
     @property
@@ -54,13 +54,13 @@ class SDPO(Aggregating):
             what = f"batching.forward_only_tokens, {budget}" if told > budget else f"{positions} positions"
             raise ConfigError(
                 f"algorithm.max_feedback_tokens: with {self.max_feedback_tokens} more for the teacher a sequence "
-                f"may have {told} tokens, which does not fit {what}"
+                f"may have {told} tokens, more than {what}"
             )
 
     @model_validator(mode="after")
     def _check_feedback(self):
         if not self.feedback:
-            raise at("feedback", "is empty: the teacher would know no more than the policy, and there would be no loss")
+            raise at("feedback", "is empty: without feedback the teacher equals the policy and the loss is 0")
         if len(set(self.feedback)) < len(self.feedback):
             raise at("feedback", f"names a source twice: {', '.join(self.feedback)}")
         for key, source in (

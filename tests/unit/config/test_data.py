@@ -71,13 +71,13 @@ def test_a_plan_says_what_it_reads_and_what_it_has_not_checked(recipe, tmp_path)
             "data.train={path: math, answer_field: x}",
             "answer_field: does nothing with an adapter: math knows its fields",
         ),
-        ("data.train=math_perturb", "math_perturb is not on the Hugging Face hub as such: give the path of its files"),
+        ("data.train=math_perturb", "the Hugging Face hub does not have math_perturb in this form: give"),
         ("data.train=hub:math", "'hub:math' is no hub name: write hub:organisation/name"),
         ("data.train={path: a.jsonl, files: b}", "files: does nothing for a file"),
         ("data.train={path: a.parquet, subset: b}", "subset: does nothing for a file"),
-        ("data.train={path: d, files: '*.jsonl', split: dev}", "split: does nothing beside files"),
+        ("data.train={path: d, files: '*.jsonl', split: dev}", "split: does nothing together with files"),
         ("data.train={path: arithmetic, split: dev}", "'dev' is not one of train, demonstrations"),
-        ("data.prompt_template=fap", "'fap' reads no {field}, and is no template's name. Did you mean 'fpa'"),
+        ("data.prompt_template=fap", "'fap' has no {field} and is not a template's name. Did you mean 'fpa'"),
     ],
 )
 def test_what_cannot_be_is_refused(recipe, override, message):

@@ -22,7 +22,7 @@ def load(tmp_path, reward: dict):
     [
         ({"kind": "maths"}, "Did you mean 'math'"),
         ({"kind": "choice", "timeout_s": 3.0}, "reward.timeout_s: does nothing with kind choice"),
-        ({"kind": "code", "workers": 0}, "takes 1 or more"),
+        ({"kind": "code", "workers": 0}, "must be at least 1 with kind code"),
         ({"kind": "format"}, "reward.tags: is required with kind format"),
         ({"kind": "model"}, "reward.model: is required"),
         ({"kind": "model", "model": "m", "template": "{question}"}, "format string over {prompt} and {response}"),
@@ -30,7 +30,7 @@ def load(tmp_path, reward: dict):
         ({"kind": "server", "url": "ftp://x"}, "no http:// or https:// address"),
         ({"weight": 2.0}, "reward.weight: is for the parts of a sum"),
         ({"kind": "sum"}, "reward.parts: is required"),
-        ({"kind": "sum", "parts": [{"kind": "choice", "shaping": True}]}, "there is no verifier among them"),
+        ({"kind": "sum", "parts": [{"kind": "choice", "shaping": True}]}, "at least one must be a verifier"),
         ({"kind": "sum", "parts": [{"kind": "choice"}, {"kind": "choice"}]}, "two are called 'choice'"),
         ({"kind": "sum", "parts": [{"kind": "choice", "on_error": "stop"}]}, "set reward.on_error"),
         ({"kind": "by_row", "kinds": {"a": {"kind": "choice", "weight": 2.0}}}, "is for the parts of a sum"),

@@ -121,12 +121,12 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
         ("vllm.tensor_parallel_size=3", "vllm.tensor_parallel_size: 4 attention heads do not divide by TP 3"),
         ("vllm.decode_context_parallel_size=2", "it is 1 for engines that the run starts"),
         ("vllm.quantization=awq", "vllm.quantization: 'awq' is"),
-        ("vllm.quantization_config={linear: mxfp8}", "a way that is not proven to be right; quantization says what is"),
+        ("vllm.quantization_config={linear: mxfp8}", "in an untested way; `quantization` has the supported ones"),
         (
             "vllm.quantization=fp8_per_channel",
-            "vllm.quantization: the engine samples from rounded numbers, which is another policy, and nothing corrects",
+            "vllm.quantization: the engine rounds, so it samples from another policy than the trainer's, and nothing",
         ),
-        ("vllm.kv_cache_dtype=fp8", "vllm.kv_cache_dtype: the engine samples from rounded numbers"),
+        ("vllm.kv_cache_dtype=fp8", "vllm.kv_cache_dtype: the engine rounds, so it samples from another policy"),
         (
             "vllm.speculative_config={method: predicted_output, num_speculative_tokens: 4}",
             "guesses, which the refiner's",

@@ -17,7 +17,7 @@ def processes_of(loaded, world, spare_gpus=0):
 
 
 def test_one_step_off_needs_an_engine_of_its_own_and_a_correction(recipe):  # noqa: F811
-    assert "cannot generate while that trains" in refusal(recipe, "rollout.staleness=1", CORRECTED)
+    assert "cannot generate while the rank trains" in refusal(recipe, "rollout.staleness=1", CORRECTED)
     assert "algorithm.old_logprobs to rollout" in refusal(recipe, "rollout.staleness=1", PROCESS)
     for correction in (CORRECTED, "algorithm.importance=masked", "algorithm.old_logprobs=rollout"):
         assert check(load(recipe, ["rollout.staleness=2", PROCESS, correction])).layout
@@ -38,13 +38,13 @@ def test_a_loss_without_a_ratio_needs_no_correction_but_its_verification_does(re
         (["faults.engine_silence_s=5"], "faults.engine_silence_s: does nothing with rollout.placement colocated"),
         ([PROCESS, "rollout.servers=[http://a:1]"], "does nothing with placement process"),
         (["rollout.placement=server", "rollout.engine=hf"], "hf has no server"),
-        (["algorithm.old_logprobs=rollout", "faults.mismatch_kl=1"], "the trainer has no log-probs of its own to comp"),
+        (["algorithm.old_logprobs=rollout", "faults.mismatch_kl=1"], "the trainer computes no log-probs to comp"),
         ([PROCESS, CORRECTED, "rollout.staleness=1", "faults.on_mismatch=stop"], "responses come from older weights"),
-        ([PROCESS, CORRECTED, "rollout.staleness=1", "rollout.cache_after_sync=keep"], "no sync meets a response"),
+        ([PROCESS, CORRECTED, "rollout.staleness=1", "rollout.cache_after_sync=keep"], "no response is unfinished"),
         ([*IN_FLIGHT, "rollout.engine=hf", "rollout.cache_after_sync=recompute"], "hf, which keeps them"),
         (["rollout.placement=server", "rollout.servers=[a:1]"], "'a:1' is no URL of a server, such as http://node7"),
         (["rollout.placement=server", "rollout.servers=[http://a, http://a]"], "names a server twice"),
-        (["rollout.placement=server", "rollout.servers=[http://a]", "rollout.processes=1"], "nothing beside servers"),
+        (["rollout.placement=server", "rollout.servers=[http://a]", "rollout.processes=1"], "together with servers"),
     ],
 )
 def test_refused(recipe, overrides, message):  # noqa: F811

@@ -11,4 +11,4 @@ class AStarPO(Offline):
     beta1: Positive = 0.5
     """Temperature of the optimal value's estimate."""
     beta2: Positive = 1e-3
-    """Of the log-ratio."""
+    """Factor of the log-ratio."""

@@ -9,4 +9,4 @@ from megatron_rft.config.sections import Positive
 class DPO(Pairwise):
     name: Literal["dpo"] = "dpo"
     beta: Positive = 0.1
-    """Strength of the KL to the reference that the method implies."""
+    """Strength of the method's implicit KL to the reference."""

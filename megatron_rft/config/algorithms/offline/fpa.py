@@ -1,4 +1,4 @@
-"""FPA: Off-RL, weighted by where the policy is headed."""
+"""FPA: Off-RL weighted by an extrapolation of the policy."""
 
 from typing import Literal
 
@@ -9,9 +9,9 @@ from megatron_rft.config.sections import NonNegative
 class FPA(OffRL):
     name: Literal["fpa"] = "fpa"
     extrapolation: NonNegative = 1.0
-    """lambda: how far ahead the policy is predicted, beyond where it is from the reference. 0 is Off-RL."""
+    """lambda: how far the policy is extrapolated away from the reference. 0 is Off-RL."""
     fpa_on: Literal["both", "correct", "incorrect"] = "both"
-    """Trajectories that are weighted by the predicted policy; the others by the present one."""
+    """Trajectories weighted by the extrapolated policy; the others are weighted by the current one."""
 
     @property
     def compares_distributions(self) -> bool:

@@ -1,4 +1,4 @@
-"""IPO: the margin of log-ratios is pulled to a finite value."""
+"""IPO: regression of the margin between log-ratios to a finite value."""
 
 from typing import Literal
 
@@ -9,6 +9,6 @@ from megatron_rft.config.sections import Positive
 class IPO(Pairwise):
     name: Literal["ipo"] = "ipo"
     beta: Positive = 0.1
-    """The margin of log-ratios is pulled to 1 / (2 beta)."""
+    """The target of the margin is 1 / (2 beta)."""
     length_normalised: bool = True
-    """Log-ratios per token in the mean; false: their sums, as in the paper."""
+    """true: mean log-ratio per token. false: the sum over tokens, as in the paper."""

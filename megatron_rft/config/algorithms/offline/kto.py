@@ -1,4 +1,4 @@
-"""KTO: each trajectory by itself, against the mean log-ratio."""
+"""KTO: compares each trajectory with the mean log-ratio."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Off-RL: each trajectory's length-normalised probability."""
+"""Off-RL: REINFORCE on each trajectory's length-normalised probability."""
 
 from typing import Literal
 
@@ -12,14 +12,15 @@ from megatron_rft.config.sections import NonNegative
 class OffRL(Offline):
     name: Literal["off_rl"] = "off_rl"
     kl_coefficient: NonNegative = 0.0
-    """Of the forward KL(reference || policy), exact over the vocabulary. fpa.txt B.6 takes 0.04."""
+    """Factor of the forward KL(reference || policy), exact over the vocabulary. fpa.txt B.6 uses 0.04."""
     kl_aggregation: Literal["sequence_sum", "token_mean"] = "sequence_sum"
-    """sequence_sum: the KL is added up over each trajectory, as in fpa.txt Eq. 31, and averaged over them. token_mean:
-    its mean over all tokens."""
+    """sequence_sum: sum over each trajectory, then mean over trajectories, as in fpa.txt Eq. 31. token_mean: mean over
+    all tokens."""
     reference: Literal["recompute", "cached_hidden"] = "recompute"
-    """Where the reference's distribution comes from: a forward pass in each step, or hidden states kept on disk."""
+    """The source of the reference's distribution. recompute: a forward pass in each step. cached_hidden: hidden states
+    on disk."""
     reference_cache: str | None = None
-    """Folder of those hidden states, made when it is not there. None: the run's own."""
+    """Folder of those hidden states; it is created if missing. None: a folder of the run."""
 
     @property
     def compares_distributions(self) -> bool:
@@ -30,7 +31,7 @@ class OffRL(Offline):
         if self.differs("kl_aggregation") and not self.kl_coefficient:
             raise at("kl_aggregation", "does nothing while kl_coefficient is 0")
         if self.differs("reference") and not self.compares_distributions:
-            raise at("reference", f"does nothing: {self.name} asks for no distribution while kl_coefficient is 0")
+            raise at("reference", f"does nothing: {self.name} needs no distribution while kl_coefficient is 0")
         if self.reference_cache and self.reference != "cached_hidden":
             raise at("reference_cache", "does nothing unless reference is cached_hidden")
         return self

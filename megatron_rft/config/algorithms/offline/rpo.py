@@ -1,4 +1,4 @@
-"""RPO: DPO and the likelihood of the right trajectory."""
+"""RPO: DPO plus the likelihood of the right trajectory."""
 
 from typing import Literal
 
@@ -9,4 +9,4 @@ from megatron_rft.config.sections import NonNegative
 class RPO(DPO):
     name: Literal["rpo"] = "rpo"
     alpha: NonNegative = 1.0
-    """Of the likelihood of the right one."""
+    """Factor of the right trajectory's likelihood."""

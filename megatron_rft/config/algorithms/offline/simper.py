@@ -1,4 +1,4 @@
-"""SimPER: the inverse perplexities of both sides."""
+"""SimPER: compares the inverse perplexities of both sides."""
 
 from typing import Literal
 
