@@ -5,7 +5,7 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ctrl-C while the command line is still being imported is no traceback either."""
+    """Run the command line. Ctrl-C during its import prints no traceback either."""
     try:
         from megatron_rft.commands import main as cli
 

@@ -1,8 +1,8 @@
-"""The model families: one table each, megatron-core parameter of a layer -> the HF tensors that make it up.
+"""The model families: one table each, from a layer's megatron-core parameters to the Hugging Face tensors they contain.
 
-`{a,b}` stands for several tensors, concatenated in that order; `{e}` for the number of an expert. The names on the left
-are those of megatron-core's local spec. Transformer Engine's fused norms have a second line; `conversion.mapping`
-renames its grouped experts. Imports no torch: the arithmetic of `plan` reads the same tables.
+`{a,b}` means several tensors, concatenated in that order; `{e}` is the number of an expert. The names on the left are
+those of megatron-core's local spec. Transformer Engine's fused norms have a second line; `conversion.mapping` renames
+its grouped experts. No torch: `plan` reads the same tables.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ TRANSFORMER_ENGINE = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear
 
 @dataclass(frozen=True)
 class Family:
-    """`layer`: the table. `experts`: its feed-forward layers may be mixtures of experts."""
+    """`layer`: the table. `experts`: feed-forward layers may be mixtures of experts."""
 
     architecture: str
     layer: dict[str, str]

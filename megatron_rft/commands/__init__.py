@@ -1,1 +1,1 @@
-"""One file a command of `megatron-rft`; `parser` says what each takes, `main` runs it."""
+"""One file per command of `megatron-rft`. `parser` defines the arguments, `main` runs the command."""

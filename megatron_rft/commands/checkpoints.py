@@ -1,4 +1,4 @@
-"""`megatron-rft checkpoints RUN`: list a run's checkpoints, compare them with their digests, remove old ones."""
+"""`megatron-rft checkpoints RUN`: lists a run's checkpoints, compares them with their digests, removes old ones."""
 
 import argparse
 import shutil
@@ -11,7 +11,7 @@ from megatron_rft.utils.exit_codes import FAILED, FINISHED
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns FAILED where `--verify` or `--prune` finds a damaged checkpoint that stays the only one."""
+    """Returns FAILED if `--verify` or `--prune` finds that all checkpoints are damaged."""
     folder = args.run / "checkpoints"
     if not folder.is_dir():
         raise DataError(f"{args.run} has no checkpoints: give the output folder of a run")
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prune(folder: Path, intact: list[Path], keep: int) -> None:
-    """Keep the newest `keep` intact checkpoints. Nothing is removed where none is intact, and no `*.partial`, which a
-    run may be writing."""
+    """Keep the newest `keep` intact checkpoints. Removes nothing if none is intact, and never a `*.partial`,
+    which a run may be writing."""
     if not intact:
         print("nothing is removed: no checkpoint is intact")
         return

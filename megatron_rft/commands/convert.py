@@ -1,4 +1,4 @@
-"""`megatron-rft convert`: what the user points at, what it is, and the comparison of logits."""
+"""`megatron-rft convert`: finds the source checkpoint and its format, converts it, and compares logits on request."""
 
 import argparse
 from functools import partial
@@ -27,10 +27,11 @@ OTHER: dict[Format, Format] = {"hf": "megatron", "megatron": "hf"}
 
 
 def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> Source:
-    """A Hugging Face folder or hub name; a torch_dist checkpoint; or a training run, whose newest checkpoint is meant.
+    """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, or a training run,
+    whose newest checkpoint is used.
 
-    `option` is what the user gave the path for. `like`: a folder or hub name that has config.json and the tokenizer,
-    where the checkpoint's own are not known.
+    `option`: the argument with the path, for messages. `like`: a folder or hub name with config.json and the tokenizer,
+    if the checkpoint has none.
     """
     folder = _checkpoint_in(Path(path).expanduser())
     if folder is None:
@@ -42,7 +43,7 @@ def find_source(path: str, like: str | None = None, option: str = "the checkpoin
 
 
 def _checkpoint_in(path: Path) -> Path | None:
-    """The torch_dist checkpoint that `path` is or has; None where it is something else."""
+    """The torch_dist checkpoint at or in `path`, or None."""
     if any((path / name).is_file() for name in (METADATA, CONFIG)) or list(path.glob("*.distcp")):
         return path
     folder = path / "checkpoints" if (path / RECIPE_FILE).is_file() else path
@@ -71,7 +72,7 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
     try:
         return model_folder(recipe.model.path), build.tokenizer_folder(recipe.model)
     except DataError as error:
-        raise DataError(f"{error} (so says {stored}); if it is elsewhere now, give --like") from None
+        raise DataError(f"{error} (from {stored}); if it was moved, give --like") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,15 +92,13 @@ def run(args: argparse.Namespace) -> int:
         file_bytes=round(args.file_gib * 2**30),
         check=partial(compare_logits, source, to) if args.logits else lambda _: None,
     )
-    print(
-        f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits read back as they were read"
-    )
+    print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
     print(f"digest of the model: {report.digest}")
     return FINISHED
 
 
 def run_gguf(args: argparse.Namespace) -> int:
-    """A GGUF file has configuration, tokenizer and weights, and becomes a Hugging Face folder."""
+    """Convert a GGUF file, which has configuration, tokenizer and weights, to a Hugging Face folder."""
     for option in ("like", "tensor_parallel", "logits"):
         if getattr(args, option):
             raise ConfigError(f"--{option.replace('_', '-')} does nothing for a GGUF file: leave it out")
@@ -115,19 +114,23 @@ def run_gguf(args: argparse.Namespace) -> int:
 
 
 def compare_logits(source: Source, to: Format, written: Path) -> None:
-    """Of 32 tokens, before and after, in fp32. Holds both models, one after the other, in memory."""
+    """Compare the logits of 32 tokens before and after the conversion, in fp32. Loads one model after the other.
+
+    Raises:
+        RunFailed: the logits differ.
+    """
     ids = torch.arange(32)[None] * 7919 % source.hf_config.vocab_size
     before = logits_of(source.path, source.format, source, ids)
     after = logits_of(written, to, source, ids)
     largest, difference = before.abs().max().item(), (before - after).abs().max().item()
     print(f"logits differ by at most {difference:.1e}; the largest is {largest:.1f}", flush=True)
     if not difference <= 1e-4 * max(largest, 1.0):
-        raise RunFailed("the converted model gives other logits than the source. Nothing was kept")
+        raise RunFailed("the converted model has other logits than the source: the result was removed")
 
 
 @torch.no_grad()
 def logits_of(folder: Path, format: Format, source: Source, ids: Tensor) -> Tensor:
-    """[b, s, V] by transformers or by megatron-core, whichever the format is for."""
+    """[b, s, V] logits by transformers (format hf) or megatron-core (format megatron)."""
     if format == "hf":
         model = AutoModelForCausalLM.from_pretrained(folder, config=source.hf_config, dtype=torch.float32).eval()
         return model(ids).logits

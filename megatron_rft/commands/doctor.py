@@ -1,4 +1,4 @@
-"""`megatron-rft doctor`: prints which packages are installed, and what a run would use."""
+"""`megatron-rft doctor`: prints the installed packages, and the device and libraries that a run would use."""
 
 import argparse
 import importlib.metadata
@@ -99,39 +99,39 @@ def cuda_problem() -> str | None:
         return f"this torch is built for the CPU: on a machine with a GPU {GPU_ENVIRONMENT}"
     if shutil.which("nvidia-smi") is None:
         return "there is no NVIDIA driver (no nvidia-smi)"
-    return f"torch is built for CUDA {torch.version.cuda}, and the driver gives it no device: see what nvidia-smi says"
+    return f"torch is built for CUDA {torch.version.cuda}, but the driver gives it no device: run nvidia-smi"
 
 
 def transformer_engine_problem(cuda: bool) -> str | None:
     """Import Transformer Engine, because the package cannot be used without its extension for torch."""
     if not found("transformer_engine"):
-        fix = TRANSFORMER_ENGINE_INSTALL if cuda else "of use with a GPU only"
-        return f"not installed: fp8 and its fused layers are not to be had; {fix}"
+        fix = TRANSFORMER_ENGINE_INSTALL if cuda else "useful only with a GPU"
+        return f"not installed: fp8 and its fused layers are not available; {fix}"
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a missing library or symbol raises OSError or RuntimeError
         reason = str(error).partition("\n")[0]
-        return f"installed, and cannot be imported ({reason}): {TRANSFORMER_ENGINE_INSTALL}"
-    return None if cuda else "installed, and of no use without a GPU"
+        return f"installed, but cannot be imported ({reason}): {TRANSFORMER_ENGINE_INSTALL}"
+    return None if cuda else "installed, but not used without a GPU"
 
 
 def slurm_problem() -> str | None:
     """Return the problem that keeps `launch/*.sh` from working, or None."""
     if shutil.which("sbatch") is None:
-        return "no sbatch here: jobs are sent from a login node of the cluster; on this machine use --nproc"
+        return "no sbatch here: submit jobs from a login node of the cluster; on this machine use --nproc"
     try:
         asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"installed, and no cluster answers ({error}): use a login node, or set SLURM_CONF to its slurm.conf"
+        return f"installed, but no cluster answers ({error}): use a login node, or set SLURM_CONF to its slurm.conf"
     if asked.returncode:
         reason = asked.stderr.strip().partition("\n")[0]
-        return f"installed, and no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
+        return f"installed, but no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
     return None
 
 
 def wandb_problem() -> str | None:
     if not found("wandb"):
-        return "not installed: pip install 'megatron-rft[wandb]', if runs are to be sent there"
+        return "not installed: pip install 'megatron-rft[wandb]', for tracking.wandb"
     return None
 
 
@@ -142,7 +142,7 @@ def tensorboard_problem() -> str | None:
 
 
 def nemo_run_problem(root: Path = ROOT) -> str | None:
-    """Check NeMo-Run's environment, which is separate because its versions conflict with those of a run."""
+    """Check NeMo-Run's environment. It is separate because its versions conflict with those of a run."""
     if (root / ".venv-nemo" / "bin" / "python").exists():
         return None
     return "not set up: tools/setup_nemo_env.sh makes its own environment, .venv-nemo, for launch/nemo.py"
@@ -194,7 +194,7 @@ def sampling() -> str:
     if problem is None:
         return " ".join(installed())
     reason = problem.partition(": ")[0]
-    return f"nothing before rollout.engine=hf is set ({reason})" if has_cuda_device() else f"the hf engine ({reason})"
+    return f"none: set rollout.engine=hf ({reason})" if has_cuda_device() else f"the hf engine ({reason})"
 
 
 def missing() -> list[str]:

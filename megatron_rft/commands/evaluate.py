@@ -1,8 +1,7 @@
-"""Measure a model on a recipe's problems and benchmarks, in one process, by transformers alone.
+"""`megatron-rft evaluate`: evaluates a model on a recipe's problems and benchmarks, in one process.
 
-Its weights come from a Hugging Face folder or a Megatron checkpoint; the latter is read into the engine as it is.
-
-A killed evaluation goes on with the same command: what was answered under the same conditions is not asked again.
+The weights come from a Hugging Face folder or a Megatron checkpoint, which is read into the engine without conversion.
+The same command resumes a killed evaluation and reuses completions that were made under the same conditions.
 """
 
 import argparse
@@ -38,7 +37,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     run_folder = Path(recipe.run.output_dir)
     model = args.model or str(run_folder / "export")
     source = find_source(model, args.like, "--model")
-    # A Megatron checkpoint has no *.safetensors, which `check` looks for: of its folder only the rest is used.
+    # `check` requires *.safetensors, which a Megatron checkpoint does not have, unless weights are random.
     initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
     model_options = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
     recipe = load(args.recipe, [*args.overrides, *model_options])
@@ -51,8 +50,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
 
 
 def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalResult]:
-    """The model `source` on data.validation, data.test and the benchmarks; results and completions go into `folder`.
-    The recipe's tokenizer is used: model.path is where the source has its own."""
+    """Evaluate the model `source` on data.validation, data.test and the benchmarks, with the recipe's tokenizer. Writes
+    results and completions into `folder`."""
     parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
     if not parts:
         raise ConfigError(
@@ -60,7 +59,7 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
             "example evaluation.benchmarks.math500=math500"
         )
     tokenizer, problems = build.load_tokenizer(recipe.model), Problems.of(recipe)
-    # All of them before the first: what is wrong with the last shows now.
+    # Load all data sets before the first evaluation, so that errors in any of them show at the start.
     found = {part: problems.prompts(part, tokenizer) for part in parts}
     make_folder(folder, "--out")
     results = []
@@ -83,8 +82,8 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
 def build_engine(engines: EngineBuilder, source: Source) -> Engine:
     if engines.vllm.tensor_parallel_size > 1:
         raise ConfigError(
-            f"vllm.tensor_parallel_size: {engines.vllm.tensor_parallel_size}, and an evaluation by itself has one "
-            "process, on one device. Set it to 1"
+            f"vllm.tensor_parallel_size: {engines.vllm.tensor_parallel_size}, but the command evaluate has one process "
+            "on one device. Set it to 1"
         )
     given = source.path if source.format == "hf" else source.hf_config
     engine = engines.local(given)("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,7 +93,7 @@ def build_engine(engines: EngineBuilder, source: Source) -> Engine:
 
 
 def reward_of(own: Reward, adapter: str | None) -> Reward:
-    """The recipe's reward, or for a benchmark (of `adapter`) that asks for another kind that one with its defaults."""
+    """The reward of a benchmark: the recipe's if it fits `adapter`, else the adapter's kind with its defaults."""
     known = DATASETS.get(adapter)
     if known is None or known.reward == "model":
         return own
@@ -104,7 +103,7 @@ def reward_of(own: Reward, adapter: str | None) -> Reward:
 
 
 def weights(folder: Path) -> list[tuple[str, int, int]]:
-    """What tells one model's weights from another's, or from the same folder's after more training."""
+    """Name, size and modification time of each weight file: a cache key of the model's weights."""
     stats = [(file.name, file.stat()) for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.distcp")])]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 

@@ -11,7 +11,7 @@ def run(args: argparse.Namespace) -> int:
     data = args.run / "refinements.jsonl"
     if not data.is_file():
         raise UserError(
-            f"{args.run} has no refinements.jsonl: constraint.examples_every of a dynamic constraint writes it"
+            f"{args.run} has no refinements.jsonl, which a run with constraint.kind=dynamic and examples_every writes"
         )
     try:
         print(refinements.write(args.run, data))

@@ -1,7 +1,7 @@
 """Entry point of `megatron-rft`: parses the command line, runs one command, and turns errors into exit statuses.
 
-A recipe is validated before its command is imported, because most commands import torch, which takes seconds. The exit
-statuses are in utils/exit_codes.py; Ctrl-C before there is anything to save ends with 130.
+A recipe is validated before its command is imported, because most commands import torch, which takes seconds.
+utils/exit_codes.py has the exit statuses; Ctrl-C before there is anything to save exits with 130.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from megatron_rft.launching.job import Job
 from megatron_rft.utils.errors import RunFailed, UserError, disk_full, disk_is_full
 from megatron_rft.utils.exit_codes import FAILED, USER_ERROR
 
-# Warnings that megatron-core causes on every rank, and that no user can act on. `doctor` reports on apex.
+# Warnings of megatron-core on every rank about which users can do nothing. `doctor` reports on apex.
 NOISE = (
     ".*Apex (is|are) not installed",
     "full scope is deprecated",
@@ -31,17 +31,17 @@ FILES = {"generate": "train", "plan": "train", "harness": "lm_eval"}  # the othe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status. A mistake of the user's is one line on stderr, without a traceback."""
+    """Returns the exit status. A user's error is printed to stderr without a traceback."""
     args = parse(arguments)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
-    if not sys.stderr.isatty():  # no progress bars of other packages in a log; they read this when they are imported
+    if not sys.stderr.isatty():  # no progress bars in a log; packages read this variable when they are imported
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         return run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        if job := getattr(args, "job", None):  # the job's other nodes wait for this node's status
+        if job := getattr(args, "job", None):  # the job's other nodes wait for this status
             node = slurm.this_node()
             Job(job, Path(), node.index, node.count).conclude(USER_ERROR)
         return USER_ERROR
@@ -51,9 +51,12 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not (package := doctor.package_of(error.name)):
             raise
-        print(f"error: {package} is not installed: pip install {package}; all that is missing: doctor", file=sys.stderr)
+        print(
+            f"error: {package} is not installed: pip install {package}; `megatron-rft doctor` lists what is missing",
+            file=sys.stderr,
+        )
         return USER_ERROR
-    except BrokenPipeError:  # the reader of a pipe, `| head`, has closed it
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -64,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Each command is `run` in its file of `commands`. Those that take a recipe get it validated."""
+    """Call `run` in the command's file, with the validated recipe if the command takes one."""
     recipe = [load(args.recipe, args.overrides)] if hasattr(args, "recipe") else []
     command = importlib.import_module(f"megatron_rft.commands.{FILES.get(args.command, args.command)}")
     return command.run(*recipe, args)

@@ -1,4 +1,4 @@
-"""What the command line takes: `megatron-rft COMMAND ...`. The file of each command does the work."""
+"""Defines the command line, `megatron-rft COMMAND ...`. Each command has its own file."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_rft import __version__
 from megatron_rft.config.engines import ENGINES
 
-# Commands that are scripts now
+# Former commands that are now scripts
 SCRIPTS = {
     "dynamics": "python examples/figures.py dynamics RUN ... --out FILE",
     "constraints": "python examples/figures.py constraints RUN ... --out FILE",
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="run a recipe, or go on with it", allow_abbrev=False)
+    train = commands.add_parser("train", help="train a recipe, or resume its run", allow_abbrev=False)
     _add_recipe(train)
     _add_launch(train, "ranks")
 
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     _add_launch(generate, "workers")
 
     serve = commands.add_parser(
-        "serve", help="vLLM servers on this node, for a run of the recipe on others", allow_abbrev=False
+        "serve", help="start vLLM servers on this node for a run on other nodes", allow_abbrev=False
     )
     _add_recipe(serve)
     serve.set_defaults(fixed=["rollout.placement=server", "rollout.servers=[]"])
@@ -37,96 +37,109 @@ def parser() -> argparse.ArgumentParser:
     )
 
     plan = commands.add_parser(
-        "plan", help="check a recipe and print its arithmetic: train --dry-run", allow_abbrev=False
+        "plan", help="check a recipe and print batch, layout and memory: train --dry-run", allow_abbrev=False
     )
     _add_recipe(plan)
-    plan.add_argument("--nproc", "--gpus", type=_count, metavar="N", help="ranks it would run on (default: 1)")
+    plan.add_argument("--nproc", "--gpus", type=_count, metavar="N", help="number of ranks (default: 1)")
     plan.add_argument(
-        "--gpu-gib", type=_size, metavar="GIB", help="memory of one GPU: does it fit, and what would help"
+        "--gpu-gib",
+        type=_size,
+        metavar="GIB",
+        help="memory of one GPU: whether the run fits, and what would help",
     )
-    plan.add_argument("--search", action="store_true", help="with --gpu-gib: other layouts that fit, by their speed")
+    plan.add_argument("--search", action="store_true", help="with --gpu-gib: rank other layouts that fit by speed")
     plan.add_argument("--device", default="h100", help="with --search: a100, h100, h200 or b200 (default: h100)")
     plan.set_defaults(dry_run=True, job=None)
 
     rehearse = commands.add_parser(
-        "rehearse", help="a step at full size without GPUs: memory, messages, waits, time", allow_abbrev=False
+        "rehearse", help="rehearse a step at full size without GPUs: memory, messages, time", allow_abbrev=False
     )
     _add_recipe(rehearse)
     rehearse.add_argument("--gpus", "--nproc", type=_count, default=8, metavar="N", help="ranks (default: 8)")
     rehearse.add_argument("--device", default="h100", help="a100, h100, h200 or b200 (default: h100)")
     rehearse.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
-    rehearse.add_argument("--fraction", type=float, default=0.5, help="mean response, of the longest (default: 0.5)")
-    rehearse.add_argument("--micro-batches", type=_count, metavar="N", help="that each rank rehearses (default: few)")
     rehearse.add_argument(
-        "--efficiency", default="", metavar="NAME=SHARE,...", help="of the data sheet: compute, memory, link"
+        "--fraction", type=float, default=0.5, help="mean response length as a share of the maximum (default: 0.5)"
     )
-    rehearse.add_argument("--json", type=Path, metavar="FILE", help="every count")
+    rehearse.add_argument("--micro-batches", type=_count, metavar="N", help="micro-batches per rank (default: few)")
+    rehearse.add_argument(
+        "--efficiency",
+        default="",
+        metavar="NAME=SHARE,...",
+        help="attained shares of the data sheet's compute, memory, link",
+    )
+    rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file")
 
-    evaluate = commands.add_parser("evaluate", help="measure a model on a recipe's problems", allow_abbrev=False)
+    evaluate = commands.add_parser("evaluate", help="evaluate a model on a recipe's problems", allow_abbrev=False)
     _add_recipe(evaluate)
     evaluate.add_argument(
         "--model",
-        help="Hugging Face folder or hub name, Megatron checkpoint, or RUN: its newest (default: the run's export)",
+        help="Hugging Face folder or hub name, Megatron checkpoint, or RUN for its newest (default: the run's export)",
     )
-    evaluate.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the model")
+    evaluate.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if MODEL has none")
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
 
-    convert = commands.add_parser("convert", help="a checkpoint from one format into the other", allow_abbrev=False)
+    convert = commands.add_parser(
+        "convert", help="convert a checkpoint to Hugging Face or Megatron format", allow_abbrev=False
+    )
     convert.add_argument("source", help="Hugging Face folder or hub name, MODEL.gguf, torch_dist checkpoint, or RUN")
     convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    convert.add_argument("--to", choices=("hf", "megatron"), help="default: the other format than the source's")
-    convert.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the source")
+    convert.add_argument("--to", choices=("hf", "megatron"), help="format of OUT (default: not the source's)")
+    convert.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if the source has none")
     convert.add_argument("--tensor-parallel", type=_count, metavar="N", help="to megatron: chunks for N ranks (1)")
     convert.add_argument("--file-gib", type=_size, default=4.0, metavar="GIB", help="size of a file (default: 4)")
-    convert.add_argument("--logits", action="store_true", help="also compare logits, in fp32: needs the model's memory")
+    convert.add_argument(
+        "--logits", action="store_true", help="also compare logits in fp32; the model must fit into memory"
+    )
 
-    harness = commands.add_parser("harness", help="a model on tasks of lm-evaluation-harness", allow_abbrev=False)
+    harness = commands.add_parser(
+        "harness", help="evaluate a model on tasks of lm-evaluation-harness", allow_abbrev=False
+    )
     harness.add_argument("model", metavar="MODEL", help="as for evaluate --model")
-    harness.add_argument("--tasks", required=True, metavar="A,B", help="the harness's names of them")
+    harness.add_argument("--tasks", required=True, metavar="A,B", help="names of the harness's tasks")
     harness.add_argument("--include", metavar="FOLDER", help="a folder with more tasks")
-    harness.add_argument("--limit", type=_count, metavar="N", help="the first so many problems of each")
-    harness.add_argument("--like", metavar="MODEL", help="where config.json and tokenizer are, if not with the model")
+    harness.add_argument("--limit", type=_count, metavar="N", help="only the first N problems of each task")
+    harness.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if MODEL has none")
     harness.add_argument("--out", type=Path, default=Path("harness"), metavar="FOLDER", help="default: harness")
 
-    report = commands.add_parser("report", help="a page about runs, with charts and samples", allow_abbrev=False)
+    report = commands.add_parser("report", help="write a page about runs, with charts and samples", allow_abbrev=False)
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
-
-    report.add_argument("--serve", action="store_true", help="in a browser of this machine, following the runs")
+    report.add_argument("--serve", action="store_true", help="serve the page on this machine, following the runs")
     report.add_argument("--port", type=_count, default=0, metavar="N", help="with --serve (default: any free port)")
 
-    status = commands.add_parser("status", help="how a run is doing, from its files alone")
+    status = commands.add_parser("status", help="show a run's progress, from its files")
     status.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
-    status.add_argument("--watch", action="store_true", help="again and again, until the run has ended")
+    status.add_argument("--watch", action="store_true", help="repeat until the run has ended")
 
     checkpoints = commands.add_parser("checkpoints", help="list a run's checkpoints, verify and remove them")
     checkpoints.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
     checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its digest")
-    checkpoints.add_argument("--prune", type=_count, metavar="N", help="verify, and keep the N newest that are intact")
+    checkpoints.add_argument("--prune", type=_count, metavar="N", help="verify, and keep only the N newest intact ones")
 
-    heatmap = commands.add_parser("heatmap", help="a page of what a run's refiner changed, token by token")
+    heatmap = commands.add_parser("heatmap", help="write a page of a refiner's changes, token by token")
     heatmap.add_argument("run", type=Path, metavar="RUN", help="output folder of a run with a dynamic constraint")
 
-    commands.add_parser("doctor", help="what is installed here, and what a run would use")
+    commands.add_parser("doctor", help="show what is installed, and what a run would use")
     return top
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="a YAML file")
-    command.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="on top of the file")
+    command.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="override the file")
     command.add_argument("--engine", choices=("auto", *ENGINES), help="the same as rollout.engine=...")
     command.set_defaults(fixed=[])
 
 
 def _add_launch(command: argparse.ArgumentParser, processes: str) -> None:
     command.add_argument("--nproc", type=_count, metavar="N", help=f"{processes} on this node (default: 1)")
-    command.add_argument("--dry-run", action="store_true", help="check the recipe, print its arithmetic and stop")
-    command.add_argument("--job", type=Path, metavar="FOLDER", help="of a job that a queue starts again: its notes")
+    command.add_argument("--dry-run", action="store_true", help="check the recipe, print its plan and stop")
+    command.add_argument("--job", type=Path, metavar="FOLDER", help="notes of a job that the queue may restart")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Overrides may stand before and after options, which argparse alone does not allow. In the result
-    `overrides` has everything that goes on top of the recipe file."""
+    """Parse the command line. Overrides may stand before and after options, which argparse alone does not allow.
+    `overrides` of the result has all overrides of the recipe file, also those from options."""
     given = sys.argv[1:] if arguments is None else arguments
     if given and (script := SCRIPTS.get(given[0])):
         parser().error(f"{given[0]} is a script now: {script}")

@@ -1,4 +1,4 @@
-"""`megatron-rft rehearse`: a recipe's step at full size without GPUs, in a process for each kind of rank."""
+"""`megatron-rft rehearse`: runs a recipe's step at full size without GPUs, for the distinct pipeline stages."""
 
 import argparse
 import json
@@ -25,12 +25,12 @@ ANY_WEIGHTS = ["model.initialise=random", "model.reference=null"]  # a folder wi
 
 
 def run(_given: object, args: argparse.Namespace) -> int:
-    """The recipe is loaded once more, without its weights."""
+    """Rehearse, print the report, and return the exit status. Loads the recipe again, without its weights."""
     rehearsal = Rehearsal(args)
-    guard.library()  # says what is missing before any process starts
+    guard.library()  # reports a missing library before any process starts
     print(rehearsal, flush=True)
     stages = rehearsal.of_stages(distinct_stages(rehearsal.layout.pp))
-    print("\n".join([*report.lines(stages, rehearsal.beside), *rehearsal.generation_lines()]))
+    print("\n".join([*report.lines(stages, rehearsal.engine_bytes), *rehearsal.generation_lines()]))
     if args.json:
         args.json.write_text(json.dumps([asdict(stage) for stage in stages]))
     print(rehearsal.check_fits(stages))
@@ -38,15 +38,15 @@ def run(_given: object, args: argparse.Namespace) -> int:
 
 
 def distinct_stages(count: int) -> list[int]:
-    """The first, one in the middle, and the last: the others in the middle are like it."""
+    """The first pipeline stage, one in the middle and the last; the other middle stages equal the one."""
     return sorted({0, min(1, count - 1), count - 1})
 
 
 class Rehearsal:
-    """What the command line asks for, checked.
+    """The command's arguments, checked.
 
     Raises:
-        UserError: by anything that can be said before a rank is rehearsed.
+        UserError: the recipe or an argument is wrong.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -55,13 +55,13 @@ class Rehearsal:
             raise UserError(f"--fraction: {args.fraction:g} is no share of the longest response: above 0, at most 1")
         self.recipe = load(args.recipe, args.overrides + ANY_WEIGHTS)
         if self.recipe.trainer == "generate":
-            raise UserError(f"{args.recipe} is a recipe of trainer generate, which trains nothing: there is no step")
+            raise UserError(f"{args.recipe} is a recipe of trainer generate, which has no training step")
         self.folder = self._model_folder()
         self.layout = check(self.recipe, args.gpus, args.gpus_per_node).layout
         self.sizes, self.shape = Sizes.read(self.folder), model_shape.read_shape(self.folder)
         self.planned = memory.memory_of(self.recipe, self.sizes, self.layout, self.device.memory)
-        # of engines on the same device, by the plan's arithmetic
-        self.beside = self.planned.phases["training"] - self.planned.state.total - self.planned.activations
+        # engines on the same device, by the plan's arithmetic
+        self.engine_bytes = self.planned.phases["training"] - self.planned.state.total - self.planned.activations
 
     def __str__(self) -> str:
         model = self.recipe.model
@@ -78,7 +78,7 @@ class Rehearsal:
         return folder
 
     def of_stages(self, numbers: list[int]) -> list[Stage]:
-        """The first rank of each pipeline stage, one after the other, in processes that patch torch for good."""
+        """Rehearse the first rank of each given pipeline stage, in a process that patches torch."""
         ranks = [number * (self.layout.world // self.layout.pp) for number in numbers]
         with tempfile.TemporaryDirectory() as folder:
             process = self._process(ranks, numbers, folder)
@@ -93,7 +93,7 @@ class Rehearsal:
         return stages
 
     def _process(self, ranks: list[int], numbers: list[int], folder: str) -> subprocess.Popen:
-        """Its stderr goes into a file of `folder`."""
+        """Start the rehearsal of `ranks`. Its stderr goes to the file `errors` in `folder`."""
         given = [(str(rank), str(self._micro_batches(number))) for rank, number in zip(ranks, numbers, strict=True)]
         command = [sys.executable, "-m", "megatron_rft.rehearsal.rank", json.dumps(self._question())]
         with Path(folder, "errors").open("w") as errors:
@@ -111,10 +111,10 @@ class Rehearsal:
         return stage
 
     def _micro_batches(self, stage: int) -> int:
-        """As many as are under way together on this stage, and one more."""
+        """One more micro-batch than are in flight together on this stage."""
         layout = self.layout
         count = self.args.micro_batches or max(2, layout.pp - stage + 1)
-        if layout.vpp:  # which wants a multiple of the pipeline's length
+        if layout.vpp:  # the interleaved schedule requires a multiple of the pipeline's length
             count = -(-max(count, 2 * layout.pp) // layout.pp) * layout.pp
         return count
 
@@ -147,18 +147,18 @@ class Rehearsal:
         ]
 
     def check_fits(self, stages: list[Stage]) -> str:
-        """A line about the room that is left.
+        """A line with the memory that is left.
 
         Raises:
-            ConfigError: there is none; it names the stage, the phase, the largest categories and what would help.
+            ConfigError: out of memory; names the stage, the phase, the largest categories and what would help.
         """
         stage, phase, total, parts = report.peak(stages)
         room = f"{report.gib(self.device.usable)} GiB ({self.device.name}, less {report.gib(RESERVED)})"
-        needed = total + self.beside
+        needed = total + self.engine_bytes
         if needed <= self.device.usable:
             left = report.gib(self.device.usable - needed)
             return f"fits {room}: {left} GiB are left at the peak, {stage.name} in {phase}"
-        held = sorted((parts | {"engines": self.beside}).items(), key=lambda each: -each[1])[:3]
+        held = sorted((parts | {"engines": self.engine_bytes}).items(), key=lambda each: -each[1])[:3]
         largest = ", ".join(f"{name} {report.gib(size)}" for name, size in held)
         raise ConfigError(
             f"out of memory: {stage.name} needs {report.gib(needed)} GiB in {phase}, and there are {room}; most of it: "

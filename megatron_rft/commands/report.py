@@ -1,4 +1,4 @@
-"""`megatron-rft report`: a page about runs, with charts and samples; `--serve`: in a browser, following the runs."""
+"""`megatron-rft report`: writes a page about runs, with charts and samples, or serves it and follows the runs."""
 
 import argparse
 import contextlib
@@ -19,12 +19,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(runs: list[Path], port: int) -> int:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     for folder in runs:
-        status.lines(folder)  # says what is wrong with a folder that is none
+        status.lines(folder)  # raises if the folder has no run
     serving, url = server.start(runs, port)
     address = f"{server.ADDRESS}:{serving.server_address[1]}"
-    print(f"{url}\nCtrl-C ends it. To see it from another machine: ssh -L {address}:{address} HOST", flush=True)
+    print(f"{url}\nCtrl-C ends it. To open it on another machine: ssh -L {address}:{address} HOST", flush=True)
     with contextlib.suppress(KeyboardInterrupt), serving:
         serving.serve_forever()
     return FINISHED

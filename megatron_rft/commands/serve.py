@@ -1,7 +1,7 @@
-"""`megatron-rft serve RECIPE`: this node's vLLM servers for a run of that recipe on other nodes, in the foreground.
+"""`megatron-rft serve RECIPE`: runs vLLM servers on this node for a run of the recipe on other nodes.
 
-One on each GPU, or on every `vllm.tensor_parallel_size` of them, at ports that are free. They do not outlive this
-process. One that is lost is started again at its port, where the run waits for it; one that never was ready ends all.
+It starts one server per GPU, or per `vllm.tensor_parallel_size` GPUs, at free ports, and stops them when it ends. A
+lost server is restarted at its port, where the run waits for it. If a server never gets ready, the command ends.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from megatron_rft.utils.exit_codes import FINISHED
 from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import reserved_port
 
-HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxy that leads out of the node
+HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # uses no proxy
 
 
 @dataclass
 class Server:
-    """`start`: from a port and a log to a process. `environment` says which GPUs it sees."""
+    """`start(port=, log=)` starts the server's process."""
 
     port: int
     log: Path
@@ -69,11 +69,11 @@ class Server:
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
-    """Serve until SIGTERM. OUT/NODE_0.log ... have what the servers print; OUT/NODE.urls gets their URLs when all of
-    them answer."""
+    """Serve until SIGTERM. Writes the servers' output to OUT/NODE_0.log ..., and their URLs to OUT/NODE.urls when all
+    of them answer."""
     check_writable(args.out, "--out")
     if token_check.VARIABLE not in os.environ:
-        print(f"{token_check.VARIABLE} is not set: whoever reaches these servers can use them", file=sys.stderr)
+        print(f"{token_check.VARIABLE} is not set: anyone who reaches these servers can use them", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = build.load_hf_config(recipe.model)
     shape = shape_of(hf_config.to_dict())
@@ -102,17 +102,18 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
 
 
 def gpu_shares(workers: int) -> list[dict[str, str]]:
-    """The GPUs of this node that each server sees."""
+    """The environment of each server, with its GPUs of this node."""
     if not torch.cuda.is_available():
         return [{}]
     gpus = visible_gpus()
     if len(gpus) % workers:
-        raise ConfigError(f"vllm.tensor_parallel_size: this node's {len(gpus)} GPUs are no multiple of {workers}")
+        raise ConfigError(f"vllm.tensor_parallel_size: this node's {len(gpus)} GPUs are not a multiple of {workers}")
     shares = [gpus[i : i + workers] for i in range(0, len(gpus), workers)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 
 def watch(servers: list[Server], limit_s: float) -> None:
+    """Restart servers that end, forever."""
     while True:
         time.sleep(1)
         lost = [server for server in servers if server.process.poll() is not None]

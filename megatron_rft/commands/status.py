@@ -1,6 +1,7 @@
-"""`megatron-rft status RUN`: step, phase of each rank, rates, time left, evaluation, checkpoints and alarms of a run.
+"""`megatron-rft status RUN`: prints step, phase of each rank, rates, time left, evaluation, checkpoints and alarms.
 
-Reads files only, so that it works on a login node."""
+It only reads files, so it works on a login node.
+"""
 
 import argparse
 import time
@@ -13,7 +14,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def run(args: argparse.Namespace) -> int:
-    """With `--watch` until the run has ended, or Ctrl-C."""
+    """Print the status; with `--watch` repeat until the run ends or Ctrl-C."""
     try:
         while True:
             found = status.lines(args.run)

@@ -1,6 +1,7 @@
 """`megatron-rft train`, `generate` and `plan`: check a recipe, and run it in this process or start its ranks.
 
-Torch is imported after all checks."""
+Torch is imported after all checks.
+"""
 
 import argparse
 import contextlib
@@ -22,19 +23,19 @@ from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
-    """`train` and `generate` check the recipe, print its plan and run it; `plan` has `args.dry_run` and stops there."""
+    """Check the recipe, print its plan and, unless `args.dry_run`, run it. Returns the exit status."""
     command = "generate" if recipe.trainer == "generate" else "train"
     if args.command not in (command, "plan"):
         raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft {command}`")
     world_size, node = launcher.check_environment(args.nproc)
     ranks = world_size, launcher.ranks_per_node(world_size, node)
-    searching = getattr(args, "search", False)  # which is asked most where the recipe's own layout does not fit
+    searching = getattr(args, "search", False)  # then the recipe's own layout need not fit
     plan = check(recipe, *ranks, gpu_gib=None if searching else getattr(args, "gpu_gib", None))
     is_rank = "RANK" in os.environ
     if not args.dry_run and not is_rank:
-        check_store_is_there(recipe)  # before gigabytes of a model are downloaded
+        check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.model, recipe.critic):
-            plan = check(recipe, *ranks)  # the model's configuration is known now
+            plan = check(recipe, *ranks)  # again, with the model's configuration
     if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else node.index == 0:
         print(plan, flush=True)
     if searching:
@@ -61,20 +62,20 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
 
 
 def fetch_models(model: Model, critic: Critic | None) -> bool:
-    """Download models from the hub before any rank starts. Returns whether there was anything to download."""
+    """Download models from the hub before any rank starts. Returns whether any was missing."""
     from megatron_rft.data.hub import is_here, model_folder
 
     named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "model.reference": model.reference}
     named["critic.path"] = critic and critic.path
     missing = {option: path for option, path in named.items() if path and not is_here(path)}
     for option, path in missing.items():
-        print(f"{option}: {path} comes from the Hugging Face hub", flush=True)
+        print(f"{option}: downloading {path} from the Hugging Face hub", flush=True)
         model_folder(path, option)
     return bool(missing)
 
 
 def check_user_code(recipe: Recipe) -> None:
-    """Load the user's algorithm and rewards, if the recipe names any, before any rank starts."""
+    """Load the user's algorithm and rewards, if the recipe names any: errors show before any rank starts."""
     if recipe.algorithm.of_user:
         from megatron_rft.training import online
 
@@ -87,10 +88,10 @@ def check_user_code(recipe: Recipe) -> None:
 
 
 def work(output_dir: str, run: Callable[[], int]) -> int:
-    """Run this process's part, and write its exit status and message where the launcher reads them."""
+    """Run this process's part, and write its exit status and message for the launcher."""
     launcher.die_with_launcher()
     launcher.show_position(output_dir)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # until the trainer has something to save
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # the trainer replaces these handlers
         signal.signal(number, stop_at_once)
     try:
         status, message = run(), ""
@@ -111,10 +112,10 @@ def work(output_dir: str, run: Callable[[], int]) -> int:
 
 
 def stop_at_once(number: int, _frame: object) -> None:
-    """Ends the process when there is nothing to save.
+    """End the process at once; there is nothing to save yet.
 
-    Raising an exception would not do: the signal may arrive inside an import of torch's that catches everything. A
-    normal exit would not do either: it waits for the threads of libraries. What this process has started ends with it.
+    An exception would not work: the signal may arrive inside an import of torch that catches everything. Nor would a
+    normal exit, which waits for the threads of libraries. Child processes end with this one.
     """
     interrupted = number == signal.SIGINT
     with contextlib.suppress(RuntimeError, OSError):  # the signal arrived in the middle of a print

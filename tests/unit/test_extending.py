@@ -240,7 +240,7 @@ def test_a_family_is_a_table(package, recipe):
     shape = {name: getattr(known, name) for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings")}
     write_model(package.parent / "model", MistralConfig(**shape, sliding_window=None, pad_token_id=None))
     told = command(package.parent, "convert", "model", "converted", "--logits")
-    assert "logits differ by at most" in told and "read back as they were read" in told
+    assert "logits differ by at most" in told and "names, shapes and bits equal the source's" in told
     assert "MiB of weights" in command(package.parent, "plan", "recipe.yaml")
     command(package.parent, "evaluate", "recipe.yaml", "--model", "converted", "--out", "results")
     assert len(completions(package.parent)) == 2

@@ -178,7 +178,7 @@ class TestWords:
         for name in ("sbatch", "sinfo"):
             (tmp_path / name).write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
             (tmp_path / name).chmod(0o755)
-        assert doctor.slurm_problem().startswith("installed, and no cluster answers (no controller): use a login node")
+        assert doctor.slurm_problem().startswith("installed, but no cluster answers (no controller): use a login node")
         monkeypatch.setattr(doctor, "found", lambda name: False)
         assert "megatron-rft[wandb]" in doctor.wandb_problem()
         assert "megatron-rft[tensorboard]" in doctor.tensorboard_problem()
@@ -208,7 +208,7 @@ class TestWords:
         monkeypatch.syspath_prepend(tmp_path)
         told = doctor.transformer_engine_problem(cuda=True)
         sys.modules.pop("transformer_engine")  # the one of this test, which later tests would find
-        assert told.startswith("installed, and cannot be imported (no extension for torch): ")
+        assert told.startswith("installed, but cannot be imported (no extension for torch): ")
         assert "--no-build-isolation" in told
 
     def test_doctor_says_which_kernels_a_run_would_use(self, monkeypatch):
