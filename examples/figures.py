@@ -3,7 +3,7 @@
     python examples/figures.py online RUN ... --out FILE         # PIPO, figures 2, 3b, 4 and 5
     python examples/figures.py constraints RUN ... --out FILE    # the dynamic constraint, figures 4, 5 and 7
     python examples/figures.py dynamics RUN ... --out FILE       # FPA, figures 2, 3, 4, 5 and 8
-    python examples/figures.py scaling 8 128 --out FILE          # PIPO, figure 3a: group sizes, no runs
+    python examples/figures.py scaling 8 128 --out FILE          # PIPO, figure 3a: for group sizes, without runs
 
 FILE is a .png, .pdf or .svg (default: KIND.png). Runs that differ in their seed are one line.
 """
@@ -29,7 +29,7 @@ def scaling(sizes: tuple[int, ...], out: Path) -> Path:
 
 
 def of_table(kind: str, table: Any, out: Path) -> str:
-    """The figure of a grid's finished runs (examples/grids), and which runs it lacks. Raises ValueError."""
+    """Draw the figure of a grid's finished runs (examples/grids). Returns its path and the missing runs."""
     if kind == "scaling":
         return str(scaling(GROUP_SIZES, out))
     folders = [run.folder for run in table.all_runs()]

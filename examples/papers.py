@@ -1,13 +1,13 @@
-"""The runs behind a table or figure of the three papers: their commands, their jobs, and the table that they make.
+"""The runs of a table or figure of the three papers: prints or submits their commands, and collects the table.
 
-    python examples/papers.py                                        # which tables and figures there are
+    python examples/papers.py                                        # lists all tables and figures
     python examples/papers.py pipo table1 --model 4b --nodes 1       # prints the commands of all runs
     python examples/papers.py pipo table1 --model 4b --submit --account me --partition gpu --gpus-per-node 8 \\
         --workspace /lustre/me/rft                                   # the same by NeMo-Run: what launch/nemo.py takes
     python examples/papers.py pipo table1 --model 4b --collect runs  # the table of the runs in there, missing ones too
 
-The grids are in examples/grids. A run that several tables need is the same for all: its folder is named after its
-recipe, its options and its seed. Commands resume what was begun, and finished runs cost seconds.
+The grids are in examples/grids. Tables share runs: a run's folder is named after its recipe, options and seed. Commands
+resume unfinished runs; finished runs take seconds.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Overrides may stand between options. `submit`: what stands behind --submit, else None."""
+    """Parse the arguments; overrides may stand between options. `submit`: the arguments after --submit, or None."""
     given, found, rest = _split(arguments, "--submit")
     args = parser().parse_intermixed_args(given)
     args.submit = rest if found else None
@@ -72,7 +72,7 @@ def _split(words: list[str], at: str) -> tuple[list[str], bool, list[str]]:
 
 
 def jobs(table: grid.Table, stage: str, keys: list[str]) -> list[Job]:
-    """The commands of one stage, each once."""
+    """The commands of one stage, without duplicates."""
     found: dict[tuple, Job] = {}
     for run in table.all_runs():
         for job in {"generate": _generate, "train": _train, "evaluate": _evaluate}[stage](table, run, keys):
@@ -91,7 +91,7 @@ def _train(table: grid.Table, run: grid.Run, keys: list[str]) -> list[Job]:
 
 
 def _evaluate(table: grid.Table, run: grid.Run, keys: list[str]) -> list[Job]:
-    """The final model on the table's benchmarks, and for a figure each checkpoint on all of the recipe's."""
+    """Evaluations of the final model on the table's benchmarks; for a figure, of each checkpoint on the recipe's."""
     asked = _keys(run, keys) + _benchmarks(table)
     if steps := table.content.get("checkpoints"):
         checkpoints = {f"step_{step:06d}": ["--model", f"{run.folder}/checkpoints/step_{step:06d}"] for step in steps}
@@ -111,7 +111,7 @@ def _keys(run: grid.Run, keys: list[str]) -> list[str]:
 
 
 def _benchmarks(table: grid.Table) -> list[str]:
-    """What an evaluation asks besides the recipe's benchmarks; it leaves data.test out where no column has it."""
+    """Overrides for benchmarks that the recipe lacks; without data.test if no column needs it."""
     added = []
     for name, about in table.paper.get("files", {}).items():
         if table.files and name in table.parts:
@@ -140,7 +140,7 @@ def show(tables: list[grid.Table], args: argparse.Namespace) -> int:
 
 
 def after(table: grid.Table, args: argparse.Namespace) -> list[str]:
-    """How its runs become the table or the figure."""
+    """The command that makes the table or the figure from the runs."""
     if table.content.get("figure") == "heatmap":
         return [shlex.join(["megatron-rft", "heatmap", str(run.folder)]) for run in table.all_runs()]
     seeds = ["--seeds", *map(str, args.seeds)] if args.seeds else []
@@ -149,7 +149,7 @@ def after(table: grid.Table, args: argparse.Namespace) -> list[str]:
 
 
 def submit(tables: list[grid.Table], args: argparse.Namespace) -> int:
-    """One NeMo-Run experiment for each stage, which begins when the one before has succeeded."""
+    """Submit one NeMo-Run experiment per stage; each starts after the one before has succeeded."""
     sys.path.insert(0, str(ROOT / "launch"))
     import nemo
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The main job, small: a Qwen3-shaped model learns arithmetic by warm start, then by GRPO closed by PIPO. No GPU, no
+# A small complete job: a Qwen3-shaped model learns arithmetic by warm start, then by GRPO with PIPO. No GPU, no
 # downloads of weights or data; a few minutes on two cores.
 #
 #   bash examples/quickstart.sh [--nproc N] [--seed S] [--out FOLDER] [--engine auto|vllm|hf] [section.option=value ...]
 #
-# --engine generates: auto is vLLM where it is installed (`. tools/setup_env.sh cpu,vllm`), else the engine that is built in.
-# --nproc is the number of ranks, by default two (data parallel) where there are two cores. The options after the flags
+# --engine selects the engine: auto is vLLM if installed (`. tools/setup_env.sh cpu,vllm`), else the built-in engine.
+# --nproc is the number of ranks, by default two (data parallel) if there are two cores. The options after the flags
 # go to the reinforcement learning (examples/quickstart/pipo.yaml), so `megatron.tensor_model_parallel_size=2` makes the
-# two ranks tensor parallel. Started again after a stop, it goes on where it was.
+# two ranks tensor parallel. Started again after a stop, it resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc would return OMP_NUM_THREADS
 nproc=$((cores > 1 ? 2 : 1)) seed=0 out="" engine=auto
 while [ $# -gt 0 ]; do
     case "$1" in

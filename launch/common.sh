@@ -1,11 +1,11 @@
-# What the scripts in launch/ share. Each is submitted by itself, which checks first, or by sbatch:
+# Common code of the scripts in launch/. Run a script, which checks the recipe and submits itself, or use sbatch:
 #
 #     launch/pipo_8b.sh --account=me --partition=gpu --gpus-per-node=8 [sbatch options] [section.option=value ...]
 #     sbatch --account=me ... launch/pipo_8b.sh [section.option=value ...]       # from the repository's folder
 #
 # Environment (docs/cluster.md):
 #     SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT ...   sbatch's own
-#     LAUNCH_SETUP    shell code that makes `python` the right one, on every node; default: . .venv/bin/activate
+#     LAUNCH_SETUP    shell code that sets up `python` on every node; default: . .venv/bin/activate
 #     LAUNCH_IMAGE    container image, for pyxis; the repository is mounted under its own path
 #     LAUNCH_MOUNTS   more mounts, FROM:TO,...
 #     LAUNCH_SERVER   on nodes of their own, which end with the training: `vllm`, the servers that sample for it, or shell
@@ -47,7 +47,7 @@ run_job() {
     done
 }
 
-# The second part of a heterogeneous job: its own nodes, beside those of the training.
+# The second part of a heterogeneous job, on its own nodes.
 start_server() { # KEY...
     export LAUNCH_SERVER_NODES="$SLURM_JOB_NODELIST_HET_GROUP_1"
     server_hosts=($(scontrol show hostnames "$LAUNCH_SERVER_NODES"))
@@ -67,7 +67,7 @@ start_code() {
     done
 }
 
-# The servers of the recipe that is trained; the training gets their addresses, which each node writes down.
+# Starts the recipe's vLLM servers. Each node writes its URLs to a file, which the training reads.
 start_vllm() { # KEY...
     local keys=() out="$PWD/runs/slurm/$SLURM_JOB_ID/servers_${SLURM_RESTART_COUNT:-0}"
     mkdir -p "$out" || die "cannot write $out"
@@ -79,7 +79,7 @@ start_vllm() { # KEY...
     server_keys=("train:rollout.placement=server" "train:rollout.servers=[$(cat "$out"/*.urls | paste -sd,)]")
 }
 
-srun_servers() { # CODE ARGUMENT...: once on each of their nodes, until the training is over
+srun_servers() { # CODE ARGUMENT...: runs once on each server node until the training ends
     command srun --het-group=1 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}" bash -c "$@" &
     server=$!
     trap 'kill "$server" 2>/dev/null' EXIT
@@ -129,7 +129,7 @@ step=(--ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}"
 
 # ---- on the login node
 
-# Arguments of the form section.option=value are the recipe's, all others sbatch's.
+# Arguments of the form section.option=value go to the recipe, all others to sbatch.
 submit() {
     local keys=() options=() shared=() argument stage sooner=
     cd "$here" || exit 2
@@ -162,7 +162,7 @@ submit() {
     exec sbatch ${sooner:+"$sooner"} "${options[@]}" "launch/$(basename "$0")" "${keys[@]}"
 }
 
-# A container goes away with the job, and with it what was written into its own file system.
+# Files written to a container's own file system are lost when the job ends.
 warn_of_what_is_not_mounted() { # KEY...
     local key mount found mounts="${LAUNCH_MOUNTS:-}"
     for key in "$@"; do
@@ -177,7 +177,7 @@ warn_of_what_is_not_mounted() { # KEY...
     done
 }
 
-# The scripts ask for their signal ten minutes ahead: a limit that is hardly longer would bring it at once.
+# The scripts get their signal ten minutes before the limit; with a limit that is hardly longer it comes at once.
 sooner_signal() {
     local limit="${SBATCH_TIMELIMIT:-}"
     [[ " ${options[*]} " =~ \ (--time[=\ ]|-t\ ?)([^\ ]+)\  ]] && limit="${BASH_REMATCH[2]}"
@@ -185,11 +185,11 @@ sooner_signal() {
     sooner="--signal=B:USR1@$((BASH_REMATCH[2] * 15))"
 }
 
-given() { # OPTION LETTER VARIABLE: whether sbatch gets it
+given() { # OPTION LETTER VARIABLE: whether sbatch gets this option
     [ -n "${!3:-}" ] || [[ " ${options[*]} " =~ \ (--$1[=\ ]|$2) ]]
 }
 
-# The recipe on as many ranks as will be asked for, where this machine has the environment: a second, not a queue.
+# Checks the recipe with the job's number of ranks, if this machine has the environment.
 check_stage() { # COMMAND RECIPE KEY...
     local command="$1" recipe="$2" gpus nodes keys=() memory=()
     [ -e "$recipe" ] || die "there is no recipe $recipe. There are: $(ls examples/*/*/*.yaml | tr '\n' ' ')"
@@ -207,7 +207,7 @@ check_stage() { # COMMAND RECIPE KEY...
         exec python -m megatron_rft plan "$recipe" "${memory[@]}" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
 }
 
-number_of() { # OPTION [LETTER]: N of --OPTION=[type:]N, with a space as well, or of -LETTER N
+number_of() { # OPTION [LETTER]: the N of --OPTION=[type:]N, --OPTION N or -LETTER N
     local letter="${2:-none}"
     [[ " ${options[*]} " =~ \ (--$1[=\ ]|-$letter\ ?)([^\ ]*[:=])?([0-9]+)\  ]] && echo "${BASH_REMATCH[3]}"
     return 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=pipo_32b --nodes=2 --ntasks-per-node=1
 #SBATCH --output=%x-%j.out --open-mode=append --requeue --signal=B:USR1@600
-# GRPO closed by PIPO on Qwen3-32B: two nodes of 8 GPUs.
+# GRPO with PIPO on Qwen3-32B: two nodes of 8 GPUs.
 stages=("train examples/pipo/qwen3_32b/grpo_pipo.yaml")
 in_job="" folder="$(dirname "$0")"
 [ -e "$folder/common.sh" ] || in_job=yes folder="${SLURM_SUBMIT_DIR:?}/launch"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=pipo_4b --nodes=1 --ntasks-per-node=1
 #SBATCH --output=%x-%j.out --open-mode=append --requeue --signal=B:USR1@600
-# GRPO closed by PIPO on Qwen3-4B-Base: one node of 8 GPUs.
+# GRPO with PIPO on Qwen3-4B-Base: one node of 8 GPUs.
 stages=("train examples/pipo/qwen3_4b_base/grpo_pipo.yaml")
 in_job="" folder="$(dirname "$0")"
 [ -e "$folder/common.sh" ] || in_job=yes folder="${SLURM_SUBMIT_DIR:?}/launch"

@@ -1,24 +1,24 @@
 # For a batch script, with $job: the job's folder of notes (megatron_rft/launching/job.py). Shared by launch/*.sh and nemo.py.
 
-# Writes the file that asks the job to save and end, where this start's nodes look for it.
+# Writes the file that tells this start's nodes to save and end.
 ask_to_stop() {
     echo "the queue wants the nodes back: a checkpoint is written after the step under way"
     mkdir -p "$job/start_${SLURM_RESTART_COUNT:-0}" && touch "$job/start_${SLURM_RESTART_COUNT:-0}/stop"
 }
 
-# `srun ...` in the background, since bash lets a trap wait for what is in the foreground.
+# Runs `srun ...` in the background: bash delays a trap until a foreground command ends.
 srun_with_stop() {
     trap ask_to_stop USR1 TERM
     command srun "$@" &
     while kill -0 $! 2>/dev/null; do wait $!; done # a trapped signal ends a wait early
     wait $! && return 0
     local status=$?
-    # srun kills a node as soon as another has ended with a mistake: what they wrote last counts, not the signal.
+    # srun kills all nodes when one fails: their last written status counts, not the signal.
     ! grep -qs '"status": 2' "$job/start_${SLURM_RESTART_COUNT:-0}"/node_*.json || status=2
     return "$status"
 }
 
-# Nodes on which two starts hung. Slurm changes the list of a job only once it is pending again.
+# Excludes nodes on which two starts hung. Slurm changes a job's list only while the job is pending.
 exclude_nodes() {
     local try
     [ -s "$job/exclude" ] || return 0
@@ -30,8 +30,8 @@ exclude_nodes() {
     echo "warning: $(cat "$job/exclude") could not be excluded: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=..." >&2
 }
 
-# requeue_if_due STATUS: of the step that has ended. 75 asks for another start; from 128 on somebody was killed before he
-# could say, and the next start sees whether it is worth it. A job that was cancelled is left alone.
+# requeue_if_due STATUS: the exit status of the step. 75 requests another start. With 128 or more a process was killed
+# before it could write a status, and the next start decides. A cancelled job is not requeued.
 requeue_if_due() {
     [ "$1" -eq 75 ] || [ "$1" -ge 128 ] || return 0
     scontrol show job -o "$SLURM_JOB_ID" | head -n 1 | grep -q 'JobState=RUNNING' || return 0

@@ -1,8 +1,8 @@
 """Draws runs under different constraints side by side, as figures 4, 5b and 7 of the dynamic constraint's paper do:
 `python examples/figures.py constraints RUN ... --out FILE`.
 
-Runs whose recipes have the same constraint are seeds of one line: their mean, in their range. A panel is there when a
-run has its metric. KL and cross entropy are measured at intervals: `constraint.kl_every`, and where there are pairs.
+Runs whose recipes have the same constraint are seeds: one line shows their mean, a band their range. A panel is drawn
+if a run has its metric. KL is measured every `constraint.kl_every` steps, cross entropy in steps with pairs.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Line:
     runs: list[Curves]
 
     def of(self, metric: str) -> tuple[list[int], list[float], list[float], list[float]]:
-        """Steps at which all runs that have the metric have it; its smoothed mean, least and largest value there."""
+        """The steps at which all runs with the metric have it, and its smoothed mean, minimum and maximum there."""
         found = [run.of(metric) for run in self.runs]
         each = [dict(zip(steps, smooth(values), strict=True)) for steps, values in found if steps]
         steps = sorted(set.intersection(*map(set, each))) if each else []
@@ -45,7 +45,7 @@ class Line:
 
 
 def lines_of(folders: list[Path]) -> list[Line]:
-    """In the order in which their constraints come first."""
+    """The lines, in the order of their first runs."""
     runs = [read(Path(folder)) for folder in folders]
     options = [run.recipe.get("constraint") or {} for run in runs]
     etas = {each.get("eta") for each in options if each.get("kind") == "dynamic"}
@@ -57,7 +57,7 @@ def lines_of(folders: list[Path]) -> list[Line]:
 
 
 def _name(options: dict, several: bool) -> str:
-    """With what tells it from others."""
+    """The constraint's name, with the options that distinguish it from the others."""
     kind = options.get("kind", "the algorithm's own")
     if kind != "dynamic":
         return kind
@@ -68,7 +68,7 @@ def _name(options: dict, several: bool) -> str:
 
 
 def draw(folders: list[Path], path: Path) -> Path:
-    """One figure, into `path`. Raises UserError where a folder holds no run."""
+    """Draw the figure into `path`. Raises UserError if a folder holds no run."""
     lines = lines_of(folders)
     panels = [panel for panel in PANELS if any(line.of(panel[0])[0] for line in lines)]
     columns = 2 if len(panels) == 4 else min(len(panels), 3) or 1

@@ -2,13 +2,13 @@
 `python examples/figures.py dynamics RUN ... --out FILE`. Needs no torch.
 
 log-ratio       log pi(y|x) - log pi_ref(y|x) of right and of wrong trajectories
-weight          what the gradient of each is weighted by: pi^(1/|y|), or pi_hat^(1/|y|) where the run is FPA
+weight          the weight of each gradient: pi^(1/|y|), for FPA pi_hat^(1/|y|)
 ratio           of wrong trajectories: pi_hat / pi within a run of FPA, and pi_hat of that run / pi of Off-RL's
 damped          wrong trajectories of a batch whose weight is below 0.2
 gradient norms  of the part of right and of the part of wrong trajectories
-accuracy        on the held-out problems over steps; and over lambda: the best of each run there, and its test's
+accuracy        on the held-out problems over steps; over lambda the best of each run, and its test accuracy
 
-Runs whose folders have one name, as seeds of one method have, share a color and, over lambda, a point.
+Runs whose folders have the same name (seeds of a method) share a color and, over lambda, a point.
 """
 
 from collections import defaultdict
@@ -43,12 +43,12 @@ class OfflineRun:
         return cls(folder.name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run))
 
     def weight(self, side: str) -> str:
-        """The metric of what the gradient of that side is weighted by."""
+        """The metric with the gradient weight of that side."""
         return f"{'future_weight' if side in self.looks_ahead else 'weight'}_{side}"
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Its best pass@1 on the held-out problems after the first step, and the standard error of that."""
+        """The best pass@1 on the held-out problems after the first step, and its standard error."""
         points = [
             (record["evaluation/pass@1"], record.get("evaluation/pass@1_se") or 0.0)
             for record in self.curves.records
@@ -78,7 +78,7 @@ def _tested(run: Run) -> tuple[float, float] | None:
 
 
 def draw(folders: list[Path], path: Path) -> Path:
-    """One figure of all runs, into `path`.
+    """Draw one figure of all runs into `path`.
 
     Raises:
         UserError: a folder holds no run, or none of them is an offline run.
@@ -212,7 +212,7 @@ def sweep(runs: list[OfflineRun]) -> dict[str, list[tuple[float, float, float]]]
 
 
 def _mean(measured: list[tuple[float, float]]) -> tuple[float, float]:
-    """(value, its own error) of each run -> their mean, with the standard error over runs where there are several."""
+    """(value, error) of each run -> the mean, and the standard error over runs; of a single run its own error."""
     values = [value for value, _ in measured]
     error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else measured[0][1]
     return fmean(values), error

@@ -1,6 +1,6 @@
-"""Makes a paper's table from finished runs. Errors: over seeds, else what the evaluation says; in brackets the paper's.
+"""Makes a paper's table from finished runs: numbers, errors (over seeds, else the evaluation's), [paper's].
 
-It reads what runs and `megatron-rft evaluate` write: evaluation/export/results.json and metrics.jsonl.
+Reads evaluation/export/results.json and metrics.jsonl, which runs and `megatron-rft evaluate` write.
 """
 
 import json
@@ -15,7 +15,7 @@ MISSING = "missing"
 
 
 def table(asked: Table) -> str:
-    """Markdown: a row per method, and which runs are missing."""
+    """The table in Markdown, a row per method, and the missing runs."""
     columns = asked.columns
     lines = [f"{asked.content['title']} ({asked.model}). Ours ± standard error, in brackets the paper's.", ""]
     lines += ["| " + " | ".join(["method", *(column.name for column in columns)]) + " |"]
@@ -30,7 +30,7 @@ def table(asked: Table) -> str:
 
 
 def _values(asked: Table, row: Row, seed: int) -> list[Value | None]:
-    """One value for each column, of one seed; None where it is missing."""
+    """The values of one seed, one per column; None if missing."""
     values: list[Value | None] = []
     since: list[Value | None] = []
     for column in asked.columns:
@@ -54,7 +54,7 @@ def _value(asked: Table, run: Run, column: Column) -> Value | None:
 
 
 def results(folder: Path) -> dict[str, dict]:
-    """By benchmark; empty where there is no finished evaluation."""
+    """The results by benchmark; empty without a finished evaluation."""
     try:
         return {each["name"]: each for each in json.loads((folder / "results.json").read_text(encoding="utf-8"))}
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def joined(parts: list[dict], metric: str) -> Value | None:
 
 
 def hours(folder: Path) -> Value | None:
-    """Of all steps of a finished run."""
+    """The hours of all steps of a finished run."""
     if not (folder / "export").is_dir():
         return None
     return sum(line.get("seconds/step") or 0.0 for line in metrics(folder)) / 3600, 0.0
@@ -116,7 +116,7 @@ def _cell(of_seeds: list[Value | None], column: Column) -> str:
 
 
 def _notes(asked: Table) -> list[str]:
-    """Runs without results, and benchmarks that no run was asked."""
+    """Notes on runs without results and benchmarks that no run evaluated."""
     runs = asked.all_runs()
     asks = bool(asked.parts)
     found = {run.folder: results(run.folder / "evaluation" / "export") for run in runs}

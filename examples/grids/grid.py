@@ -1,17 +1,17 @@
-"""Reads a paper's grid: which runs each of its tables and figures needs. Needs nothing but PyYAML.
+"""Reads a paper's grid: the runs of each of its tables and figures. Requires only PyYAML.
 
 Fields of PAPER.yaml:
 
     seeds, options   of every run of the paper; `options` do not change the name of a run's folder
     models           SIZE: the recipes' folder; path, the model that training starts from; `has`, options that the
-                     recipes of this model have already, so that a row with one of them is the run without it
-    store            recipe of the trajectories that rows learn from, unless they have `store: false`
-    files            benchmarks that are on no hub, by name: they come from --files FOLDER
+                     recipes of this model already have; a row with one of them is the run without it
+    store            recipe of the trajectories that rows train on, unless they have `store: false`
+    files            benchmarks that are not on the hub, by name; --files FOLDER has them
     tables           NAME: title, models, columns, rows; `options` and `seeds` of the table; `metric` (default: pass@1);
                      `figure`, what draws it; `checkpoints`, the steps at which its curves are evaluated
 
-A column is the list of benchmarks whose problems it joins ("test" is the recipe's data.test), with a `domain` where its
-runs are others than those of the next column; or `mean`, of the columns since the last mean; or `hours`; or `held_out`,
+A column is a list of benchmarks whose problems it joins ("test" is the recipe's data.test), with a `domain` if columns
+have different runs; or `mean`, of the columns since the last mean; or `hours`; or `held_out`,
 the best pass@1 on the held-out problems. A row is a method: its recipe and options, `trained: false` for the model that
 training starts from, and the paper's numbers in the order of the columns.
 """
@@ -28,7 +28,7 @@ EXAMPLES = GRIDS.parent
 
 
 class GridError(ValueError):
-    """A name that a grid does not have. The message is a sentence for the user."""
+    """The grid does not have this name."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Table:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the benchmarks that are asked."""
+        """Names of the evaluated benchmarks."""
         return [part for column in self.columns for part in column.parts]
 
     def seeds(self, row: Row) -> list[int]:
-        """A model that is not trained is the same for every seed."""
+        """The seeds of a row; one for a model that is not trained."""
         seeds = list(self.chosen_seeds) or self.content.get("seeds") or self.paper["seeds"]
         return seeds if row.trained else seeds[:1]
 
@@ -118,7 +118,7 @@ class Table:
         return Run(**found)
 
     def all_runs(self) -> list[Run]:
-        """Each once, in the order of the rows."""
+        """All runs, each once, in the order of the rows."""
         found = {}
         for row in self.rows:
             for domain in self.domains:
@@ -145,7 +145,7 @@ def read(paper: str) -> dict:
 
 
 def tables(paper: str, name: str, model: str | None = None, **options: Any) -> list[Table]:
-    """A table for one of its models, or for each. Raises GridError."""
+    """The tables for one model, or for each. Raises GridError."""
     content = read(paper)
     table = content["tables"][one_of(f"table or figure of {paper}", name, content["tables"])]
     models = table.get("models", list(content["models"])[:1])

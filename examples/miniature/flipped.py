@@ -1,4 +1,4 @@
-"""The verifier's reward, wrong for one response in ten. Which ones depends on the problem and the text alone."""
+"""The verifier's reward, inverted for one response in ten, chosen by a hash of the problem and the text."""
 
 import zlib
 

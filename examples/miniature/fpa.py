@@ -44,7 +44,7 @@ REGIMES = {"short": [], "long": ["run.steps=600", "run.epochs=null", "evaluation
 
 
 def arms() -> list[study.Arm]:
-    """Everything is compared with Off-RL."""
+    """The arms; each is compared with Off-RL."""
     recipe = RECIPES / "common.yaml"
     return [
         study.Arm(name, recipe, RATES, (f"algorithm={how}",), None if name == "off_rl" else "off_rl")

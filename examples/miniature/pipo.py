@@ -7,7 +7,7 @@ A model of 0.2 M parameters learns arithmetic from careless demonstrations, then
 
     plain        32 problems a step
     few_prompts  8 problems a step: the mean reward is a small sample
-    noisy        one reward in ten is the other way round; the accuracy is not
+    noisy        one reward in ten is inverted; the accuracy is not
     off_policy   four epochs over each batch
 """
 

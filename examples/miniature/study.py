@@ -7,7 +7,7 @@
 3. Result: the mean of each arm, and of the difference from the arm that it is compared with, with the 95% interval of
    Student's t over seeds. An interval that contains 0 shows nothing.
 
-Written into the output folder: rates.json, table.md, curves.png. Started again it goes on: finished runs stay.
+Writes rates.json, table.md and curves.png into the output folder. Restarted, it keeps finished runs.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Study:
     search_seeds: tuple[int, ...] = SEARCH_SEEDS
 
     def run(self) -> str:
-        """All runs that are missing, then the table."""
+        """Run all missing runs, then write the table."""
         rates = self.search()
         for seed in self.seeds:
             for arm in self.arms:
@@ -81,7 +81,7 @@ class Study:
 
 
 def train(recipe: Path, folder: Path, *options: str, command: str = "train", done: str = "export") -> Path:
-    """One run to its end, unless it is there; its output goes into FOLDER.log. Ends the program where it fails."""
+    """Train one run, unless it is finished; its output goes to FOLDER.log. Exits if the run fails."""
     if not (folder / done).exists():
         line = [sys.executable, "-m", "megatron_rft", command, str(recipe), *options, f"run.output_dir={folder}"]
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def parser(doc: str, out: str, regimes: Iterable[str]) -> argparse.ArgumentParse
 def main(
     args: argparse.Namespace, arms: list[Arm], shared: list[str], draw: Callable[[list[Path], Path], Path]
 ) -> None:
-    """The study of the chosen arms in OUT/REGIME, its table on the screen and its figure."""
+    """Run the study of the chosen arms in OUT/REGIME; print its table and draw its figure."""
     if unknown := set(args.only or []) - {arm.name for arm in arms}:
         raise SystemExit(
             f"--only: there is no {', '.join(sorted(unknown))}. There are: {', '.join(a.name for a in arms)}"

@@ -1,8 +1,8 @@
 """Draws online runs with and without PIPO, as figures 2, 3b, 4 and 5 of its paper do:
 `python examples/figures.py online RUN ... --out FILE`.
 
-Runs that differ in their seed are one line: their mean, in their range. An algorithm has one colour, dashed without
-PIPO. The accuracy is the mean over benchmarks of each evaluated checkpoint, or of data.validation in the run itself.
+Runs that differ in their seed are one line, their mean, with their range. An algorithm has one colour, dashed without
+PIPO. The accuracy is the mean over benchmarks of each evaluated checkpoint, or that of data.validation in the run.
 """
 
 import json
@@ -52,7 +52,7 @@ class Line:
 
 
 def accuracy(run: Run) -> Points:
-    """By step: the mean over the benchmarks of the evaluated checkpoints, else what the run measured itself."""
+    """Accuracy by step: the mean over the benchmarks of evaluated checkpoints, else the run's validation accuracy."""
     found = {}
     for path in sorted((run.folder / "evaluation").glob("step_*/results.json")):
         found[int(path.parent.name.rpartition("_")[2])] = fmean(
@@ -62,7 +62,7 @@ def accuracy(run: Run) -> Points:
 
 
 def hours(run: Run) -> Points:
-    """Since the start, by step."""
+    """Hours since the start, by step."""
     total, found = 0.0, {0: 0.0}
     for step, seconds in zip(*run.curves.of("seconds/step"), strict=True):
         total += seconds / 3600
@@ -78,7 +78,7 @@ def lines_of(folders: list[Path]) -> list[Line]:
 
 
 def draw(folders: list[Path], path: Path) -> Path:
-    """One figure, into `path`. Raises UserError where a folder holds no run."""
+    """Draw the figure into `path`. Raises UserError if a folder holds no run."""
     lines = lines_of(folders)
     figure = Figure(figsize=(14, 7), layout="constrained", dpi=120)
     places = figure.subplots(2, 3).flatten()

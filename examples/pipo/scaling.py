@@ -1,4 +1,4 @@
-"""Draws figure 3a of the PIPO paper: eta(p) for some group sizes, and what it tends to at both ends."""
+"""Draws figure 3a of the PIPO paper: eta(p) for some group sizes, and its limits at both ends."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The trained model as anybody would use it: loaded by transformers, asked through its chat template, graded.
+"""Loads the trained model with transformers, asks it through its chat template, and grades its answers.
 
 usage: check_export.py FOLDER PROBLEMS.jsonl
 """

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# A real language model on a CPU: SmolLM2-135M-Instruct learns sums and differences of two digits by GRPO closed by PIPO,
+# A real language model on a CPU: SmolLM2-135M-Instruct learns sums and differences of two digits by GRPO with PIPO,
 # sampled by vLLM, in bf16 on two ranks. It evaluates before and after, and the export again in plain transformers.
 #
 #   bash examples/smollm2/run.sh [--nproc N] [--seed S] [--out FOLDER] [section.option=value ...]
 #
 # The model comes from the package index (93 MB), as a GGUF file. The options after the flags go to grpo_pipo.yaml. Each
-# rank takes 4.2 GiB, and the first 8.5 for its last checkpoint. Started again after a stop, it goes on where it was.
+# rank takes 4.2 GiB, and the first 8.5 for its last checkpoint. Started again after a stop, it resumes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc would return OMP_NUM_THREADS
 nproc=$((cores > 1 ? 2 : 1)) seed=0 out=runs/smollm2
 while [ $# -gt 0 ]; do
     case "$1" in
