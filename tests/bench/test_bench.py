@@ -43,7 +43,7 @@ def smallest(script: Path) -> str:
 
 
 def tables(output: str) -> list[list[list[str]]]:
-    """The cells of each table's rows, without the names of the columns."""
+    """The cells of each table's rows, without the headings."""
     lines, found = output.splitlines(), []
     for number, line in enumerate(lines):
         if RULE.fullmatch(line.strip()):

@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    """Without importing torch where it is not needed."""
+    """Skips without importing torch where it is not needed."""
     here = [item for item in items if "gpu_stack" in item.path.parts]
     if not here:
         return

@@ -23,7 +23,8 @@ OPTIONS = {
 
 
 def run(*arguments: str) -> str:
-    """In 8 GiB and without the mode that computes: vLLM's allocator and its profile look at the memory itself."""
+    """Run a script in 8 GiB, without the mode that computes, because vLLM's allocator and profiler inspect the memory
+    itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PRETEND_COMPUTE"}
     environment |= {"PRETEND_GIB": "8", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(

@@ -51,7 +51,7 @@ def policy_and_weights() -> tuple[engine.VLLMEngine, dict[str, torch.Tensor]]:
 
 
 def wake_in_stages(policy: engine.VLLMEngine, sent: dict[str, torch.Tensor]) -> None:
-    """As a sync does: the memory of the weights, the weights, then the cache's memory."""
+    """Wake like a weight sync: the memory of the weights, the weights, then the cache's memory."""
     policy.wake(cache=False)
     assert policy.asleep == {"kv_cache"}
     policy.load_weights(iter(sent.items()), version=2)
@@ -69,7 +69,7 @@ def one() -> None:
 
 
 def two() -> None:
-    """As a dynamic constraint has them: the refiner's keeps its weights while the policy's sleeps."""
+    """Two engines as with a dynamic constraint: the refiner's keeps its weights while the policy's sleeps."""
     policy, sent = policy_and_weights()
     refiner = start(0.25, sleeps=False)
     refiner.load_weights(iter(sent.items()), version=0)

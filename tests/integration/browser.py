@@ -28,7 +28,7 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id in
 
 
 def install() -> None:
-    """Skips the test, with the reason, where there is no browser and none can be had."""
+    """Skip the test, with the reason, if there is no browser and none can be installed."""
     if shutil.which("chromium") and shutil.which("chromedriver"):
         return
     if os.geteuid() or not shutil.which("apt-get"):
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 class Browser:
-    """One window. Closed at the end of `with`."""
+    """One window, closed at the end of `with`."""
 
     def __init__(self, width: int = 1300, height: int = 900):
         self._folder = tempfile.mkdtemp(prefix="browser-")
@@ -67,11 +67,11 @@ class Browser:
             return json.load(answer)["value"]
 
     def open(self, page: Path | str) -> None:
-        """A file, or a URL."""
+        """Open a file or a URL."""
         self._call("POST", "/url", {"url": page if isinstance(page, str) else page.resolve().as_uri()})
 
     def ask(self, script: str, *arguments: Any) -> Any:
-        """What an expression of JavaScript gives; its arguments are arguments[0] ..."""
+        """The value of a JavaScript expression, with its arguments as arguments[0] ..."""
         return self._call("POST", "/execute/sync", {"script": f"return {script}", "args": list(arguments)})
 
     def _element(self, selector: str) -> dict:
@@ -81,7 +81,7 @@ class Browser:
         self._call("POST", f"/element/{self._element(selector)[ELEMENT]}/click", {})
 
     def hover(self, selector: str, dx: int = 0, dy: int = 0) -> None:
-        """The mouse over an element, beside its middle; `dx`, `dy` in pixels."""
+        """Move the mouse over an element; `dx`, `dy`: pixels from its middle."""
         self.ask("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", self._element(selector))
         for x in (dx - 1, dx):  # a move, wherever it was before
             move = {"type": "pointerMove", "duration": 0, "origin": self._element(selector), "x": x, "y": dy}
@@ -92,7 +92,7 @@ class Browser:
         self._call("POST", "/window/rect", {"width": width, "height": height})
 
     def console(self) -> list[str]:
-        """What it complained of since the last call."""
+        """The console's errors since the last call."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
     def __enter__(self) -> "Browser":

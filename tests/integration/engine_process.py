@@ -10,7 +10,7 @@ ENGINES = (b"megatron_rft.inference.process_worker", b"megatron_rft.utils.proces
 
 
 def engine() -> int:
-    """Of those that this process started, or of a server that it started."""
+    """An engine process that this process started, or that a server of it started."""
     pids = children(os.getpid())
     return innermost(next(pid for pid in pids if any(part in name(pid) for part in ENGINES)))
 

@@ -127,7 +127,7 @@ def test_a_template_reads_no_attributes(tmp_path, capsys):
 
 
 def test_a_byte_order_mark_is_read(tmp_path, capsys):
-    """The error is of the second row: the first, behind the mark, was read."""
+    """The error is in the second row, so the first, after the mark, was read."""
     recipe = write_recipe(tmp_path)
     (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD + b"{")
     assert "train.jsonl:2: not JSON" in refused(capsys, recipe)

@@ -36,7 +36,7 @@ def test_the_newest_checkpoint_becomes_what_the_run_exported(run, tmp_path, caps
 
 
 def test_every_number_in_the_log_stands_in_the_table(run):
-    """docs/metrics.md: the name, its unit and its formula; <phase> and * stand for anything."""
+    """docs/metrics.md has its name, unit and formula; <phase> and * match anything."""
     rows = [
         line.split("|")[1:-1] for line in (ROOT / "docs/metrics.md").read_text().splitlines() if line.startswith("| `")
     ]
@@ -76,7 +76,7 @@ def test_a_run_whose_model_is_gone(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before(run, tmp_path, capsys, asynchronous):
-    """There is room for one checkpoint (0.44 MB) and not for two."""
+    """The disk has room for one checkpoint (0.44 MB), but not for two."""
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", small], capture_output=True).returncode:
@@ -120,7 +120,7 @@ def cut_off(run):
     ids=["flipped", "cut_off", "missing"],
 )
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, harm, told):
-    """The run goes on from the one before and ends with the same numbers and weights."""
+    """The run resumes from the one before and ends with the same metrics and weights."""
     recipe, out = write_recipe(tmp_path, run={"steps": 4}), tmp_path / "run"
     status, output = train(recipe, "--nproc", "2")
     assert status == 0 and "common state dict differs" not in output, output[-3000:]  # a warning of megatron-core

@@ -29,7 +29,7 @@ def grade(prompt, response):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Of SECTIONS with others in their place."""
+    """The recipe of SECTIONS, with some replaced."""
 
     def write(name: str, **sections):
         (tmp_path / name).mkdir()
@@ -64,7 +64,7 @@ def weights(path) -> bytes:
 
 
 def test_the_skip_at_the_maximum_changes_nothing_but_time(recipe, tmp_path):
-    """The same reward, once said to have a maximum of 1 and once to have none."""
+    """Compares the same reward with a maximum of 1 and without a maximum."""
     (tmp_path / "reward.py").write_text(REWARD)
     found = []
     for maximum in (1.0, None):
@@ -83,7 +83,7 @@ def test_the_skip_at_the_maximum_changes_nothing_but_time(recipe, tmp_path):
 
 
 def test_with_eta_0_it_only_measures(recipe):
-    """The run without a constraint, bit for bit."""
+    """Equals the run without a constraint bit for bit."""
     paths = []
     for name, constraint in (("none", {"kind": "none"}), ("measured", None)):
         sections = {"constraint": constraint} if constraint else {}

@@ -22,7 +22,7 @@ def recipe(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory) -> bytes:
-    """The weights at the end of a run with its engine in itself."""
+    """The final weights of a run with a colocated engine."""
     out = tmp_path_factory.mktemp("undisturbed")
     status, output = train(recipe, f"run.output_dir={out}")
     assert status == 0, output[-3000:]
@@ -30,7 +30,7 @@ def undisturbed(recipe, tmp_path_factory) -> bytes:
 
 
 def engines_of(trainer: int) -> list[int]:
-    """The engine processes that it started, also when it is gone: their last argument is its pid."""
+    """The engine processes that a process started, also after its end: their last argument is its pid."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
@@ -47,7 +47,7 @@ def gone(trainer: int) -> bool:
 
 
 def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, undisturbed, tmp_path):
-    """At staleness 0 the actor's weights are those that the lost engine had, and seeds are the requests' own."""
+    """With staleness 0 the actor has the weights of the lost engine, and seeds belong to requests."""
     out, trainers = tmp_path / "process", []
 
     def kill_an_engine(process: subprocess.Popen) -> None:
@@ -66,7 +66,7 @@ def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, undisturbed
 
 
 def test_killed_in_syncs(recipe, undisturbed, tmp_path):
-    """In the first one, of which every weight is compared, and in another; no engine is left over."""
+    """Kills engines in the first sync, which compares every weight, and in a later one. No engine is left over."""
     out = tmp_path / "run"
     process = start(recipe, f"run.output_dir={out}", PROCESS, program=(KILLED_IN_SYNC,), KILL_IN_SYNCS="0 5")
     output, _ = process.communicate(timeout=900)
@@ -94,7 +94,7 @@ def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, t
 
 
 def test_new_weights_in_the_middle_of_generation(recipe, tmp_path):
-    """Three batches under way: no response is older than that, and the run can be stopped and gone on with."""
+    """With three pending batches no response is older than three versions, and the run can be stopped and resumed."""
     out, ahead = tmp_path / "run", ["rollout.staleness=3", "algorithm.importance=truncated"]
     status, output = disturbed(terminate, recipe, out, PROCESS, *ahead, step=4, left=2)
     assert status == 75, output[-3000:]

@@ -21,7 +21,7 @@ APART = {"transformer-engine-torch", "pip"}  # the first is built against the to
 
 
 def locked(python: str) -> dict[str, str]:
-    """Name -> version of the lock's lines for that Python."""
+    """Name -> version, from the lock's lines for this Python."""
     found = {}
     for line in LOCK.read_text().splitlines():
         requirement, _, marker = line.partition(";")

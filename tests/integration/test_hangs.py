@@ -39,7 +39,8 @@ def hang(folder: Path, layout: str, rank: int, phase: str, kind: str, hang_s: fl
 
 
 def check(folder: Path, rank: int, phase: str, kind: str, status: int, output: str) -> None:
-    """The right rank, its node, phase and step, and stacks of all ranks that can write one."""
+    """Checks that the message names the right rank, its node, phase and step, and that there are stacks of all ranks
+    that can write one."""
     told = next((line for line in output.splitlines() if "the run hangs" in line), output[-3000:])
     assert status == FAILED and "the run hangs: " in told and TOLD[kind] in told, told
     if kind == "other":  # of two ranks nothing says which one is wrong

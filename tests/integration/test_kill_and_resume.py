@@ -26,7 +26,7 @@ TIMED = ("seconds/", "ranks/", "memory/", "per_second", "rollout/", "sync/second
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """(folder with the recipe, its run's folder) of a run that nobody stopped, with PIPO at work."""
+    """(folder with the recipe, the run's folder) of an uninterrupted run with PIPO."""
     folder = tmp_path_factory.mktemp("undisturbed")
     recipe = write_recipe(folder, pipo={"window": 2, "learning_rate": 1e-2}, algorithm={"old_logprobs": "recompute"})
     status, output = train(recipe)
@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory):
 
 
 def numbers(run) -> list[dict]:
-    """What the log says, without what depends on the clock."""
+    """The log's metrics without those that depend on the clock."""
     return [{k: v for k, v in line.items() if not any(t in k for t in TIMED)} for line in metrics(run)]
 
 
@@ -47,7 +47,7 @@ def assert_same_run(run, other):
 
 
 def samples(run) -> list[tuple]:
-    """Those of each step, once."""
+    """The samples of each step, without duplicates."""
     return [(line["step"], line["samples"]) for line in read_samples(run / SAMPLES_FILE)]
 
 
@@ -58,8 +58,8 @@ def test_pipo_made_steps_of_both_kinds_or_this_proves_little(undisturbed):
 
 
 def test_kill_9_at_random_moments(undisturbed, tmp_path):
-    """Each time in another step: a little after its line is logged, so also while a checkpoint is being written. Every
-    start is a new interpreter's."""
+    """Kills in a different step each time, shortly after its line is logged, so also while a checkpoint is written.
+    Every start is a new interpreter."""
     folder, expected = undisturbed
     out, rng = tmp_path / "run", random.Random(7)
     first, *_, last = (line["time"] for line in metrics(expected))
@@ -77,7 +77,7 @@ def test_kill_9_at_random_moments(undisturbed, tmp_path):
 
 
 def wait_for_step(run: Path, process: subprocess.Popen, step: int) -> None:
-    """Until this start of the run has logged `step` (or a later one it began with), or has ended."""
+    """Wait until this start of the run has logged `step` (or a later one that it began with), or has ended."""
     log, begun = run / "metrics.jsonl", time.time()
 
     def logged() -> bool:
@@ -99,9 +99,9 @@ def disturbed(
     checkpoint: bool = False,
     delay: float = 0.0,
 ) -> tuple[int, str]:
-    """Status and output of a run to which something was done `delay` seconds after it had logged `step`, and had a
-    `checkpoint` to go on from. It stands still meanwhile, so that there surely are steps `left`. A run that is too far
-    by then is started anew, and disturbed without delay."""
+    """Status and output of a run that `action` disturbs `delay` seconds after it has logged `step` and has a
+    `checkpoint`. The run is stopped meanwhile, so that at least `left` steps remain. If it is too far, it is started
+    again and disturbed without delay."""
     for attempt in range(5):
         process = start(recipe, f"run.output_dir={out}", *arguments)
         wait_for_step(out, process, step)
@@ -131,9 +131,9 @@ def terminate(process: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 def test_a_gradient_computed_during_generation_is_as_exact(tmp_path):
-    """With engines in processes PIPO's gradient is computed before phi is known, and is in no checkpoint: killed and
-    resumed, the run ends with the weights of the one with colocated engines. Here other forward passes come between
-    the gradient and its step, while Megatron gathers parameters when a forward pass needs them."""
+    """With engines in processes PIPO's gradient is computed before phi is known and is not in a checkpoint. Killed and
+    resumed, the run ends with the weights of the colocated run. Other forward passes come between the gradient and its
+    step, and Megatron gathers parameters in forward passes."""
     recipe = write_recipe(
         tmp_path,
         pipo={"window": 2, "learning_rate": 1e-2},
@@ -163,7 +163,7 @@ def assert_same_verification(run: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_one_step_off_is_as_exact(tmp_path):
-    """The batch that is under way is in the checkpoint; which weights wrote a batch depends on no clock."""
+    """The pending batch is in the checkpoint, and the weights that sample a batch do not depend on timing."""
     recipe = write_recipe(
         tmp_path,
         rollout={"placement": "process", "staleness": 1},
@@ -195,7 +195,7 @@ def test_sigterm_saves_and_says_so(undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_killed_rank_is_named_and_two_ranks_resume_as_one(undisturbed, tmp_path):
-    """Rank 1 of two is killed; the launcher says which, and the run goes on in another layout."""
+    """The launcher names the killed rank 1 of two, and the run resumes in another layout."""
     folder, expected = undisturbed
     out = tmp_path / "run"
     layout = ["--nproc", "2", "megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"]
@@ -215,7 +215,7 @@ def test_killed_rank_is_named_and_two_ranks_resume_as_one(undisturbed, tmp_path)
 
 
 def rank_pid(launcher: int, rank: int) -> int:
-    """The child of the launcher whose environment says that rank."""
+    """The launcher's child with that rank in its environment."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for child in children:
         if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():

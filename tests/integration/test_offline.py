@@ -42,7 +42,7 @@ OFFLINE = {
 
 
 def write(folder: Path, name: str, recipe: dict, data: str, out: str) -> None:
-    """A recipe on the data in `folder`, with its output there."""
+    """Write a recipe on the data in `folder`, with its output there."""
     own = {
         "model": {"path": str(folder / "model"), "precision": "fp32"},
         "data": {"train": str(folder / data), "max_prompt_tokens": 8},
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
 
 
 def make_store(folder: Path) -> Path:
-    """A model, recipes, and a whole store made by two workers."""
+    """Make a folder with a model, recipes, and a complete store written by two workers."""
     write_model(folder / "model")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
@@ -121,7 +121,7 @@ def test_killed_and_resumed_it_is_the_same_run(undisturbed, folder, tmp_path):
 
 
 def test_cached_hidden_states_train_the_same_model(folder, tmp_path):
-    """Bit for bit, where a sequence is computed alike in any company: a shared prompt changes its rounding."""
+    """Bit for bit without shared prompts, which change the rounding."""
     cache, alone = tmp_path / "cache", "batching.share_prompts=off"
     options = ["algorithm.reference=cached_hidden", f"algorithm.reference_cache={cache}", alone]
     status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/run", *options)
@@ -156,7 +156,7 @@ def test_patience_ends_a_run_and_the_best_model_is_exported(folder, tmp_path):
 
 
 def write_one_sided(store: Path, out: Path) -> None:
-    """The store with every answer right, as some other program may write it."""
+    """Write a store in which every answer is right, as another program may do."""
     shutil.copytree(store, out, dirs_exist_ok=True)
     index = json.loads((out / "index.json").read_text())
     for name in index["shards"]:

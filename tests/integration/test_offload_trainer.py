@@ -17,7 +17,7 @@ CLOCK = ("second", "time", "memory/")  # in the names of what no two runs have i
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(weights, log) of a run with and of one without it: PPO and PIPO with moments of its own, two checkpoints."""
+    """(weights, log) of a run with offloading and of one without: PPO and PIPO with own moments, two checkpoints."""
     found = []
     for offload in (False, True):
         folder = tmp_path_factory.mktemp("offload")

@@ -45,7 +45,7 @@ OTHERS = {
 
 
 def recipe_of(folder, sections):
-    """The tiny recipe with nothing of its own algorithm left."""
+    """The tiny recipe without its own algorithm's options."""
     sections = {name: dict(value) for name, value in sections.items()}
     sections["rollout"] = {"prompts_per_step": 4, "max_response_tokens": 2} | sections.get("rollout", {})
     path = write_recipe(folder, **{k: v for k, v in sections.items() if k != "algorithm"})
@@ -79,7 +79,7 @@ def test_the_cheap_variants_run(name, tmp_path):
 
 
 def test_a_step_says_when_its_groups_run_out(tmp_path):
-    """One round does not give DAPO four groups with unequal rewards here."""
+    """Here one round does not give DAPO four groups with unequal rewards."""
     sections = CLOSED["dapo"] | {"algorithm": {"name": "dapo", "max_rounds": 1}}
     status, output = train(recipe_of(tmp_path, sections), "run.steps=2")
     assert status == 0, output[-3000:]

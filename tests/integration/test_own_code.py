@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recipe(folder):
-    """With paths, so that it does not matter where the test is started."""
+    """A recipe with absolute paths, so the test's working directory does not matter."""
     path = write_recipe(
         folder,
         run={"steps": 3},

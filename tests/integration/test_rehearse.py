@@ -70,7 +70,7 @@ MODELS = {
 
 @pytest.fixture
 def rehearse(tmp_path, capsys):
-    """(exit status, what was printed, what went to stderr, stages as in --json)"""
+    """(exit status, stdout, stderr, stages as in --json)."""
 
     def run(recipe, model, gpus, *arguments):
         folder = tmp_path / model
@@ -86,7 +86,7 @@ def rehearse(tmp_path, capsys):
 
 
 def of_group(stage, phase, group):
-    """{collective: (calls, bytes)} of a phase in a group."""
+    """{collective: (calls, bytes)} of a phase in one process group."""
     found = {}
     for row in stage["found"]["links"]:
         if row[0] == phase and row[3].startswith(group):
@@ -118,7 +118,7 @@ def test_a_whole_step_of_ppo_with_pipo_over_two_stages(rehearse):
 
 
 def check_waits(stage):
-    """The host waits for the device at most ten times for each micro-batch, whatever the number of layers."""
+    """The host waits for the device at most ten times per micro-batch, for any number of layers."""
     stage = report.Stage(stage["number"], 1, 1, stage["rank"], stage["found"])
     found = {phase: report.waits(stage, phase)[0] for phase in stage.found["micro_batches"]}
     assert found and max(found.values()) <= 10, (found, stage.found["waits"])
@@ -227,7 +227,7 @@ PARTS = {
 
 
 def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
-    """The plan's bytes beside the training phase's peak, for the tokens of the largest micro-batch."""
+    """Compares the plan's bytes with the training phase's peak, for the tokens of the largest micro-batch."""
     options = load(EXAMPLES / recipe, [f"model.path={model_folder}", "model.initialise=random", *overrides])
     s, layout, number = Sizes.read(model_folder), Layout.of(options.megatron, gpus), stage["number"]
     state = state_of(options, s, layout, number)
@@ -288,7 +288,7 @@ MANY = {  # model, ranks, layout, the stage that is rehearsed, from 0
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_many_gpus(tmp_path, name):
-    """One micro-batch on the last stage and as many as are under way on the first."""
+    """Rehearses one micro-batch on the last stage, and as many as are in flight on the first."""
     model, gpus, layout, number = MANY[name]
     options = [
         f"megatron.{key}_{'' if key in ('context', 'expert_tensor') else 'model_'}parallel_size={size}"
@@ -305,7 +305,7 @@ def test_many_gpus(tmp_path, name):
 
 
 def one_stage(folder, recipe, model, gpus, options, number, device="h200"):
-    """As in --json. `folder` gets the model's config.json."""
+    """The stage as in --json. `folder` gets the model's config.json."""
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     command = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", *options]
     args = parse([*command, "--gpus", str(gpus), "--device", device])

@@ -43,7 +43,7 @@ def opened(report):
 
 @pytest.fixture
 def browser(opened):
-    """With nothing to complain of, before and after."""
+    """A browser with an empty console before and after the test."""
     assert opened.console() == []
     yield opened
     assert opened.console() == []

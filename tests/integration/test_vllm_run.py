@@ -11,8 +11,8 @@ from tests.integration.tiny import metrics, train, write_recipe
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_canary(tmp_path, workers):
-    """What the trainer computes of the engine's tokens is what the engine said of them, temperature included, and the
-    policy stays the reference; two ranks, whose model is split in two. They have an engine each, or are one."""
+    """The trainer's log-probs of the engine's tokens equal the engine's, temperature included, and the policy stays the
+    reference. Two ranks split the model and have one engine each, or one together."""
     recipe = write_recipe(
         tmp_path,
         run={"steps": 3},

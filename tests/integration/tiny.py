@@ -61,7 +61,7 @@ def write_data(path: Path, rows: int) -> None:
 
 
 def write_recipe(folder: Path, **sections: dict) -> Path:
-    """The tiny recipe with a model folder beside it; keyword arguments are merged into its sections."""
+    """Write the tiny recipe and a model folder next to it; keyword arguments are merged into its sections."""
     recipe = {name: dict(value) if isinstance(value, dict) else value for name, value in RECIPE.items()}
     for name, value in sections.items():
         recipe[name] = recipe.get(name, {}) | value if isinstance(value, dict) else value
@@ -86,7 +86,7 @@ def start(
     stdout: int | IO = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.Popen:
-    """`megatron-rft train`, in a process group of its own: from the fork server, or as a user starts it."""
+    """`megatron-rft train` in its own process group, from the fork server or in a new interpreter."""
     return (Forked if forked else subprocess.Popen)(
         [sys.executable, *program, command, str(recipe), *arguments],
         env=os.environ | ENVIRONMENT | environment,
@@ -98,7 +98,7 @@ def start(
 
 
 def train(recipe: Path, *arguments: str, timeout: float = 900, **named) -> tuple[int, str]:
-    """Exit status and what was printed."""
+    """Exit status and output."""
     process = start(recipe, *arguments, **named)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -109,14 +109,14 @@ def train(recipe: Path, *arguments: str, timeout: float = 900, **named) -> tuple
 
 
 def kill(process: subprocess.Popen) -> None:
-    """-9, with all that it started in its group; it may have ended."""
+    """Kill the process group with -9; the process may already have ended."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = 600) -> bool:
-    """Whether `condition` came, before `process` ended."""
+    """Whether `condition` became true before `process` ended."""
     deadline = time.monotonic() + seconds
     while True:
         ended = process is not None and process.poll() is not None  # before the condition: it may be its last act
@@ -129,7 +129,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None =
 
 
 def freeze(process: subprocess.Popen) -> bool:
-    """Stop it where it is, until SIGCONT; False where it has ended."""
+    """Stop the process until SIGCONT. Returns False if it has ended."""
     if process.poll() is not None:
         return False
     os.kill(process.pid, signal.SIGSTOP)

@@ -54,7 +54,7 @@ def different(pairs, expected):
 
 
 def case(hf_config, layout, folder, expected):
-    """How many tensors differ: (as ranks load them, as conversion reads what ranks saved)."""
+    """The numbers of tensors that differ: (as ranks load them, as conversion reads what ranks saved)."""
     written = fresh(folder / "written")
     if dist.get_rank() == 0:
         MegatronWriter(written, hf_config, layout.get("tp", 1), file_bytes=50_000).write(expected.__getitem__)

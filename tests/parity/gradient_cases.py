@@ -53,8 +53,8 @@ def model_config(mixture: bool = False) -> Qwen3Config | Qwen3MoeConfig:
 
 
 def mini_batch(starved: bool = False) -> Batch:
-    """Twelve ragged responses to four prompts, a third of them without a context, and seven refined ones. Starved: one
-    token of one response counts."""
+    """Twelve ragged responses to four prompts, a third of them without a context, and seven refined ones. Starved: only
+    one token of one response has mask 1."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(low: int, high: int) -> list[list[int]]:
@@ -95,7 +95,7 @@ LOSSES: dict[str, PolicyObjective] = {
 
 
 def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, float]]]:
-    """By loss, "ppo" and "ppo value" apart: (HF name -> gradient, what was logged)."""
+    """By loss, with "ppo" and "ppo value" separate: (HF name -> gradient, logged metrics)."""
     options = {KEYS[k]: v for k, v in case.items() if k in KEYS}
     if "recompute" in case:
         options |= RECOMPUTE[case["recompute"]]
@@ -131,13 +131,13 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
 
 
 def with_value_head(lookup: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """A head of zeros would pass no gradient on."""
+    """Give the value head nonzero weights, so that gradients pass."""
     head = torch.randn(1, model_config().hidden_size, generator=torch.Generator().manual_seed(5))
     return lambda name: head if name == "value_head.weight" else lookup(name)
 
 
 def frozen_weights(actor: Actor) -> list[torch.Tensor]:
-    """Those of another model."""
+    """The weights of another model."""
     actor.load(weights.random_tensors(actor.hf_config, seed=4))
     frozen = actor.snapshot()
     actor.load(weights.random_tensors(actor.hf_config, seed=3))
@@ -145,7 +145,8 @@ def frozen_weights(actor: Actor) -> list[torch.Tensor]:
 
 
 def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tensor]) -> Batch:
-    """All that an objective may need of the models; the old log-probs a little off, as after some steps."""
+    """The batch with all model outputs that objectives may need; the old log-probs differ a little, as after some
+    steps."""
     actor, noise = actors["actor"], batch.tokens["noise"]
     now = actor.outputs(batch, LOGPROBS)["logprobs"]
     values = actors["critic"].outputs(batch, frozenset({"values"}))["values"]

@@ -69,7 +69,7 @@ PACKED, PADDED = (36, 40, 8, 24), (3, 24)
 
 
 def section(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=None, sp=False, **extra):
-    """A `megatron` section."""
+    """A section `megatron`."""
     return SimpleNamespace(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -89,7 +89,7 @@ def section(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=None, sp=False, **extra):
 
 
 def own_tensors(hf_config):
-    """Weights large enough that a wrong one shows: logits of order 10."""
+    """Weights large enough for logits of order 10, so that a wrong weight shows."""
     generator = torch.Generator().manual_seed(1)
     for name, shape in hf_shapes(hf_config).items():
         noise = torch.randn(shape, generator=generator)
@@ -121,7 +121,7 @@ def reference(path, packed, padded):
 
 
 def inputs(packed, padded):
-    """What this rank feeds: (ids, position ids, packed_seq_params, positions held)."""
+    """This rank's inputs: (ids, position ids, packed_seq_params, positions held)."""
     size, rank = parallel.cp_size(), parallel.cp_rank()
     ends = torch.tensor([0, *PACKED]).cumsum(0)
     held = zigzag(torch.tensor(PACKED), size, rank)
@@ -145,7 +145,7 @@ def logits_of(hidden, chunk, vocab_size):
 
 @torch.no_grad()
 def run(chunks, batches, last_stage):
-    """The pipeline schedule, forward only: what `last_stage(hidden, held)` gave for each micro-batch."""
+    """Run the pipeline schedule forward. Returns the results of `last_stage(hidden, held)` for each micro-batch."""
 
     def forward_step(data, chunk):
         ids, positions, params, held = next(data)
@@ -168,7 +168,7 @@ def run(chunks, batches, last_stage):
 
 
 def difference(found, expected):
-    """The largest over both micro-batches and all ranks of the last stage, known to all."""
+    """The largest difference over both micro-batches and all ranks of the last stage, on every rank."""
     worst = torch.zeros(())
     if parallel.is_last_stage():
         packed, padded = found
@@ -190,7 +190,7 @@ def export_differences(chunks, hf_config, folder):
 
 
 def reloads(path, hf_config, folder):
-    """Does transformers find nothing missing in what `save_folder` wrote, and the same tensors?"""
+    """Whether transformers loads the folder of `save_folder` without missing tensors and with equal ones."""
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
     clean = not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     same = torch.equal(model.model.norm.weight, folder("model.norm.weight"))
@@ -219,7 +219,7 @@ def policy(family, name, layout, path, ids, logits):
 
 
 def critic(family, name, layout, path, ids, hidden):
-    """Values are the last hidden states times `score.weight`, whatever the layout."""
+    """Checks that values equal the last hidden states times `score.weight` in any layout."""
     hf_config = FAMILIES[family]
     folder = weights.open_folder(path, hf_config)
     score = torch.randn(1, hf_config.hidden_size, generator=torch.Generator().manual_seed(3))

@@ -18,12 +18,12 @@ EVERYTHING = os.environ.get("MEGATRON_RFT_PARITY") == "all"  # also what takes m
 
 
 def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 1200) -> str:
-    """What the ranks printed. Fails with the end of it when a rank fails, or when `timeout` seconds have passed."""
+    """The ranks' output. Fails with the end of the output if a rank fails or `timeout` seconds have passed."""
     return finished(Forked, [sys.executable, __file__, str(nproc), str(script), *map(str, args)], timeout)
 
 
 def torchrun(script: str | Path, nproc: int, *args: object, timeout: float = 1200) -> str:
-    """The same under torchrun."""
+    """The same with torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)]
     return finished(subprocess.Popen, [*command, *map(str, args)], timeout)
 

@@ -49,7 +49,7 @@ def recipe_of(layout, precision, distributed, **more):
 
 
 def storages(tensors):
-    """Bytes of the memory behind some tensors, each block once."""
+    """Bytes of the memory of some tensors, counting each block once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -28,7 +28,7 @@ OBJECTIVES = {name: made(name) for name in OFFLINE} | {
 
 
 class Case:
-    """The model under one layout, with a reference beside it."""
+    """The model in one layout, and a reference."""
 
     def __init__(self, options: dict[str, int]):
         megatron = Megatron(

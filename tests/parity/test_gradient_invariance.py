@@ -49,7 +49,7 @@ CASES = {  # world size -> layouts; those that write are what the others are com
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict[str, dict]]:
-    """layout -> loss -> how far it is from the reference."""
+    """layout -> loss -> difference from the reference."""
     reference, found = tmp_path_factory.mktemp("gradients") / "reference", defaultdict(dict)
     for ranks, cases in CASES.items():
         output = run_ranks(SCRIPT, ranks, reference, *cases)

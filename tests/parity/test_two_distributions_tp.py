@@ -20,7 +20,7 @@ def problem(tokens):
 
 
 def measured(tensors, targets, pulls, **options):
-    """All values, and the gradients of a weighted sum of those that have one."""
+    """All values, and the gradients of a weighted sum of the differentiable ones."""
     hidden, weight, *other = (t.detach().clone() for t in tensors)
     hidden.requires_grad_(), weight.requires_grad_()
     found = compare(hidden, weight, *other, targets, names=NAMES, temperature=0.8, extrapolation=2.0, **options)

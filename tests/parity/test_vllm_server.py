@@ -46,7 +46,7 @@ def family(pid: int) -> list[int]:
 
 
 def assert_equal(server, seed: int, version: int) -> None:
-    """To transformers with the same weights, greedily, in fp32."""
+    """Asserts that answers equal transformers' with the same weights, greedily, in fp32."""
     local = HFEngine(CONFIG)
     local.load_weights(weights(seed).items(), version)
     expected = {group.id: group.responses for group in local.generate(REQUESTS, GREEDY)}
@@ -60,13 +60,13 @@ def assert_equal(server, seed: int, version: int) -> None:
 
 
 def running(server: ServerEngine) -> float:
-    """How many responses it is at."""
+    """The number of responses that the server is generating."""
     (count,) = re.findall(r"^vllm:num_requests_running\S* (\S+)$", server._text("GET", "/metrics"), re.MULTILINE)
     return float(count)
 
 
 def killing(stream, pid: int):
-    """The stream, in the middle of which a process is killed."""
+    """The stream; a process is killed in its middle."""
     for number, pair in enumerate(stream):
         if number == 5:
             os.kill(pid, signal.SIGKILL)
@@ -163,7 +163,7 @@ def test_nobody_there():
 @pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_vllm_in_a_process_of_its_own(tmp_path):
-    """The same answers, and new weights in the middle of them."""
+    """The answers are the same, also after new weights in the middle of them."""
     options = {"max_model_len": 2048, "max_batch_sequences": 64}
     build = partial(VLLMEngine, CONFIG, torch.float32, "cpu", **options)
     engine = EngineProcess(build, "engine process 0", tmp_path / "log", 300, 120, {"OMP_NUM_THREADS": "1"})

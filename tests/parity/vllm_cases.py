@@ -68,7 +68,7 @@ def requests():
 
 @torch.no_grad()
 def compare(model, engine):
-    """(tokens that are not transformers', largest difference of log-probs)."""
+    """(number of tokens that differ from transformers', largest difference of log-probs)."""
     asked = requests()
     found = {group.id: group.responses[0] for group in engine.generate(asked, Sampling(TOKENS, temperature=0))}
     whole = [torch.tensor(request.prompt_ids + found[request.id].token_ids) for request in asked]
@@ -135,7 +135,7 @@ def case(placement, family, tied, root):
 
 
 def notice_a_worker_that_differs(engine, sent):
-    """In a norm, which both have, and in its part of a matrix."""
+    """One worker differs in a norm, which both have, and in its part of a matrix."""
     before = engine.checksums()
     assert before == {name: checksum(tensor) for name, tensor in sent.items()}
     if parallel.rank() == 1:
@@ -151,8 +151,7 @@ def notice_a_worker_that_differs(engine, sent):
 
 @torch.no_grad()
 def rounded_in_parts(hf_config, model, views, sent):
-    """FP8 weights, of which each worker has its part: close to the exact model; and what one worker alone has wrong is
-    noticed by both."""
+    """FP8 weights in parts on two workers are close to the exact model, and both workers notice an error in one."""
     sent = {name: (tensor * (0.4 if "proj" in name else 1)).bfloat16() for name, tensor in sent.items()}
     for name, values in sent.items():
         views[name].copy_(values)

@@ -26,7 +26,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a user who has set up his shell: account, partition, and the Python that runs the tests."""
+        """A user's environment: account, partition, and the Python that runs the tests."""
         mine = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "LAUNCH"))}
         return mine | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
@@ -40,7 +40,7 @@ class Cluster:
         }
 
     def run(self, *command: object, timeout: float = 400, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
-        """Exit status and all that was printed."""
+        """Exit status and output."""
         process = self.start(*command, cwd=cwd, **variables)
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -67,13 +67,14 @@ class Cluster:
 
     @property
     def jobs(self) -> set[int]:
-        """All that Slurm still knows of, ended ones too. What only the later of two looks has was submitted between."""
+        """All jobs that Slurm knows, also ended ones. Jobs in the second of two lists only were submitted in
+        between."""
         status, output = self.run("squeue", "-h", "-t", "all", "-o", "%A")
         assert status == 0, output
         return {int(number) for number in output.split()}
 
     def lose_node(self, number: int, job: "SlurmJob") -> None:
-        """As when its power fails: the daemon and all that runs there are gone without a word."""
+        """Kill the daemon and everything on the node, as in a power failure."""
         daemon = int((self.folder / f"slurmd.n{number}.pid").read_text())
         tasks = job.processes(SLURMD_NODENAME=f"n{number}", SLURM_STEP_ID="0")
         steps = set()
@@ -115,7 +116,8 @@ class SlurmJob:
         return path.read_text() if path.exists() else ""
 
     def wait(self, seconds: float = 600) -> str:
-        """Until it has ended, for good; its last state. A requeued job need not sit out Slurm's two minutes."""
+        """Wait until the job has ended for good. Returns its last state. A requeued job need not wait Slurm's two
+        minutes."""
         deadline = time.monotonic() + seconds
         while (state := self.state) not in ENDED:
             self.release()
@@ -148,7 +150,7 @@ class SlurmJob:
         return (self.folder / f"start_{start}" / "stop").exists()
 
     def processes(self, **variables: str) -> list[int]:
-        """Ids of the job's processes with these environment variables; all nodes are this machine, which may have
+        """Ids of the job's processes with these environment variables. All nodes are this machine, which may have
         another cluster with a job of this number."""
         own = {"SLURM_JOB_ID": self.number, "SLURM_CONF": self.cluster.folder / "slurm.conf"}
         wanted = {f"{k}={v}".encode() for k, v in (own | variables).items()}
@@ -160,7 +162,7 @@ class SlurmJob:
         return found
 
     def wait_until_gone(self, seconds: float = 180) -> None:
-        """Slurm names a job's last state before the last of its processes is gone."""
+        """Wait for the job's processes: Slurm reports a job's last state before the last of them has ended."""
         deadline = time.monotonic() + seconds
         while left := self.processes():
             assert time.monotonic() < deadline, f"job {self.number} has left processes behind: {left}"
@@ -179,7 +181,8 @@ class SlurmJob:
 
 
 def tiny_keys(folder: Path, **more: object) -> list[str]:
-    """What makes a recipe of examples/pipo a run of seconds on CPUs, with the model of tests/integration/tiny."""
+    """Overrides that make a recipe of examples/pipo a run of seconds on CPUs, with the model of
+    tests/integration/tiny."""
     if not (folder / "model").exists():
         write_recipe(folder)
     keys = {
@@ -206,7 +209,7 @@ def tiny_keys(folder: Path, **more: object) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
+    """The first of this many consecutive free ports."""
     for first in range(16817, 19000, 10):
         sockets = [socket.socket() for _ in range(count)]
         try:

@@ -29,7 +29,7 @@ def nemo():
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Where and as whom, and the run's own Python on every node."""
+    """The cluster, the user and the Python of every node."""
     found = ["--account", "tests", "--partition", "batch", "--workspace", tmp_path / "shared", "--time", "01:00:00"]
     return [*found, "--setup", f"export PATH={Path(sys.executable).parent}:$PATH"]
 
@@ -79,7 +79,7 @@ def test_an_unknown_recipe(cluster, nemo):
 
 @pytest.mark.slow
 def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, slurm, tmp_path):
-    """The script that NeMo-Run generates puts the job back into the queue as those in launch/ do."""
+    """The script that NeMo-Run generates requeues the job like those in launch/."""
     keys = tiny_keys(tmp_path, run__steps=60, checkpoint__every=10, run__output_dir=tmp_path / "run", **LAYOUT)
     before = cluster.jobs
     process = cluster.start(*nemo, *slurm, "--nodes", 2, "--nproc", 1, *keys)
@@ -103,7 +103,7 @@ def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, sl
 
 
 def submitted(cluster, before: set[int], workspace: Path) -> SlurmJob:
-    """The one new job. NeMo-Run's imports alone take 5 to 15 seconds before it submits."""
+    """The one new job. NeMo-Run's imports take 5 to 15 seconds before it submits."""
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         for number in cluster.jobs - before:
@@ -125,8 +125,8 @@ def test_on_this_machine(cluster, nemo, tmp_path):
 
 @pytest.fixture(scope="module")
 def ssh(cluster, tmp_path_factory):
-    """A login node at the other end of ssh: an sshd with keys of its own, whose sessions find Slurm. With what goes on
-    the command line, and the variables of a laptop that finds no Slurm and knows the host."""
+    """A login node behind ssh: an sshd with its own keys, whose sessions find Slurm. Returns the command-line
+    arguments, and the variables of a laptop that has no Slurm and knows the host."""
     missing = [name for name in ("sshd", "ssh", "ssh-keygen", "rsync") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: tools/one_machine_slurm/install.sh installs them (Debian, Ubuntu)")
@@ -157,7 +157,8 @@ def ssh(cluster, tmp_path_factory):
 
 
 def log_in(client: Path, port: int, key: Path) -> str | None:
-    """Once the daemon listens; None when it works, else what ssh says. A locked root account is let in by no key."""
+    """Wait until the daemon listens. Returns None if a login works, else ssh's message: a locked root account accepts
+    no key."""
     command = [client, "-o", "BatchMode=yes", "-p", str(port), "-i", key, "root@127.0.0.1", "true"]
     for _ in range(50):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
@@ -170,8 +171,8 @@ def log_in(client: Path, port: int, key: Path) -> str | None:
 @pytest.mark.slow
 class TestThroughSsh:
     def test_a_sweep_in_containers_of_which_one_job_fails(self, cluster, nemo, slurm, ssh, tmp_path):
-        """The code goes there, the jobs are submitted and watched from here, and the exit status is theirs. In their
-        containers both see the workspace and write their runs there."""
+        """The code is copied to the cluster, the jobs are submitted and watched from here, and their exit status is
+        returned. In their containers both jobs see the workspace and write their runs there."""
         image = tmp_path / "image.sqsh"
         image.touch()
         setup = slurm[-1] + "\ncase $SLURM_JOB_NAME in *seed_2*) exit 7 ;; esac"

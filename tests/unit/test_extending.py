@@ -93,7 +93,7 @@ algorithm: {name: median, kl_coefficient: 0.0}
 
 @pytest.fixture
 def package(tmp_path) -> Path:
-    """A copy of the package in tmp_path, which a process started there imports."""
+    """A copy of the package in tmp_path, which processes started there import."""
     shutil.copytree(ROOT / "megatron_rft", tmp_path / "megatron_rft", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "megatron_rft"
 
@@ -180,7 +180,7 @@ def add_line(table: Path, after: str, line: str) -> None:
 
 
 def command(folder: Path, *arguments: str) -> str:
-    """The command line of the copy, in `folder`; its output."""
+    """Run the copy's command line in `folder`. Returns its output."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
     line = [sys.executable, "-m", "megatron_rft", *arguments]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
@@ -189,7 +189,7 @@ def command(folder: Path, *arguments: str) -> str:
 
 
 def write_model(folder: Path, config: PreTrainedConfig | None = None) -> None:
-    """A model of no skill with the tokenizer of the arithmetic task."""
+    """An untrained model with the tokenizer of the arithmetic task."""
     arithmetic.write_model_folder(folder, num_hidden_layers=1)
     config = config or AutoConfig.from_pretrained(folder)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -114,7 +114,7 @@ def test_imports_go_downwards():
 
 
 def test_no_two_files_import_each_other():
-    """A package's __init__, which its files are below of, does not count as a file that they import."""
+    """A package's __init__ does not count as imported by the files of the package."""
     used = {module_of(path): imported_modules(path) for path in MODULES if path.name != "__init__.py"}
     pairs = {tuple(sorted((a, b))) for a, others in used.items() for b in others if a in used.get(b, ())}
     assert not pairs, "\n".join(f"{a} <-> {b}" for a, b in sorted(pairs))

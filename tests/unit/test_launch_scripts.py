@@ -39,7 +39,7 @@ def test_the_server_s_nodes_are_asked_for_in_the_same_name(tmp_path, whose):
 
 
 def test_a_recipe_is_planned_with_vllm_elsewhere(tmp_path):
-    """And a key for the servers alone goes into no plan of the training."""
+    """A key for the servers alone is not part of the training's plan."""
     lines = submit(tmp_path, ["--gpus-per-node=8", "serve:vllm.block_size=16"], LAUNCH_SERVER="vllm")
     (plan,) = [line for line in lines if " plan " in line]
     assert plan.endswith("run.seed=1 rollout.placement=server rollout.servers=[http://SERVER_HOST:8000]")

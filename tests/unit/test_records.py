@@ -56,7 +56,7 @@ def with_contexts() -> Batch:
 
 
 def test_in_context_the_same_responses_have_other_prompts():
-    """Where there is no context the prompt stays."""
+    """Without a context the prompt stays."""
     other = with_contexts().in_context()
     assert other.prompt_ids.tolist() == [7, 7, 7, 3, 8] and other.prompt_lens.tolist() == [3, 1, 1]
     assert other.response_ids.tolist() == [10, 11, 12, 13] and other.context_ids is None

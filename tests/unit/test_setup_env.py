@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "setup_env.sh"
 
 
 def python_that_notes(folder):
-    """A Python in `folder`/bin that appends its arguments to `folder`/log, a line for each call."""
+    """A Python in `folder`/bin that appends the arguments of each call to `folder`/log."""
     python = folder / "bin" / "python"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\necho "$@" >> {folder}/log\n')
@@ -18,7 +18,7 @@ def python_that_notes(folder):
 
 
 def source(folder, what, script='set -euo pipefail; . "$0" "$1"; . "$0" "$1"'):
-    """Source the script with `what` as its argument, where the environment in `folder` is active."""
+    """Source the script with the argument `what`, with the environment in `folder` active."""
     command = ["bash", "-c", script, str(SCRIPT), what]
     environment = os.environ | {"VIRTUAL_ENV": str(folder)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -73,7 +73,7 @@ def test_one_environment_is_of_one_kind(tmp_path):
 
 
 def test_a_cpu_build_of_torch_is_refused_in_a_gpu_environment(tmp_path):
-    """An index of CPU builds in pip's settings wins over the usual one."""
+    """An index of CPU builds in pip's settings overrides the usual one."""
     python_that_notes(tmp_path)
     (tmp_path / "bin/python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')
     done = source(tmp_path, "gpu")
@@ -81,7 +81,7 @@ def test_a_cpu_build_of_torch_is_refused_in_a_gpu_environment(tmp_path):
 
 
 def test_what_was_installed_once_is_there_whatever_came_later(tmp_path):
-    """Also where there is no network any more."""
+    """Also without a network."""
     python_that_notes(tmp_path)
     for extras in ("cpu,test", "cpu,wandb", "cpu,test", "cpu,wandb", "cpu"):
         assert source(tmp_path, extras, 'set -euo pipefail; . "$0" "$1"').returncode == 0
@@ -89,7 +89,7 @@ def test_what_was_installed_once_is_there_whatever_came_later(tmp_path):
 
 
 def test_a_failure_leaves_the_shell_without_the_lock(tmp_path):
-    """It is sourced: a person's shell would keep every other one waiting."""
+    """The script is sourced: a user's shell would otherwise block all others."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("#!/bin/sh\nexit 7\n")

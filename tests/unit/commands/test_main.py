@@ -59,7 +59,7 @@ def rank_command(code: str, out: Path) -> list[str]:
 
 
 def start_launcher(code: str, out: Path) -> subprocess.Popen:
-    """A launcher of two ranks in a process of its own, once both ranks have written their pids."""
+    """A launcher of two ranks in its own process; returns once both ranks have written their pids."""
     process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(out), *rank_command(code, out)])
     wait_until(lambda: all((out / f"pid_{rank}").exists() and (out / f"pid_{rank}").read_text() for rank in (0, 1)))
     return process
@@ -144,7 +144,7 @@ class TestWords:
         assert f"is a script now: python examples/figures.py {command} RUN ... --out FILE" in capsys.readouterr().err
 
     def test_a_full_disk(self, capsys, monkeypatch):
-        """Whichever command met it. /dev/full is one."""
+        """/dev/full stands for a full disk, for every command."""
         monkeypatch.setattr(doctor, "run", lambda _args: Path("/dev/full").write_text("x" * 10))
         assert main.main(["doctor"]) == 3
         assert capsys.readouterr().err.startswith("error: the disk is full. Free some space")
@@ -197,7 +197,7 @@ class TestWords:
         }
 
     def test_doctor_imports_transformer_engine(self, tmp_path, monkeypatch):
-        """Its core package alone is found, and cannot be imported."""
+        """Only its core package is found, and importing it fails."""
         from megatron_rft.commands import doctor
 
         for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
@@ -285,7 +285,7 @@ class TestOneProcess:
 
 @pytest.fixture
 def patient(monkeypatch):
-    """For ranks that all end by themselves, however long they take to start."""
+    """A limit for ranks that all end by themselves, however slowly they start."""
     monkeypatch.setattr(ranks, "EXIT_TIMEOUT_S", 300)
 
 
@@ -333,7 +333,7 @@ class TestRanks:
         assert process.wait(timeout=300) == ranks.STOPPED
 
     def test_a_signal_between_two_starts_reaches_those_that_start_later(self, tmp_path, monkeypatch):
-        """They would else wait for those that have stopped."""
+        """Otherwise they would wait for ranks that have stopped."""
         start = ranks._start
 
         def start_and_signal(*arguments):

@@ -38,7 +38,7 @@ SHAPE = dict(
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Path of a minimal RL recipe, with a model folder beside it."""
+    """Path of a minimal RL recipe, in a folder with a model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
     (tmp_path / "model" / "model.safetensors").touch()
@@ -49,7 +49,7 @@ def recipe(tmp_path):
 
 
 def refusal(recipe: Path, *overrides: str, world_size: int | None = None) -> str:
-    """What the user is told."""
+    """The error message."""
     with pytest.raises(UserError) as caught:
         loaded = load(recipe, list(overrides))
         if world_size:
@@ -100,7 +100,7 @@ class TestLoading:
 
     @pytest.mark.parametrize("path", ON_HUB, ids=lambda path: str(path.relative_to(EXAMPLES)))
     def test_examples_have_a_plan(self, path):
-        """On eight ranks, without the network: what is on the hub is not asked for yet."""
+        """On eight ranks, without the network: hub models need not be present."""
         assert "constraint:" in str(check(load(path), world_size=8)) or load(path).constraint.kind == "none"
 
     @given(
@@ -219,7 +219,7 @@ class TestPassthrough:
 
 class TestPlan:
     def test_shared_prompts(self, recipe):
-        """A prompt of up to 512 tokens and 8 responses of up to 128, and a group that is cut."""
+        """A prompt of up to 512 tokens and 8 responses of up to 128, and a group that is split."""
         sizes = ["data.max_prompt_tokens=512", "rollout.group_size=8", "rollout.max_response_tokens=128"]
 
         def line(*overrides: str, ranks: int = 1) -> str:

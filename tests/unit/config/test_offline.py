@@ -19,7 +19,7 @@ def write_model(folder):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a recipe of one trainer, beside a model and a whole store."""
+    """Writes a recipe of one trainer, in a folder with a model and a complete store."""
     write_model(tmp_path / "model")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "index.json").touch()

@@ -140,7 +140,7 @@ def test_every_algorithm_has_a_plan(recipe, name):
     ],
 )
 def test_a_constraint_says_what_the_kl_is(recipe, tmp_path, constraint, kl):
-    """And a recipe that was written out says the same."""
+    """A recipe that was written out gives the same."""
     loaded = load(recipe, [f"constraint={constraint}"])
     assert (loaded.algorithm.kl_coefficient, loaded.algorithm.kl_in) == kl
     (tmp_path / "dumped.yaml").write_text(dump(loaded))
@@ -172,7 +172,7 @@ def test_templates_without_their_fields(recipe, tmp_path, text, words):
 
 
 def test_what_the_refiners_and_sdpos_new_options_allow(recipe):
-    """Each has an effect with these others."""
+    """Each option has an effect in this combination."""
     for overrides in (
         ["algorithm.name=dapo", "constraint={kind: dynamic, eta: 0.1, agreeing: true}"],
         ["constraint={kind: dynamic, eta: 0.1, mode: loss, per: pairs}"],

@@ -33,7 +33,7 @@ FAMILIES = {
 
 
 def write(path, hf_config, dtype=torch.bfloat16):
-    """An HF folder with a number of its own in every cell, and a tokenizer and a chat template."""
+    """An HF folder with a different number in every cell, a tokenizer and a chat template."""
     writer, first = FolderWriter(path), 0
     for name, shape in hf_shapes(hf_config).items():
         count = torch.Size(shape).numel()
@@ -157,7 +157,7 @@ def test_a_file_that_would_run_code(megatron):
 
 
 class Attribute:
-    """Is written as Python up to 3.11.3 writes a member of an enumeration."""
+    """Pickled like a member of an enumeration by Python up to 3.11.3."""
 
     def __init__(self, *of_what):
         self.of_what = of_what

@@ -16,7 +16,7 @@ from megatron_rft.utils.errors import DataError
 
 @pytest.fixture
 def adapt(tmp_path):
-    """One raw row through an adapter, by way of a file."""
+    """The row that an adapter makes of one raw row, read from a file."""
 
     def one(adapter: str, name: str = "rows.jsonl", **row):
         path = tmp_path / name

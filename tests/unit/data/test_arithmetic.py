@@ -7,7 +7,7 @@ from megatron_rft.utils.errors import DataError
 
 
 def check_steps(row) -> int:
-    """The number of wrong steps in a row's work, whose steps must be the question's, each from the last value."""
+    """The number of wrong steps in a row's work. The steps must be the question's, each from the last value."""
     start, *asked = re.split(r" \(\d\) ", row["question"].removeprefix("Start with "))
     first, *done = re.split(r" \(\d\) ", row["answer"].partition("\n")[0])
     assert first == start and len(asked) == len(done) == row["level"]
@@ -38,7 +38,7 @@ def test_demonstrations_slip_at_the_stated_rate():
 
 
 def test_hinted_problems_are_worked_better():
-    """Half of each level comes after its right work; of the others about half lack the last step."""
+    """Half of each level follow their right work; of the others about half lack the last step."""
     rows = arithmetic.rows("hinted", 2000)
     hinted = [row for row in rows if "####" in row["question"]]
     assert [sum(row["level"] == level for row in hinted) for level in arithmetic.LEVELS] == [250] * 4
@@ -54,7 +54,7 @@ def test_hinted_problems_are_worked_better():
 
 
 def test_refining_is_worked_from_what_is_given():
-    """Half of the problems come with work, most of it wrong or unfinished, and are then worked right."""
+    """Half of the problems have work, most of it wrong or unfinished, and then the right work."""
     rows = arithmetic.rows("refining", 2000)
     refining = [row for row in rows if row["question"].endswith("\nRefine:")]
     assert [sum(row["level"] == level for row in refining) for level in arithmetic.LEVELS] == [250] * 4

@@ -40,7 +40,7 @@ def test_of_something_else(tmp_path, fact):
 
 
 def test_half_written(tmp_path):
-    """Without an index there is no cache; what a killed writer left is cleared away in time."""
+    """Without an index there is no cache; the files of a killed writer are removed."""
     folder = tmp_path / "cache"
     Writer(folder).add(torch.zeros(3, 6))
     with pytest.raises(DataError, match="is no whole cache"):

@@ -44,7 +44,7 @@ FILES = {
 
 
 class Letters:
-    """A tokenizer of one token a character: the real ones are not needed to see that a prompt can be written."""
+    """A tokenizer with one token per character."""
 
     chat_template = None
     eos_token_id = 0

@@ -12,7 +12,7 @@ GOOD = b'{"q": "1+1?", "a": 2}\n'
 
 
 def test_types_are_those_of_the_file(tmp_path):
-    """No schema over all rows: no filled fields, no 1.0 for 1, no dates, no text of mixed types."""
+    """Rows share no schema: no added fields, no 1.0 for 1, no dates, no mixed types as text."""
     rows = [{"a": 1}, {"a": 1.5, "b": "2024-01-01T00:00:00"}, {"a": "x"}, {"a": {"y": None}}, {"a": 10**30}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "b.json").write_text(json.dumps(rows))

@@ -147,7 +147,7 @@ def test_no_problems():
 
 
 class Tiers:
-    """Partial rewards, and beside them whether the answer counts."""
+    """Partial rewards, with a separate verdict whether the answer is correct."""
 
     def __call__(self, prompts, texts):
         return [Score(4.0, correct=True) if prompt.index % 2 else Score(-0.3, correct=False) for prompt in prompts]

@@ -44,7 +44,7 @@ def finished(folder, accuracy: float) -> None:
 
 @pytest.fixture
 def made(tmp_path):
-    """Two arms of two rates; the better one is 2 for the base and 1 for the other. No run is missing."""
+    """Two arms with two rates; the better rate is 2 for the base and 1 for the other. No run is missing."""
     arms = [study.Arm("base", tmp_path, (1, 2)), study.Arm("more", tmp_path, (1, 2), against="base")]
     made = study.Study(tmp_path, arms, seeds=(0, 1, 2), search_seeds=(100,))
     for arm, rate, accuracy in ((0, 1, 0.3), (0, 2, 0.5), (1, 1, 0.6), (1, 2, 0.2)):

@@ -68,7 +68,7 @@ def lines(capsys, *arguments: str) -> list[str]:
 
 
 def test_the_commands_of_a_table(capsys):
-    """Trajectories before the runs that learn from them, each run once, evaluations last."""
+    """Trajectories come before the runs that train on them, each run once, evaluations last."""
     found = [line.split() for line in lines(capsys, "fpa", "table2", "--nodes", "2", "optimizer.lr=1e-7")]
     commands = [line[line.index("megatron-rft") + 1] for line in found if "megatron-rft" in line]
     assert commands == ["generate"] + 6 * ["train"] + 7 * ["evaluate"]
@@ -116,7 +116,7 @@ def test_mistakes(capsys, arguments, said):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A folder that a training run and its evaluation really wrote; its benchmarks have the names of PIPO's table 1."""
+    """A folder that a training run and its evaluation wrote; its benchmarks have the names of PIPO's table 1."""
     home = tmp_path_factory.mktemp("papers")
     names = ("math500", "aime25", "amc23", "minerva", "olympiadbench")
     recipe = write_recipe(

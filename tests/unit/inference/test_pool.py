@@ -25,7 +25,7 @@ REQUESTS = [Request(i, tuple(range(3, 6 + i % 4)), 4, i) for i in range(8)]
 
 
 class Gated(HFEngine):
-    """After each group it waits while there is a file, so that there is a middle to be killed in."""
+    """Waits after each group while a file exists, so that a test can kill it in the middle."""
 
     def __init__(self, config, gate: Path):
         super().__init__(config, max_batch_sequences=8)
@@ -50,7 +50,7 @@ def gate(tmp_path) -> Path:
 
 @pytest.fixture
 def pool(model, tmp_path, gate):
-    """Two processes; new weights for a lost one come from `model`."""
+    """Two processes; a replacement of a lost one gets the weights of `model`."""
     build = partial(Gated, model.config, gate)
     members = [EngineProcess(build, f"engine process {i}", tmp_path / f"{i}.log") for i in range(2)]
     pool = EnginePool(members, torch.float32)
@@ -71,7 +71,7 @@ def answers(groups) -> dict[int, list]:
 
 
 def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
-    """One fixture, one sequence: starting a process takes seconds."""
+    """One fixture and one sequence, because starting a process takes seconds."""
     expected = answers(engine.generate(REQUESTS, SAMPLING))
     weight_sync.push(hf_stream(model), pool, 3, verify=True)
     assert not pool.recover()
@@ -160,7 +160,7 @@ def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
 
 
 def test_an_engine_that_is_lost_while_others_are_counted(model):
-    """It is replaced with them, so it is told of with them."""
+    """It is replaced and reported together with them."""
 
     class Other(Doomed):
         name = "the other"

@@ -71,7 +71,7 @@ def test_after_a_stream_that_broke_off_nothing_is_generated(tensors):
 
 
 class Careless(HFEngine):
-    """Stops before the last tensor, and finds nothing wrong with that."""
+    """Stops before the last tensor without an error."""
 
     def load_weights(self, stream, version):
         for _ in range(12):
@@ -79,7 +79,7 @@ class Careless(HFEngine):
 
 
 class Wrong(HFEngine):
-    """Rounds what it takes."""
+    """Rounds the tensors."""
 
     def load_weights(self, stream, version):
         super().load_weights(((name, tensor + (1e-3 if "q_norm" in name else 0)) for name, tensor in stream), version)

@@ -6,7 +6,7 @@ from megatron_rft.launching.diagnosis import RankState, describe, diagnose
 
 
 def state(rank, *groups, waiting=True, **more):
-    """`groups`: (name, members, operation, number), the last one being the last collective."""
+    """`groups`: (name, members, operation, number), the last collective at the end."""
     known = {name: (members, operation, number) for name, members, operation, number in groups}
     here = {"step": 7, "phase": "training", "still_s": 60.0} | more
     return RankState(rank, f"n{rank // 2}", waiting=waiting, groups=known, last=groups[-1][0], **here)

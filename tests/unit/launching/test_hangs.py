@@ -26,7 +26,7 @@ def test_the_limit_of_a_phase():
 
 
 class Ranks:
-    """A node whose one rank is this process, and its launcher's watch with a clock of its own."""
+    """A node whose one rank is this process, and its launcher's watch with a test clock."""
 
     def __init__(self, folder, index, count):
         self.now, self.here, self.index = 0.0, Here(), index

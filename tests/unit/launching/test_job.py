@@ -15,7 +15,7 @@ from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(n): the job's n-th start, begun."""
+    """start(n): begins the job's n-th start."""
 
     def begin(number: int, nodes: int = 1) -> Job:
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))

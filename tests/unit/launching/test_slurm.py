@@ -80,7 +80,8 @@ class TestEnvironment:
         assert launcher.check_environment(4) == (8, slurm.this_node(STEP))
 
     def test_launchers_in_containers_whose_hook_calls_every_task_a_rank(self, in_step, monkeypatch):
-        """enroot's 50-slurm-pytorch.sh; torchrun's ranks, which have other numbers, stay."""
+        """enroot's 50-slurm-pytorch.sh sets a rank for every task; torchrun's ranks, which have other numbers, are
+        kept."""
         for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
         assert launcher.check_environment(4) == (8, slurm.this_node(STEP))

@@ -9,12 +9,12 @@ from megatron_rft.records import Batch
 
 
 def batch(*lengths: tuple[int, int]) -> Batch:
-    """Sequences of (prompt, response) lengths, each prompt another."""
+    """Sequences of (prompt, response) lengths, with different prompts."""
     return Batch.of([[i] * p for i, (p, _) in enumerate(lengths)], [[0] * r for _, r in lengths])
 
 
 def groups(*shapes: tuple[int, list[int]]) -> Batch:
-    """A prompt of so many tokens, and responses of such lengths to it."""
+    """A prompt of this many tokens, and responses of these lengths."""
     prompts = [[i] * prompt for i, (prompt, responses) in enumerate(shapes) for _ in responses]
     return Batch.of(prompts, [[0] * length for _, responses in shapes for length in responses])
 
@@ -90,7 +90,7 @@ def test_a_pair_in_a_group_is_not_torn():
 
 
 def test_a_group_is_cut_for_ranks_that_would_have_nothing_to_do():
-    """One group of 10 + 8 x 40 tokens on two ranks: each computes the prompt, and half of the responses."""
+    """One group of 10 + 8 x 40 tokens on two ranks: each computes the prompt and half of the responses."""
     shares = plan(groups((10, [41] * 8)), 2, 1000, share_prompts=True)
     assert [[len(index) for index in share] for share in shares] == [[4], [4]]
     # with a long prompt and short responses it would cost more than it saves

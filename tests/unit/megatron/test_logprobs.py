@@ -89,7 +89,7 @@ def test_uniform_and_certain_distributions():
 
 
 def test_bf16_is_as_exact_as_a_softmax_of_bf16_logits():
-    """Rounding is that of the bf16 logits, whose dense softmax in fp32 is the measure."""
+    """The reference is the dense softmax in fp32 of the bf16 logits."""
     hidden, weight, targets, pulls = problem()
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     expected = run(lambda h, w: dense(h, w, targets, 1.0), torch.float64, pulls, hidden, weight)

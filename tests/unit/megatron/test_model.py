@@ -109,7 +109,7 @@ def test_the_model_gives_hidden_states_and_its_output_matrix(alone):
 
 
 def test_llama3_frequencies_are_transformers_own(alone):
-    """A context length of 32 is one that megatron-core's fixed 8192 would not scale."""
+    """megatron-core's fixed 8192 would not scale a context length of 32."""
     rope = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     scaled = LlamaConfig(**SMALL, rope_parameters=rope | {"original_max_position_embeddings": 32})
     (model,) = models.build(scaled, Megatron(), "fp32")

@@ -87,7 +87,8 @@ def gradients(actor: Actor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_gradient_waits_for_its_scale(one_rank, distributed):
-    """Computed before other forward passes and multiplied later, it gives the same bits as at once."""
+    """A gradient that is multiplied after other forward passes gives the same bits as one that is multiplied at
+    once."""
     at_once, waiting, other = build(distributed), build(distributed), batch_of(2)
     found = step(at_once, 1, scale=0.3)
     computed = waiting.backward(batch_of(1), made("sft").loss, counts(batch_of(1)))
@@ -100,8 +101,8 @@ def test_a_gradient_waits_for_its_scale(one_rank, distributed):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_step_with_other_moments_leaves_ones_own_alone(one_rank, distributed):
-    """Two steps with other moments in between, and the weights put back after them: the third step is as without them.
-    With shared moments it is not, so this could fail."""
+    """After two steps with other moments and restored weights, the third step equals one without them. With shared
+    moments it differs, so the test can fail."""
     results = {}
     for between in (None, "verification", "own"):
         actor = build(distributed)
@@ -120,7 +121,7 @@ def test_a_step_with_other_moments_leaves_ones_own_alone(one_rank, distributed):
 
 
 def test_the_first_step_with_fresh_moments_is_corrected_for_bias(one_rank):
-    """Adam's very first step moves every weight by about the learning rate: its steps are counted apart."""
+    """Adam's first step moves every weight by about the learning rate, because each set counts its own steps."""
     actor = build(False)
     for seed in range(5):
         step(actor, seed)
@@ -131,7 +132,7 @@ def test_the_first_step_with_fresh_moments_is_corrected_for_bias(one_rank):
 
 
 def test_average_by_hand(one_rank):
-    """Rate 1/4: from w0, after one update at w1, 3/4 w0 + 1/4 w1; it is what the model then runs with."""
+    """Rate 1/4: from w0, after one update at w1, 3/4 w0 + 1/4 w1; the model then uses these weights."""
     actor = build(False)
     average, start = MovingAverage(actor, 0.25), snapshot(actor)
     step(actor, 1)
@@ -145,7 +146,7 @@ def test_average_by_hand(one_rank):
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 def test_both_survive_a_checkpoint(one_rank, tmp_path, distributed, used):
-    """Also moments that no step has used yet."""
+    """Also moments that no step has used."""
 
     def go_on(actor: Actor, average: MovingAverage) -> list[torch.Tensor]:
         step(actor, 5, "verification"), step(actor, 6)
@@ -173,7 +174,7 @@ def test_both_survive_a_checkpoint(one_rank, tmp_path, distributed, used):
 
 
 class LayerWithExtraState(torch.nn.Linear):
-    """As Transformer Engine's layers: beside the weight an empty state of FP8 scales."""
+    """Like Transformer Engine's layers: a weight and an empty state of FP8 scales."""
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         shards = make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix)

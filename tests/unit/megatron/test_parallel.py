@@ -27,7 +27,7 @@ except ConfigError as error:
 
 
 def test_a_port_that_is_taken():
-    """In a process of its own: in this one another test's ranks may have met."""
+    """In a separate process, because ranks of another test may have used this one."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()

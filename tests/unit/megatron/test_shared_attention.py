@@ -34,8 +34,7 @@ def inputs(tokens: int) -> list[torch.Tensor]:
 
 
 def sequence_by_sequence(q, k, v, micro: MicroBatch, scale=None) -> torch.Tensor:
-    """Each response's tokens and its prompt's, from where they lie: its rows but the prompt's last, and what is before
-    that. 0 in padding."""
+    """The attention of each response's tokens over its prompt and itself, computed separately; 0 in padding."""
     out, batch = torch.zeros_like(q), micro.batch
     for rows, prompt in zip(micro.rows.split(batch.response_lens.tolist()), batch.prompt_lens.tolist(), strict=True):
         cells = torch.cat([torch.arange(int(rows[0]) - prompt + 1, int(rows[0]) + 1), rows[1:]])
@@ -57,7 +56,7 @@ def elsewhere(q, k, v, micro, scale=None):
 
 
 class VariableLengthAttention(torch.nn.Module):
-    """Transformer Engine's contract for packed sequences, as its documentation has it."""
+    """Transformer Engine's documented contract for packed sequences."""
 
     def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
         assert attn_mask_type.name == "padding_causal_bottom_right"

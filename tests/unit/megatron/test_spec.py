@@ -37,7 +37,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(lens):
 
 
 def test_buckets_hold_similar_lengths_and_every_token_once():
-    """Lengths 8 2 7 0 2: one bucket of 8 and 7, one of the 2s; the tokens' places are all different."""
+    """Lengths 8 2 7 0 2: one bucket of 8 and 7, one of the 2s; all token positions differ."""
     cells, place = spec.buckets((0, 8, 10, 17, 17, 19), torch.device("cpu"))
     assert [tuple(c.shape) for c in cells] == [(2, 8), (2, 2)]
     assert cells[0][1].tolist() == [10, 11, 12, 13, 14, 15, 16, 16] or cells[0][0][-1] == 16

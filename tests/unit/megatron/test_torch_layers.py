@@ -21,7 +21,7 @@ def test_normalise_and_its_gradients():
 
 
 def test_normalise_computes_bf16_in_fp32():
-    """Its result and gradients are those of fp32, rounded once."""
+    """Result and gradients equal those of fp32, rounded once."""
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(shape, generator=generator).bfloat16() for shape in ((6, 5), (5,), (6, 5)))
     found, expected = [], []

@@ -38,7 +38,7 @@ def dense(hidden, weight, other_hidden, other_weight, targets, temperature=1.0, 
 
 
 def run(function, dtype, names, tensors, targets):
-    """Values, then the gradients of sum(pull * value) over those that have one, in float64."""
+    """Values, then the gradients of sum(pull * value) over the differentiable ones, in float64."""
     hidden, weight, *other = (t.to(dtype).detach() for t in tensors)
     hidden.requires_grad_(), weight.requires_grad_()
     values, pull = function(hidden, weight, *other, targets), pulls()

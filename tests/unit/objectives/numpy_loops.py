@@ -18,7 +18,7 @@ def groups_of(batch: list[dict]) -> dict[int, list[dict]]:
 
 
 def penalty(sequence: dict, t: int, o: dict) -> float:
-    """What the KL takes off the reward of token t."""
+    """The KL penalty on the reward of token t."""
     if not o["kl_coefficient"] or o["kl_in"] != "reward":
         return 0.0
     return o["kl_coefficient"] * estimate(o["kl_estimator"], sequence["old"][t], sequence["ref"][t], sequence["kl"][t])
@@ -40,7 +40,7 @@ def own(sequence: dict) -> list[int]:
 
 
 def shaped(sequence: dict, o: dict) -> float:
-    """The reward of a whole response, after the KL and the penalty on its length."""
+    """The reward of a whole response less the KL and the length penalty."""
     reward = sequence["reward"] - sum(penalty(sequence, t, o) for t in own(sequence))
     if o.get("overlong_buffer"):
         start = o["max_response_tokens"] - o["overlong_buffer"]
@@ -51,7 +51,7 @@ def shaped(sequence: dict, o: dict) -> float:
 
 
 def advantages(batch: list[dict], name: str, o: dict) -> list[list[float]]:
-    """Per sequence and token; tokens that are not the policy's get anything."""
+    """Advantages per sequence and token; arbitrary values for tokens with mask 0."""
     if name in ("ppo", "reinforce_plus_plus"):
         return whitened(batch, [token_credit(s, o, name) for s in batch], o.get("whiten_advantages", True))
     per_sequence = {}
@@ -120,7 +120,7 @@ def surrogate(sequence: dict, credit: list[float], name: str, o: dict) -> list[f
 
 
 def mean(batch: list[dict], values: list[list[float]], how: str, limit: int) -> float:
-    """Means over the mini-batch; a sequence without a token of the policy's is not there."""
+    """Means over the mini-batch; a sequence without a token with mask 1 does not count."""
     rows = [(s, [v[t] for t in own(s)]) for s, v in zip(batch, values, strict=True) if own(s)]
     if not rows:
         return 0.0
@@ -139,7 +139,7 @@ def mean(batch: list[dict], values: list[list[float]], how: str, limit: int) -> 
 
 
 def policy_loss(batch: list[dict], name: str, o: dict) -> float:
-    """Of the batch as one mini-batch."""
+    """The loss of the batch as one mini-batch."""
     credit = advantages(batch, name, o)
 
     def total(values: list[list[float]]) -> float:

@@ -116,7 +116,7 @@ def test_gae_by_hand(make_batch):
 
 
 def test_tokens_of_others_are_skipped_over(make_batch):
-    """With the middle token written by a tool the two outer ones are neighbours."""
+    """A tool wrote the middle token, so the two outer ones are neighbours."""
     batch = make_batch([3], [0], [1.0], response_mask=[1, 0, 1])
     rewards = at_last_token(torch.tensor([1.0]), batch)
     advantages, returns = gae(rewards, torch.tensor([0.5, 99.0, 0.25]), batch, gamma=1.0, lam=0.5)
@@ -127,7 +127,7 @@ def test_tokens_of_others_are_skipped_over(make_batch):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
 def test_gae_is_its_definition(make_batch, lens, gamma, lam, seed):
-    """Property 6: A_t = sum_l (gamma lam)^l delta_{t+l}, each sum on its own."""
+    """Property 6: A_t = sum_l (gamma lam)^l delta_{t+l}, summed separately for each t."""
     batch = make_batch(lens, list(range(len(lens))), [0.0] * len(lens))
     generator = torch.Generator().manual_seed(seed)
     rewards, values = (torch.randn(sum(lens), generator=generator) for _ in range(2))
@@ -143,7 +143,7 @@ def test_gae_is_its_definition(make_batch, lens, gamma, lam, seed):
 
 
 def test_whitening_by_hand():
-    """1 and 3 count: mean 2, population std 1. Equal values have nothing to tell, and neither have none."""
+    """1 and 3 have mask 1: mean 2, population std 1. Equal values and no values give 0."""
     assert whiten(torch.tensor([1.0, 50.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]
     assert whiten(torch.full((3,), 0.1), torch.ones(3)).tolist() == [0.0, 0.0, 0.0]
     assert whiten(torch.ones(2), torch.zeros(2)).tolist() == [0.0, 0.0]

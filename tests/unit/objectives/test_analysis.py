@@ -14,7 +14,7 @@ def at(p: float, size: int) -> float:
 
 
 def plainly(p: float, size: int) -> float:
-    """Theorem 6.2 as it is written."""
+    """Theorem 6.2 literally."""
     total = sum(math.sqrt(k * (size - k)) * math.comb(size, k) * p**k * (1 - p) ** (size - k) for k in range(1, size))
     return total / (size * p * (1 - p) * (1 - p**size - (1 - p) ** size))
 

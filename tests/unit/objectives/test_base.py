@@ -58,7 +58,7 @@ objectives = st.sampled_from(
 @settings(max_examples=60, deadline=None)
 @given(objectives, st.lists(st.integers(1, 5), min_size=2, max_size=9), st.data())
 def test_gradient_does_not_depend_on_the_cut(make_batch, objective, lens, data):
-    """Property 5 in the part that is the loss's: any micro-batches, in any order, add up to the whole mini-batch."""
+    """Property 5 for the loss: micro-batches of any sizes, in any order, add up to the whole mini-batch."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     size, number = sum(lens), len(lens)
     random = {name: torch.rand(size, generator=generator) - 1 for name in ("old_logprobs", "ref_logprobs")}

@@ -88,7 +88,7 @@ def test_lengths_shorter_longer_equal_and_the_same(batch):
 
 
 def test_the_gradient_goes_through_the_refined_tokens_alone(batch):
-    """Of -eta/6 each: six responses; sampled tokens get the base's, as if there were no pairs."""
+    """It is -eta/6 on each: six responses. Sampled tokens get the base's gradient, as without pairs."""
     update, base = policy(dynamic(made("dapo"), eta=0.6), batch), policy(made("dapo"), batch)
     (mini_batch,), (plain,) = update.steps(), base.steps()
     out = outputs(mini_batch)
@@ -114,7 +114,7 @@ def test_the_constraint_fades_as_pairs_become_rare(batch, pairs_left, responses,
 
 
 def test_a_group_that_agrees_is_kept_for_its_pair(batch):
-    """Two groups of three zeros; a refiner helped one response of the first."""
+    """Two groups of three zeros; a refiner improved one response of the first."""
     agreeing = batch.with_sequences(rewards=torch.zeros(6)).with_refined([[70], [], [], [], [], []])
     for option, expected in ((False, [False] * 6), (True, [True] * 3 + [False] * 3)):
         objective = dynamic(made("dapo"), eta=0.1, agreeing=option)
@@ -123,7 +123,7 @@ def test_a_group_that_agrees_is_kept_for_its_pair(batch):
 
 
 def test_refined_rows_spoil_nothing_however_unlikely(batch):
-    """A log-prob of -200 beside a reference's placeholder of 0 would be infinite in k3."""
+    """A log-prob of -200 with a reference's placeholder of 0 would be infinite in k3."""
     update = policy(dynamic(made("grpo", kl_coefficient=0.1), eta=1.0), batch)
     (mini_batch,) = update.steps()
     low = outputs(mini_batch)
@@ -134,7 +134,7 @@ def test_refined_rows_spoil_nothing_however_unlikely(batch):
 
 
 def test_counts_and_groups_stay_the_bases(batch):
-    """Two mini-batches by groups; each pair goes where its group goes, and no denominator of the base knows of it."""
+    """Two mini-batches by groups; each pair is in its group's mini-batch, and the base's denominators exclude it."""
     constrained, plain = (
         policy(dynamic(made("dapo", mini_batches=2)), batch),
         policy(made("dapo", mini_batches=2), batch),
@@ -153,7 +153,7 @@ def test_counts_and_groups_stay_the_bases(batch):
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize("why", ["eta 0", "no pair"])
 def test_without_effect_it_leaves_no_trace(batch, base, why, mode):
-    """Property 4: the very same updates."""
+    """Property 4: the updates are the same."""
     objective = dynamic(base, eta=0.0) if why == "eta 0" else dynamic(base, eta=0.1, mode=mode)
     given = batch if why == "eta 0" else batch.with_refined([[]] * 6)
     ours, theirs = objective.prepare(given, objective.init()), base.prepare(given, base.init())
@@ -194,7 +194,7 @@ def test_in_the_reward_of_a_group_it_is_the_sum(batch):
 
 
 def test_pipo_around_it_remembers_no_pair(batch):
-    """The memory and the verification step are those of PIPO around the base alone."""
+    """State and verification step equal those of PIPO around the base alone."""
     base = made("dapo", mini_batches=2)
     ours, plain = (pipo(each, window=2) for each in (dynamic(base, 0.3), base))
     states = [ours.init(), plain.init()]

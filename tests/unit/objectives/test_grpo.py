@@ -13,7 +13,7 @@ LN2 = math.log(2)
 
 
 def means(objective, batch, logprobs, entropy=None) -> dict[str, float]:
-    """The loss and what is logged, of the one update on the batch as one mini-batch."""
+    """The loss and logged metrics of the one update, with the batch as one mini-batch."""
     (update,) = objective.prepare(batch, objective.init()).updates
     outputs = {"logprobs": logprobs, "entropy": torch.zeros_like(logprobs) if entropy is None else entropy}
     loss = update.loss(outputs, update.batch)
@@ -68,7 +68,8 @@ def test_the_gradient_raises_the_better_response(make_batch):
 
 
 def test_the_kl_pulls_towards_the_reference(make_batch):
-    """In a group of equal rewards nothing else does: up where the reference is surer, down where it is less sure."""
+    """A group of equal rewards has no other gradient: log-probs rise where the reference's are higher, and fall where
+    lower."""
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     batch = make_batch([1, 1], [0, 0], [1.0, 1.0], old_logprobs=logprobs.detach(), ref_logprobs=[-0.5, -1.5])
     (update,) = made("grpo", kl_coefficient=0.1).prepare(batch, {}).updates
@@ -108,7 +109,7 @@ def test_a_bandit_is_learned():
 
 
 def test_sft_is_the_mean_over_tokens(make_batch):
-    """Token mean, whatever the lengths: (1 + 2 + 3 + 6) / 4 = 3, not ((1 + 2 + 3) / 3 + 6) / 2 = 4."""
+    """Token mean for any lengths: (1 + 2 + 3 + 6) / 4 = 3, not ((1 + 2 + 3) / 3 + 6) / 2 = 4."""
     found = means(made("sft"), make_batch([3, 1], [0, 0], [0, 0]), torch.tensor([-1.0, -2.0, -3.0, -6.0]))
     assert found == {"nll": 3.0, "loss": 3.0}
 

@@ -40,7 +40,8 @@ def test_k1_and_k3_are_unbiased_and_k2_k3_are_not_negative(policy, reference):
 @settings(max_examples=50, deadline=None)
 @given(logits, logits)
 def test_the_expected_gradient_of_k2_is_the_gradient_of_the_kl(policy, reference):
-    """Differentiating a sampled term leaves out how sampling depends on the weights; k2 is right in spite of that."""
+    """Differentiating a sampled term ignores how sampling depends on the weights; k2's gradient is right
+    nevertheless."""
     policy.requires_grad_()
     logprobs, ref = policy.log_softmax(0), reference.log_softmax(0)
     (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), policy, retain_graph=True)
@@ -56,7 +57,7 @@ def test_k3_keeps_its_digits_near_zero():
 
 @pytest.mark.parametrize("logprob, value, gradient", [(-25, 10.0, 0.0), (-95, 10.0, 0.0), (-2.5, 4.389056, -6.389056)])
 def test_k3_of_an_unlikely_token_is_bounded(logprob, value, gradient):
-    """Beside a reference of -0.5: e^24.5 and e^94.5 without bounds; within them e^2 - 2 - 1, of gradient 1 - e^2."""
+    """With a reference of -0.5: e^24.5 and e^94.5 without bounds; with them e^2 - 2 - 1, with gradient 1 - e^2."""
     logprobs = torch.tensor([float(logprob)], requires_grad=True)
     found = clamped_k3(logprobs, torch.tensor([-0.5]))
     found.sum().backward()
@@ -64,7 +65,7 @@ def test_k3_of_an_unlikely_token_is_bounded(logprob, value, gradient):
 
 
 def test_the_largest_is_that_before_the_value_is_bounded():
-    """Differences 2, 3 and 30, of which the last is masked; without a token there is none."""
+    """Differences 2, 3 and 30, of which the last is masked; 0 without a token."""
     logprobs, ref = torch.tensor([-3.0, -4.0, -31.0]), torch.full((3,), -1.0)
     assert largest(logprobs, ref, torch.tensor([1.0, 1.0, 0.0])) == pytest.approx(math.exp(3) - 4)
     assert largest(logprobs, ref, torch.ones(3)) == pytest.approx(math.exp(20) - 21)

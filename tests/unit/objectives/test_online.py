@@ -44,7 +44,7 @@ OWN = {
 
 
 def alive(options: dict) -> dict:
-    """Without options that have no effect beside the others: a section refuses those."""
+    """The options without those that have no effect in this combination, which a section refuses."""
     dead = set()
     dead |= {"kl_estimator", "kl_in"} if not options.get("kl_coefficient") else set()
     dead |= {"importance_cap"} if options.get("importance") == "none" else set()
@@ -53,7 +53,7 @@ def alive(options: dict) -> dict:
 
 
 def everything(objective) -> dict:
-    """All of its options, and what a run and a critic say."""
+    """All options, of the section, the run and the critic."""
     run, critic = vars(objective.setting), objective.setting.critic
     return objective.options.model_dump() | run | ({"value_clip": critic.value_clip} if critic else {})
 
@@ -106,7 +106,7 @@ def model_outputs(sequences: list[dict]) -> dict[str, torch.Tensor]:
 
 
 def one_step(objective, batch: Batch, outputs: dict, update: str = "policy") -> float:
-    """The loss of the update as one mini-batch."""
+    """The update's loss with the batch as one mini-batch."""
     (found,) = [u for u in objective.prepare(batch, objective.init()).updates if u.name == update]
     losses = [found.loss(outputs, mini_batch).mean(counts(mini_batch)) for mini_batch in found.steps()]
     return float(losses[0])
@@ -198,7 +198,7 @@ SEQUENCES = [
 
 
 def fingerprint(objective) -> tuple:
-    """Everything an objective decides on one fixed batch: what it keeps, and each step's loss and gradient."""
+    """All results of an objective on one fixed batch: what it keeps, and each step's loss and gradient."""
     batch = as_batch(SEQUENCES).with_contexts([[1, 2, 3]] * len(SEQUENCES))
     batch = batch.with_tokens(
         teacher_logprobs=batch.tokens["ref_logprobs"], place=torch.arange(len(batch.response_ids))

@@ -63,7 +63,7 @@ def test_rectification():
 
 
 def sampled(make_batch, mu: float, seed: int = 0, rewards: tuple = (1.0, 0.0, 1.0, 0.0)) -> Batch:
-    """A batch whose sampled mean is `mu`, whatever is left of it to train on."""
+    """A batch whose sampled mean is `mu`, for any part of it that is trained on."""
     random = torch.Generator().manual_seed(seed)
     names = ("old_logprobs", "ref_logprobs", "values", "teacher_logprobs")
     tokens = {name: torch.rand(sum(LENS), generator=random) - 1.5 for name in names}
@@ -117,7 +117,7 @@ def test_verification_is_one_step_on_the_previous_batch(make_batch):
 
 
 def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_batch):
-    """Step, oldest version of its batch: one-step-off first, then batches of mixed versions. B_v made version v."""
+    """Step, oldest version of its batch: first one-step-off, then batches of mixed versions. B_v made version v."""
     oldest = {1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 4, 7: 6}
     batches = {
         step: sampled(make_batch, mu=0.1 * step**2, seed=step).with_scalars(step=float(step), oldest_version=float(v))
@@ -146,8 +146,8 @@ def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize("mu, known", [(0.5, True), (0.1, False), (0.3, None)])
 def test_a_rise_has_the_gradient_that_is_known_before(make_batch, base, mu, known):
-    """The window is (0.2, 0.3, 0.4). For phi > 0 the state alone gives the gradient but for its scale. A fall has
-    another: the clip bounds the other side. Without a change there is none."""
+    """The window is (0.2, 0.3, 0.4). For phi > 0 the state gives the gradient up to its scale. A fall has another
+    gradient: the clip bounds the other side. Without a change there is no gradient."""
     objective = pipo(base, window=3)
     before = run(objective, [sampled(make_batch, value, seed) for seed, value in enumerate((0.2, 0.3, 0.4))])
     assert objective.foreseen(before[1].state) is None  # the window is not full
@@ -167,8 +167,8 @@ def test_nothing_is_foreseen_without_an_attribution(make_batch):
 
 
 def gradient(update: Update) -> torch.Tensor:
-    """Of the first step, by the log-probs, at the policy that sampled; by the values or the divergence where those are
-    what the loss has."""
+    """The gradient of the first step with respect to the log-probs, at the sampling policy; or with respect to the
+    values or the divergence, if the loss has those."""
     batch = next(update.steps(), None)
     if batch is None:
         return torch.zeros(0)
@@ -183,7 +183,7 @@ def gradient(update: Update) -> torch.Tensor:
 
 @pytest.mark.parametrize("mu, phi", [(0.5, 2.0), (0.2, -0.1), (0.35, 0.5)])
 def test_a_rise_repeats_the_last_gradient_and_a_fall_takes_a_tenth_of_it_back(make_batch, mu, phi):
-    """Two of two groups have A = +-1, so that attributions are the advantages and J_PI's gradient is phi J_GRPO's."""
+    """Two groups of two have A = +-1, so attributions equal advantages and J_PI's gradient is phi J_GRPO's."""
     batches = [sampled(make_batch, value, seed) for seed, value in enumerate((0.2, 0.3, 0.4, mu))]
     steps = run(pipo(made("grpo", kl_coefficient=0.0), window=3), batches)
     (before,) = steps[2].updates
@@ -201,13 +201,13 @@ def test_what_is_scaled_are_the_normalised_attributions(make_batch):
 
 
 def test_mu_is_that_of_everything_sampled(make_batch):
-    """Two groups of the batch were filtered away before: the mean is still that of all eight."""
+    """Two groups were filtered out before: the mean is that of all eight."""
     batch = sampled(make_batch, 0.625).select(torch.tensor([0, 1]))
     assert run(pipo(made("grpo")), [batch])[0].metrics["pipo/mu"] == 0.625
 
 
 def assert_same_updates(left: list[Update], right: list[Update], but: tuple[str, ...] = ()) -> None:
-    """To the last bit; `but` are values in the batch that may be there or not."""
+    """Asserts bitwise equality; `but` are values that may be in the batch or not."""
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
         facts = [
@@ -235,7 +235,7 @@ def assert_same_updates(left: list[Update], right: list[Update], but: tuple[str,
 )
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 def test_without_feedback_the_base_is_untouched(make_batch, base, name, means, rectification, rewards):
-    """Property 3. The first three means fill the window; everything after gives phi = 0 or nothing to scale."""
+    """Property 3. The first three means fill the window; later steps have phi = 0 or zero attributions."""
     batches = [sampled(make_batch, mu, seed, rewards) for seed, mu in enumerate(means)]
     if name == "no attribution":
         batches = [batch.with_contexts([[]] * 4) for batch in batches]  # nor any from a teacher
@@ -252,7 +252,7 @@ def test_without_feedback_the_base_is_untouched(make_batch, base, name, means, r
     st.sampled_from(BASES), st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8), st.integers(2, 4)
 )
 def test_the_base_part_never_depends_on_pipo(make_batch, base, means, size):
-    """Whatever the feedback, the base's own updates are those it makes alone; verification only comes before them."""
+    """For any feedback the base's updates are those it makes alone, after the verification update."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate(means)]
     closed = run(pipo(base, window=size), batches)
     for with_pipo, without in zip(closed, run(base, batches), strict=True):
@@ -262,7 +262,7 @@ def test_the_base_part_never_depends_on_pipo(make_batch, base, means, size):
 
 
 def test_an_on_policy_base_stays_on_policy_until_a_verification_step_was_made(make_batch):
-    """Its own log-probs are the old ones then, to the last bit; after a verification step they no longer are."""
+    """Until then its own log-probs are the old ones to the last bit."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5))]
     steps = run(pipo(made("grpo"), window=3), batches)
     assert pipo(made("grpo")).needs == {"old_logprobs", "ref_logprobs"}
@@ -274,7 +274,7 @@ def test_an_on_policy_base_stays_on_policy_until_a_verification_step_was_made(ma
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 def test_killed_and_resumed_from_a_file_it_goes_on_bit_identically(make_batch, base, tmp_path):
-    """The state is written and read between any two steps, from the empty one on."""
+    """The state is written and read between all steps, also the empty one."""
     batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5, 0.1, 0.7))]
     objective = pipo(base, window=3)
     whole = run(objective, batches)
@@ -296,7 +296,7 @@ def test_the_memory_does_not_grow(make_batch):
 
 
 class Counting(GRPO):
-    """A base with a state of its own: the number of its steps."""
+    """A base with its own state: the number of its steps."""
 
     def init(self) -> State:
         return {"steps": torch.zeros(1)}

@@ -60,7 +60,7 @@ def test_the_critic_is_alone_at_first(make_batch):
 
 
 def test_pipo_does_not_remember_steps_without_a_policy_update(make_batch):
-    """Two of warm-up, two to fill the window, and then there is something to verify."""
+    """After two warm-up steps, two more fill the window before the first verification."""
     plugin, batch, names = pipo(made("ppo", critic={"warmup_steps": 2}), window=2), sampled(make_batch), []
     state = plugin.init()
     for mean in (0.9, 0.8, 0.1, 0.2, 0.4):
@@ -73,7 +73,7 @@ def test_pipo_does_not_remember_steps_without_a_policy_update(make_batch):
 
 
 def test_metrics_say_how_good_the_critic_is(make_batch):
-    """Returns (1, 1, 0) with lambda 1 and no KL, values (1, 1, 0): all of the variance is explained."""
+    """Returns (1, 1, 0) with lambda 1 and no KL, values (1, 1, 0): all variance is explained."""
     ppo = made("ppo", kl_coefficient=0.0, lam=1.0)
     batch = sampled(make_batch).with_tokens(values=torch.tensor([1.0, 1.0, 0.0]))
     metrics = ppo.prepare(batch, ppo.init()).metrics

@@ -33,7 +33,7 @@ def test_only_the_informed_are_taught():
 
 
 def test_loss_is_the_token_mean_of_the_kl():
-    """(1 + 2 + 3 + 4 + 5) / 5 = 3; the gap to the teacher is only logged."""
+    """(1 + 2 + 3 + 4 + 5) / 5 = 3; the difference from the teacher is only logged."""
     (update,) = made("sdpo").prepare(sampled(), {}).updates
     (step,) = update.steps()
     kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)

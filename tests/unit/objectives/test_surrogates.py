@@ -24,7 +24,7 @@ from tests.made import made
     ],
 )
 def test_by_hand(ratio, advantage, term, clipped, gradient):
-    """d(-r A)/d(log r) = -r A where the clip does not decide."""
+    """d(-r A)/d(log r) = -r A where no clip bound applies."""
     log_ratio = torch.tensor([math.log(ratio)], requires_grad=True)
     result = clipped_surrogate(log_ratio, torch.tensor([advantage]), 0.2, 0.2)
     result.terms.sum().backward()
@@ -51,14 +51,14 @@ def test_the_two_bounds_are_apart():
     ],
 )
 def test_aggregation_by_hand(make_batch, how, mean):
-    """Terms (1, 2, 3) and (10) of one prompt, (9) of another, and an empty response that is not counted."""
+    """Terms (1, 2, 3) and (10) of one prompt, (9) of another, and an empty response, which does not count."""
     batch = make_batch([3, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]).with_sequences(group_tokens=torch.tensor([4, 4, 1, 1]))
     result = aggregate(torch.tensor([1.0, 2.0, 3.0, 10.0, 9.0]), batch, how, constant=4)
     assert result.total.item() / counts(batch)[result.per] == pytest.approx(mean)
 
 
 def test_masked_tokens_and_sequences_do_not_count(make_batch):
-    """The mask leaves (1, 3), nothing of the second, (10): (2 + 10) / 2 and 14 / 3. What is masked has no gradient."""
+    """The mask leaves (1, 3), nothing of the second, (10): (2 + 10) / 2 and 14 / 3. Masked tokens have no gradient."""
     batch = make_batch([3, 2, 1], [0, 0, 0], [0, 0, 0], response_mask=[1, 0, 1, 0, 0, 1])
     for how, mean in (("sequence_mean", 6.0), ("token_mean", 14 / 3)):
         values = torch.tensor([1.0, 2.0, 3.0, 50.0, 60.0, 10.0], requires_grad=True)
@@ -78,7 +78,7 @@ def test_gradient_at_the_sampling_policy(make_batch):
 
 
 def test_metrics_are_token_means(make_batch):
-    """Ratios 1, 1.5, 0.5, 1 with A = 1: the second alone is clipped."""
+    """Ratios 1, 1.5, 0.5, 1 with A = 1: only the second is clipped."""
     ratios = torch.tensor([1.0, 1.5, 0.5, 1.0])
     batch = make_batch([3, 1], [0, 0], [1, 0], advantages=[1.0] * 4, old_logprobs=[0.0] * 4)
     logged = made("grpo").surrogate({"logprobs": ratios.log()}, batch).logged()
@@ -106,8 +106,8 @@ def test_dual_clip_by_hand(ratio, advantage, term, clipped):
 
 
 def test_gspo_has_one_ratio_per_response(make_batch):
-    """Ratios 2 and 1/2 in one response make 1; 4 alone is clipped at 1.5: mean of -1 and -1.5 with A = 1. Both tokens
-    of the first get half of its gradient -A r / 2."""
+    """Ratios 2 and 1/2 in one response give 1; a single 4 is clipped at 1.5: mean of -1 and -1.5 with A = 1. Both
+    tokens of the first get half of its gradient, -A r / 2."""
     logprobs = torch.tensor([2.0, 0.5, 4.0]).log().requires_grad_()
     batch = make_batch([2, 1], [0, 0], [0, 0], advantages=[1.0] * 3, old_logprobs=[0.0] * 3)
     loss = made("gspo", clip_low=0.5, clip_high=0.5).surrogate({"logprobs": logprobs}, batch)
@@ -118,7 +118,7 @@ def test_gspo_has_one_ratio_per_response(make_batch):
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens(make_batch):
-    """Ratio 3 is clipped to 1.5, and the gradient is -1.5 A all the same; one of 0.5 has no lower bound."""
+    """Ratio 3 is clipped to 1.5, and the gradient is still -1.5 A; a ratio of 0.5 has no lower bound."""
     logprobs = torch.tensor([3.0, 0.5]).log().requires_grad_()
     batch = make_batch([2], [0], [0], advantages=[2.0, 1.0], old_logprobs=[0.0, 0.0])
     loss = made("cispo", clip_high=0.5).surrogate({"logprobs": logprobs}, batch)

@@ -48,7 +48,7 @@ def state_of(s, layout):
 
 
 def predicted(s, layout, length, sequences, fp8, sharded=False):
-    """TFLOP/s of a GPU, (no overlap, all links behind kernels), by the published count of FLOPs. `sharded`: each
+    """TFLOP/s per GPU (without overlap, with all links overlapped), by the published count of FLOPs. `sharded`: each
     micro-batch gathers the weights twice and scatters the gradients."""
     chip = device("h100")
     chip = replace(chip, flops=2 * chip.flops) if fp8 else chip

@@ -18,13 +18,13 @@ GPUS, GIB = 8, 80
 
 
 def recipes() -> list[Path]:
-    """Whole ones: common.yaml and parts are bases."""
+    """Complete recipes; common.yaml and parts are bases."""
     found = sorted((ROOT / "examples").glob("*/*/*.yaml"))
     return [path for path in found if path.name != "common.yaml" and not {"parts", *BUILT} & set(path.parts)]
 
 
 def nodes_of(path: Path) -> int:
-    """Of the script that runs a recipe of the same folder; 1 where there is none."""
+    """The nodes of the script that runs a recipe of the same folder; 1 without a script."""
     for script in (ROOT / "launch").glob("*.sh"):
         if f"{path.parent.relative_to(ROOT)}/" in (text := script.read_text()):
             return int(re.search(r"^#SBATCH.*--nodes=(\d+)", text, re.MULTILINE)[1])
@@ -37,7 +37,7 @@ def name(path: Path) -> str:
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """Configurations where a download would put them."""
+    """Configurations in the places of a download."""
     for model, config in MODELS.items():
         (tmp_path / model).mkdir(parents=True)
         (tmp_path / model / "config.json").write_text(json.dumps(config))

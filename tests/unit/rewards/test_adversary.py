@@ -133,7 +133,7 @@ def test_answers_beside_them_are(reward):
 
 
 def test_no_trick_is_rewarded_where_any_number_counts(reward):
-    """Where the last number counts, a list of numbers that ends with the right one is right: that is what it says."""
+    """If the last number counts, a list of numbers that ends with the right one is right."""
     reward.how = "any"
     wrong = [text for text, score in verdicts(reward, WRONG) if score != 0.0]
     reward.how = "marked"

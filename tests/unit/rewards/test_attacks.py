@@ -31,13 +31,13 @@ FOLDERS = tuple(folder for folder in ("/tmp", "/dev/shm", "/var/tmp", "/usr") if
 
 
 def left_in(folder: str | Path) -> set[str]:
-    """Names of files that a program makes, and of cores."""
+    """Names of files that a program created, and of core dumps."""
     return {name for name in os.listdir(folder) if re.match(rf"{MARKER}|core(\.\d+)?$", name)}
 
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory) -> Iterator[dict]:
-    """What the programs must not reach, all of it real: a file, a process, two listening sockets, a variable."""
+    """Real things that the programs must not reach: a file, a process, two listening sockets, a variable."""
     canary = tmp_path_factory.mktemp("outside") / "canary"
     canary.write_text(TOKEN)
     for folder in [canary, *canary.parents][:-1]:
@@ -72,7 +72,7 @@ def filled(source: str, outside: dict) -> str:
 
 
 def sandboxed() -> set[psutil.Process]:
-    """Servers, what they are started by, and cells, which are forked from them."""
+    """The servers, their parents, and the cells that are forked from them."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile

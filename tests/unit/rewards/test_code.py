@@ -114,7 +114,7 @@ for i, (inp, exp) in enumerate(zip(inputs, results)):
     ["assert np.allclose(out, exp, rtol=1e-07, atol=atol)", "np.testing.assert_allclose(out, exp, atol=atol)"],
 )
 def test_mbpp_plus_as_on_the_hub(reward, compared):
-    """Its tests compare by numpy, and one task's function has the name of Python's sum."""
+    """Its tests use numpy, and one task's function has the name of Python's sum."""
     code = "def sum(xs): return [x / 2 for x in xs]"
     row = dict(task_id=1, prompt="Halve.", code=code, test_list=["assert sum([1]) == [0.5]"], test_imports=[])
     fields = Fields(row | {"test": EVALPLUS.format(compared=compared)}, "row 1", Path("test.parquet"))

@@ -37,7 +37,7 @@ def test_a_weighted_sum_keeps_shaping_apart():
 
 
 class Fixed:
-    """A verifier with a score that is known beforehand."""
+    """A verifier with a given score."""
 
     maximum = 4.0
 

@@ -102,7 +102,7 @@ HOSTILE = {
 
 
 def test_no_answer_holds_the_grader():
-    """Each ends within its deadline, as a wrong answer or as an error, and the grader goes on."""
+    """Each ends within its deadline, as a wrong answer or an error, and the grader continues."""
     reward = MathReward(timeout_s=0.5, workers=2)
     scores = reward(prompts(*["7"] * len(HOSTILE)), list(HOSTILE.values()))
     for name, score in zip(HOSTILE, scores, strict=True):
@@ -138,7 +138,7 @@ READ = {
 
 @pytest.mark.parametrize("how", ["boxed", "marked", "any"])
 def test_where_an_answer_is_read_is_an_option(how):
-    """Votes read what the grader reads."""
+    """Votes use the grader's answer."""
     column = ["boxed", "marked", "any"].index(how)
     reward = build(Reward(answer=how, workers=0))
     scores = reward(prompts(*["8"] * len(READ)), list(READ))

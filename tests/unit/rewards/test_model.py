@@ -64,7 +64,7 @@ def test_not_a_reward_model(tmp_path):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Rewards are lengths of responses; what the prompt asks for goes wrong so many times."""
+    """Rewards are the responses' lengths; a prompt can request this many failures."""
 
     failures: dict[str, int] = {}
 

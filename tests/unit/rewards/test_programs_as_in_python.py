@@ -128,7 +128,7 @@ def test_judging_has_a_limit_of_its_own(keys, reward):
 
 
 def test_a_limit_for_each_test_and_one_for_the_row(reward):
-    """Eight calls of 0.4 s are right under 1 s a test and 6 s a row; 30 are too long for the row, 2 s for a test."""
+    """Eight calls of 0.4 s fit 1 s per test and 6 s per row; 30 exceed the row's limit, 2 s exceed a test's."""
     busy = "import time\ndef f(s):\n    end = time.process_time() + s\n"
     busy += "    while time.process_time() < end: pass\n    return 1"
     assert grade(reward, busy, "for _ in range(8): assert f(0.4) == 1").reward == 1.0

@@ -90,7 +90,7 @@ def test_time(sandbox):
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell who waited")
 def test_waiting_for_a_processor_does_not_count():
-    """Eight programs of 0.25 s of computing, with 1.5 s by the clock, on one processor."""
+    """Eight programs of 0.25 s of computing, limited to 1.5 s of elapsed time, on one processor."""
     limits, together = Limits(cpu_s=2.0, wall_s=1.5), threading.Barrier(8)
     busy = "import time\nwhile time.process_time() < 0.25: pass\nprint(1)"
 
@@ -169,7 +169,7 @@ def test_without_a_container_a_flag_is_needed(monkeypatch, capfd):
 
 
 def broken_containers(command):
-    """As on a machine where neither bubblewrap nor namespaces are allowed."""
+    """A machine that allows neither bubblewrap nor namespaces."""
 
     def instead(mode: str, fd: int) -> list[str]:
         return command(mode, fd) if mode == "none" else [sys.executable, "-c", "raise SystemExit('not allowed')"]
@@ -187,7 +187,7 @@ def test_the_next_best_is_taken(monkeypatch):
 
 
 def test_bubblewrap_is_called_where_it_was_found(monkeypatch, tmp_path):
-    """A module's or a conda environment's is on the user's PATH, which the server does not get."""
+    """A module's or a conda environment's bubblewrap is on the user's PATH, which the server does not have."""
     own = tmp_path / "bwrap"
     own.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

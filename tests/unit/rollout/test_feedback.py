@@ -12,7 +12,7 @@ SCORES = [Score(0.0, "5 is not 4"), Score(1.0), Score(1.0), Score(0.0)]
 
 
 def told(texts=TEXTS, scores=SCORES, prompt=PROMPT, sources=("sibling", "error", "solution"), limit=100) -> list[str]:
-    """The contexts as text: the encoder here gives code points."""
+    """The contexts as text: this encoder returns code points."""
     feedback = Feedback(
         sources,
         encode=lambda _, text: [ord(c) for c in text],
@@ -26,8 +26,8 @@ def told(texts=TEXTS, scores=SCORES, prompt=PROMPT, sources=("sibling", "error",
 
 
 def test_a_right_sibling_and_the_reason():
-    """The next right one in the order of samples, never oneself; the right are told no reason, and it is none for a
-    wrong one that got none. The reference solution steps back."""
+    """The sibling is the next right response in sample order, never the same one. Right responses get no reason, nor do
+    wrong ones without one. The reference solution is used only without a right sibling."""
     assert told() == [
         "right: four\n\nwrong: 5 is not 4 / 2+2?",
         "right: 4 / 2+2?",
@@ -57,6 +57,6 @@ def test_what_is_told_is_cut():
 
 @pytest.mark.parametrize("sources", [("sibling",), ("error",), ("solution",)])
 def test_each_source_alone(sources):
-    """Response 0 is wrong and has all three to be told."""
+    """Response 0 is wrong and has all three sources."""
     expected = {"sibling": "right: four", "error": "wrong: 5 is not 4", "solution": "right: the sum is 4"}
     assert told(sources=sources)[0] == f"{expected[sources[0]]} / 2+2?"

@@ -68,7 +68,7 @@ def test_edit_distance():
 
 
 class Written:
-    """An engine that says what it is told, by the text in its prompt."""
+    """An engine that answers as the text in its prompt instructs."""
 
     def __init__(self, says: dict[str, str]):
         self.says, self.requests = says, []
@@ -125,7 +125,7 @@ def test_a_share_is_chosen_by_the_seed():
 
 
 def test_what_becomes_of_a_text():
-    """A copy has the response's tokens, a text that was cleaned is tokenised, others have the engine's tokens."""
+    """A copy has the response's tokens, a cleaned text is tokenised, other texts have the engine's tokens."""
     says = {"ab": "ab", "cd": "ce", "ef": "```\nxyz\n```", "gh": ""}
     some = refiner(says)
     group = [rollout(text, 0.0, i) for i, text in enumerate(says)]
@@ -151,7 +151,7 @@ class Digits:
 
 
 def sampled(overlap: bool, keep=None, group_size: int = 4, **named):
-    """A real engine of random weights beside another, both of the tokenizer's characters."""
+    """Two real engines with random weights and the tokenizer's characters."""
     policy, frozen = (build_engine(build_model("llama", seed=seed, scale=1.0)) for seed in (1, 2))
     sampling = Sampling(12, stop_token_ids=(2,))
     some = Refiner(
@@ -199,7 +199,7 @@ def test_pairs_in_the_batch_score_higher():
 
 @pytest.mark.parametrize("named", [{"draft": False}, {"maximum": math.inf}])
 def test_speed_alone(named):
-    """With drafts and without, overlapped or after the other, skipped or not: one batch."""
+    """The batch is the same with and without drafts, overlap and skipping."""
     state = sampled(overlap=True).batch.state_dict()
     for overlap in (True, False):
         other = sampled(overlap, **named).batch.state_dict()
@@ -208,7 +208,7 @@ def test_speed_alone(named):
 
 
 def test_groups_that_agree_are_refined_where_that_is_asked_for():
-    """Groups of one agree with themselves: DAPO leaves all of them out. The refiner helps one, which is then kept."""
+    """Groups of one have equal rewards, so DAPO leaves all out. The refiner improves one, which is then kept."""
     found = {}
     for agreeing in (False, True):
         objective = dynamic(made("dapo"), eta=0.1, agreeing=agreeing)

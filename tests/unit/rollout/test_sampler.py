@@ -23,7 +23,7 @@ class Letters:
 
 
 class EvenLength:
-    """1 for a text of even length, 0 for others; fails on some texts, slowly on others."""
+    """1 for a text of even length, else 0; fails on some texts and is slow on others."""
 
     def __init__(self, fails: str = "", slow: float = 0.0):
         self.fails, self.slow, self.calls = fails, slow, 0
@@ -51,7 +51,7 @@ def build(engine, reward=None, **named) -> Sampler:
 
 
 def same(one: Batch, other: Batch) -> bool:
-    """Equal, log-probs up to the noise of another batch's matrix products."""
+    """Equality, with log-probs up to the noise of another batch's matrix products."""
     a, b = one.state_dict(), other.state_dict()
     return a.keys() == b.keys() and all(torch.allclose(a[k].double(), b[k].double(), atol=1e-5) for k in a)
 
@@ -106,7 +106,7 @@ def test_steps_and_repeated_problems_have_seeds_of_their_own(engine):
 
 
 def test_groups_that_are_not_wanted_are_sampled_again(engine):
-    """The filter leaves out every problem of even index."""
+    """The filter rejects every problem of even index."""
     drawn = []
 
     def next_prompts(count: int) -> list[Prompt]:
@@ -191,7 +191,7 @@ def test_shaping_stays_beside_the_verifiers_reward(engine):
 
 
 def test_contexts_come_with_their_responses(engine):
-    """Each is the number of its problem and of its sample, so that a mistake in the order would show."""
+    """Each context has the numbers of its problem and sample, so that a wrong order would show."""
     seen = []
 
     def contexts(prompt: Prompt, texts: list[str], scores: list[Score]) -> list[tuple[int, ...]]:

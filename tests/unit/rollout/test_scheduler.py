@@ -20,12 +20,12 @@ PROMPTS = prompts(7)
 
 
 def weights(model, version: int):
-    """Different weights after every step."""
+    """Different weights for every step."""
     return ((name, tensor * (1 + version / 4)) for name, tensor in hf_stream(model))
 
 
 class Member(HFEngine):
-    """In this process, in a thread: cheap, and as slow as one likes."""
+    """An engine in a thread of this process: cheap, and as slow as a test needs."""
 
     name, slow = "a member", 0.0
 
@@ -35,7 +35,7 @@ class Member(HFEngine):
 
 
 class Weights:
-    """What the trainer pushes, and when the engine was told to sleep."""
+    """Records the pushes, and when the engine was put to sleep."""
 
     def __init__(self, pool, model):
         self.pool, self.model, self.version, self.slept, self.asleep = pool, model, 0, 0, False
@@ -61,7 +61,7 @@ def build(model, staleness: int, keep=None, rounds: int = 1, background: bool | 
 
 
 def run(scheduler: RolloutScheduler, first: int = 1, last: int = STEPS):
-    """The batches of steps first .. last, in a loop like the trainer's."""
+    """The batches of steps first .. last, from a loop like the trainer's."""
     found = []
     for step in range(first, last + 1):
         found.append(scheduler.next(step))
@@ -81,8 +81,8 @@ def test_synchronous_batches_are_of_the_newest_weights(model):
 
 
 def test_a_batch_that_was_begun_before_is_the_same(model):
-    """The trainer works on something else while it is generated, and the engine has the newest weights all the same.
-    With n > 0 the trainer has worked meanwhile, and without a thread nothing is generated before `next`."""
+    """The trainer does other work while the batch is generated, and the engine has the newest weights. With n > 0 the
+    trainer has already worked; without a thread nothing is generated before `next`."""
     begun, plain = build(model, 0, background=True), build(model, 0)
     for step in (1, 2):
         assert begun.begin(step) and not plain.begin(step)
@@ -92,7 +92,7 @@ def test_a_batch_that_was_begun_before_is_the_same(model):
 
 
 def disagree(batch):
-    """Groups whose rewards are not all equal, as DAPO wants them."""
+    """Groups with unequal rewards, as DAPO requires."""
     rewards, groups = batch.sequences["rewards"], batch.groups
     return torch.stack([rewards[groups == group].std(correction=0) > 0 for group in groups])  # [B]
 

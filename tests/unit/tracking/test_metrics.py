@@ -104,7 +104,7 @@ def test_kill_9_loses_no_step_that_was_logged(tmp_path):
 
 
 def test_a_line_without_its_end_is_torn_even_if_it_reads_well(tmp_path):
-    """Appending to it would glue two steps into one broken line."""
+    """Appending to it would join two steps into one broken line."""
     path = tmp_path / "m.jsonl"
     write_steps(path, 0, 3)
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))

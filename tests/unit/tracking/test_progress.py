@@ -66,7 +66,7 @@ def test_both_name_a_slow_rank(capsys):
 
 
 def shown(step_metrics: list[dict], width: int = 100) -> str:
-    """What stands on the screen in the end, without the terminal's codes."""
+    """The final text on the screen, without the terminal's codes."""
     screen = io.StringIO()
     progress = RichProgress(200, "my run", Console(file=screen, force_terminal=True, width=width, height=40))
     for step, metrics in enumerate(step_metrics):

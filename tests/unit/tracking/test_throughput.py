@@ -30,7 +30,7 @@ def test_share_of_the_peak():
 
 
 def test_a_shared_prompt_costs_once():
-    """Lengths 3, 3, 4; the first two have a prompt of 2 tokens in common: of the second one token is computed, which
+    """Lengths 3, 3, 4; the first two share a prompt of 2 tokens, so of the second only one token is computed, which
     attends to 3."""
     throughput = Throughput(DENSE, devices=1, peak=1e-6)
     throughput.trained(Batch.of([[1, 2], [1, 2], [2, 1]], [[5], [6], [7, 8]]), share_prompts=True)

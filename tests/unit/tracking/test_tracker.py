@@ -82,7 +82,7 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path):
 
 @pytest.mark.parametrize("answer", ["none", "nonsense"])
 def test_wandb_without_network_is_logged_offline(tmp_path, capsys, monkeypatch, answer):
-    """At once where nobody listens; where somebody does who is not wandb, after its time-out."""
+    """At once if nobody listens; after its time-out if something other than wandb listens."""
     pytest.importorskip("wandb", reason="the wandb extra is not installed").teardown()  # of what other tests have set
     from megatron_rft.tracking import wandb
 

@@ -6,7 +6,7 @@ from megatron_rft.training.early_stopping import Selection
 
 
 def test_by_hand():
-    """Best at step 20; two evaluations in a row that are no better end it."""
+    """Best at step 20; two evaluations without a new best end the run."""
     selection, seen = Selection(patience=2), []
     for step, accuracy in ((10, 0.3), (20, 0.5), (30, 0.5), (40, 0.4)):
         assert not selection.exhausted

@@ -22,7 +22,7 @@ CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, 
 
 
 class ForgetfulEngine(HFEngine):
-    """As vLLM on a GPU: what it held is gone after a sleep, and it cannot be used before it is woken."""
+    """Like vLLM on a GPU: sleep discards its contents, and it must be woken before use."""
 
     asleep = False
 
@@ -64,7 +64,7 @@ def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
 
 
 def test_the_trainer_makes_room_for_an_engine_that_is_awake():
-    """Also while the engine starts, and while it gets its weights: the cache's memory is taken last."""
+    """Also while the engine starts and gets its weights, after which it allocates the cache."""
     events = []
 
     class Recorded:

@@ -18,7 +18,7 @@ class Bytes:
 
 
 def rollouts(*rewards: tuple[float, ...]) -> list[Rollout]:
-    """A group for each tuple; the response to problem 7 of group 0 is "0a", "0b" ..."""
+    """One group per tuple; the response to problem 7 of group 0 is "0a", "0b" ..."""
     return [
         Rollout(
             place,

@@ -8,7 +8,7 @@ from megatron_rft.training.stored import StoredBatches
 
 
 class Weights:
-    """Records what an engine is told."""
+    """Records the calls."""
 
     def __init__(self):
         self.told, self.asleep = [], False

@@ -8,7 +8,7 @@ from tests.integration.tiny import write_recipe
 
 
 def test_the_checkpoint_writers_queue_is_forked_before_there_are_models(tmp_path, monkeypatch):
-    """Forked later, its process kept a copy of weights and moments for the whole run."""
+    """Forked later, its process would keep a copy of weights and moments for the whole run."""
     found = []
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
     monkeypatch.setitem(training.TRAINERS, "rl", lambda recipe: found.append(filesystem_async._results_queue) or 0)

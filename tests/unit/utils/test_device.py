@@ -10,7 +10,7 @@ from megatron_rft.utils.errors import ConfigError
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Of a machine with one GPU, in a process that has not imported torch."""
+    """The output of code on a machine with one GPU, in a process that has not imported torch."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(device, "DEVICES", tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)

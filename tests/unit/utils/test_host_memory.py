@@ -23,7 +23,7 @@ def test_the_machines_memory(monkeypatch, tmp_path):
 
 
 def test_gaps_between_blocks_go_back():
-    """Blocks of 100 KB, which glibc takes from its heap; every second one stays."""
+    """Blocks of 100 KB, which glibc takes from its heap; every second one is freed."""
     blocks = [torch.ones(25_000) for _ in range(2000)]
     kept = blocks[::2]
     del blocks

@@ -29,7 +29,7 @@ def test_a_reserved_port_is_for_a_server_that_is_told():
 
 
 def test_children_of_a_process_whose_threads_come_and_go():
-    """A thread's children go to another one when it ends; none is missed, and nothing fails."""
+    """When a thread ends, its children go to another one; none is missed, and nothing fails."""
     started: list[subprocess.Popen] = []
     over = threading.Event()
 
@@ -60,7 +60,7 @@ def test_children_of_a_process_whose_threads_come_and_go():
 
 
 def test_a_reaper_leaves_nobody_behind_however_often_it_is_told(tmp_path):
-    """A command that has left its session, and a child that has lost its parent, both deaf to SIGTERM."""
+    """A command that left its session, and a child that lost its parent, both ignore SIGTERM."""
     deaf = "trap '' TERM; echo $$ >>pids; while :; do sleep 1; done"
     script = f'setsid sh -c "{deaf.replace("$", chr(92) + "$")}" & (sh -c "{deaf.replace("$", chr(92) + "$")}" &); wait'
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

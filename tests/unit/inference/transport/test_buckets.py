@@ -27,7 +27,7 @@ def buckets_of(size: int) -> Buckets:
 
 
 def through(size: int, damage=lambda buckets: None) -> list[tuple[str, torch.Tensor]]:
-    """The stream as it arrives. The receiver reads a bucket as soon as it is told of it."""
+    """The stream as it is received. The receiver reads a bucket as soon as it is announced."""
     buckets, told = buckets_of(size), []
     buckets.send(TENSORS, told.append, lambda: None) if size > 4096 else None
     if told:
@@ -87,7 +87,7 @@ def test_memory_of_the_host_is_seen_by_whoever_has_its_descriptor():
 
 
 class Process(EngineProcess):
-    """Another process that answers as it is told; no GPU is needed to ask it."""
+    """Another process that answers as instructed, without a GPU."""
 
     def __init__(self, answer):
         self._memory, self._on_gpu, self.answer, self.asked = HostMemory(size=4096), torch.zeros(2, 8), answer, []

@@ -16,7 +16,7 @@ TENSORS += [("large", torch.randn(333, 7)), ("scalar", torch.tensor(2.5))]
 
 @pytest.fixture(scope="module")
 def ends():
-    """The sender and two receivers, with buckets that are smaller than a tensor."""
+    """The sender and two receivers, with buckets smaller than a tensor."""
     store = network.rendezvous("127.0.0.1", 3, 20)
     stores = [store, *(network.rendezvous("127.0.0.1", 3, 20, store.port) for _ in range(2))]
     with ThreadPoolExecutor(3) as pool:
@@ -59,14 +59,14 @@ def test_many_small_tensors_are_few_announcements(ends, monkeypatch):
 
 
 class Lossy(Buckets):
-    """What is put into a bucket does not stay there."""
+    """Loses what is put into a bucket."""
 
     def content(self, full):
         return super().content(full).clone()
 
 
 def test_damage_on_the_way_is_told_after_the_end(ends, monkeypatch):
-    """By the end that it happened to; the sender and the other one are done as if nothing had been."""
+    """The receiver with the damage reports it; the sender and the other receiver finish normally."""
     monkeypatch.setattr(ends[1], "buckets", Lossy(torch.full((2, 4096), 7, dtype=torch.uint8)))
     with pytest.raises(RunFailed, match="the bucket of weights that begins with layer.0 was damaged"):
         over(ends)

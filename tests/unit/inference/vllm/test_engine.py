@@ -183,7 +183,7 @@ def test_a_faulty_stream_is_refused_and_read_to_its_end(engine, models, fault):
 
 
 def swapped(stream):
-    """Two tensors of one shape under each other's names."""
+    """Two tensors of one shape with exchanged names."""
     pairs = dict(stream)
     first, second = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
     pairs[first], pairs[second] = pairs[second], pairs[first]
@@ -199,7 +199,7 @@ def test_a_swapped_pair_is_found_by_the_comparison(engine, models, monkeypatch):
 
 
 def test_a_loader_that_leaves_out_a_shard_is_found(engine, models, monkeypatch):
-    """In the always-on part: what vLLM's own loading makes of a sound stream."""
+    """By the checks of every sync, which look at what vLLM's loading makes of a correct stream."""
     network = engine._model()
     load = network.load_weights
     monkeypatch.setattr(network, "load_weights", lambda stream: load((n, t) for n, t in list(stream) if n != QUERY))
@@ -209,7 +209,7 @@ def test_a_loader_that_leaves_out_a_shard_is_found(engine, models, monkeypatch):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_new_weights_in_the_middle_of_a_response(models, keep):
-    """They go on with the keys and values of the old ones, or with their own of what was written before."""
+    """Responses continue with the old weights' keys and values, or with recomputed ones."""
     from megatron_rft.inference.vllm.engine import VLLMEngine
 
     prompt, before, count = (5, 6, 7), 5, 12
@@ -259,7 +259,7 @@ def drafting(models):
 
 
 def test_a_guess_changes_the_speed_and_no_token(shared, engine, drafting):
-    """Guesses that are right, right but for one token, shifted, too short, and wrong."""
+    """Drafts that are right, right but for one token, shifted, too short, and wrong."""
     requests, greedy = some_requests(10, n=1), Sampling(30, temperature=0, stop_token_ids=(STOP,))
     expected = tokens(answers(engine, requests, greedy))
     change = [
@@ -290,7 +290,7 @@ def test_above_temperature_zero_a_guess_is_not_used(engine, drafting):
 
 
 def test_a_draft_model_has_weights_of_its_own(shared, models, tmp_path):
-    """Those of its folder: here the model's, so that all of its drafts are accepted until the model gets others."""
+    """They are the model's here, so all of its drafts are accepted until the model gets other weights."""
     from megatron_rft.inference.vllm.engine import VLLMEngine
 
     models[0].save_pretrained(tmp_path)
@@ -307,7 +307,7 @@ def test_a_draft_model_has_weights_of_its_own(shared, models, tmp_path):
 
 
 def test_two_engines_take_turns_in_one_process(engine, drafting):
-    """From two threads: vLLM's forward pass has global state."""
+    """Two threads use them: vLLM's forward pass has global state."""
     requests, sampling = some_requests(20), Sampling(20, stop_token_ids=(STOP,))
     expected = tokens(answers(engine, requests, sampling))
     with ThreadPoolExecutor(2) as pool:

@@ -57,7 +57,7 @@ def test_what_changes_after_it_was_compared_is_found(engine, models):
 
 
 def test_tensors_under_each_others_names(engine, models, monkeypatch):
-    """Swapped by vLLM's loading, all of which it does at the end."""
+    """vLLM's loading exchanges them, all at its end."""
     network, other = engine._model(), KEY.replace("1", "0")
     load, names = network.load_weights, {KEY: other, other: KEY}
     monkeypatch.setattr(network, "load_weights", lambda stream: load((names.get(n, n), t) for n, t in list(stream)))
@@ -66,7 +66,7 @@ def test_tensors_under_each_others_names(engine, models, monkeypatch):
 
 
 def test_a_scale_that_is_off_by_little(engine, models, monkeypatch):
-    """Every single number is still near its own."""
+    """Every element is still close to its value."""
     from vllm.model_executor.layers.quantization.online import fp8
 
     quantise = fp8._fp8_quant_per_channel

@@ -27,7 +27,7 @@ def serve(made: PredictedOutput, **drafts: list[int] | None) -> PredictedOutput:
 
 
 def step(made: PredictedOutput, *rows: tuple[list[int], int]) -> list[list[int]]:
-    """Rows of (prompt and response, how many of its tokens are new)."""
+    """Rows of (prompt and response, number of new tokens)."""
     width = max(len(tokens) for tokens, _ in rows)
     table = np.array([tokens + [0] * (width - len(tokens)) for tokens, _ in rows])
     sampled = [tokens[len(tokens) - new :] for tokens, new in rows]

@@ -31,9 +31,9 @@ FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_d
 
 @contextmanager
 def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "", dies: str = "", lacks: str = ""):
-    """A server that knows nothing but what it is, never answers `hangs`, does not have `lacks`, and whose engine dies
-    when it is asked for `dies`: it fails there, and says a while later that it is broken; (its URL, what it was asked).
-    """
+    """A server that answers only questions about itself. It never answers `hangs`, lacks `lacks`, and its engine dies
+    when it is asked for `dies`: the request fails, and later the server reports that it is broken. Returns (its URL,
+    its requests)."""
     asked: list[str] = []
     over = threading.Event()
 
@@ -112,7 +112,7 @@ def test_kept_caches_are_not_for_later_responses():
 
 
 def test_how_far_its_drafts_went(monkeypatch):
-    """Since the last time; of all engines behind it."""
+    """Counts since the last call, over all engines of the server."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     counted = "\n".join(
         f'vllm:spec_decode_num_{name}_total{{engine="{i}",model_name="m"}} {value}'
@@ -131,7 +131,7 @@ def test_how_far_its_drafts_went(monkeypatch):
 
 
 def test_nothing_is_generated_while_weights_arrive(monkeypatch):
-    """Also when nothing is under way at the beginning: a request may come in between."""
+    """Also if nothing is being generated at first: a request may arrive meanwhile."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     monkeypatch.setattr(network, "send", lambda group, stream: list(stream))
     with answering(FACTS) as (url, asked):
@@ -145,7 +145,7 @@ def test_nothing_is_generated_while_weights_arrive(monkeypatch):
 
 @pytest.mark.parametrize("dies", ["/update_weights", "/finish_weight_update"])
 def test_an_engine_that_dies_while_it_gets_weights(monkeypatch, dies):
-    """It is lost, and not what it would not take."""
+    """The error says that it is lost, not that it refuses a tensor."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     monkeypatch.setattr(network, "send", lambda group, stream: list(stream))
     monkeypatch.setattr(server_client.time, "sleep", lambda seconds: None)
@@ -156,7 +156,7 @@ def test_an_engine_that_dies_while_it_gets_weights(monkeypatch, dies):
 
 
 def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
-    """Neither its responses come nor its answer to the question how it is."""
+    """It returns neither its responses nor its health."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     monkeypatch.setattr(server_client, "PING_S", 0.1)
     with answering(FACTS, hangs=("/inference/v1/generate", "/is_paused")) as (url, asked):
@@ -168,7 +168,7 @@ def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
 
 
 def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
-    """A thread that was about to ask when the others were hung up would wait for ever."""
+    """A thread that sends a request after the others were cancelled would wait forever."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     with answering(FACTS, hangs=("/inference/v1/generate",)) as (url, asked):
         engine = ServerEngine(url, CONFIG, {}, torch.float32)
@@ -194,7 +194,7 @@ def test_the_address_that_a_server_reaches_this_machine_by():
 
 
 def test_arguments_of_a_server():
-    """A prompt is computed whole, however long; a draft model has weights of its own."""
+    """Prompts are not split, however long; a draft model has its own weights."""
     drafts = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
     options = {"rollout": Rollout(max_batch_sequences=16), "vllm": Vllm(speculative_config=drafts)}
     builder = EngineBuilder(**options, longest_generation=30000)

@@ -9,7 +9,7 @@ from megatron_rft.inference.vllm.token_check import VARIABLE, RequireToken, head
 
 
 def ask(path: str, headers: dict[str, str], kind: str = "http") -> list[dict]:
-    """What the middleware sends; nothing where the server behind it is asked."""
+    """The middleware's answer; empty if the request reaches the server."""
     sent: list[dict] = []
 
     async def app(scope, receive, send):

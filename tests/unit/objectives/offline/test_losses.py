@@ -38,7 +38,7 @@ def drawn(objective, whole=None):
 
 
 def evaluated(objective, batch=None, index=None, **outputs):
-    """The loss and what it logs, and its gradient with respect to the log-probs of the drawn batch."""
+    """The loss, its logged metrics, and its gradient with respect to the log-probs of the drawn batch."""
     if batch is None:
         batch, index = drawn(objective)
     given = {name: torch.tensor(value) for name, value in numbers().items()} | outputs
@@ -157,7 +157,7 @@ def test_dpos_gradient_at_the_reference_is_half_beta():
 
 
 def simple(rewards, logprobs, **tokens):
-    """Sequences of one token each, in one problem."""
+    """One problem's sequences of one token each."""
     ref = tokens.pop("ref_logprobs", torch.zeros(len(rewards), dtype=torch.float64))
     sequences = {"group": torch.zeros(len(rewards), dtype=torch.long), "rewards": torch.tensor(rewards)}
     batch = Batch.of([[1]] * len(rewards), [[2]] * len(rewards), tokens={"ref_logprobs": ref}, sequences=sequences)
@@ -278,7 +278,7 @@ def test_the_parts_gradients_add_up(name):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_any_cut_gives_the_same_and_a_rank_without_work_adds_nothing(name):
-    """Units one by one, and a filler that holds a sequence in which nothing counts."""
+    """Units one by one, and a filler with a sequence without trained tokens."""
     objective = OBJECTIVES[name]
     batch, index = drawn(objective)
     (update,) = objective.prepare(batch, {}).updates

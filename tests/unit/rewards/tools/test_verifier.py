@@ -103,7 +103,7 @@ REFERENCE = tagged(A, B)
 
 
 def test_partial_credit_by_hand():
-    """Best is 1 name + 2 calls + 3 arguments = 6, so that correctness is what was earned minus 3."""
+    """The maximum is 1 name + 2 calls + 3 arguments = 6; correctness is the credit minus 3."""
     assert rlla(REFERENCE, REFERENCE).reward == 4.0 and rlla(REFERENCE, REFERENCE).correct
     assert rlla(REFERENCE, tagged(B, A)).reward == 4.0  # in any order
     wrong = rlla(REFERENCE, tagged({"name": "f", "parameters": {"a": 1, "b": 3}}, B))
