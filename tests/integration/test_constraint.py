@@ -63,7 +63,7 @@ def weights(path) -> bytes:
     return (path.parent / "run" / "export" / "model.safetensors").read_bytes()
 
 
-def test_the_skip_at_the_maximum_changes_nothing_but_time(recipe, tmp_path):
+def test_skipping_responses_at_the_maximum_changes_only_time(recipe, tmp_path):
     """Compares the same reward with a maximum of 1 and without a maximum."""
     (tmp_path / "reward.py").write_text(REWARD)
     found = []
@@ -82,7 +82,7 @@ def test_the_skip_at_the_maximum_changes_nothing_but_time(recipe, tmp_path):
     assert skipped == whole
 
 
-def test_with_eta_0_it_only_measures(recipe):
+def test_with_eta_0_training_is_unchanged(recipe):
     """Equals the run without a constraint bit for bit."""
     paths = []
     for name, constraint in (("none", {"kind": "none"}), ("measured", None)):

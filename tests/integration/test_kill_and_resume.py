@@ -51,7 +51,7 @@ def samples(run) -> list[tuple]:
     return [(line["step"], line["samples"]) for line in read_samples(run / SAMPLES_FILE)]
 
 
-def test_pipo_made_steps_of_both_kinds_or_this_proves_little(undisturbed):
+def test_the_run_has_verification_steps_of_both_signs(undisturbed):
     lines = metrics(undisturbed[1])
     assert any("verification/grad_norm" in line for line in lines)
     assert [step for step, found in samples(undisturbed[1]) if found] == list(range(1, 7))
@@ -130,7 +130,7 @@ def terminate(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-def test_a_gradient_computed_during_generation_is_as_exact(tmp_path):
+def test_a_run_with_gradients_computed_during_generation_resumes_exactly(tmp_path):
     """With engines in processes PIPO's gradient is computed before phi is known and is not in a checkpoint. Killed and
     resumed, the run ends with the weights of the colocated run. Other forward passes come between the gradient and its
     step, and Megatron gathers parameters in forward passes."""
@@ -162,7 +162,7 @@ def assert_same_verification(run: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_step_off_is_as_exact(tmp_path):
+def test_a_run_with_staleness_1_resumes_exactly(tmp_path):
     """The pending batch is in the checkpoint, and the weights that sample a batch do not depend on timing."""
     recipe = write_recipe(
         tmp_path,

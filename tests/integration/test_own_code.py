@@ -65,7 +65,7 @@ def test_its_report(recipe, folder, capsys):
     assert "<h2>run</h2>" in page and "gentle.py:Gentle" in page and "off by" in page
 
 
-def test_what_is_wrong_with_it_is_said_before_anything_starts(recipe, folder, tmp_path):
+def test_errors_in_user_code_are_reported_before_anything_starts(recipe, folder, tmp_path):
     shutil.copy(recipe, tmp_path / "recipe.yaml")
     for override, problem in (
         ("algorithm.negatve=1.0", "algorithm.negatve: Gentle has no such field. Did you mean 'negative'?"),

@@ -45,7 +45,7 @@ def test_state_survives_a_file(batch, tmp_path):
     assert all(torch.equal(v, again.state_dict()[k]) for k, v in batch.state_dict().items())
 
 
-def test_a_name_of_the_wrong_length_is_our_mistake(batch):
+def test_a_value_of_the_wrong_length_fails_an_assertion(batch):
     with pytest.raises(AssertionError, match="advantages: 2 values, 6 tokens"):
         batch.with_tokens(advantages=torch.zeros(2))
 

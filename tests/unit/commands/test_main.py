@@ -269,7 +269,7 @@ class TestOneProcess:
     @pytest.mark.parametrize(
         "error, status", [(None, 0), (DataError("no field"), 2), (RunFailed("NaN"), 3), (ZeroDivisionError("x"), 3)]
     )
-    def test_last_words(self, tmp_path, monkeypatch, capsys, error, status):
+    def test_the_exit_status_and_message_are_written(self, tmp_path, monkeypatch, capsys, error, status):
         monkeypatch.setattr(signal, "signal", lambda *_: None)
 
         def run():
@@ -293,7 +293,7 @@ class TestRanks:
     def test_all_finish(self, tmp_path):
         assert ranks.launch(rank_command("assert os.environ['WORLD_SIZE'] == '3'", tmp_path), 3, str(tmp_path)) == 0
 
-    def test_one_thread_each_unless_said(self, tmp_path, monkeypatch):
+    def test_ranks_have_one_thread_by_default(self, tmp_path, monkeypatch):
         code = "sys.exit(os.environ.get('OMP_NUM_THREADS') != wanted)"
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         assert ranks.launch(rank_command(f"wanted = '1'; {code}", tmp_path), 2, str(tmp_path)) == 0

@@ -159,7 +159,7 @@ class TestLoading:
         ("run.steps=[", "is not valid YAML"),
     ],
 )
-def test_refused_in_a_persons_words(recipe, override, words):
+def test_a_refusal_names_option_value_and_fix(recipe, override, words):
     if words is None:  # with a run of steps, sft is fine
         assert load(recipe, [override]).algorithm.name == "sft"
     else:
@@ -315,7 +315,7 @@ def test_kv_heads_divide_or_are_divided(tp, fits):
 
 
 class TestDifference:
-    def test_what_may_change(self, recipe):
+    def test_options_that_may_change_on_resume(self, recipe):
         free = [
             "run.steps=20",
             "tracking.plot=false",
@@ -324,11 +324,11 @@ class TestDifference:
         ]
         assert difference(load(recipe), load(recipe, free)) == []
 
-    def test_what_may_not(self, recipe):
+    def test_options_that_may_not_change_on_resume(self, recipe):
         lines = difference(load(recipe), load(recipe, ["run.seed=1", "pipo.window=4"]))
         assert "run.seed: 0 there, 1 now" in lines and "pipo.window: null there, 4 now" in lines
 
-    def test_a_schedule_over_the_whole_run_is_not_bent(self, recipe):
+    def test_a_longer_run_may_not_change_the_schedule(self, recipe):
         cosine = ["optimizer.lr_decay_style=cosine"]
         assert difference(load(recipe, cosine), load(recipe, [*cosine, "run.steps=20"]))[0].startswith(
             "run.steps: 10 there"

@@ -114,7 +114,7 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         (["constraint={kind: none}", "model.reference=x"], "does nothing without a KL to it"),
     ],
 )
-def test_refused_in_a_persons_words(recipe, overrides, words):
+def test_a_refusal_names_option_value_and_fix(recipe, overrides, words):
     if overrides[0].startswith("algorithm={"):
         overrides = [overrides[0].replace("{", "{mini_batch_prompts: 4, ", 1), *overrides[1:]]
     assert words in refusal(recipe, *overrides)
@@ -139,7 +139,7 @@ def test_every_algorithm_has_a_plan(recipe, name):
         ("{kind: dynamic, eta: 0.02}", (0.0, "loss")),
     ],
 )
-def test_a_constraint_says_what_the_kl_is(recipe, tmp_path, constraint, kl):
+def test_a_constraint_sets_the_algorithms_kl(recipe, tmp_path, constraint, kl):
     """A recipe that was written out gives the same."""
     loaded = load(recipe, [f"constraint={constraint}"])
     assert (loaded.algorithm.kl_coefficient, loaded.algorithm.kl_in) == kl
@@ -171,7 +171,7 @@ def test_templates_without_their_fields(recipe, tmp_path, text, words):
     assert words in refusal(recipe, f"constraint={{kind: dynamic, eta: 0.1, template: {path}}}")
 
 
-def test_what_the_refiners_and_sdpos_new_options_allow(recipe):
+def test_valid_combinations_of_refiner_and_sdpo_options(recipe):
     """Each option has an effect in this combination."""
     for overrides in (
         ["algorithm.name=dapo", "constraint={kind: dynamic, eta: 0.1, agreeing: true}"],

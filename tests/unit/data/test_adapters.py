@@ -459,7 +459,7 @@ def test_rows_that_an_adapter_cannot_read_are_named(adapt, adapter, row, message
     assert "\n" not in str(told.value)
 
 
-def test_whatever_an_adapter_stumbles_over_is_one_sentence(adapt):
+def test_any_error_of_an_adapter_is_one_sentence(adapt):
     with pytest.raises(DataError, match=r"rows\.jsonl:1 \(adapter mbpp\): a field is not what this data set has there"):
         adapt("mbpp", task_id=1, text="?", test_list=["assert f()"], test_imports=[1], code="def f(): pass")
 

@@ -37,7 +37,7 @@ def test_demonstrations_slip_at_the_stated_rate():
     assert abs(slips / steps - arithmetic.SLIP) < 0.02  # five standard errors over 9,000 steps
 
 
-def test_hinted_problems_are_worked_better():
+def test_hinted_problems_have_better_work():
     """Half of each level follow their right work; of the others about half lack the last step."""
     rows = arithmetic.rows("hinted", 2000)
     hinted = [row for row in rows if "####" in row["question"]]

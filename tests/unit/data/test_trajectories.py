@@ -91,7 +91,7 @@ def test_other_libraries_read_the_shards(tmp_path):
     assert [tuple(row["response_ids"]) for row in rows] == [each.response_ids for each in expected]
 
 
-def test_the_order_of_work_leaves_no_trace(tmp_path):
+def test_the_store_does_not_depend_on_the_order_of_work(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b", order=(2, 0, 1))
     assert files(tmp_path / "a") == files(tmp_path / "b")

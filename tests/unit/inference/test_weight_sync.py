@@ -39,7 +39,7 @@ class Exhausted:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_push_and_proof(tensors, dtype):
+def test_a_push_loads_all_tensors_and_returns_metrics(tensors, dtype):
     engine, stream = HFEngine(CONFIG, dtype), Exhausted(tensors)
     metrics = weight_sync.push(stream, engine, version=2, verify=True)
     assert engine.weight_version == 2 and stream.ended
@@ -99,7 +99,7 @@ class Broken(HFEngine):
         (Broken, OSError, "the engine died"),
     ],
 )
-def test_what_an_engine_cannot_know_of_itself(tensors, kind, error, message):
+def test_weight_sync_finds_what_an_engine_does_not_report(tensors, kind, error, message):
     stream = Exhausted(tensors)
     with pytest.raises(error, match=message):
         weight_sync.push(stream, kind(CONFIG), version=1, verify=True)

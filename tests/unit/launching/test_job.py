@@ -43,14 +43,14 @@ def test_stops_before_anything_is_saved_count_as_well(start):
     assert [start(number).conclude(STOPPED)[0] for number in range(3)] == [STOPPED, STOPPED, FAILED]
 
 
-def test_starts_that_were_killed_without_a_word_count(start):
+def test_starts_that_were_killed_without_a_status_count(start):
     for number in range(RETRIES + 1):
         start(number)
     with pytest.raises(RunFailed):
         start(RETRIES + 1)
 
 
-def test_a_new_checkpoint_earns_new_tries(start, tmp_path):
+def test_a_new_checkpoint_resets_the_count_of_restarts(start, tmp_path):
     for number in range(10):
         job = start(number)
         save(tmp_path, f"step_{number:06d}")
@@ -78,7 +78,7 @@ def test_a_mistake_on_another_node_is_the_jobs(start, monkeypatch):
     assert job.failed_elsewhere() == "node 1 of this job failed"
 
 
-def test_nodes_wait_for_each_others_last_words(start, monkeypatch):
+def test_nodes_wait_for_each_others_exit_status(start, monkeypatch):
     monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 0.5)
     job, before = start(0, nodes=2), time.monotonic()
     assert job.conclude(STOPPED) == (STOPPED, "")

@@ -152,7 +152,7 @@ def test_counts_and_groups_stay_the_bases(batch):
 @pytest.mark.parametrize("mode", ["loss", "reward"])
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize("why", ["eta 0", "no pair"])
-def test_without_effect_it_leaves_no_trace(batch, base, why, mode):
+def test_without_effect_the_updates_are_unchanged(batch, base, why, mode):
     """Property 4: the updates are the same."""
     objective = dynamic(base, eta=0.0) if why == "eta 0" else dynamic(base, eta=0.1, mode=mode)
     given = batch if why == "eta 0" else batch.with_refined([[]] * 6)

@@ -145,7 +145,7 @@ def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize("mu, known", [(0.5, True), (0.1, False), (0.3, None)])
-def test_a_rise_has_the_gradient_that_is_known_before(make_batch, base, mu, known):
+def test_after_a_rise_the_gradient_is_the_foreseen_one(make_batch, base, mu, known):
     """The window is (0.2, 0.3, 0.4). For phi > 0 the state gives the gradient up to its scale. A fall has another
     gradient: the clip bounds the other side. Without a change there is no gradient."""
     objective = pipo(base, window=3)
@@ -190,7 +190,7 @@ def test_a_rise_repeats_the_last_gradient_and_a_fall_takes_a_tenth_of_it_back(ma
     torch.testing.assert_close(gradient(steps[3].updates[0]), phi * gradient(before))
 
 
-def test_what_is_scaled_are_the_normalised_attributions(make_batch):
+def test_the_normalised_attributions_are_scaled(make_batch):
     """Rewards (1, 0, 0, 0): A = (3, -1, -1, -1) / sqrt(3), attributions (2, -2/3, -2/3, -2/3); phi = 2 doubles them."""
     given = dict.fromkeys(("old_logprobs", "ref_logprobs", "rollout_logprobs"), [-1.0] * 5)
     sample = make_batch([1, 2, 1, 1], [0] * 4, [1.0, 0.0, 0.0, 0.0], **given)

@@ -49,7 +49,7 @@ def test_value_loss_by_hand(value, old, target, loss, gradient):
     assert found.item() == pytest.approx(loss) and values.grad.item() == pytest.approx(gradient)
 
 
-def test_the_critic_is_alone_at_first(make_batch):
+def test_only_the_critic_is_updated_in_the_warmup(make_batch):
     ppo, batch, names = made("ppo", critic={"warmup_steps": 2}), sampled(make_batch), []
     state = ppo.init()
     for _ in range(4):
@@ -72,7 +72,7 @@ def test_pipo_does_not_remember_steps_without_a_policy_update(make_batch):
     assert prepared.metrics["pipo/anchor_mean"] == pytest.approx(0.15)
 
 
-def test_metrics_say_how_good_the_critic_is(make_batch):
+def test_explained_variance_of_the_critic(make_batch):
     """Returns (1, 1, 0) with lambda 1 and no KL, values (1, 1, 0): all variance is explained."""
     ppo = made("ppo", kl_coefficient=0.0, lam=1.0)
     batch = sampled(make_batch).with_tokens(values=torch.tensor([1.0, 1.0, 0.0]))

@@ -24,7 +24,7 @@ def sampled() -> Batch:
     return batch.with_contexts([[3, 3, 1], [], [4, 1]])
 
 
-def test_only_the_informed_are_taught():
+def test_only_responses_with_feedback_are_trained_on():
     prepared = made("sdpo").prepare(sampled(), {})
     (update,) = prepared.updates
     assert update.batch.response_ids.tolist() == [5, 6, 8, 9, 10] and update.batch.context_lens.tolist() == [3, 2]
@@ -45,7 +45,7 @@ def test_loss_is_the_token_mean_of_the_kl():
     assert loss.metrics["teacher_advantage"].total.item() == 2.5
 
 
-def test_attribution_is_how_much_surer_the_teacher_is():
+def test_attribution_is_the_teachers_log_prob_less_the_policys():
     assert made("sdpo").advantages(sampled()).tolist() == [0.5, -1.0, 0.0, 0.0, 1.0, -2.0]
     assert pipo(made("sdpo")).needs == {"old_logprobs", "teacher_logprobs"} and made("sdpo").needs == frozenset()
 

@@ -107,7 +107,7 @@ def test_servers_of_others_have_their_own_options(recipe):  # noqa: F811
 
 
 @pytest.mark.parametrize("url", ["a:1", "http://a:b", "http://a:99999", "http://:80", "https://a:1"])
-def test_no_url(recipe, url):  # noqa: F811
+def test_server_urls_must_be_valid(recipe, url):  # noqa: F811
     assert "is no URL of a server" in refusal(recipe, "rollout.placement=server", f"rollout.servers=['{url}']")
 
 

@@ -162,7 +162,7 @@ def test_plan_says_what_fits_and_what_would_help(path, capsys):
 
 
 @pytest.mark.parametrize("size", ["0", "much", "inf"])
-def test_a_size_that_is_none(path, size, capsys):
+def test_an_invalid_memory_size_is_refused(path, size, capsys):
     with pytest.raises(SystemExit):
         main.main(["plan", str(path), "--gpu-gib", size])
     assert "is not a number of GiB" in capsys.readouterr().err

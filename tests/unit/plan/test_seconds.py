@@ -103,7 +103,7 @@ def test_a_rehearsed_micro_batch():
     assert forward.links == pytest.approx(0.0062, rel=0.25) and both.links == pytest.approx(0.0151, rel=0.25)
 
 
-def test_what_costs_what():
+def test_options_change_the_seconds_of_a_step():
     def step(layout, **more):
         options = {"sequence_parallel": layout.tp > 1, "recompute": "selective"} | more
         machine = Machine(device("h100"), Efficiency(), LLAMA_70B, layout, **options)

@@ -63,7 +63,7 @@ def test_an_error_of_a_part_is_an_error():
     assert total(Score(1.0), Score(0.0, error="gone")).error == "1: gone"
 
 
-def test_the_most_that_can_be_had():
+def test_the_maximum_of_sums_and_rows():
     assert (
         SumReward([Part("a", Fixed(Score(0.0)), 0.5), Part("b", Fixed(Score(0.0)), 9.0, shaping=True)]).maximum == 2.0
     )

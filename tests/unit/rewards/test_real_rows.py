@@ -56,7 +56,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", ["math500", "olympiadbench", "gsm8k_test"])
-def test_references_verify_however_they_are_written(name, reward):
+def test_references_in_other_notations_are_verified(name, reward):
     prompts = references(name)
     for how, write in WRITTEN.items():
         scores = reward(prompts, [write(prompt.answer) for prompt in prompts])

@@ -124,7 +124,7 @@ def test_a_share_is_chosen_by_the_seed():
     assert keys[0] == keys[1] != keys[2] and 70 < len(keys[0]) < 130
 
 
-def test_what_becomes_of_a_text():
+def test_the_tokens_of_a_refined_text():
     """A copy has the response's tokens, a cleaned text is tokenised, other texts have the engine's tokens."""
     says = {"ab": "ab", "cd": "ce", "ef": "```\nxyz\n```", "gh": ""}
     some = refiner(says)
@@ -198,7 +198,7 @@ def test_pairs_in_the_batch_score_higher():
 
 
 @pytest.mark.parametrize("named", [{"draft": False}, {"maximum": math.inf}])
-def test_speed_alone(named):
+def test_drafts_overlap_and_skipping_do_not_change_the_batch(named):
     """The batch is the same with and without drafts, overlap and skipping."""
     state = sampled(overlap=True).batch.state_dict()
     for overlap in (True, False):

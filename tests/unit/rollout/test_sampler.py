@@ -190,7 +190,7 @@ def test_shaping_stays_beside_the_verifiers_reward(engine):
     assert sampled.metrics["reward/all_right_groups"] == 1.0
 
 
-def test_contexts_come_with_their_responses(engine):
+def test_contexts_are_in_the_order_of_their_responses(engine):
     """Each context has the numbers of its problem and sample, so that a wrong order would show."""
     seen = []
 

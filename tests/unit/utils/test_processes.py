@@ -59,7 +59,7 @@ def test_children_of_a_process_whose_threads_come_and_go():
             each.wait()
 
 
-def test_a_reaper_leaves_nobody_behind_however_often_it_is_told(tmp_path):
+def test_a_reaper_kills_all_descendants_when_signalled_repeatedly(tmp_path):
     """A command that left its session, and a child that lost its parent, both ignore SIGTERM."""
     deaf = "trap '' TERM; echo $$ >>pids; while :; do sleep 1; done"
     script = f'setsid sh -c "{deaf.replace("$", chr(92) + "$")}" & (sh -c "{deaf.replace("$", chr(92) + "$")}" &); wait'

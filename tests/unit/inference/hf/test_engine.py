@@ -197,7 +197,7 @@ def test_a_faulty_stream_is_refused_and_read_to_its_end(model, engine, fault):
     assert engine.weight_version == 5
 
 
-def test_the_callers_config_stays_his():
+def test_the_callers_config_is_not_changed():
     config = Qwen2Config(**SHAPE)
     before = config._attn_implementation
     HFEngine(config)

@@ -65,7 +65,7 @@ class Lossy(Buckets):
         return super().content(full).clone()
 
 
-def test_damage_on_the_way_is_told_after_the_end(ends, monkeypatch):
+def test_damage_in_transfer_is_reported_after_the_stream(ends, monkeypatch):
     """The receiver with the damage reports it; the sender and the other receiver finish normally."""
     monkeypatch.setattr(ends[1], "buckets", Lossy(torch.full((2, 4096), 7, dtype=torch.uint8)))
     with pytest.raises(RunFailed, match="the bucket of weights that begins with layer.0 was damaged"):

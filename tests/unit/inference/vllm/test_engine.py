@@ -148,7 +148,7 @@ def test_a_prompt_is_computed_anew_with_new_weights(engine, models):
 
 
 @pytest.mark.parametrize("seed", [1, 0])
-def test_the_proof_of_a_sync(shared, models, seed):
+def test_a_sync_is_compared_bit_by_bit(shared, models, seed):
     weight_sync.push(hf_stream(models[seed]), shared, version=5 + seed, verify=True)
     assert shared.weight_version == 5 + seed
 
@@ -258,7 +258,7 @@ def drafting(models):
     engine.close()
 
 
-def test_a_guess_changes_the_speed_and_no_token(shared, engine, drafting):
+def test_a_draft_does_not_change_the_tokens(shared, engine, drafting):
     """Drafts that are right, right but for one token, shifted, too short, and wrong."""
     requests, greedy = some_requests(10, n=1), Sampling(30, temperature=0, stop_token_ids=(STOP,))
     expected = tokens(answers(engine, requests, greedy))
@@ -283,7 +283,7 @@ def test_a_guess_changes_the_speed_and_no_token(shared, engine, drafting):
     assert drafting.statistics() == {}, "since the last time"
 
 
-def test_above_temperature_zero_a_guess_is_not_used(engine, drafting):
+def test_above_temperature_zero_a_draft_is_not_used(engine, drafting):
     requests, sampling = some_requests(6, n=2, draft=(5,) * 20), Sampling(20, stop_token_ids=(STOP,))
     assert tokens(answers(drafting, requests, sampling)) == tokens(answers(engine, requests, sampling))
     assert drafting.statistics() == {}
@@ -306,7 +306,7 @@ def test_a_draft_model_has_weights_of_its_own(shared, models, tmp_path):
     assert accepted[0] > 0.9 and accepted[1] < 0.5
 
 
-def test_two_engines_take_turns_in_one_process(engine, drafting):
+def test_two_engines_of_one_process_alternate(engine, drafting):
     """Two threads use them: vLLM's forward pass has global state."""
     requests, sampling = some_requests(20), Sampling(20, stop_token_ids=(STOP,))
     expected = tokens(answers(engine, requests, sampling))

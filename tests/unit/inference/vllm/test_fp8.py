@@ -48,7 +48,7 @@ def test_close_to_the_exact_model_after_every_sync(engine, models):
             assert 0 < difference.mean() < 0.05 and response.weight_version == version
 
 
-def test_what_changes_after_it_was_compared_is_found(engine, models):
+def test_a_change_after_the_comparison_is_found(engine, models):
     weight_sync.push(hf_stream(models[0]), engine, 1)
     engine._model().model.layers[0].mlp.down_proj.weight_scale.data[3] *= 1.01
     held = engine.checksums()
@@ -56,7 +56,7 @@ def test_what_changes_after_it_was_compared_is_found(engine, models):
         compare(dict.fromkeys([DOWN, KEY], 0), {name: held[name] for name in (DOWN, KEY)}, 1)
 
 
-def test_tensors_under_each_others_names(engine, models, monkeypatch):
+def test_exchanged_tensors_are_found(engine, models, monkeypatch):
     """vLLM's loading exchanges them, all at its end."""
     network, other = engine._model(), KEY.replace("1", "0")
     load, names = network.load_weights, {KEY: other, other: KEY}

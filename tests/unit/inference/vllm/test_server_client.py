@@ -111,7 +111,7 @@ def test_kept_caches_are_not_for_later_responses():
         ServerEngine(url, CONFIG, {}, torch.float32, keep_caches=True)
 
 
-def test_how_far_its_drafts_went(monkeypatch):
+def test_draft_tokens_are_counted(monkeypatch):
     """Counts since the last call, over all engines of the server."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     counted = "\n".join(

@@ -38,7 +38,7 @@ def test_sides_are_found_in_any_order():
     assert right.tolist() == [11.0, 12.0] and wrong.tolist() == [13.0, 10.0]
 
 
-def test_a_torn_pair_is_our_own_mistake():
+def test_a_torn_pair_fails_an_assertion():
     batch = data([1.0, -1.0], [0, 0]).with_sequences(unit=torch.tensor([0, 1]))
     with pytest.raises(AssertionError):
         split_pairs(torch.zeros(2), batch)
