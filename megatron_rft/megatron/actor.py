@@ -135,7 +135,7 @@ class Actor:
     def snapshot(self) -> list[Tensor]:
         """Copy this rank's weights to host memory (pinned if there is a GPU), for `use_weights`."""
         self.finish_param_gather()
-        return [self.pinned(p.detach().to("cpu", copy=True)) for p in self._parameters()]
+        return [self.pinned(p.detach().to("cpu", copy=True)) for p in self.parameters()]
 
     def pinned(self, copy: Tensor) -> Tensor:
         """Return a host tensor in memory that a GPU copies by itself."""
@@ -146,16 +146,16 @@ class Actor:
         """Use the weights of a `snapshot` (a frozen reference) in this context, then restore the current ones
         exactly."""
         self.finish_param_gather()
-        own = [p.data for p in self._parameters()]
-        for p, data in zip(self._parameters(), other, strict=True):
+        own = [p.data for p in self.parameters()]
+        for p, data in zip(self.parameters(), other, strict=True):
             p.data = data.to(self.device, non_blocking=True).to(p.dtype)  # the device converts faster
         try:
             yield
         finally:
-            for p, data in zip(self._parameters(), own, strict=True):
+            for p, data in zip(self.parameters(), own, strict=True):
                 p.data = data
 
-    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+    def parameters(self) -> Iterable[torch.nn.Parameter]:
         return (p for m in self.models for p in m.parameters())
 
     def finish_param_gather(self, outdated: bool = False) -> None:

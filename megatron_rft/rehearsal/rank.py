@@ -226,7 +226,7 @@ class Step:
             models = make()
             for actor in models.trained.values():
                 actor.optimizer.fill_in()
-                mode.relabel(actor._parameters(), "weights")
+                mode.relabel(actor.parameters(), "weights")
                 buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
                 mode.relabel([b.grad_data for b in buffers], "gradients")
         return models

@@ -15,8 +15,6 @@ MOST_POINTS = 400  # of a curve; longer runs are shown as means over bins of ste
 # Options that do not make a different experiment
 IGNORED = ("run.output_dir", "run.name", "run.seed", "run.resume", "tracking.", "checkpoint.")
 
-Points = dict[float, float]  # step -> value
-
 
 @dataclass(frozen=True)
 class Series:

@@ -56,7 +56,7 @@ def storages(tensors):
 def measured(actor):
     """Bytes of (weights, gradients, optimizer) on this rank."""
     actor.optimizer.fill_in()
-    weights = list(actor._parameters())
+    weights = list(actor.parameters())
     own = {w.untyped_storage().data_ptr() for w in weights}
     gradients = [b.grad_data for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     state = []
