@@ -23,31 +23,34 @@ def lines(folder: Path, now: float | None = None) -> list[str]:
     if not (folder / METRICS).is_file() and (folder / RECIPE).is_file():
         return [f"{folder}: no step has finished yet", *_nodes(folder, now)]
     run = read(folder)
-    return [_head(run, now), *_numbers(run), *_nodes(folder, now), *_checkpoints(folder), *_notes(folder)]
+    nodes = [] if _finished(run, folder) else _nodes(folder, now)
+    return [_head(run, folder, now), *_numbers(run), *nodes, *_checkpoints(folder), *_notes(folder)]
 
 
 def ended(folder: Path) -> bool:
-    """Whether the run has its last step and its exported model."""
     try:
-        run = read(folder)
+        return _finished(read(folder), folder)
     except UserError:
         return False
-    return bool(run.curves.records) and _last(run)["step"] == _steps(run) and (folder / "export").is_dir()
+
+
+def _finished(run: Run, folder: Path) -> bool:
+    """Whether the model was exported after the last step. A run that goes on with more steps has an older export."""
+    export = folder / "export"
+    return bool(run.curves.records) and export.is_dir() and export.stat().st_mtime >= _last(run)["time"]
 
 
 def _last(run: Run) -> dict[str, Any]:
     return run.curves.records[-1] if run.curves.records else {"step": 0, "time": 0.0}
 
 
-def _steps(run: Run) -> int | None:
-    return run.recipe.get("run", {}).get("steps")
-
-
-def _head(run: Run, now: float) -> str:
-    last, total = _last(run), _steps(run)
+def _head(run: Run, folder: Path, now: float) -> str:
+    last, total = _last(run), run.recipe.get("run", {}).get("steps")
     parts = [f"{run.name}: step {last['step']}" + (f" of {total}" if total else "")]
     if last["time"]:
         parts.append(f"its last step ended {clock_time(max(now - last['time'], 0))} ago")
+    if _finished(run, folder):
+        return ", ".join([*parts, "finished"])
     recent = run.curves.records[-PACE_STEPS - 1 :]
     if len(recent) > 1 and total and last["step"] < total:
         pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])

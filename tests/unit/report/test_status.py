@@ -1,6 +1,7 @@
 """`megatron-rft status`: what stands in a run's files."""
 
 import json
+import os
 import time
 
 import pytest
@@ -39,11 +40,17 @@ def test_what_it_says(run, capsys):
     assert "the entropy has collapsed" in told
 
 
-def test_watch_ends_with_the_run(run, capsys):
+def test_a_run_has_finished_once_its_last_model_is_exported(run, capsys):
+    """Also before its last step (early stopping), but not with the export of an earlier start."""
+    node(run, 0, age=600.0)
     (run / "export").mkdir()
-    recipe = run / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace("steps: 30", "steps: 10"))
     assert main(["status", str(run), "--watch"]) == 0
+    told = capsys.readouterr().out
+    assert "ago, finished\n" in told and "nothing heard" not in told and "left" not in told
+    os.utime(run / "export", (1e9, 1e9))
+    assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "finished" not in told and "nothing heard" in told
 
 
 def test_no_run_and_no_step(tmp_path, capsys):
