@@ -106,7 +106,7 @@ class Case:
         self.recipe, self.calm, self.killed, self.options = recipe, out / "undisturbed", out / "killed", options
         self.arguments = [*options.overrides, *(["--nproc", str(options.nproc)] if options.nproc > 1 else [])]
         self.forked = options.recipe == "tiny"
-        self.moments = random.Random(options.seed)
+        self.moments = random.Random(f"{options.seed} {out.name}")
 
     def finish(self, out: Path) -> None:
         """Run to the end."""

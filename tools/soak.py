@@ -80,13 +80,12 @@ class Soak:
         self.follow(self.start(run), run, None, counts)
         return counts
 
-    def disturbed(self, run: Path, every: int) -> list[str]:
-        """Every `every` steps something happens. Returns what, after which step, and how the run ended."""
+    def disturbed(self, run: Path, every: int, events: int | None = None) -> list[str]:
+        """Every `every` steps something happens, at most `events` times. Returns what, when, and how the run ended."""
         told, process, due = [], self.start(run), every
         while self.follow(process, run, due):
-            event = EVENTS[len(told) % len(EVENTS)]
-            step, due = last_step(run), last_step(run) + every
-            what = event(self, run, process)
+            step, what = last_step(run), EVENTS[len(told) % len(EVENTS)](self, run, process)
+            due = None if len(told) + 1 == events else step + every
             told.append(f"step {step}: {what}" + ("" if process.poll() is None else f", status {process.returncode}"))
             process = self.start(run) if process.poll() is not None else process
         return told

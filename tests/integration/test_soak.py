@@ -5,7 +5,7 @@ import pytest
 from tests.integration.tiny import write_recipe
 from tools.soak import EVENTS, Soak, differences
 
-EVERY, STEPS = 4, 60
+EVERY, STEPS = 4, 40
 
 
 @pytest.mark.slow
@@ -14,7 +14,7 @@ def test_a_run_survives_all_of_it_and_leaves_nothing_behind(tmp_path):
     soak = Soak(recipe, [], tmp_path / "soak", forked=True)
     calm, rough = tmp_path / "calm", tmp_path / "rough"
     assert soak.undisturbed(calm)
-    told = soak.disturbed(rough, EVERY)
+    told = soak.disturbed(rough, EVERY, len(EVENTS))
     assert len(told) >= len(EVENTS) // 2, told
     assert not differences(calm, rough), told
     assert not (left := soak.left(seconds=120)), (left, told)
