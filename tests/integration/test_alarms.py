@@ -28,7 +28,7 @@ RUNS = {
     "a policy that learns too fast to write as much as it can": (
         {
             "run": {"steps": 60, "seed": 3},
-            "algorithm": {"name": "ppo", "kl_in": "loss", "kl_estimator": "k3", "mini_batch_prompts": 8},
+            "algorithm": {"name": "ppo", "kl_in": "loss", "kl_estimator": "exact", "mini_batch_prompts": 8},
             "critic": {"lr": 1e-2, "warmup_steps": 20},
             "optimizer": {"lr": 3e-2},
             "rollout": {"group_size": 1, "prompts_per_step": 16, "max_response_tokens": 24},
