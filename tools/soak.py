@@ -112,7 +112,8 @@ def kill_all(soak: Soak, run: Path, process: subprocess.Popen) -> str:
 
 
 def kill_a_rank(soak: Soak, run: Path, process: subprocess.Popen) -> str:
-    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, IndexError):  # they have just ended
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
     process.wait()
     return "one rank killed, as by the loss of its node"
 
