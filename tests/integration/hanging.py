@@ -2,7 +2,7 @@
 rank 1 when it enters the phase training of step 2.
 
 stop: SIGSTOP. loop: an endless loop. other: a barrier that no other rank calls. engine: SIGSTOP of its engine process.
-grader: its reward never ends.
+grader: its reward never ends. slow: from then on, each of its steps takes three times as long.
 
 The launcher judges only once the rank hangs, so that pauses of a busy machine before that do not count. HANG_MARK: the
 file that says so.
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from tests.integration.engine_process import engine
 rank, phase, step, kind = os.environ["HANG"].split()
 enter, score, limit = Here.enter, Sampler._score, Pauses.limit
 mark = Path(os.environ["HANG_MARK"])
+awake: list[float] = []  # when a slow rank ended its last sleep
 
 
 def loop() -> None:
@@ -39,6 +41,9 @@ def hang() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "loop":
         loop()
+    elif kind == "slow":
+        time.sleep(2 * (time.monotonic() - awake.pop()) if awake else 0)
+        awake.append(time.monotonic())
     elif kind == "engine":
         os.kill(engine(), signal.SIGSTOP)
     else:

@@ -1,11 +1,13 @@
-"""One rank hangs: the launcher names it with its node and phase, writes a report and ends the run."""
+"""One rank hangs: the launcher names it with its node and phase, writes a report and ends the run. One is slow: the run
+says which."""
 
 from pathlib import Path
 
 import pytest
 
+from megatron_rft.tracking.notes import NOTES_FILE, read_notes
 from megatron_rft.utils.exit_codes import FAILED
-from tests.integration.tiny import train, write_recipe
+from tests.integration.tiny import kill, start, train, wait_until, write_recipe
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 SPLIT = {
@@ -65,3 +67,21 @@ def check(folder: Path, rank: int, phase: str, kind: str, status: int, output: s
 )
 def test_the_rank_that_hangs_is_named(tmp_path, layout, rank, phase, kind):
     check(tmp_path, rank, phase, kind, *hang(tmp_path, layout, rank, phase, kind))
+
+
+@pytest.mark.slow
+def test_the_rank_that_is_slow_is_named(tmp_path):
+    recipe = write_recipe(tmp_path, run={"steps": 1000}, checkpoint={"every": 0})
+    case = {"HANG": "1 logprobs 2 slow", "HANG_MARK": str(tmp_path / "hangs")}
+    process = start(recipe, "--nproc", "2", program=(HANGING,), **case)
+
+    def told() -> bool:
+        notes = [note["note"] for note in read_notes(tmp_path / "run" / NOTES_FILE)]
+        return any("rank 1 on node" in note and "has been the slowest for 10 steps" in note for note in notes)
+
+    try:
+        assert wait_until(told, process)
+    finally:
+        kill(process)
+        output = process.communicate()[0]
+    assert "slowest rank 1: " in output and "most of the difference is in logprobs" in output, output[-3000:]
