@@ -1,4 +1,4 @@
-"""Each alarm in a real run that has its failure. That of FPA's weights is in test_offline.py, which has a store."""
+"""Alarms in real runs that have their failures. That of FPA's weights is in tests/unit/training/test_alarms.py only."""
 
 import pytest
 
@@ -11,8 +11,8 @@ REWARDS = """
 calls = 0
 
 
-def length(prompt, response):
-    return float(len(response))
+def zeros(prompt, response):
+    return float(response.count("0"))
 
 
 def nothing(prompt, response):
@@ -24,15 +24,16 @@ def falling(prompt, response):
     calls += 1
     return -float(calls)
 """
+PPO = {"name": "ppo", "mini_batch_prompts": 8, "kl_in": "loss", "kl_estimator": "exact", "kl_coefficient": 1e-6}
 RUNS = {
-    "a policy that learns too fast to write as much as it can": (
+    "a policy that learns, too fast, to write nothing but zeros": (
         {
-            "run": {"steps": 60, "seed": 3},
-            "algorithm": {"name": "ppo", "kl_in": "loss", "kl_estimator": "exact", "mini_batch_prompts": 8},
+            "run": {"steps": 56, "seed": 3},
+            "algorithm": PPO,
             "critic": {"lr": 1e-2, "warmup_steps": 20},
             "optimizer": {"lr": 3e-2},
             "rollout": {"group_size": 1, "prompts_per_step": 16, "max_response_tokens": 24},
-            "reward": {"function": "length"},
+            "reward": {"function": "zeros"},
         },
         ("the entropy has collapsed", "the responses explode", "far from the reference"),
     ),

@@ -18,7 +18,6 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.data.trajectories import sha256
-from megatron_rft.tracking.notes import NOTES_FILE, read_notes
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
 from tests.integration.tiny import ROOT, kill, metrics, start, train, write_data, write_model
 
@@ -154,15 +153,6 @@ def test_patience_ends_a_run_and_the_best_model_is_exported(folder, tmp_path):
     assert len(lines) == best + 3 and f"that of step {best + 1}" in output
     ours, kept = (tmp_path / "run" / name / "model.safetensors" for name in ("export", "best"))
     assert ours.read_bytes() == kept.read_bytes()
-
-
-def test_the_alarm_of_saturated_weights(folder, tmp_path):
-    """A policy predicted so far ahead that it is sure of each trajectory, or sure that it never comes."""
-    options = ["algorithm.extrapolation=1000", "optimizer.lr=1e-4", "run.steps=12", f"run.output_dir={tmp_path}/run"]
-    status, output = train(folder / "offline.yaml", *options)
-    assert status == 0, output[-3000:]
-    told = [note["note"] for note in read_notes(tmp_path / "run" / NOTES_FILE)]
-    assert any("FPA's weights are all near 0 or 1" in note for note in told), told
 
 
 def write_one_sided(store: Path, out: Path) -> None:
