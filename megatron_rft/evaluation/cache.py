@@ -17,8 +17,8 @@ Row = dict[str, Any]  # a graded completion, with its `problem`
 
 @dataclass
 class EvaluationCache:
-    """`depends_on`: JSON that must be the same for the completions of an earlier start to be reused. `note` is called
-    with the number of answered problems whenever it has grown."""
+    """Completions of an earlier start are reused if its `depends_on` (JSON) was the same. `note` is called with the
+    number of answered problems whenever it grows."""
 
     path: Path
     depends_on: dict[str, Any]
@@ -27,7 +27,7 @@ class EvaluationCache:
     completions: dict[int, list[Row]] = field(default_factory=dict)  # by problem
 
     def __post_init__(self):
-        self.depends_on = json.loads(json.dumps(self.depends_on))  # tuples as they come back
+        self.depends_on = json.loads(json.dumps(self.depends_on))  # tuples become lists, as in the file
         self.completions = self._read()
         # Rewritten, without an incomplete last line and without completions of another evaluation.
         lines = [{"depends_on": self.depends_on}, *(each for many in self.completions.values() for each in many)]
@@ -60,7 +60,7 @@ def _whole_lines(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     rows = []
-    # Not splitlines: a completion may hold U+2028 or U+0085, which JSON leaves as they are.
+    # Not splitlines: a completion may contain U+2028 or U+0085, which JSON does not escape.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             rows.append(json.loads(line))

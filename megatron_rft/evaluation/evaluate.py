@@ -1,7 +1,7 @@
-"""One evaluation: completions from an engine, scores from a reward, numbers and tables from both.
+"""One evaluation: completions from an engine, scores from a reward, and metrics and tables.
 
-It loads no model and forms no process group: `rank`, `world` and `gather` say how the problems are shared, and the
-result is the same for every layout, because a completion depends on (seed, purpose, problem, its number) alone.
+It loads no model and forms no process group: `rank`, `world` and `gather` divide the problems. The result is the same
+for every layout, because a completion depends only on (seed, name, problem, its number).
 """
 
 import json
@@ -30,7 +30,7 @@ from megatron_rft.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Completion:
-    """One graded response, as it is stored. `reward` is None where the grader failed; `error` then says how."""
+    """One graded response, as it is stored. If the grader failed, `reward` is None and `error` has the reason."""
 
     problem: int
     sample: int
@@ -39,7 +39,7 @@ class Completion:
     reference: str
     answer: str | None
     reward: float | None
-    correct: float | None  # what pass@1 counts: the reward, or 1 and 0 where the verifier says so beside it
+    correct: float | None  # for pass@1: the verifier's verdict as 1 or 0, else the reward
     error: str | None
     tokens: int
     finish_reason: str
@@ -59,22 +59,22 @@ class EvalResult:
     pass_at_k: dict[int, float]
     majority: float  # of all samples
     majority_at_k: dict[int, float]
-    by_subject: dict[str, dict[str, float]]  # where the data has subjects: problems, pass_at_1, standard_error of each
+    by_subject: dict[str, dict[str, float]]  # if the data has subjects: problems, pass_at_1, standard_error of each
     by_level: dict[str, dict[str, float]]
-    errors: int  # completions that the grader failed on; in none of the accuracies
+    errors: int  # completions on which the grader failed; no accuracy includes them
     truncated: float  # share of completions that hit the token limit
     mean_tokens: float
     temperature: float
     seed: int
     completions: list[Completion]
-    left_out: dict[str, int] = field(default_factory=dict)  # problems that were not asked, by reason
+    left_out: dict[str, int] = field(default_factory=dict)  # reason -> problems that were not evaluated
 
     def summary(self) -> dict[str, Any]:
         """Everything but the completions, ready for JSON."""
         return {name: value for name, value in self.__dict__.items() if name != "completions"}
 
     def line(self) -> str:
-        """0.412 ± 0.009 (500 problems)"""
+        """For example: 0.412 ± 0.009 (500 problems)."""
         return f"{with_error(self.pass_at_1, self.standard_error)} ({self.problems} problems)"
 
 
@@ -98,8 +98,8 @@ def evaluate(
 
     Args:
         gather: concatenates all ranks' lists, on every rank.
-        rank: None where this rank has no engine.
-        batch: prompts that go to the engine at one time.
+        rank: None if this rank has no engine.
+        batch: prompts that are submitted to the engine together.
         cache: completions of an earlier start; stores the new ones.
     """
     mine = [] if rank is None else prompts[rank::world]
@@ -107,7 +107,7 @@ def evaluate(
     completions = [Completion(**row) for prompt in mine for row in done.get(prompt.index, [])]
     todo = [prompt for prompt in mine if prompt.index not in done]
     most = len(todo) if cache else -(-len(prompts) // world)
-    for start in range(0, most, batch):  # as often on every rank: where an engine is lost, all of them replace it
+    for start in range(0, most, batch):  # equally often on every rank: replacing a lost engine is collective
         part = todo[start : start + batch]
         new = list(_complete(engine, sampling, part, reward, tokenizer, samples, seed, name))
         if cache:
@@ -148,7 +148,7 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
 
 
 def _complete(engine, sampling, prompts, reward, tokenizer, samples, seed, name) -> Iterator[Completion]:
-    """Graded completions of a batch of prompts, in the order in which the engine ends them."""
+    """Graded completions of a batch of prompts, in the order in which the engine finishes them."""
     by_index = {prompt.index: prompt for prompt in prompts}
     requests = [Request(p.index, p.token_ids, samples, request_seed(seed, name, p.index)) for p in prompts]
     answered: list[tuple[Prompt, int, Response]] = [
