@@ -20,7 +20,7 @@ SECTIONS = {
     "pipo": {"window": 2, "learning_rate": 1e-2},
     "checkpoint": {"every": 2, "asynchronous": False},
 }
-# The digit that is asked for, as the reward of the tiny recipe has it.
+# The requested digit, as in the reward of the tiny recipe.
 REWARD = """
 def grade(prompt, response):
     return float(response[:1] == prompt.answer)

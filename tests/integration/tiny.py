@@ -119,7 +119,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen | None =
     """Whether `condition` became true before `process` ended."""
     deadline = time.monotonic() + seconds
     while True:
-        ended = process is not None and process.poll() is not None  # before the condition: it may be its last act
+        ended = process is not None and process.poll() is not None  # read before the condition
         if condition():
             return True
         if ended:

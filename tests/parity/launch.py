@@ -41,7 +41,7 @@ def finished(start: type[subprocess.Popen], command: list[str], timeout: float) 
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # both launchers then end their ranks, which have process groups of their own
+        process.terminate()  # both launchers then end their ranks, which have their own process groups
         output, _ = process.communicate(timeout=60)
         raise AssertionError(f"{command}: not done after {timeout} s\n{output[-6000:]}") from None
     assert process.returncode == 0, f"{command} failed\n{output[-6000:]}"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.launch import run_ranks
 
-CASES = 4 * 2 * 4 + 2 * 1 + 2 * 2  # families x tied or not x layouts; of one with virtual stages, of one with experts
+CASES = 4 * 2 * 4 + 2 * 1 + 2 * 2  # families x tied or not x layouts, and one each with virtual stages and with experts
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ TOGETHER = {"together": {}, "apart": {"enable_expert_parallel": True}}
 EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1])
 LAYOUTS = {"tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2)}
 OF_EXPERTS = {"tp1": {}, "ep2": dict(ep=2), "tp2": dict(tp=2, sp=True)}
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}  # an engine is nobody's rank
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}  # an engine's process is not a rank
 SYNCS, PROMPTS, TOKENS = 5, 64, 12
 
 

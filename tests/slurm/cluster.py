@@ -137,7 +137,7 @@ class SlurmJob:
             if time.monotonic() > look:  # rarely: the steps of a tiny run are short
                 look = time.monotonic() + 2
                 self.release()
-                ended = self.state in ENDED  # looked at first: what its end brought is there by the second look
+                ended = self.state in ENDED  # read first: changes at the job's end are then seen by the second look
                 assert not ended or condition(), f"job {self.number} ended before: {what}\n{self.log[-6000:]}"
             assert time.monotonic() < deadline, f"job {self.number}: no {what} in {seconds} s\n{self.log[-6000:]}"
             time.sleep(0.02)

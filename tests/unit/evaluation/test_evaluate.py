@@ -55,7 +55,7 @@ def test_the_result_does_not_depend_on_ranks_or_batches():
             shared[rank] = mine
             barrier.wait(timeout=300)
             found = [each for other in range(3) for each in shared[other]]
-            barrier.wait(timeout=300)  # nobody puts his next there before all have read
+            barrier.wait(timeout=300)  # no rank writes its next value before all have read
             return found
 
         return run(rank=rank, world=3, gather=gather, batch=2)

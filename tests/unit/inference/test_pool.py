@@ -107,7 +107,7 @@ def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
     assert answers(pool.generate(REQUESTS, SAMPLING)) == expected
     assert pool.restarts == 3 and "engine process 0 is silent for 4 s" in pool.news[-1]
 
-    # The next process's connection may have the descriptor of the lost one's: nobody may read there any more.
+    # The next process's connection may reuse the descriptor of the lost one's, so no thread may still read it.
     assert not any(reader.is_alive() for reader in readers)
     pids = [member.process.pid for member in pool.members]
     pool.close()

@@ -44,7 +44,7 @@ def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
     first, second = Ranks(tmp_path, 0, 2), Ranks(tmp_path, 1, 2)
     assert first.look(1) is None and second.look(1) is None
-    assert first.look(60) is None  # the other one has not said that it stands still
+    assert first.look(60) is None  # the other node has not reported that it stands still
     second.here.move()
     assert second.look(60) is None and first.look(5) is None
     assert second.look(40) is None or first.watch.hung is None

@@ -25,7 +25,7 @@ STEP = BATCH | {
 @pytest.fixture
 def in_step(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", launcher.PARENT):
-        monkeypatch.setenv(name, "")  # so that it is gone again afterwards, whoever sets it
+        monkeypatch.setenv(name, "")  # removed again after the test
         monkeypatch.delenv(name)
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)

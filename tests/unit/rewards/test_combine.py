@@ -74,7 +74,7 @@ def test_the_maximum_of_sums_and_rows():
 def test_right_is_what_the_verifiers_say():
     assert total(Score(4.0, correct=True), Score(0.0)).right
     assert not total(Score(4.0, correct=False), Score(1.0, correct=True)).right
-    assert total(Score(0.5), Score(0.5)).right  # nobody says: by the reward
+    assert total(Score(0.5), Score(0.5)).right  # without a verdict: by the reward
 
 
 def test_each_row_has_its_kind():

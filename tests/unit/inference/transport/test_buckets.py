@@ -33,7 +33,7 @@ def through(size: int, damage=lambda buckets: None) -> list[tuple[str, torch.Ten
     if told:
         damage(buckets)
         return list(buckets.receive(told, lambda: None))
-    # One thread: each full bucket is copied as the receiver would find it, before the sender goes on.
+    # One thread: each full bucket is copied, as the receiver would read it, before the sender continues.
     kept, other = [], buckets_of(size)
     buckets.send(TENSORS, lambda full: kept.append((full, buckets.slots[full.slot].clone())), lambda: None)
 
