@@ -28,7 +28,7 @@ def run(*arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PRETEND_COMPUTE"}
     environment |= {"PRETEND_GIB": "8", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
-        [sys.executable, str(START), *arguments], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, str(START), *arguments], env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
@@ -48,3 +48,7 @@ def test_an_engine_starts_sleeps_and_wakes(distributed):
 
 def test_the_refiners_engine_stays_awake_beside_the_policys():
     assert "done: two engines" in run("two", "external_launcher")
+
+
+def test_a_draft_model_keeps_its_own_weights():
+    assert "done: draft model" in run("draft", "alone")

@@ -1,12 +1,13 @@
-"""The processes that tests/gpu_stack/test_vllm.py starts: python vllm_engines.py configurations OPTIONS | one HOW | two
-HOW."""
+"""The processes that tests/gpu_stack/test_vllm.py starts: python vllm_engines.py configurations OPTIONS, or one, two
+or draft HOW."""
 
 import ast
+import os
 import sys
 import tempfile
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 import megatron_rft.megatron  # noqa: F401
 from megatron_rft.config import Megatron
@@ -35,12 +36,17 @@ def configurations(options: dict[str, dict]) -> None:
         print(f"configured: {name}", flush=True)
 
 
-def start(share: float, **options) -> engine.VLLMEngine:
-    return engine.VLLMEngine(CONFIG, torch.bfloat16, "cuda", 1024, 8, {"enforce_eager": True}, share, **options)
+def start(share: float, sleeps: bool = True, **arguments) -> engine.VLLMEngine:
+    arguments |= {"enforce_eager": True}
+    return engine.VLLMEngine(CONFIG, torch.bfloat16, "cuda", 1024, 8, arguments, share, sleeps=sleeps)
+
+
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(CONFIG).to(torch.bfloat16)
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    made = AutoModelForCausalLM.from_config(CONFIG).to(torch.bfloat16).state_dict()
+    made = model().state_dict()
     return {name: tensor.detach().to("cuda") for name, tensor in made.items() if name != "lm_head.weight"}
 
 
@@ -80,9 +86,28 @@ def two() -> None:
     print("done: two engines", flush=True)
 
 
+def draft() -> None:
+    """A draft model has the weights of its folder, before and after the engine slept."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = model()
+        wanted.save_pretrained(folder)
+        given = {"method": "draft_model", "model": folder, "num_speculative_tokens": 2}
+        policy = start(0.25, speculative_config=given)
+
+    def found() -> torch.Tensor:
+        return policy._runner().get_draft_model().model.embed_tokens.weight.cpu()
+
+    assert torch.equal(found(), wanted.model.embed_tokens.weight)
+    policy.sleep(), policy.wake()
+    assert torch.equal(found(), wanted.model.embed_tokens.weight)
+    policy.close()
+    print("done: draft model", flush=True)
+
+
 if __name__ == "__main__":
     what, how = sys.argv[1:3]
     if how == "external_launcher":
         parallel.initialize(Megatron())
-    {"one": one, "two": two, "configurations": lambda: configurations(ast.literal_eval(how))}[what]()
+    {"one": one, "two": two, "draft": draft, "configurations": lambda: configurations(ast.literal_eval(how))}[what]()
     sys.stdout.flush()
+    os._exit(0)  # without the collection of all that vLLM has imported, which takes longer than the tests

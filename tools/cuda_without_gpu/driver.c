@@ -1,5 +1,6 @@
 // The CUDA driver, as far as torch, Transformer Engine and vLLM ask it.
 #include "machine.h"
+#include <sys/mman.h>
 
 EXPORT CUresult cuGetProcAddress_v2(const char *n, void **f, int v, cuuint64_t g, CUdriverProcAddressQueryResult *r) {
   *f = exported(n);
@@ -90,6 +91,9 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *h, size_t n, const CUm
                             unsigned long long f) {
   *h = (size_t)new_handle();
   return 0;
+}
+EXPORT CUresult cuMemUnmap(CUdeviceptr p, size_t n) { // what was there is lost
+  return madvise((void *)p, n, MADV_DONTNEED) ? 1 : 0;
 }
 EXPORT CUresult cuPointerGetAttribute(void *v, CUpointer_attribute a, CUdeviceptr p) {
   char *b = (char *)p;

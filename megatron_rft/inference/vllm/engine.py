@@ -124,6 +124,8 @@ class VLLMEngine(Engine):
             defaults["distributed_executor_backend"] = "external_launcher"  # use this rank's device, not the first one
         if self.device.type == "cuda":
             defaults |= {"enable_sleep_mode": self.sleeps}
+            if self.sleeps and self.counting and options["speculative_config"].get("model"):
+                defaults["sleep_preserve_parameter_names"] = ["draft.*"]  # no trainer sends a draft model's weights
             defaults |= {"gpu_memory_utilization": gpu_share} if gpu_share else {}
         else:
             room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
