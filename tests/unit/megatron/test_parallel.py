@@ -5,12 +5,14 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Megatron
 from megatron_rft.megatron import parallel
+from megatron_rft.utils.errors import ConfigError
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 MEET = """
@@ -52,6 +54,20 @@ def test_a_process_that_no_launcher_started_has_a_ranks_variables_while_it_is_a_
     finally:
         parallel.shutdown()
     assert not any(name in os.environ for name in (*VARIABLES, "MASTER_PORT")) and "MASTER_ADDR" in os.environ
+
+
+def test_tensor_parallel_ranks_have_one_connection_to_their_gpu(monkeypatch):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "8"), monkeypatch.delenv(name)  # the first one has pytest remove what is set here
+    parallel.shutdown()
+    try:
+        parallel.initialize(Megatron())
+        assert name not in os.environ
+        with pytest.raises(ConfigError, match="cannot be divided"):
+            parallel.initialize(Megatron(tensor_model_parallel_size=2))
+        assert os.environ[name] == "1"
+    finally:
+        parallel.shutdown()
 
 
 def test_every_wait_has_its_own_limit():
