@@ -32,7 +32,7 @@ RECIPE = {
         "max_prompt_tokens": 8,
     },
     "batching": {"micro_batch_tokens": 64},
-    "rollout": {"prompts_per_step": 4, "group_size": 8, "max_response_tokens": 2},
+    "rollout": {"engine": "hf", "prompts_per_step": 4, "group_size": 8, "max_response_tokens": 2},
     "algorithm": {"name": "grpo", "kl_coefficient": 0.01, "mini_batch_prompts": 2},
     "optimizer": {"lr": 1e-2},
     "checkpoint": {"every": 2},

@@ -18,6 +18,6 @@ mkdir -p messages
 cat >env.sh <<END
 export LD_PRELOAD=$folder/libpretended.so LD_LIBRARY_PATH=$folder\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
 export PYTHONPATH=$here/site\${PYTHONPATH:+:\$PYTHONPATH} PRETEND_LIBRARY=$folder/libpretended.so
-export VLLM_CUDART_SO_PATH=$folder/libcudart.so.13 TRITON_LIBCUDA_PATH=$folder PYTORCH_NVML_BASED_CUDA_CHECK=0
+export VLLM_CUDART_SO_PATH=$folder/libcudart.so.13 TRITON_LIBCUDA_PATH=$folder PYTORCH_NVML_BASED_CUDA_CHECK=1
 export PRETEND_MESSAGES=$folder/messages TORCHDYNAMO_DISABLE=1
 END
