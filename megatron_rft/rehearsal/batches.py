@@ -80,6 +80,12 @@ def with_refined(batch: Batch, every: int = 2) -> Batch:
     return _beside(batch, "refined", lens)
 
 
+def with_different_logprobs(batch: Batch) -> Batch:
+    """Make the log-probs of the models differ: SDPO and PIPO make no update if all are equal."""
+    names = sorted(name for name in batch.tokens if name.endswith("logprobs"))
+    return batch.with_tokens(**{name: batch.tokens[name] - 0.01 * i for i, name in enumerate(names)})
+
+
 def _beside(batch: Batch, name: str, lens: Tensor) -> Batch:
     ids = torch.arange(len(batch)).repeat_interleave(lens)
     return replace(batch, **{f"{name}_ids": ids, f"{name}_lens": lens})

@@ -148,6 +148,7 @@ def _read_through_the_mode() -> None:
 
     torch.tensor = tensor
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # one copy; its own reads element by element
+    FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata + self.storage_offset() * self.element_size()
 
 
 def _processes(ledger: Ledger) -> None:

@@ -116,8 +116,7 @@ class Step:
     def run(self) -> dict[str, tuple[float, float]]:
         from megatron_rft.rehearsal import saving
 
-        parts = {"rl": self._online, "offline": self._offline, "sft": self._sft}
-        models = parts[self.recipe.trainer]()
+        models = self._online() if self.recipe.trainer == "rl" else self._stored()
         if self.recipe.rollout.offload_trainer:
             self._offload(models)
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
@@ -129,6 +128,7 @@ class Step:
     # ---- trainers
 
     def _online(self) -> Any:
+        from megatron_rft.rehearsal import batches
         from megatron_rft.training.online import build_models, build_objective, mini_batches
 
         recipe = self.recipe
@@ -139,14 +139,10 @@ class Step:
         batch = self._batch(recipe.rollout.group_size, each)
         ratio = whole / len(batch)
         if recipe.algorithm.uses_feedback:
-            from megatron_rft.rehearsal.batches import with_contexts
-
-            batch = with_contexts(batch, recipe.algorithm.max_feedback_tokens // 2)
+            batch = batches.with_contexts(batch, recipe.algorithm.max_feedback_tokens // 2)
         if recipe.refines:
-            from megatron_rft.rehearsal.batches import with_refined
-
-            batch = with_refined(batch)
-        batch = told_apart(models.outputs(batch))
+            batch = batches.with_refined(batch)
+        batch = batches.with_different_logprobs(models.outputs(batch))
         for phase in ("log-probs", "log-probs of another model", "critic's values"):
             self.times[phase] = (1, ratio)
         for update in updates_of(objective, batch, self._steps_before()).values():
@@ -156,51 +152,47 @@ class Step:
             models.end_of_step()
         return models
 
-    def _offline(self) -> Any:
-        import torch
-
+    def _stored(self) -> Any:
         from megatron_rft import objectives
-        from megatron_rft.megatron.second_distribution import Recorded, Second
         from megatron_rft.training import build
         from megatron_rft.training.models import Models
 
         recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
         models = self._built(lambda: Models(build.build_actor(recipe, self.hf_config, 1000)))
-        actor = models.actor
-        batch = self._batch(2, recipe.algorithm.batch_sequences)
-        number = torch.arange(len(batch))
+        offline, count = recipe.trainer == "offline", recipe.algorithm.batch_sequences
+        batch, second = self._batch(2 if offline else 1, count), models.second
+        if offline:
+            batch, second = self._with_reference(models.actor, objective, batch)
+        for update in objective.prepare(batch, objective.init()).updates:
+            self._update(models.actor, update, 1, second, count)
+        return models
+
+    def _with_reference(self, actor: Any, objective: Any, batch: Any) -> tuple[Any, Callable]:
+        """Return pairs of a right and a wrong response with log-probs, and the source of their second distribution."""
+        import torch
+
+        from megatron_rft.megatron.second_distribution import Recorded, Second
+        from megatron_rft.training.models import LOGPROBS
+
+        number, options = torch.arange(len(batch)), self.recipe.algorithm
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
-        batch = batch.with_sequences(rewards=rewards, unit=number // 2 if recipe.algorithm.pairs else number)
+        batch = batch.with_sequences(rewards=rewards, unit=number // 2 if options.pairs else number)
         reference = actor.snapshot()
         with actor.use_weights(reference):
-            batch = batch.with_tokens(ref_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
+            batch = batch.with_tokens(ref_logprobs=actor.outputs(batch, LOGPROBS)["logprobs"])
         batch = objective.annotate(batch)
         if "old_logprobs" in objective.needs:
-            batch = batch.with_tokens(old_logprobs=actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
+            batch = batch.with_tokens(old_logprobs=actor.outputs(batch, LOGPROBS)["logprobs"])
 
         def second(update: Any, mini_batch: Any) -> Any:
             if update.second is None:
                 return None
             extrapolation = update.second.extrapolation
-            if getattr(recipe.algorithm, "reference", None) != "cached_hidden":
+            if getattr(options, "reference", None) != "cached_hidden":
                 return Second(mini_batch, reference, extrapolation)
             return Recorded(mini_batch, self._cached_rows, self._output_matrix(actor), extrapolation)
 
-        for update in objective.prepare(batch, objective.init()).updates:
-            self._update(actor, update, 1, second, recipe.algorithm.batch_sequences)
-        return models
-
-    def _sft(self) -> Any:
-        from megatron_rft import objectives
-        from megatron_rft.training import build
-        from megatron_rft.training.models import Models
-
-        models = self._built(lambda: Models(build.build_actor(self.recipe, self.hf_config, 1000)))
-        objective = objectives.build(self.recipe.algorithm)
-        batch = self._batch(1, self.recipe.algorithm.batch_sequences)
-        for update in objective.prepare(batch, objective.init()).updates:
-            self._update(models.actor, update, 1, models.second, self.recipe.algorithm.batch_sequences)
-        return models
+        return batch, second
 
     # ---- parts
 
@@ -271,12 +263,6 @@ class Step:
             return None
         with self.ledger.holding("other weights"):
             return model.output_weight(actor.models[-1]).detach().clone()
-
-
-def told_apart(batch: Any) -> Any:
-    """Make the log-probs of the models differ: SDPO and PIPO make no update if all are equal."""
-    names = sorted(name for name in batch.tokens if name.endswith("logprobs"))
-    return batch.with_tokens(**{name: batch.tokens[name] - 0.01 * i for i, name in enumerate(names)})
 
 
 def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:

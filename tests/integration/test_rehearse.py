@@ -103,7 +103,9 @@ def test_a_whole_step_of_ppo_with_pipo_over_two_stages(rehearse):
     assert "TP 2 x PP 2 x CP 1 x DP 2" in told and "fits" in told.splitlines()[-1]
     first, last = stages
     phases = {"log-probs", "critic's values", "verification", "critic's training", "training", "weights to the engine"}
-    assert phases <= set(first["found"]["peaks"]) and (first["rank"], last["rank"]) == (0, 4)
+    phases |= {"checkpoint"}
+    assert phases | {"export"} <= set(first["found"]["peaks"]) and (first["rank"], last["rank"]) == (0, 4)
+    assert phases <= set(last["found"]["peaks"]) and "export" not in last["found"]["peaks"]
     for phase in ("verification", "training"):
         micro_batches = first["found"]["micro_batches"][phase]
         sent = of_group(first, phase, "pipeline")["send"][0]
@@ -128,7 +130,9 @@ SHORT = ["data.max_prompt_tokens=64", "rollout.max_response_tokens=64", "batchin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["dynamic/tiny/dynamic.yaml", "fpa/qwen3_4b_base/dpo.yaml", "pipo/tiny/sdpo.yaml"])
+@pytest.mark.parametrize(
+    "recipe", ["dynamic/tiny/dynamic.yaml", "fpa/qwen3_4b_base/dpo.yaml", "pipo/tiny/sdpo.yaml", "quickstart/sft.yaml"]
+)
 def test_few_waits_with_refined_responses_pairs_and_a_teacher(rehearse, recipe):
     options = ["model.precision=bf16", "--micro-batches", "1", *(SHORT if "4b" in recipe else ())]
     status, told, error, (stage,) = rehearse(recipe, "tiny", 1, *options)
@@ -262,7 +266,11 @@ EXAMPLE = "pipo/qwen3_8b_base/grpo.yaml"
 FULL = dict(granularity="full", method="uniform", num_layers=1)
 LAYOUTS = {
     "contexts": ["megatron.context_parallel_size=2"],
-    "virtual stages": ["megatron.pipeline_model_parallel_size=2", "megatron.virtual_pipeline_model_parallel_size=2"],
+    "virtual stages, attention recomputed": [
+        "megatron.pipeline_model_parallel_size=2",
+        "megatron.virtual_pipeline_model_parallel_size=2",
+        "megatron.recompute_granularity=selective",
+    ],
     "all recomputed": [f"megatron.recompute_{key}={value}" for key, value in FULL.items()],
 }
 
