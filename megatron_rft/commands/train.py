@@ -29,8 +29,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft {command}`")
     world_size, node = launcher.check_environment(args.nproc)
     ranks = world_size, launcher.ranks_per_node(world_size, node)
-    searching = getattr(args, "search", False)  # then the recipe's own layout need not fit
-    plan = check(recipe, *ranks, gpu_gib=None if searching else getattr(args, "gpu_gib", None))
+    searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit
+    plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None), must_fit=not searching)
     is_rank = "RANK" in os.environ
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded

@@ -38,9 +38,15 @@ class Plan:
         return "\n".join(self.lines)
 
 
-def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None, gpu_gib: float | None = None) -> Plan:
+def check(
+    recipe: Recipe,
+    world_size: int = 1,
+    ranks_per_node: int | None = None,
+    gpu_gib: float | None = None,
+    must_fit: bool = True,
+) -> Plan:
     """Make all checks that need neither torch nor the data. Return the plan, or raise a UserError.
-    `ranks_per_node`: None for a single node. `gpu_gib`: memory of a device that the plan must fit into."""
+    `ranks_per_node`: None for a single node. `gpu_gib`: memory of a device, which the plan must fit if `must_fit`."""
     check_installed(recipe)
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
@@ -72,7 +78,7 @@ def check(recipe: Recipe, world_size: int = 1, ranks_per_node: int | None = None
         ),
         _schedule_line(recipe.optimizer, recipe.run, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
-        *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size),
+        *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, steps_per_batch, optimizer_steps, lines)
 
@@ -91,7 +97,7 @@ def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layo
 
 
 def _memory_lines(
-    recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None, ranks: int
+    recipe: Recipe, shape: ModelShape | None, layout: Layout, gpu_gib: float | None, ranks: int, must_fit: bool
 ) -> list[str]:
     """`ranks`: on this node."""
     if shape is None:
@@ -108,7 +114,7 @@ def _memory_lines(
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
         writers = min(ranks, layout.tp * layout.pp)
         lines += host.lines(memory.memory_of(recipe, sizes, layout), vllm, ranks, writers, engines, weights)
-    return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib else [])
+    return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib and must_fit else [])
 
 
 def check_installed(recipe: Recipe) -> None:
