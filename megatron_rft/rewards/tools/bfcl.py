@@ -26,8 +26,7 @@ def bfcl(prompt: Prompt, text: str) -> Score:
     try:
         made = tool_calls(text)
     except Malformed as error:
-        # Where no call is right, a broken attempt at one is wrong; other JSON makes no call.
-        return _verdict(None if not wanted and not error.attempt else str(error))
+        return _verdict(str(error))
     if wanted == ANY:
         return _verdict(None if made else "no call, expected at least one")
     if not wanted:

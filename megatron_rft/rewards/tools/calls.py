@@ -2,50 +2,59 @@
 
 One parser for each format, tried in this order; the first whose marker is in the text reads it:
 
-    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>       Hermes, Qwen; one or more, each with one or more
-    <|python_tag|>{"name": "f", "parameters": {"a": 1}}               Llama 3: JSON, or Python calls, up to <|eom_id|>
+    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>       Hermes, Qwen; one or more, each with one or more;
+                                                                      <|tool_call|>, <functioncall>, <function_call>
+    <|python_tag|>{"name": "f", "parameters": {"a": 1}}               Llama 3: JSON, or Python calls, up to <|eom_id|>;
+                                                                      Llama 4: <|python_start|>[f(a=1)]<|python_end|>
     [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]               Mistral; also [TOOL_CALLS]f[ARGS]{"a": 1}
-    <function=f>{"a": 1}</function>                                   Llama 3.1, Qwen3-Coder (<parameter=a>)
+    <function=f>{"a": 1}</function>                                   Llama 3.1, Qwen3-Coder (<parameter=a>);
+                                                                      <invoke name="f"><parameter name="a">
     Action: f / Action Input: {"a": 1}                                ReAct, on lines of their own
+    <｜tool▁sep｜>f {"a": 1}, to=functions.f <|message|>{"a": 1}        DeepSeek; gpt-oss; Kimi (functions.f:0)
     {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}  OpenAI's message, or the list alone
-    [{"name": "f", "parameters": {"a": 1}}, {"f": {"a": 1}}]          JSON, with or without a code fence
+    [{"name": "f", "parameters": {"a": 1}}, {"f": {"a": 1}}]          JSON or Python literals, also in a code fence
     [f(a=1), g.h(b="x")]                                              Python calls with keyword arguments
 
-The last three may follow prose, from the beginning of a line on or after a colon. A marker without a readable call
-is an attempt at one.
+The last three may follow prose, from the beginning of a line or sentence on or after a colon, and JSON may also precede
+it. A marker without a readable call is an attempt at one.
 """
 
 import ast
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+TAG = r"<\|?(?:tool_call|function_?call)s?\|?>"
+TAGGED = re.compile(TAG + r"(.*?)<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
 FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
-LLAMA = re.compile(r"<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|(?=<\|python_tag\|>)|\Z)", re.DOTALL)
+LLAMA = re.compile(
+    r"<\|python_(?:tag|start)\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|<\|python_end\|>|(?=<\|python_tag\|>)|\Z)", re.DOTALL
+)
 MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{))?")
-FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+OPENED = re.compile(r"<(?:function=|invoke name=)")
+FUNCTION = re.compile(r"<(?:function=|invoke name=\"?)([^>\s\"]+)\"?>(.*?)</(?:function|invoke)>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter(?:=| name=\"?)([^>\s\"]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
 ACTION = re.compile(r"^[ \t>*]*Action[ \t*]*:[ \t*]*`?([\w.-]+)`?[ \t]*$", re.MULTILINE)
-INPUT = re.compile(r"[ \t>*]*Action[ _]Input[ \t*]*:[ \t*]*(?:```\w*)?\s*")
+INPUT = re.compile(r"\s*[ \t>*]*Action[ _]Input[ \t*]*:[ \t*]*\s*(?:`{1,3}\w*)?\s*")
+HEADER = re.compile(r"(?:<｜tool▁sep｜>|\bto=functions\.|<\|tool_call_begin\|>functions\.)([\w.-]+)[^{]*")
 MARKERS = re.compile(
-    r"</?\s*tool_?calls?\b|<\|python_tag\|>|\[TOOL_CALLS\]|</?function\b|^[ \t>*]*Action(?:[ _]Input)?[ \t*]*:"
-    r"|\"(?:tool_calls|function_call)\"\s*:|\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:arguments|parameters)\"\s*:",
+    r"</?\|?/?\s*(?:tool_?calls?|function_?calls?|invoke|tools?)\b|<\|python_(?:tag|start)\|>|\[TOOL_CALLS\]"
+    r"|</?function\b|^[ \t>*]*Action(?:[ _]Input)?[ \t*]*:|[<｜]tool▁|\bto=functions\.|\bfunctools\["
+    r"|[\"'](?:tool_calls|function_call)[\"']\s*:|[\"']name[\"']\s*:\s*[\"'][^\"']*[\"']\s*,\s*[\"'](?:arg|par|inp)"
+    r"|(?:^|:)[ \t]*(?:\[[A-Za-z_][\w.]*\(|[A-Za-z_][\w.]*\(\w+=)|\A\s*[A-Za-z_][\w.]*\([^()\n]*\)\s*\Z",
     re.MULTILINE | re.IGNORECASE,
 )
-BARE = re.compile(r"(?:^|:)[ \t]*(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
-ARGUMENTS = ("arguments", "parameters", "args")
+BARE = re.compile(r"(?:^|[:.!?])[ \t]*(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
+NAMES = ("name", "function", "tool", "tool_name", "action")
+ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "tool_arguments", "action_input")
 LONGEST = 20_000  # characters that are read as calls
 MOST_STARTS = 20  # places in prose from which calls are read
 
 
 class Malformed(ValueError):
-    """The text has content that cannot be read as calls. `attempt`: it was meant as a call, and is not other JSON."""
-
-    def __init__(self, message: str, attempt: bool = True):
-        super().__init__(message)
-        self.attempt = attempt
+    """The text attempts a call that cannot be read."""
 
 
 class BrokenReference(ValueError):
@@ -66,7 +75,7 @@ def equal(a: Any, b: Any) -> bool:
 def tool_calls(text: str) -> list[Call]:
     """Return the calls of a response, possibly none. Raises Malformed."""
     text = text.rpartition("</think>")[2]
-    for parse in (_tagged, _llama, _mistral, _functions, _actions, _bare):
+    for parse in (_tagged, _llama, _mistral, _functions, _headed, _bare):
         calls = parse(text)
         if calls is not None:
             return calls
@@ -76,12 +85,12 @@ def tool_calls(text: str) -> list[Call]:
 
 
 def _tagged(text: str) -> list[Call] | None:
-    if "<tool_call>" not in text:
+    opened, tagged = len(re.findall(TAG, text)), TAGGED.findall(text)
+    if not opened:
         return None
-    tagged = TAGGED.findall(text)
-    if text.count("<tool_call>") > len(tagged):
+    if opened > len(tagged):
         raise Malformed("a <tool_call> is not closed")
-    return [call for part in tagged for call in (_functions(part) if "<function=" in part else _several(part))]
+    return [call for part in tagged for call in (_functions(part) if OPENED.search(part) else _several(part))]
 
 
 def _llama(text: str) -> list[Call] | None:
@@ -101,14 +110,14 @@ def _mistral(text: str) -> list[Call] | None:
 
 
 def _functions(text: str) -> list[Call] | None:
-    if "<function=" not in text:
+    opened, found = len(OPENED.findall(text)), FUNCTION.findall(text)
+    if not opened:
         return None
-    found = FUNCTION.findall(text)
-    if text.count("<function=") > len(found):
+    if opened > len(found):
         raise Malformed("a <function=...> is not closed")
     return [
         Call(name, {key: _value(value) for key, value in PARAMETER.findall(content)})
-        if "<parameter=" in content
+        if PARAMETER.search(content)
         else _call({"name": name, "arguments": content.strip()})
         for name, content in found
     ]
@@ -122,32 +131,33 @@ def _value(text: str) -> Any:
         return text
 
 
-def _actions(text: str) -> list[Call] | None:
-    found = list(ACTION.finditer(text))
-    if not found:
-        return None
+def _headed(text: str) -> list[Call] | None:
+    """Return the calls of formats that write a name and then its arguments."""
     calls = []
-    for match in found:
-        given = INPUT.match(text, match.end() + 1)
+    for match in ACTION.finditer(text):
+        given = INPUT.match(text, match.end())
         if given is None:
             raise Malformed(f"Action: {match[1]} without an Action Input")
-        try:
-            arguments, _ = json.JSONDecoder().raw_decode(text, given.end())
-        except (ValueError, RecursionError) as error:
-            raise Malformed(f"Action Input of {match[1]}: {error}") from None
-        calls.append(_call({"name": match[1], "arguments": arguments}))
-    return calls
+        calls.append(_with_arguments(match[1], text, given.end()))
+    calls += [_with_arguments(match[1], text, match.end()) for match in HEADER.finditer(text)]
+    return calls or None
+
+
+def _with_arguments(name: str, text: str, place: int) -> Call:
+    values, _ = _json_values(text[place : place + LONGEST], most=1)
+    if not values:
+        raise Malformed(f"{name} without readable arguments")
+    return _call({"name": name, "arguments": values[0]})
 
 
 def _bare(text: str) -> list[Call] | None:
-    """Return JSON or Python calls in the last fence, in the whole text, or at its end after prose."""
+    """Return JSON or Python calls in the last fence, in the whole text, or after prose."""
     fenced = FENCE.findall(text)
     text = (fenced[-1] if fenced else text).strip()
-    if text.startswith(("{", "[")) or _is_call(text):
-        return _several(text)
-    for start in [match.end() for match in BARE.finditer(text)][:MOST_STARTS]:
+    for start in [0, *(match.end() for match in BARE.finditer(text))][:MOST_STARTS]:
         try:
-            if calls := _several(text[start:]):
+            calls = _several(text[start:])
+            if calls or start == 0:
                 return calls
         except Malformed:
             continue
@@ -155,21 +165,17 @@ def _bare(text: str) -> list[Call] | None:
 
 
 def _several(text: str) -> list[Call]:
-    """Parse one JSON value, several consecutive ones, or Python calls."""
+    """Parse JSON values, of which the first begins the text, or Python calls. Raises Malformed if it is neither."""
     text = text.strip()
     if len(text) > LONGEST:
         raise Malformed(f"{len(text)} characters of calls")
-    if not text:
-        return []
-    try:
-        values = _json_values(text)
-    except (ValueError, RecursionError) as error:
-        calls = _python_calls(text)
-        if calls is None:
-            attempt = bool(MARKERS.search(text) or re.search(r"[A-Za-z_][\w.]*\(", text))
-            raise Malformed(f"neither JSON nor calls: {error}", attempt) from None
-        return calls
-    return [_call(each) for value in values for each in _flat(value)]
+    values, rest = _json_values(text)
+    if values and not re.match(r"[\[{]", rest) and not MARKERS.search(rest):
+        return [_call(each) for value in values for each in _flat(value)]
+    calls = _python_calls(text)
+    if calls is None:
+        raise Malformed(f"neither JSON nor calls: {text[:80]}")
+    return calls
 
 
 def _flat(value: Any) -> list[Any]:
@@ -179,14 +185,21 @@ def _flat(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _json_values(text: str) -> list[Any]:
+def _json_values(text: str, most: int = 1000) -> tuple[list[Any], str]:
+    """Return the JSON values, objects and lists, that begin a text, and what follows them. A text that is a Python
+    literal alone is one value too."""
     decoder, place, values = json.JSONDecoder(), 0, []
-    while place < len(text):
-        value, place = decoder.raw_decode(text, place)
-        values.append(value)
-        while place < len(text) and text[place] in " \t\r\n,;":
-            place += 1
-    return values
+    with suppress(ValueError, RecursionError):
+        while place < len(text) and text[place] in "[{" and len(values) < most:
+            value, place = decoder.raw_decode(text, place)
+            values.append(value)
+            while place < len(text) and text[place] in " \t\r\n,;":
+                place += 1
+    if not values and text[:1] in ("[", "{"):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value, place = ast.literal_eval(text.strip(" `\n")), len(text)
+            values = [value] if _is_json(value) else []
+    return values, text[place:]
 
 
 def _call(value: Any) -> Call:
@@ -195,33 +208,36 @@ def _call(value: Any) -> Call:
         inner = value.get("function") or value.get("function_call")
         if isinstance(inner.get("name"), str):
             value = inner
-    if isinstance(value, dict) and isinstance(value.get("name"), str):
-        arguments = next((value[key] for key in ARGUMENTS if key in value), {})
+    key = next((key for key in NAMES if isinstance(value, dict) and isinstance(value.get(key), str)), None)
+    given = next((each for each in ARGUMENTS if key and each in value), None)
+    if key == "name" or given:
+        arguments = value[given] if given else {}
         if isinstance(arguments, str):  # some write the arguments as JSON in a string
             try:
                 arguments = json.loads(arguments or "{}")
             except ValueError as error:
-                raise Malformed(f"arguments of {value['name']}: {error}") from None
+                raise Malformed(f"arguments of {value[key]}: {error}") from None
         if isinstance(arguments, dict):
-            return Call(value["name"], arguments)
+            return Call(value[key], arguments)
     elif isinstance(value, dict) and len(value) == 1:
         ((name, arguments),) = value.items()
         if isinstance(arguments, dict):
             return Call(name, arguments)
-    text = json.dumps(value)
-    raise Malformed(f"no call: {text[:80]}", attempt='"name"' in text or bool(MARKERS.search(text)))
-
-
-def _is_call(text: str) -> bool:
-    return re.match(r"[A-Za-z_][\w.]*\(", text) is not None and text.endswith(")")
+    raise Malformed(f"no call: {json.dumps(value)[:80]}")
 
 
 def _python_calls(text: str) -> list[Call] | None:
-    """[f(a=1), g(b=2)] by its syntax tree; None where it is something else. Arguments are literals."""
+    """[f(a=1), g(b=2)], or a call on each line, by the syntax tree; None if it is something else. Arguments are
+    literals."""
     try:
-        tree = ast.parse(text, mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
-        if not all(isinstance(node, ast.Call) and not node.args for node in nodes):
+        lines = ast.parse(text).body
+        values = [line.value for line in lines if isinstance(line, ast.Expr | ast.Assign)]
+        nodes = [node for each in values for node in (each.elts if isinstance(each, ast.List | ast.Tuple) else [each])]
+        if (
+            not nodes
+            or len(values) < len(lines)
+            or not all(isinstance(node, ast.Call) and not node.args for node in nodes)
+        ):
             return None
         return [
             Call(ast.unparse(node.func), {word.arg: _literal(word.value) for word in node.keywords if word.arg})
