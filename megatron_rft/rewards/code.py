@@ -19,6 +19,7 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_rft.records import Prompt, Score
@@ -70,7 +71,9 @@ class CodeReward:
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
-        jobs = [(extract_code(text), tests_of(prompt)) for prompt, text in zip(prompts, texts, strict=True)]
+        tests = list(map(tests_of, prompts))
+        names = {each: tested_names(each) for each in set(tests)}
+        jobs = [(extract_code(text, names[each]), each) for text, each in zip(texts, tests, strict=True)]
         # A group's responses are sometimes the same program: it runs once.
         different = list(dict.fromkeys(jobs))
         results = self.sandbox.map(self._grade, different)
@@ -117,14 +120,25 @@ def read_tests(text: str) -> dict[str, Any]:
     return table
 
 
-def extract_code(text: str) -> str:
+def tested_names(tests: str) -> list[str]:
+    """Return the names that a row's tests take from the program, if the row lists them."""
+    try:
+        table = read_tests(tests)
+    except BrokenTests:
+        return []
+    return [table["name"]] if "name" in table else table.get("names", [])
+
+
+def extract_code(text: str, names: Sequence[str] = ()) -> str:
     """Return the last block tagged as Python, else the last untagged one, else the last, else the whole text. Thoughts
-    are removed first."""
+    are removed first. Of several blocks the last that defines one of `names` is chosen: an example may follow it."""
     text = text.rpartition("</think>")[2]
     blocks = fenced(text)
     tagged = [body for language, body in blocks if language in PYTHON]
     untagged = [body for language, body in blocks if not language]
-    return (tagged or untagged or [body for _, body in blocks] or [text])[-1]
+    chosen = tagged or untagged or [body for _, body in blocks] or [text]
+    defines = re.compile(rf"^\s*(?:(?:async )?def|class) (?:{'|'.join(map(re.escape, names))})\b", re.MULTILINE)
+    return ([body for body in chosen if names and defines.search(body)] or chosen)[-1]
 
 
 def fenced(text: str) -> list[tuple[str, str]]:

@@ -211,6 +211,17 @@ def test_the_code_of_a_response(text, code):
     assert extract_code(text) == code
 
 
+def test_the_block_that_defines_what_is_tested(reward):
+    text = "```python\ndef f(x):\n    return x + 1\n```\nExample:\n```python\nprint(f(1))\n```"
+    assert extract_code(text, ["f"]) == "def f(x):\n    return x + 1\n"
+    assert extract_code(text, ["g"]) == extract_code(text) == "print(f(1))\n"
+    for tests in (
+        {"kind": "call", "name": "f", "inputs": [[1]], "outputs": [2]},
+        {"kind": "assert", "code": "assert f(1) == 2", "names": ["f"]},
+    ):
+        assert [score.reward for score in grade(reward, tests, text)] == [1.0]
+
+
 @pytest.mark.parametrize(
     ("got", "expected", "same"),
     [

@@ -34,6 +34,22 @@ RIGHT = {
         "def f(x):\n    x[0]['a'].add(3)\n    x[1].clear()",
         "inner = {'a': {1}}\nx = (inner, [1])\nf(x)\nassert inner == {'a': {1, 3}} and x == ({'a': {1, 3}}, [])",
     ),
+    "a changed keyword argument": ("def f(x=None): x.append(1)", "a = []\nf(x=a)\nassert a == [1]"),
+    "the program's own iterator": (
+        "class Two:\n    def __init__(self): self.n = 0\n    def __iter__(self): return self\n"
+        "    def __next__(self):\n        self.n += 1\n        if self.n > 2: raise StopIteration\n"
+        "        return self.n\n    def left(self): return 2 - self.n",
+        "two = Two()\nassert next(two) == 1 and two.left() == 1\nassert list(two) == [2] and list(Two()) == [1, 2]",
+    ),
+    "an iterator as an argument": (
+        "def total(values): return sum(values)",
+        "assert total(x for x in [1, 2]) == 3 and total(iter([1, 2])) == 3",
+    ),
+    "the same object": (
+        "class Node:\n    def __init__(self): self.next = self\ndef first(node): return node.next",
+        "node = Node()\nassert first(node) is node and node.next == node and isinstance(node, Node)\n"
+        "assert Node() != node and not isinstance(3, Node)",
+    ),
     "other types that change": (
         "def f(d, q, b):\n    d['k'] = d.pop('j')\n    q.rotate(1)\n    b.append(65)",
         "from collections import deque\nd, q, b = {'j': 1}, deque([1, 2]), bytearray(b'x')\nf(d, q, b)\n"

@@ -136,6 +136,7 @@ class _Module:
     def __init__(self, module: dict[str, Any], channel: socket.socket, clock: _Clock):
         self.module, self.channel, self.clock = module, channel, clock
         self.objects: list[Any] = []  # objects that the other side refers to by index
+        self.numbers: dict[int, int] = {}  # of an object by its id
 
     def serve(self) -> None:
         while True:
@@ -177,10 +178,9 @@ class _Module:
         value = function(*arguments, **named)
         same = next((k for k, each in enumerate(arguments) if each is value and _changes(each)), None)
         answer = {"value": wire.encode(value, self._reference) if same is None else {"argument": same}}
-        if any(map(_changes, arguments)):
-            after = wire.encode(arguments, self._reference)
-            if after != message["args"]:
-                answer["args"] = after
+        for name, values, given in (("args", arguments, arguments), ("kwargs", named, tuple(named.values()))):
+            if any(map(_changes, given)) and (after := wire.encode(values, self._reference)) != message[name]:
+                answer[name] = after
         return answer
 
     def _next(self, iterator: Iterator, count: int) -> dict:
@@ -201,8 +201,14 @@ class _Module:
     def _reference(self, value: Any) -> Any:
         if isinstance(value, _Callback):
             return {"callback": value.number}
-        self.objects.append(value)
-        return {"iterator" if isinstance(value, Iterator) else "object": len(self.objects) - 1}
+        number = self.numbers.setdefault(id(value), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(value)
+        return {
+            "iterator"
+            if type(value).__module__ in ("builtins", "itertools") and isinstance(value, Iterator)
+            else "object": number
+        }
 
     def _target(self, what: Any) -> Any:
         """Return an object of this process by its index or name, or a function of the tests."""
@@ -223,7 +229,7 @@ class _Module:
 
 
 class _Callback:
-    """A function that the tests passed."""
+    """A function that the tests passed, or the `__next__` of an iterator."""
 
     def __init__(self, number: int, module: _Module):
         self.number, self._module = number, module
@@ -231,15 +237,22 @@ class _Callback:
     def __call__(self, *args, **kwargs):
         return self._module.ask(self.number, args, kwargs)
 
+    def __iter__(self):
+        return self
+
+    __next__ = __call__
+
 
 SPECIAL = {
     "len": len,
     "iter": iter,
+    "next": next,
     "str": str,
     "repr": repr,
     "getitem": lambda value, key: value[key],
     "setitem": lambda value, key, item: value.__setitem__(key, item),
     "delitem": lambda value, key: value.__delitem__(key),
+    "isinstance": lambda kind, value: isinstance(value, kind),
 }
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import symtable
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import wire
@@ -27,6 +28,11 @@ HIDDEN = object.__getattribute__
 
 class RemoteError(Exception):
     """The program raised an exception while it answered a call."""
+
+
+def _special(name: str, made: Callable = lambda answer: answer) -> Callable:
+    """Return a method that asks the program for `name` of its object, and makes a value of the answer."""
+    return lambda self, *args: made(_ask(self, do="special", name=name, args=args))
 
 
 class Remote:
@@ -49,29 +55,13 @@ class Remote:
     def __setattr__(self, name: str, value: Any):
         _ask(self, do="set", name=name, value=value)
 
-    def __len__(self):
-        return _ask(self, do="special", name="len", args=())
-
-    def __iter__(self):
-        return iter(_ask(self, do="special", name="iter", args=()))
-
-    def __getitem__(self, key: Any):
-        return _ask(self, do="special", name="getitem", args=(key,))
-
-    def __setitem__(self, key: Any, value: Any):
-        _ask(self, do="special", name="setitem", args=(key, value))
-
-    def __delitem__(self, key: Any):
-        _ask(self, do="special", name="delitem", args=(key,))
+    __len__, __iter__, __next__ = _special("len"), _special("iter"), _special("next")
+    __getitem__, __setitem__, __delitem__ = _special("getitem"), _special("setitem"), _special("delitem")
+    __str__, __repr__ = _special("str", str), _special("repr", str)
+    __instancecheck__ = _special("isinstance", lambda answer: answer is True)
 
     def __bool__(self):
         return True
-
-    def __str__(self):
-        return str(_ask(self, do="special", name="str", args=()))
-
-    def __repr__(self):
-        return str(_ask(self, do="special", name="repr", args=()))
 
 
 class RemoteIterator:
@@ -117,6 +107,7 @@ class Client:
     def __init__(self, channel):
         self.channel = channel
         self.passed: list[Any] = []  # functions of the tests, which the program refers to by index
+        self.objects: dict[int, Any] = {}  # of the program, each once, so that `is` works
         self.answered = False  # whether the program has answered anything
         try:
             wire.receive(channel)  # ready, or closed
@@ -127,9 +118,9 @@ class Client:
         """Call a function of the program. Changes that it made to its arguments are applied to `args`."""
         reply = self._reply(do="call", target=target, args=args, kwargs=kwargs)
         try:
-            if "args" in reply:
-                for old, new in zip(args, wire.decode(reply["args"], self._object), strict=True):
-                    wire.update(old, new)
+            for old, name in ((args, "args"), (kwargs, "kwargs")):
+                if name in reply:
+                    wire.update(old, wire.decode(reply[name], self._object))
             if "argument" in reply["value"] if isinstance(reply["value"], dict) else False:
                 return args[reply["value"]["argument"]]
             return wire.decode(reply["value"], self._object)
@@ -197,15 +188,17 @@ class Client:
         ((kind, number),) = what.items()
         if kind == "callback":
             return self.passed[number]
-        return (RemoteIterator if kind == "iterator" else Remote)(int(number), self)
+        if number not in self.objects:
+            self.objects[number] = (RemoteIterator if kind == "iterator" else Remote)(int(number), self)
+        return self.objects[number]
 
     def _reference(self, value: Any) -> Any:
         if type(value) is Remote:
             return HIDDEN(value, "_target")
         if type(value) is RemoteIterator:
             return value._target
-        if callable(value):
-            self.passed.append(value)
+        if callable(value) or isinstance(value, Iterator):
+            self.passed.append(value.__next__ if isinstance(value, Iterator) else value)
             return {"callback": len(self.passed) - 1}
         raise wire.Unsendable(f"the tests pass a {type(value).__name__}, which is no plain data")
 
