@@ -10,6 +10,7 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 """
 
 import re
+from collections import Counter
 
 from megatron_rft.rewards.equivalence.latex import one_spelling, split, squeeze
 from megatron_rft.rewards.equivalence.rationals import number
@@ -25,7 +26,8 @@ JOINED = re.compile(
     re.IGNORECASE,
 )
 MARK = re.compile(
-    r"\banswers?\b(?:[^.\n=:]|\.\d){0,80}?(?:(?<!\w)(?:is|are|was|be|equals|becomes|would be|will be|must be)(?!\w)"
+    r"(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
+    r"(?:(?<!\w)(?:is|are|was|be|equals|becomes|would be|will be|must be)(?!\w)"
     r"\s*(?:therefore|thus|then|simply|just|also|equal to)?\s*[:=]?|:|=)[ \t*]*",
     re.IGNORECASE,
 )
@@ -34,7 +36,7 @@ VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
     r"costs?|"
     r"earns?|needs?|takes?|paid|pays?|spends?|spent|same as|(?:equal|equals|up|comes|amounts|adds|sums) to|total of)\b"
-    r"\s*(?:exactly|simply|therefore|then|now)?|:|→|⇒|=>",
+    r"\s*(?:exactly|simply|therefore|then|now)?|\b(?:it|that)['’]s\b|:|→|⇒|=>",
     re.IGNORECASE,
 )
 VALUE = re.compile(
@@ -50,11 +52,15 @@ FIRST = re.compile(
     r"(?:answer|result|solution|sum|difference|total|product)\b",
     re.IGNORECASE,
 )
-SENTENCES = re.compile(r"(?<=[^\d\s])[.!?](?:\s|$)|(?<=\d)[.?](?:\s|$)")
-EQUALS = re.compile(r"=|≈|\\approx")
+SENTENCES = re.compile(r"(?<=[^\d\s])[.!](?:\s|$)|(?<=\d)\.(?:\s|$)|(?<=\?)\s")  # a question keeps its mark
+EQUALS = re.compile(r"=|≈|\\approx|→|⇒")
 EQUATION = re.compile(
     r"(?P<formula>[-(]?\d[\d\s.()+*/^×÷−-]*[\d)])\s*(?:=|,? which is|is|equals|is equal to)\s*\$?"
     r"(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
+)
+REMARK = re.compile(r"(?<=\d)\s+\([A-Za-z][^()]*\)$")  # 144 (one hundred forty-four)
+FORMULA = re.compile(
+    r"(?<![\w.^{}\\])[-(]*\d[\d.]*(?:[\s()]*(?:[-+*/^]|\\cdot)[\s(-]*\d[\d.]*)+(?![\w^.]|\s*\\)"  # of numbers alone
 )
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
@@ -62,8 +68,14 @@ COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope thi
 LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
 HEDGES = re.compile(
-    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|unknown|undefined|either|if|unless|between)\b", re.I
+    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unknown|undefined|n?either|unless"
+    r"|between)\b|(?<=\w )if\b",
+    re.IGNORECASE,
 )
+LIMITS = re.compile(r"^(?:more|less|greater|fewer) than\b|^at (?:least|most)\b", re.IGNORECASE)
+DENIED = re.compile(
+    r"\b(?:wrong|incorrect|false|possible answers?)\b|\?", re.IGNORECASE
+)  # "57 + 87 = 144 is wrong", "is it 144?"
 
 
 def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
@@ -96,6 +108,8 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
     plain = number(answer)
     if plain and not ("\\frac" in answer or "/" in answer):
         return False
+    if _recalculates(one_spelling(question), answer, reference):
+        return True
     if not re.search(r"[+\-^!]|\\(?:frac|sqrt|cdot|binom|sin|cos|tan|log|ln|times)(?![a-z])|/", answer.lstrip("-")):
         return False
     if re.search(r"[,;=<>]|\\text|\\cup", answer) or not _contains(one_spelling(question), answer):
@@ -104,6 +118,13 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
     if plain and value and value.value == plain.value:  # a probability of 1/2 that the question speaks of
         return value.value.denominator == 1 or "decimal" in question or squeeze(answer) != squeeze(f"{plain.value}")
     return True
+
+
+def _recalculates(question: str, answer: str, reference: str) -> bool:
+    """Return whether the answer has all numbers of a formula of the question, in another form: \\sqrt{(57 + 87)^2}."""
+    numbers = [Counter(re.findall(r"\d+(?:\.\d+)?", text)) for text in (answer, reference)]
+    formulas = [Counter(re.findall(r"\d+(?:\.\d+)?", each)) for each in FORMULA.findall(question)]
+    return any(each <= numbers[0] and not each <= numbers[1] for each in formulas if each.total() > 1)
 
 
 def vote(answer: str) -> str:
@@ -156,6 +177,8 @@ def _stated(text: str) -> str | None:
     """Return the text after the last "answer is" or "Answer:"."""
     for match in reversed(list(MARK.finditer(text))):
         rest = text[match.end() :].lstrip(" *_\n").removeprefix("that ")
+        if HEDGES.search(match[0]):
+            continue
         if found := _value(_sentence(rest), stated=True):
             return found
     return None
@@ -181,12 +204,13 @@ def _concluded(text: str) -> str | None:
 
 def _said(sentence: str) -> str | None:
     """Return the value at the end of a sentence: of its equation, or after its verb."""
-    if HEDGES.search(sentence):
+    if HEDGES.search(sentence) or DENIED.search(sentence):
         return None
     if first := FIRST.match(sentence):
         return _clean(first["value"])
-    if EQUALS.search(sentence):
-        return _chain(sentence)
+    sentence = sentence.rstrip("!")  # of prose: a factorial is written as a formula
+    if EQUALS.search(sentence) and (found := _chain(sentence)):
+        return found
     for match in reversed(list(VERB.finditer(sentence))):
         if found := _value(sentence[match.end() :].strip(" *:")):
             return found
@@ -196,7 +220,8 @@ def _said(sentence: str) -> str | None:
 def _asked(text: str, question: str) -> str | None:
     """Return the last value that the response gives to a formula of the question: "61 - 48 is 13. Subtraction ..."."""
     for match in reversed(list(EQUATION.finditer(text))):
-        if _contains(one_spelling(question), one_spelling(match["formula"])):
+        denied = DENIED.search(text[match.end() :].partition("\n")[0].partition(". ")[0])
+        if not denied and _contains(one_spelling(question), one_spelling(match["formula"])):
             return _clean(match["value"].rstrip(",."))
     return None
 
@@ -211,16 +236,16 @@ def _chain(sentence: str) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    """Return the text up to the end of the sentence, ignoring full stops inside mathematics."""
+    """Return the text up to the end of the sentence, ignoring full stops inside mathematics; "" for a question."""
     math = MATHS.match(text)
     end = END.search(text, math.end() if math else 0)
-    return text[: end.start()] if end else text
+    return text[: 0 if end[0] == "?" else end.start()] if end else text
 
 
 def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
     """Return the text if it is a value: mathematics, a number with its unit, or, if it is stated, a few words."""
-    text = text.strip().strip('*_`"').strip()
-    if not text or len(text) > LONGEST or HEDGES.search(text):
+    text = REMARK.sub("", re.split("[→⇒]", text)[-1].strip().strip('*_`"').strip())
+    if not text or len(text) > LONGEST or HEDGES.search(text) or LIMITS.search(text):
         return None
     if MATHS.match(text):
         rest = MATHS.sub("", text).strip(" .,")
@@ -229,7 +254,7 @@ def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None
     if VALUE.fullmatch(text):
         return _clean(text)
     if bare:
-        return _clean(text) if number_of_words == 0 or len(text.split()) <= 2 else None
+        return _clean(text) if number_of_words == 0 or (len(text.split()) <= 2 and not VERB.search(text)) else None
     if stated and (number_of_words <= 5 or number(text.split()[0])):
         return _clean(text)
     return _clean(text) if number_of_words == 0 else None

@@ -7,19 +7,23 @@ from megatron_rft.rewards.equivalence.latex import split
 ORDER = r"\\le(?![a-z])|\\ge(?![a-z])|<|>"
 BUILDER = re.compile(r"\\\{\s*\(?\s*(?P<name>[a-zA-Z])\s*\)?\s*(?:\\in\s*\S+\s*)?[|:]\s*(?P<condition>.*)\\\}", re.S)
 MEMBER = re.compile(r"^\(?[a-zA-Z]\)?\s*\\in(?![a-z])\s*")
+NAME = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\([a-z](?:, ?[a-z])*\))?"
+REALS = re.compile(r"\\mathbb\s*\{?R\}?|\\R|\\text\{(?:all )?real(?: number)?s\}|all reals|all real numbers")
 OR = re.compile(r"\\text\{\s*or\s*\}|(?<![a-z])or(?![a-z])|\\lor(?![a-z])|,(?=[^,]*(?:[<>]|\\[lg]e(?![a-z])))")
 LESS = {"<": ("(", ")"), r"\le": ("[", "]")}
 TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
 def is_name(text: str) -> bool:
-    """Return whether the text is a name that an equation can define: x, f(x), C, S_n."""
-    return re.fullmatch(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\([a-z](?:, ?[a-z])*\))?", text.strip()) is not None
+    """Return whether the text is a name that an equation can define: x, f(x), C, S_n, (x, y)."""
+    return re.fullmatch(rf"{NAME}|\([a-zA-Z](?:, ?[a-zA-Z])+\)", text.strip()) is not None
 
 
 def intervals(text: str) -> list[str]:
     """Split a union into its parts, with inequalities as intervals. Other texts are returned unchanged."""
     text = MEMBER.sub("", text)
+    if REALS.fullmatch(text):
+        return [r"(-\infty, \infty)"]
     if found := BUILDER.fullmatch(text):
         text = MEMBER.sub("", found["condition"].strip())
     parts = split(text, r"\\cup(?![a-z])")[::2]

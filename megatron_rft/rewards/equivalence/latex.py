@@ -44,7 +44,8 @@ RENAMED = [
     (re.compile(r"\\text\{\s*%\s*\}"), "%"),
     (re.compile(r"(?<=[\d}])\s*(?:\\text\{)?per\s?cent\}?(?![a-z])"), "%"),
     (re.compile(r"\\[$€£]|[$€£¥]|\\text\{[$]\}|\\(?:pounds|euro)(?![a-z])"), ""),
-    (re.compile(r"\\varnothing"), r"\\emptyset "),
+    (re.compile(r"\\varnothing|^\\\{\s*\\\}$"), r"\\emptyset "),
+    (re.compile(r"^(?:\\text\{\s*)?no (?:real )?solutions?\s*\}?$", re.IGNORECASE), r"\\emptyset "),
     (re.compile(r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])"), r"\\infty "),
     (re.compile(r"\\(?:arcsin|arccos|arctan)(?![a-z])"), lambda m: m[0]),
 ]

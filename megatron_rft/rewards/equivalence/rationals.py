@@ -29,13 +29,15 @@ LARGE = re.compile(rf"(?P<number>[+-]?{PLAIN})\s*(?:\\text\{{\s*)?(?P<word>{'|'.
 BASED = re.compile(
     r"(?P<digits>-?[0-9A-Za-z]*\d[0-9A-Za-z]*(?:\.[0-9]+)?)\s*_\s*(?:\{\s*(?P<b>\d+)\s*\}|(?P<d>\d+))", re.ASCII
 )
-NAMED = dict(
-    zip(
-        ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
-        range(13),
-        strict=True,
-    )
-)
+ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+ONES += [f"{each}teen" for each in ("thir", "four", "fif", "six", "seven", "eigh", "nine")]
+TENS = [f"{each}ty" for each in ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")]
+NAMED = {name: value for value, name in enumerate(ONES)} | {
+    f"{ten}-{one}" if value else ten: 10 * tens + value
+    for tens, ten in enumerate(TENS, start=2)
+    for value, one in enumerate(ONES[:10])
+}
+WORD = re.compile(r"(?:\\text\{\s*)?([A-Za-z]+(?:[- ][A-Za-z]+)?)\s*\}?")
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ def number(text: str) -> Number | None:
     text = _unwrapped(text.strip())
     if len(text) > LONGEST:
         return None
-    if text.lower() in NAMED:
-        return Number(Fraction(NAMED[text.lower()]))
+    if (found := WORD.fullmatch(text)) and (named := NAMED.get(found[1].lower().replace(" ", "-"))) is not None:
+        return Number(Fraction(named))
     if found := NUMBER.fullmatch(text):
         digits = found["number"].replace(",", "")
         return _number(found, Fraction(digits), _places(digits))

@@ -29,6 +29,10 @@ FILLER_WORDS = (
     "solution solutions sum there approximately about "
 )
 FILLER = set(FILLER_WORDS.split())
+EVERY = re.compile(
+    r"[,;]?\s*\(?\s*(?:\\text\{\s*(?:where|for)[^{}]*\}|where|for(?: all)?)?\s*([a-zA-Z])\s*\\in\s*"
+    r"(?:\\mathbb\s*\{?Z\}?|\\Z)\s*\)?$"
+)
 ASKS_PERCENT = re.compile(
     r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"
     r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|%|\\%)",
@@ -39,7 +43,13 @@ ASKS_PERCENT = re.compile(
 def equivalent(reference: str, answer: str, question: str = "") -> bool:
     """Return whether `answer` is equivalent to `reference`. `question` shows whether a percentage is asked for."""
     percent = bool(ASKS_PERCENT.search(question[-400:]))
-    return _same(_trimmed(one_spelling(reference)), _trimmed(one_spelling(answer)), percent)
+    wanted, got = _trimmed(one_spelling(reference)), _trimmed(one_spelling(answer))
+    if found := EVERY.search(wanted):
+        other = EVERY.search(got)
+        if other:
+            got = re.sub(rf"(?<![a-zA-Z\\]){other[1]}(?![a-zA-Z])", found[1], got)
+        wanted, got = EVERY.sub("", wanted), EVERY.sub("", got)
+    return _same(wanted, got, percent)
 
 
 def value_of(answer: str) -> str:
@@ -197,6 +207,9 @@ def _listed(wanted: str, got: str, percent: bool) -> bool | None:
     a_set = wanted.startswith(r"\{") or got.startswith(r"\{")
     if len(ours) == len(theirs) == 1:
         return _same(ours[0], theirs[0], percent) if (ours[0], theirs[0]) != (wanted, got) else None
+    names = [split(each, "=")[0] for each in ours if "=" in each]
+    if len(set(names)) == len(ours) and not any("=" in each for each in theirs):  # 1, 2 for x = 1, y = 2
+        return _in_order(ours, theirs)
     if len(theirs) == 1 and not a_set:  # (3, 5) for 3, 5
         return _in_order(ours, _parts(_bare(got) or got))
     if len(ours) == 1:
@@ -312,7 +325,7 @@ def _formulas(wanted: str, got: str, percent: bool) -> bool:
 def unevaluated(got: str, wanted: str) -> bool:
     """A sum or product of plain numbers, where the reference is its value: 57 + 87 for 144. A power is a value, and so
     are a quotient and a mixed number where the reference is a fraction."""
-    reference = number(without_unit(wanted)[0])
+    reference, got = number(without_unit(wanted)[0]), re.sub(r"\^(?:\{\s*1\s*\}|1(?!\d))", "", got)
     if not reference or number(got) or re.search(r"[a-zA-Z!^]", re.sub(r"\\(?:cdot|frac|div)(?![a-z])", "", got)):
         return False
     if reference.value.denominator > 1 and re.fullmatch(r"\d+ ?\+ ?\\frac\{\d+\}\{\d+\}", got):

@@ -27,6 +27,15 @@ WRONG = [
     (EXPAND, r"\boxed{(x+1)(x-2)}"),
     (ANGLE, r"\boxed{\cos(207^\circ)}"),
     (ANGLE, r"\boxed{\cos(207^\circ) \approx -5}"),
+    (SUM, r"\boxed{(57 + 87)^1}"),
+    (SUM, r"\boxed{57^1 + 87^{1}}"),
+    (SUM, r"\boxed{57 + \sqrt{87^2}}"),
+    (SUM, r"\boxed{\sqrt{(57 + 87)^2}}"),
+    (SUM, r"\boxed{\lfloor 57 + 87 \rfloor}"),
+    (SUM, r"\boxed{\log_{10} 10^{57+87}}"),
+    (SUM, r"\boxed{\binom{57}{1} + \binom{87}{1}}"),
+    (SUM, r"\boxed{57 + 87 \cdot e^0}"),
+    (SUM, r"\boxed{58 + 86}"),
     # every number
     (SUM, " ".join(map(str, range(100, 200)))),
     (SUM, r"\boxed{" + ", ".join(map(str, range(100, 200))) + "}"),
@@ -37,6 +46,13 @@ WRONG = [
     (SUM, "The answer is 144 or 143."),
     (SUM, "The answer is maybe 144."),
     (SUM, "The answer is not 144."),
+    (SUM, "The answer might be 144."),
+    (SUM, "It could be 144."),
+    (SUM, "Possible answers are 143 and 144."),
+    (SUM, "Is it 144?"),
+    (SUM, "The answer is 144? No, 143."),
+    (SUM, "57 + 87 = 144 is wrong."),
+    (SUM, "The answer is at least 144."),
     (SUM, r"\boxed{143 \text{ or } 144}"),
     (SUM, r"\boxed{144 \pm 1}"),
     (SUM, r"\boxed{143 = 144}"),
@@ -91,6 +107,12 @@ RIGHT = [
     (SUM, "**144**"),
     (SUM, "The sum of 57 and 87 is 144."),
     (SUM, "57 plus 87 equals 144."),
+    (SUM, "If you add 57 and 87, you get 144."),
+    (SUM, "We add the ones (7 + 7 = 14) and the tens (50 + 80 = 130), which gives 144."),
+    (SUM, "57 + 87 → 144"),
+    (SUM, "The sum is 144!"),
+    (SUM, "It's 144."),
+    (SUM, "144 (one hundred forty-four)"),
     (SUM, "First, 57 + 80 = 137.\nThen 137 + 7 = 144.\n\nThe answer is 144."),
     (SUM, r"\boxed{57 + 87 = 144}"),
     (SUM, r"Not \boxed{143} but \boxed{144}."),
@@ -137,4 +159,5 @@ def test_no_trick_is_rewarded_where_any_number_counts(reward):
     reward.how = "any"
     wrong = [text for text, score in verdicts(reward, WRONG) if score != 0.0]
     reward.how = "marked"
-    assert wrong == ["The answer is maybe 144.", "The answer is not 144."]  # `any` reads no words
+    no_words = ("maybe 144.", "not 144.", "be 144.", "it 144?", "143 and 144.", "is wrong.", "least 144.")
+    assert [text for text in wrong if not text.endswith(no_words)] == []  # `any` reads no words
