@@ -121,7 +121,12 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
 
 
 def _recalculates(question: str, answer: str, reference: str) -> bool:
-    """Return whether the answer has all numbers of a formula of the question, in another form: \\sqrt{(57 + 87)^2}."""
+    """Return whether the answer has all numbers of a formula of the question: \\sqrt{(57 + 87)^2} for 144.
+
+    A fraction may be written with any numbers.
+    """
+    if number(reference) is None or "frac" in reference or "/" in reference:
+        return False
     numbers = [Counter(re.findall(r"\d+(?:\.\d+)?", text)) for text in (answer, reference)]
     formulas = [Counter(re.findall(r"\d+(?:\.\d+)?", each)) for each in FORMULA.findall(question)]
     return any(each <= numbers[0] and not each <= numbers[1] for each in formulas if each.total() > 1)

@@ -70,6 +70,7 @@ def test_what_a_response_says_of_the_question():
         ("2^{10}", "1024", "How many subsets?", False),
         ("2^{10} - 1", "1023", "How many subsets of a set of 10 have a member?", False),
         (r"\frac{10 \cdot 9}{2}", "45", "How many pairs are there of 10?", True),  # a product that is left to be done
+        (r"\frac{3 \cdot 24}{3 \cdot 5}", r"\frac{24}{5}", "Is $24 - 3$ more than $5$, or $3 - 5$?", False),
         (r"\sqrt{(57+87)^2}", "144", "What is $57 + 87$?", True),  # all numbers of the question's formula
         ("2^5", "32", "What is $2^3 \\cdot 2^2$?", False),
         ("7", "7", "Is it 7?", False),
