@@ -27,6 +27,7 @@ from tests.integration.test_kill_and_resume import numbers
 from tests.integration.tiny import ROOT, kill, start
 
 JUMPING = str(ROOT / "tests/integration/jumping.py")
+LOOK_S = 0.5  # between two looks at the processes, which read all of /proc
 WINDOW = 10  # steps, over which the smallest count is taken: writers of checkpoints come and go
 GROWTH = {"memory": 1.05, "handles": 1.0, "threads": 1.0, "processes": 1.0}
 DAY_S = 86400.0
@@ -38,7 +39,6 @@ class Soak:
 
     def __init__(self, recipe: Path, arguments: list[str], out: Path, nproc: int = 2, forked: bool = False):
         self.recipe, self.out, self.forked = recipe, out, forked
-        self.look_s = 0.1 if forked else 0.5
         self.arguments = [*arguments, "--nproc", str(nproc)]
         self.temporary, self.clock = Path(tempfile.mkdtemp(prefix="soak")), out / "clock"
         self.environment = {"TMPDIR": str(self.temporary), "CLOCK": str(self.clock)}
@@ -54,15 +54,17 @@ class Soak:
 
     def follow(self, process: subprocess.Popen, run: Path, until: int | None, counts: dict | None = None) -> bool:
         """Look at the processes until they end, or until the log has step `until`: whether it has come."""
+        looked = -LOOK_S
         while process.poll() is None:
-            pids = [process.pid, *descendants(process.pid)]
-            self.remember(pids)
-            if counts is not None:
-                step = counts.setdefault(last_step(run), {})
+            arrived = until is not None and last_step(run) >= until
+            if arrived or time.monotonic() - looked > LOOK_S:
+                pids, looked = [process.pid, *descendants(process.pid)], time.monotonic()
+                self.remember(pids)
+                step = {} if counts is None else counts.setdefault(last_step(run), {})
                 step |= {name: min(value, step.get(name, value)) for name, value in count(pids).items()}
-            if until is not None and last_step(run) >= until:
+            if arrived:
                 return True
-            time.sleep(self.look_s)
+            time.sleep(0.05)
         assert process.returncode == 0, f"status {process.returncode}: {self.out}/{run.name}.log"
         return False
 
@@ -174,8 +176,9 @@ EVENTS: tuple[Callable[[Soak, Path, subprocess.Popen], str], ...] = (
 
 
 def last_step(run: Path) -> int:
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(float((run / "metrics.jsonl").read_bytes().split(b'{"step": ')[-1].split(b",")[0]))
+    with contextlib.suppress(OSError, IndexError, ValueError), (run / "metrics.jsonl").open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - (1 << 16), 0))
+        return int(file.read().split(b'{"step": ')[-1].split(b",")[0])
     return 0
 
 
