@@ -61,23 +61,34 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
     per_parameter = MOMENTS * (2 if own_moments else 1) + (MAIN if element == 2 else 0)
     gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
+    total = State(0, 0, 0)
+    # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
+    for count, ranks, buffer in buffers(extra, s, layout, stage, value_head, overlap=False):
+        if recipe.optimizer.use_distributed_optimizer:
+            length = sum(length for length, _ in buffer)
+            total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
+        else:
+            total += State(count * element, count * gradient, count * per_parameter)
+    return total
+
+
+def buffers(
+    extra: dict[str, Any], s: Sizes, layout: Layout, stage: int, value_head: bool, overlap: bool
+) -> Iterator[tuple[int, int, list]]:
+    """Yield (parameters, ranks that share them, buckets) of each buffer of gradients on a rank of the pipeline stage.
+
+    `extra`: further options of the section `megatron`. `overlap`: its default of `overlap_grad_reduce`.
+    """
     data_parallel = layout.world // (layout.tp * layout.pp)  # context parallel ranks share it too
     experts_parallel = layout.world // (layout.ep * layout.etp * layout.pp)
     size = extra.get("bucket_size") or max(40_000_000, 1_000_000 * data_parallel)
-    total = State(0, 0, 0)
     for number, chunk in enumerate(stage_chunks(s, layout, stage, value_head)):
-        # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
-        whole = not extra.get("overlap_grad_reduce") or stage > 0 or number > 0
+        whole = not extra.get("overlap_grad_reduce", overlap) or stage > 0 or number > 0
         for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
             parameters = [each for each in chunk if each.expert == expert]
-            if not recipe.optimizer.use_distributed_optimizer:
-                count = sum(each.count for each in parameters)
-                total += State(count * element, count * gradient, count * per_parameter)
-            elif parameters:
-                buffer = buckets(parameters, ranks, math.inf if whole else size)
-                length = sum(length for length, _ in buffer)
-                total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
-    return total
+            if parameters:
+                bucketed = buckets(parameters, ranks, math.inf if whole else size)
+                yield sum(each.count for each in parameters), ranks, bucketed
 
 
 @dataclass(frozen=True)
@@ -222,16 +233,12 @@ def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int, overlap: bool
     if not recipe.optimizer.use_distributed_optimizer:
         return 0
     sets = 2 if recipe.pipo is not None and recipe.pipo.optimizer_state == "own" else 1
-    ranks, extra = layout.world // (layout.tp * layout.pp), recipe.megatron.model_extra or {}
-    held = largest = 0
+    held, largest = 0, 0.0
     for value_head in (False, True) if recipe.critic else (False,):
-        chunks = stage_chunks(s, layout, stage, value_head)
-        counts = [sum(parameter.count for parameter in chunk) for chunk in chunks]
-        held += (MOMENTS + MAIN) * sum(counts) * (1 if value_head else sets)
-        largest = max(largest, *counts)
-    if stage == 0 and not layout.vpp and extra.get("overlap_grad_reduce", overlap):
-        largest = min(largest, extra.get("bucket_size") or max(40_000_000, 1_000_000 * ranks))
-    return held + max(held, round((MOMENTS + MAIN) * largest * (1 + 1 / ranks)))
+        for count, ranks, buffer in buffers(recipe.megatron.model_extra or {}, s, layout, stage, value_head, overlap):
+            held += (MOMENTS + MAIN) * count * (1 if value_head else sets)
+            largest = max(largest, (1 + 1 / ranks) * max(length for length, _ in buffer))
+    return held + max(held, round((MOMENTS + MAIN) * largest))
 
 
 def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
