@@ -65,7 +65,8 @@ class Soak:
             if arrived:
                 return True
             time.sleep(0.05)
-        assert process.returncode == 0, f"status {process.returncode}: {self.out}/{run.name}.log"
+        output = (self.out / f"{run.name}.log").read_text(errors="replace")
+        assert process.returncode == 0, f"status {process.returncode}\n{output[-3000:]}"
         return False
 
     def remember(self, pids: list[int]) -> None:
