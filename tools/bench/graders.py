@@ -1,5 +1,8 @@
 r"""Compares graders of mathematics on references of real benchmarks: python tools/bench/graders.py FOLDER [ROWS]
 
+With a folder of sampled responses to "What is 57 + 87? ..." (megatron-rft generate examples/smollm2/trajectories.yaml)
+it compares `ours` with rules for such questions alone, and prints each response on which they differ.
+
 Each reference is written in other ways that mean the same, and as answers that are wrong; a grader errs by a false
 negative on the former and a false positive on the latter. FOLDER holds rows as JSON lines (math500.jsonl ...).
 
@@ -18,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from math import isclose
 from pathlib import Path
+
+import pyarrow.parquet as pq
 
 from megatron_rft.data.prompts import reference_answer
 from megatron_rft.records import Prompt
@@ -230,7 +235,48 @@ def _symbolic(answer: str, reference: str) -> bool:
         return False
 
 
+NUMBER = r"(-?\d[\d,]*(?:\.\d+)?)(?![\d,.]*\d)"
+SAYS = rf"(?:=|\bis|\bequals?|\bequal to|\bgives?|\bget|\bbe|\bhave|\bare|:)[\s*$]*{NUMBER}"
+
+
+def by_hand(question: str, text: str) -> str | None:
+    """Return the result that a response to "What is 57 + 87?" gives, by rules for such questions alone.
+
+    It is what the response calls the answer; else what its last line ends with, after a word or sign of equality or
+    alone; else what it says that the sum is.
+    """
+    text = re.sub(r"[\s.!]*$", "", re.sub(r"[*\\$]", "", text))
+    called = re.findall(rf"answer(?: to [^.=:]*)?(?: is|:)\s*{NUMBER}(?=\s*(?:[.,\n]|$))", text, re.I)
+    last = text.splitlines()[-1] if text else ""
+    alone = re.fullmatch(NUMBER, last.strip()) or re.search(rf"{SAYS}$", last)
+    asked = r"\s*".join(map(re.escape, re.search(r"(\d+) ([+-]) (\d+)", question).groups()))
+    said = re.findall(rf"(?<![\d.]){asked}\s*(?:=|is|equals)\s*{NUMBER}(?!\s*[-+*/])", text)
+    found = called[-1:] or ([alone[1]] if alone else []) or said[-1:]
+    return found[0].replace(",", "") if found else None
+
+
+def sampled(folder: Path) -> None:
+    """Print how many of a store's responses are right by each grader, and where they differ."""
+    rows = [row for path in sorted(folder.glob("shards/*.parquet")) for row in pq.read_table(path).to_pylist()]
+    reward = MathReward()
+    prompts = [Prompt(k, (1,), row["prompt"], row["answer"]) for k, row in enumerate(rows)]
+    ours = [score.reward == 1.0 for score in reward(prompts, [row["text"] for row in rows])]
+    reward.close()
+    hand = []
+    for row in rows:
+        result = by_hand(row["prompt"], row["text"])
+        hand.append(result is not None and float(result) == float(row["answer"]))
+    differ = [(row, by) for row, by, other in zip(rows, ours, hand, strict=True) if by != other]
+    print("| responses | right by ours | right by the rules | differ |\n|---|---|---|---|")
+    print(f"| {len(rows)} | {sum(ours)} | {sum(hand)} | {len(differ)} |")
+    for row, right in differ:
+        question = row["prompt"].splitlines()[-2]
+        print(f"{'only ours' if right else 'only the rules'}: {question!r}: {row['answer']}: {row['text']!r}")
+
+
 def main() -> None:
+    if len(sys.argv) == 2 and (Path(sys.argv[1]) / "shards").is_dir():
+        return sampled(Path(sys.argv[1]))
     folder, rows = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 60
     logging.disable(logging.CRITICAL)
     table = cases(folder, rows)
