@@ -12,6 +12,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_rft.utils.errors import ConfigError
+
 
 class Optimizer:
     """The optimizer of a list of DDP-wrapped model chunks.
@@ -31,15 +33,7 @@ class Optimizer:
         total_steps: int,
         moments: tuple[str, ...] = (),
     ):
-        kinds = {field.name: field.type for field in dataclasses.fields(OptimizerConfig)}
-        given = {
-            name: getattr(torch, value) if kinds[name] is torch.dtype else value  # a recipe names a dtype
-            for name, value in options.items()
-            if name in kinds and value is not None
-        }
-        config = OptimizerConfig(
-            **given, bf16=precision != "fp32", params_dtype=torch.float32 if precision == "fp32" else torch.bfloat16
-        )
+        config = optimizer_config(options, precision)
         self.megatron = get_megatron_optimizer(config, chunks)
         self.clip_grad = config.clip_grad
         self.moments = {name: [_Moments() for _ in self._parts] for name in moments}
@@ -140,6 +134,22 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
+
+
+def optimizer_config(options: dict[str, Any], precision: str) -> OptimizerConfig:
+    """Return megatron-core's configuration from those of the `options` that it has. Raises ConfigError if megatron-core
+    refuses their combination."""
+    kinds = {field.name: field.type for field in dataclasses.fields(OptimizerConfig)}
+    given = {
+        name: getattr(torch, value) if kinds[name] is torch.dtype else value  # a recipe names a dtype
+        for name, value in options.items()
+        if name in kinds and value is not None
+    }
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    try:
+        return OptimizerConfig(**given, bf16=precision != "fp32", params_dtype=dtype)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"megatron-core refuses this combination of the section `optimizer`: {error}") from error
 
 
 class _Moments:

@@ -13,9 +13,11 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.megatron.ema import MovingAverage
+from megatron_rft.megatron.optimizer import optimizer_config
 from megatron_rft.objectives.base import counts
 from megatron_rft.records import Batch
 from megatron_rft.utils.checkpoint_files import latest
+from megatron_rft.utils.errors import ConfigError
 from tests.made import made
 
 CONFIG = Qwen3Config(
@@ -83,6 +85,12 @@ def test_training_state_leaves_the_device_and_comes_back(one_rank, distributed, 
 
 def gradients(actor: Actor) -> list[torch.Tensor]:
     return [buffer.grad_data for chunk in actor.chunks for buffer in chunk.buffers]
+
+
+def test_options_that_megatron_core_refuses_together():
+    options = {"lr": 1e-2, "use_precision_aware_optimizer": True, "use_distributed_optimizer": False}
+    with pytest.raises(ConfigError, match="the section `optimizer`: .*only supported with distributed optimizer"):
+        optimizer_config(options, "bf16")
 
 
 @pytest.mark.parametrize("distributed", [False, True])
