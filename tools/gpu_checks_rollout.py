@@ -21,6 +21,7 @@ from megatron_rft.inference.engine import Engine, Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.transport import network
+from megatron_rft.megatron.weights import save_folder
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.mismatch import mismatch
 from megatron_rft.objectives.sft import SFT
@@ -201,6 +202,27 @@ def sleep_and_wake() -> Iterator[Row]:
             yield bound(found["mismatch/kl"], PARITY["bf16"], f"mismatch/kl after waking, time {version}")
 
 
+def draft_model() -> Iterator[Row]:
+    """Check that vLLM accepts what a draft model with the trainer's own weights proposes, also after a sleep."""
+    need_gpu()
+    need("vllm")
+    config = qwen3(SIZE, initializer_range=SPREAD)
+    actor = actor_like(hf_model(config, "bf16"), "bf16", micro_batch_tokens=4096)
+    with tempfile.TemporaryDirectory() as folder:
+        save_folder(actor.stream(), f"{folder}/draft", config)
+        drafts = {"method": "draft_model", "model": f"{folder}/draft", "num_speculative_tokens": 4}
+        engine = vllm_engine({"speculative_config": drafts})
+    with closing(engine):
+        for version, when in enumerate(("at first", "after a sleep")):
+            weight_sync.push(actor.stream(), engine, version, verify=True)
+            sampled(engine, config.vocab_size)
+            found = engine.statistics()
+            refused = 1 - found["speculation/accepted"] / found["speculation/proposed"]
+            yield bound(refused, 0.1, f"share of the draft tokens that are refused, {when}")
+            engine.sleep()
+            engine.wake()
+
+
 def by_ipc() -> Iterator[Row]:
     need_gpu()
     yield from engine_process("CUDA IPC")
@@ -217,6 +239,7 @@ ROLLOUT: dict[str, Callable[[], Iterator[Row]]] = {
     "weights to a server, NCCL": by_nccl,
     "weights to a server, gloo": lambda: need_no_gpu() or over_the_wire(),
     "colocated vLLM sleeps while the trainer steps": sleep_and_wake,
+    "vLLM with a draft model": draft_model,
     "vLLM in bf16 beside the trainer": lambda: beside_the_trainer({}, "bf16"),
     "vLLM with an FP8 cache beside the trainer": lambda: beside_the_trainer({"kv_cache_dtype": "fp8"}, "fp8"),
 }
