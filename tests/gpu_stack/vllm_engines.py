@@ -63,6 +63,7 @@ def wake_in_stages(policy: engine.VLLMEngine, sent: dict[str, torch.Tensor]) -> 
     policy.load_weights(iter(sent.items()), version=2)
     policy.wake()
     assert not policy.asleep
+    assert torch.equal(policy._model().model.embed_tokens.weight.cpu(), sent["model.embed_tokens.weight"].cpu())
 
 
 def one() -> None:

@@ -21,6 +21,7 @@ MEMORY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.resize_.default,
+    aten.set_.source_Storage,
     aten.set_.source_Storage_storage_offset,
     aten.set_.source_Tensor,
     aten.record_stream.default,
