@@ -30,7 +30,8 @@ def test_four_optimizer_steps_beside_transformers(model):
         found.append([float(line.split()[1]) for line in output.splitlines() if line.startswith("LOSS")])
     ours, theirs = found
     assert len(theirs) == 4 and theirs[2] < theirs[0] - 0.02  # it learns
-    assert ours == pytest.approx(theirs, abs=1e-5)  # 1.7e-6 when this was written
+    # Beside transformers in fp64 ours differ by up to 2e-6; its own first loss in fp32 differs by 9e-6.
+    assert ours == pytest.approx(theirs, abs=3e-5)
 
 
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
