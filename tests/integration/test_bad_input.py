@@ -161,7 +161,7 @@ def test_folder_with_another_run(tmp_path, capsys):
 
 def test_a_start_that_was_refused_does_not_hold_the_folder(tmp_path, capsys):
     recipe = write_recipe(tmp_path, run={"steps": 1})
-    nobody = ["rollout.placement=server", "rollout.servers=[http://127.0.0.1:9]"]
+    nobody = ["rollout.engine=vllm", "rollout.placement=server", "rollout.servers=[http://127.0.0.1:9]"]
     assert "http://127.0.0.1:9" in refused(capsys, recipe, *nobody)
     assert (tmp_path / "run/recipe.yaml").exists()
     assert main(["train", str(recipe), "optimizer.lr=0.02"]) == 0
