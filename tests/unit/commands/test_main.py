@@ -336,9 +336,9 @@ class TestRanks:
         """Otherwise they would wait for ranks that have stopped."""
         start = ranks._start
 
-        def start_and_signal(*arguments):
-            process = start(*arguments)
-            if arguments[1] == 0:
+        def start_and_signal(command, environment, rank, local):
+            process = start(command, environment, rank, local)
+            if rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             return process
 
