@@ -23,8 +23,9 @@ def lines(folder: Path, now: float | None = None) -> list[str]:
     if not (folder / METRICS).is_file() and (folder / RECIPE).is_file():
         return [f"{folder}: no step has finished yet", *_nodes(folder, now)]
     run = read(folder)
-    nodes = [] if _finished(run, folder) else _nodes(folder, now)
-    return [_head(run, folder, now), *_numbers(run), *nodes, *_checkpoints(folder), *_notes(folder)]
+    finished = _finished(run, folder)
+    nodes = [] if finished else _nodes(folder, now)
+    return [_head(run, finished, now), *_numbers(run), *nodes, *_checkpoints(folder), *_notes(folder)]
 
 
 def ended(folder: Path) -> bool:
@@ -44,12 +45,12 @@ def _last(run: Run) -> dict[str, Any]:
     return run.curves.records[-1] if run.curves.records else {"step": 0, "time": 0.0}
 
 
-def _head(run: Run, folder: Path, now: float) -> str:
+def _head(run: Run, finished: bool, now: float) -> str:
     last, total = _last(run), run.recipe.get("run", {}).get("steps")
     parts = [f"{run.name}: step {last['step']}" + (f" of {total}" if total else "")]
     if last["time"]:
         parts.append(f"its last step ended {clock_time(max(now - last['time'], 0))} ago")
-    if _finished(run, folder):
+    if finished:
         return ", ".join([*parts, "finished"])
     recent = run.curves.records[-PACE_STEPS - 1 :]
     if len(recent) > 1 and total and last["step"] < total:

@@ -204,11 +204,8 @@ class _Module:
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
-        return {
-            "iterator"
-            if type(value).__module__ in ("builtins", "itertools") and isinstance(value, Iterator)
-            else "object": number
-        }
+        plain = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+        return {"iterator" if plain else "object": number}
 
     def _target(self, what: Any) -> Any:
         """Return an object of this process by its index or name, or a function of the tests."""
