@@ -91,7 +91,10 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
     if tagged := TAGGED.findall(prose):
         return _clean(tagged[-1])
     prose = prose[-TAIL:]
-    found = _stated(prose) or _concluded(prose) or _asked(prose, question)
+    stated = _stated(prose)
+    if stated and stated.lower() in ("yes", "no") and FORMULA.fullmatch(question.strip()):
+        stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by a word
+    found = stated or _concluded(prose) or _asked(prose, question)
     return found or (_last(prose) if how == "any" else None)
 
 

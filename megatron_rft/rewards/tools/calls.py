@@ -4,6 +4,7 @@ One parser for each format, tried in this order; the first whose marker is in th
 
     <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>       Hermes, Qwen; one or more, each with one or more;
                                                                       <|tool_call|>, <functioncall>, <function_call>
+                                                                      GLM: f<arg_key>a</arg_key><arg_value>1</arg_value>
     <|python_tag|>{"name": "f", "parameters": {"a": 1}}               Llama 3: JSON, or Python calls, up to <|eom_id|>;
                                                                       Llama 4: <|python_start|>[f(a=1)]<|python_end|>
     [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]               Mistral; also [TOOL_CALLS]f[ARGS]{"a": 1}
@@ -13,7 +14,8 @@ One parser for each format, tried in this order; the first whose marker is in th
     <｜tool▁sep｜>f {"a": 1}, to=functions.f <|message|>{"a": 1}        DeepSeek; gpt-oss; Kimi (functions.f:0)
     {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}  OpenAI's message, or the list alone
     [{"name": "f", "parameters": {"a": 1}}, {"f": {"a": 1}}]          JSON or Python literals, also in a code fence
-    [f(a=1), g.h(b="x")]                                              Python calls with keyword arguments
+    [f(a=1), g.h(b="x")]                                              Python calls with keyword arguments; also after
+                                                                      "functools" (Phi-4), as may JSON
 
 The last three may follow prose, from the beginning of a line or sentence on or after a colon, and JSON may also precede
 it. A marker without a readable call is an attempt at one.
@@ -36,6 +38,8 @@ MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+
 OPENED = re.compile(r"<(?:function=|invoke name=)")
 FUNCTION = re.compile(r"<(?:function=|invoke name=\"?)([^>\s\"]+)\"?>(.*?)</(?:function|invoke)>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter(?:=| name=\"?)([^>\s\"]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
+NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>)")
+PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 ACTION = re.compile(r"^[ \t>*]*Action[ \t*]*:[ \t*]*`?([\w.-]+)`?[ \t]*$", re.MULTILINE)
 INPUT = re.compile(r"\s*[ \t>*]*Action[ _]Input[ \t*]*:[ \t*]*\s*(?:`{1,3}\w*)?\s*")
 HEADER = re.compile(r"(?:<｜tool▁sep｜>|\bto=functions\.|<\|tool_call_begin\|>functions\.)([\w.-]+)[^{]*")
@@ -46,7 +50,7 @@ MARKERS = re.compile(
     r"|(?:^|:)[ \t]*(?:\[[A-Za-z_][\w.]*\(|[A-Za-z_][\w.]*\(\w+=)|\A\s*[A-Za-z_][\w.]*\([^()\n]*\)\s*\Z",
     re.MULTILINE | re.IGNORECASE,
 )
-BARE = re.compile(r"(?:^|[:.!?])[ \t]*(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
+BARE = re.compile(r"(?:^|[:.!?])[ \t]*(?:functools(?=\[))?(?=[\[{]|[A-Za-z_][\w.]*\()", re.MULTILINE)
 NAMES = ("name", "function", "tool", "tool_name", "action")
 ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "tool_arguments", "action_input")
 LONGEST = 20_000  # characters that are read as calls
@@ -90,7 +94,7 @@ def _tagged(text: str) -> list[Call] | None:
         return None
     if opened > len(tagged):
         raise Malformed("a <tool_call> is not closed")
-    return [call for part in tagged for call in (_functions(part) if OPENED.search(part) else _several(part))]
+    return [call for part in tagged for call in (_functions(part) or _keyed(part) or _several(part))]
 
 
 def _llama(text: str) -> list[Call] | None:
@@ -121,6 +125,16 @@ def _functions(text: str) -> list[Call] | None:
         else _call({"name": name, "arguments": content.strip()})
         for name, content in found
     ]
+
+
+def _keyed(text: str) -> list[Call] | None:
+    """Return the call of a name that pairs of keys and values follow."""
+    name, rest = NAME.match(text), PAIR.sub("", text)
+    if name is None:
+        return None
+    if rest.strip() != name[1]:
+        raise Malformed(f"{name[1]} without readable arguments")
+    return [Call(name[1], {key.strip(): _value(value.strip()) for key, value in PAIR.findall(text)})]
 
 
 def _value(text: str) -> Any:
