@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -49,26 +50,32 @@ class Study:
     shared: list[str] = field(default_factory=list)  # options of every run
     seeds: tuple[int, ...] = SEEDS
     search_seeds: tuple[int, ...] = SEARCH_SEEDS
+    jobs: int = 1  # runs at the same time
 
     def run(self) -> str:
         """Run all missing runs, then write the table."""
         rates = self.search()
-        for seed in self.seeds:
-            for arm in self.arms:
-                self.train(arm, rates[arm.name], seed)
+        self.train_all((arm, rates[arm.name], seed) for seed in self.seeds for arm in self.arms)
         return self.report(rates)
 
     def search(self) -> dict[str, float]:
+        searched = [arm for arm in self.arms if len(arm.rates) > 1]
+        self.train_all((arm, rate, seed) for seed in self.search_seeds for arm in searched for rate in arm.rates)
         rates = {}
         for arm in self.arms:
-            found = {rate: [self.train(arm, rate, seed) for seed in self.search_seeds] for rate in arm.rates}
-            scores = {rate: fmean(map(final, folders)) for rate, folders in found.items()} if len(arm.rates) > 1 else {}
+            folders = {rate: [self.folder(arm, rate, seed) for seed in self.search_seeds] for rate in arm.rates}
+            scores = {rate: fmean(map(final, runs)) for rate, runs in folders.items()} if arm in searched else {}
             rates[arm.name] = max(scores, key=scores.get) if scores else arm.rates[0]
             note(self.out / "rates.json", arm.name, {f"{rate:g}": score for rate, score in scores.items()})
         return rates
 
     def folder(self, arm: Arm, rate: float, seed: int) -> Path:
         return self.out / arm.name / f"rate_{rate:g}" / f"seed_{seed}"
+
+    def train_all(self, runs: Iterable[tuple[Arm, float, int]]) -> None:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for _ in pool.map(lambda each: self.train(*each), runs):  # an error cancels the runs that have not begun
+                pass
 
     def train(self, arm: Arm, rate: float, seed: int) -> Path:
         return train(arm.recipe, self.folder(arm, rate, seed), *self.shared, *arm.at(rate), f"run.seed={seed}")
@@ -145,6 +152,7 @@ def parser(doc: str, out: str, regimes: Iterable[str]) -> argparse.ArgumentParse
     top.add_argument("--only", nargs="+", metavar="ARM", help="these arms (default: all)")
     top.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N", help="up to ten")
     top.add_argument("--search-seeds", type=int, nargs="+", default=list(SEARCH_SEEDS), metavar="N")
+    top.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at once; default: %(default)s")
     top.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="of every run")
     return top
 
@@ -158,9 +166,8 @@ def main(
             f"--only: there is no {', '.join(sorted(unknown))}. There are: {', '.join(a.name for a in arms)}"
         )
     chosen = [arm for arm in arms if not args.only or arm.name in args.only]
-    study = Study(
-        args.out / args.regime, chosen, [*shared, *args.overrides], tuple(args.seeds), tuple(args.search_seeds)
-    )
+    options, seeds = [*shared, *args.overrides], (tuple(args.seeds), tuple(args.search_seeds))
+    study = Study(args.out / args.regime, chosen, options, *seeds, args.jobs)
     print(study.run())
     rates = study.search()
     folders = [study.folder(arm, rates[arm.name], seed) for arm in chosen for seed in study.seeds]
