@@ -37,6 +37,7 @@ FILES = {
 }  # fmt: skip
 QUESTION = ("problem", "question")
 Case = tuple[str, str, str, str, bool]  # how it is made, question, reference, response, whether it is right
+SYMBOL = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 
 
@@ -122,6 +123,10 @@ def wrong_answers(question: str, reference: str, other: str) -> Iterator[tuple[s
         yield "false equation", rf"\boxed{{{value + 1} = {value}}}"
         yield "another base", rf"\boxed{{{value}_{{7}}}}"
         yield "approximation", rf"\boxed{{{clean} \approx {value + 5}}}"
+    if not re.search(r"[=|]|\\(?:text|math|begin|in)", bare):
+        rest = SYMBOL.sub(lambda match: match[0] if len(match[0]) > 1 else "", bare)
+        if rest != bare and re.search(r"\d", rest):
+            yield "symbols left out", rf"\boxed{{{rest}}}"
     if "\\pi" in clean or "\\sqrt" in clean:
         yield "rounded", rf"\boxed{{{_rounded(clean) or 3.14159265}}}"
     if re.fullmatch(r"\[.*\]|\(.*\]|\[.*\)", clean):

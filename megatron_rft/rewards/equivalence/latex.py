@@ -47,6 +47,7 @@ RENAMED = [
     (re.compile(r"\\varnothing|^\\\{\s*\\\}$"), r"\\emptyset "),
     (re.compile(r"^(?:\\text\{\s*)?no (?:real )?solutions?\s*\}?$", re.IGNORECASE), r"\\emptyset "),
     (re.compile(r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])"), r"\\infty "),
+    (re.compile(r"\b([aApP])\.\s?([mM])\b\.?"), r"\1\2"),
     (re.compile(r"\\(?:arcsin|arccos|arctan)(?![a-z])"), lambda m: m[0]),
 ]
 FRACTION = re.compile(rf"\\frac\s*(?:\{{([^{{}}]*)\}}|{ONE})\s*(?:\{{([^{{}}]*)\}}|{ONE})")

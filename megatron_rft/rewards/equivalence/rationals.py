@@ -23,6 +23,9 @@ SLASHED = re.compile(
     r"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+)?(?P<minus>)(?P<upper>\d+)\s*/\s*(?P<lower>\d+)\s*(?P<percent>%?)",
     re.ASCII,
 )
+REPEATING = re.compile(
+    r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar)\s*\{(?P<again>\d+)\}", re.ASCII
+)
 NEGATIVE = re.compile(r"\\frac\{\s*(\d+)\s*\}\{\s*-\s*(\d+)\s*\}", re.ASCII)
 MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 LARGE = re.compile(rf"(?P<number>[+-]?{PLAIN})\s*(?:\\text\{{\s*)?(?P<word>{'|'.join(MULTIPLIERS)})\s*\}}?", re.ASCII)
@@ -64,6 +67,10 @@ def number(text: str) -> Number | None:
         return Number(_signed(found, Fraction(10) ** int(found["b"] or found["d"])))
     if found := LARGE.fullmatch(text):
         return Number(Fraction(found["number"].replace(",", "")) * MULTIPLIERS[found["word"]])
+    if found := REPEATING.fullmatch(text):  # 0.1\overline{6} is 16/90 - 1/90
+        whole, fixed, again = found["whole"], found["fixed"], found["again"]
+        nines = 10 ** len(fixed) * (10 ** len(again) - 1)
+        return Number(_signed(found, Fraction(int(whole + fixed + again) - int(whole + fixed or 0), nines)))
     text = NEGATIVE.sub(r"-\\frac{\1}{\2}", text)
     if found := FRACTION.fullmatch(text) or SLASHED.fullmatch(text):
         if int(found["lower"]) == 0 or (found["whole"] and found["minus"]):

@@ -106,7 +106,7 @@ def _numbers(wanted: str, got: str, percent: bool) -> bool | None:
     if answer is None:
         if len(split(got, RELATION)) > 1:
             return None
-        value, unit = without_unit(got)
+        value, unit = without_unit(got, of_number=True)
         if differ(without_unit(wanted)[1], unit):
             return False
         answer = number(value)
@@ -209,11 +209,13 @@ def _listed(wanted: str, got: str, percent: bool) -> bool | None:
         return _same(ours[0], theirs[0], percent) if (ours[0], theirs[0]) != (wanted, got) else None
     names = [split(each, "=")[0] for each in ours if "=" in each]
     if len(set(names)) == len(ours) and not any("=" in each for each in theirs):  # 1, 2 for x = 1, y = 2
-        return _in_order(ours, theirs)
+        return _in_order(ours, theirs if len(theirs) > 1 else _parts(_bare(got) or got))
     if len(theirs) == 1 and not a_set:  # (3, 5) for 3, 5
         return _in_order(ours, _parts(_bare(got) or got))
     if len(ours) == 1:
-        return not a_set and not re.search(r"^\[|\]$", wanted) and _in_order(_parts(_bare(wanted) or wanted), theirs)
+        if number(wanted) or a_set or re.search(r"^\[|\]$", wanted):
+            return False
+        return _in_order(_parts(_bare(wanted) or wanted), theirs)
     return _any_order(ours, theirs, percent)
 
 
@@ -319,7 +321,7 @@ def _formulas(wanted: str, got: str, percent: bool) -> bool:
         wanted, got = ours, theirs
     if "\\text" in wanted + got or re.search(r"[=<>]|\\(?:le|ge|ne)(?![a-z])", got) or unevaluated(got, wanted):
         return False
-    return algebra.equal(wanted, got)
+    return algebra.equal(wanted, got) or (unit == "°" and algebra.equal(f"{ours}°", got))
 
 
 def unevaluated(got: str, wanted: str) -> bool:

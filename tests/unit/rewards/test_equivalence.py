@@ -6,6 +6,15 @@ from megatron_rft.rewards.equivalence.latex import one_spelling, squeeze
 from megatron_rft.rewards.equivalence.structure import equivalent, value_of
 
 SAME = [
+    (r"\frac{1}{2} m v^{2}", r"\frac{mv^2}{2}"),
+    (r"9.8 \mathrm{~m/s^2}", "9.8"),
+    (r"5\mathrm{~m} / \mathrm{s}^{2}", "5 m/s^2"),
+    ("7", "7h"),
+    (r"0.1\overline{6}", r"\frac16"),
+    (r"\frac{3}{11}", r"0.\overline{27}"),
+    (r"90^\circ", r"\frac{\pi}{2}"),
+    (r"6 \text{ PM}", "6 p.m."),
+    ("x=2, y=3", "(2,3)"),
     ("R=1, I=(-1,1)", "I=(-1,1), R=1"),
     ("-0.891", r"\cos(207^\circ) \approx -0.891"),
     ("204_5", "204_{5}"),
@@ -106,6 +115,14 @@ SAME = [
     ("120", r"\binom{10}{3}"),
 ]
 DIFFERENT = [
+    ("3xy", "3"),
+    ("3", "3xy"),
+    (r"\frac{1}{2}mv^2", r"\frac12"),
+    ("5abc^2", "5"),
+    ("2m", "2"),
+    (r"6 \text{ PM}", "6 a.m."),
+    ("x=2, y=3", "(3,2)"),
+    ("120,000", "120,0000"),
     ("x=1, y=2", "2, 1"),
     ("x=1, y=2", "x=2, y=1"),
     (r"\mathbb{R}", r"(0,\infty)"),
