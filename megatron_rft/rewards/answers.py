@@ -36,7 +36,7 @@ VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
     r"costs?|"
     r"earns?|needs?|takes?|paid|pays?|spends?|spent|same as|(?:equal|equals|up|comes|amounts|adds|sums) to|total of)\b"
-    r"\s*(?:exactly|simply|therefore|then|now)?|\b(?:it|that)['’]s\b|:|→|⇒|=>",
+    r"\s*(?:exactly|simply|therefore|then|now|at)?|\b(?:it|that)['’]s\b|(?<!\d):|→|⇒|=>",
     re.IGNORECASE,
 )
 VALUE = re.compile(
@@ -63,6 +63,8 @@ FORMULA = re.compile(
     r"(?<![\w.^{}\\])[-(]*\d[\d.]*(?:[\s()]*(?:[-+*/^]|\\cdot)[\s(-]*\d[\d.]*)+(?![\w^.]|\s*\\)"  # of numbers alone
 )
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+INLINE = r"(?:\$\$?[^$]+\$\$?|\\\((?:(?!\\\)).)+\\\))"
+LIST = re.compile(rf"{INLINE}(?:(?:,|\s|and|or)+{INLINE})+\Z", re.DOTALL)
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
 COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b.*", re.IGNORECASE)
 LONGEST = 400  # characters of an answer that is no box
@@ -235,9 +237,11 @@ def _asked(text: str, question: str) -> str | None:
 
 
 def _chain(sentence: str) -> str | None:
-    """Return the last member of the equation at the end of a sentence."""
+    """Return the last member of the equation at the end of a sentence, or all values of a list of equations."""
+    if several := LIST.search(sentence):
+        return _clean(several[0])
     maths = [next(filter(None, groups)) for groups in MATHS.findall(sentence)]
-    if maths and "=" in maths[-1]:
+    if maths and EQUALS.search(maths[-1]):
         return _clean(maths[-1])
     last = EQUALS.split(sentence)[-1].strip(" *$()")
     return _value(last)
