@@ -16,8 +16,7 @@ class Reward(Protocol):
 
     def answer(self, prompt: Prompt, text: str) -> str | None:
         """Return the response's answer, for majority votes; None if it has none."""
-        ...
+        return None
 
     def close(self) -> None:
         """End all processes. May be called twice."""
-        ...

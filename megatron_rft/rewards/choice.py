@@ -3,6 +3,7 @@
 import re
 
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.tools.rlla import has_sections
 
 LETTER = r"\(?\s*([A-Z])\s*\)?"
@@ -27,7 +28,7 @@ def chosen(text: str) -> str | None:
     return alone[1] if alone else None
 
 
-class ChoiceReward:
+class ChoiceReward(Reward):
     """Gives 1 for the letter of the reference, else 0."""
 
     maximum = 1.0
@@ -46,11 +47,8 @@ class ChoiceReward:
     def answer(self, prompt: Prompt, text: str) -> str | None:
         return chosen(text)
 
-    def close(self) -> None:
-        pass
 
-
-class FormatReward:
+class FormatReward(Reward):
     """Gives 1 if the response consists of the sections <tag>...</tag>, each once and in this order, else 0."""
 
     maximum = 1.0
@@ -62,9 +60,3 @@ class FormatReward:
         wanted = " ".join(f"<{tag}>...</{tag}>" for tag in self.tags)
         right, wrong = Score(1.0, "format followed"), Score(0.0, f"the format is not {wanted}")
         return [right if has_sections(text, self.tags) else wrong for text in texts]
-
-    def answer(self, prompt: Prompt, text: str) -> str | None:
-        return None
-
-    def close(self) -> None:
-        pass

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
 from megatron_rft.rewards.sandbox.pool import Sandbox
 from megatron_rft.rewards.sandbox.runner import CALL_LATE, Limits, Run, run_script, run_tests
@@ -40,7 +41,7 @@ class BrokenTests(ValueError):
     """A row's tests cannot be read: an error of the data, not of the program."""
 
 
-class CodeReward:
+class CodeReward(Reward):
     """`timeout_s`, `row_timeout_s`: processor seconds of one test (an input of a script, a call of a function) and of
     all tests of a row; twice that by the clock."""
 
@@ -82,9 +83,6 @@ class CodeReward:
             for job, result in zip(different, results, strict=True)
         }
         return [scores[job] for job in jobs]
-
-    def answer(self, prompt: Prompt, text: str) -> str | None:
-        return None  # programs are not put to a vote
 
     def close(self) -> None:
         self.sandbox.close()

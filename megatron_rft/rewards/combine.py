@@ -18,7 +18,7 @@ class Part:
     shaping: bool = False
 
 
-class SumReward:
+class SumReward(Reward):
     """Gives the sum of weight * reward. A response is right if all verifiers with a verdict say so. An error of one
     part is an error of the sum."""
 
@@ -55,7 +55,7 @@ class SumReward:
             part.reward.close()
 
 
-class ByRowReward:
+class ByRowReward(Reward):
     """Uses the verifier that the row's field `field` names, one of `kinds`."""
 
     def __init__(self, field: str, kinds: dict[str, Reward]):

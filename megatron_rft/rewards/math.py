@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import megatron_rft
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo, vote
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.equivalence.worker import judge
 from megatron_rft.utils.errors import ConfigError
 
@@ -30,7 +31,7 @@ TAIL = 400  # last characters of the problem, which contain the question
 Question = tuple[str, str, str]  # reference, answer, problem
 
 
-class MathReward:
+class MathReward(Reward):
     """`answer`: where an answer is read (answers.py). `workers=0` grades in this process, without a time limit.
     Processes start when the first answer needs one."""
 

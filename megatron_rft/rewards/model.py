@@ -9,12 +9,13 @@ from http.client import HTTPException
 from typing import Any
 
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
 
 ATTEMPTS = 3
 
 
-class ModelReward:
+class ModelReward(Reward):
     """Scores "prompt + response" (`template`) by the single output of a checkpoint, in batches of about equal
     length."""
 
@@ -59,14 +60,8 @@ class ModelReward:
         with torch.inference_mode():
             return self.model(**padded.to(self.model.device)).logits[:, 0].float().tolist()  # [B]
 
-    def answer(self, prompt: Prompt, text: str) -> str | None:
-        return None
 
-    def close(self) -> None:
-        pass
-
-
-class ServerReward:
+class ServerReward(Reward):
     """Sends POST {"prompts": [...], "responses": [...]} to a URL, which answers {"rewards": [...]} of the same
     length."""
 
@@ -101,12 +96,6 @@ class ServerReward:
         if len(rewards) != len(body["responses"]):
             raise ValueError(f"{len(rewards)} rewards for {len(body['responses'])} responses")
         return rewards
-
-    def answer(self, prompt: Prompt, text: str) -> str | None:
-        return None
-
-    def close(self) -> None:
-        pass
 
 
 def as_score(value: float) -> Score:

@@ -4,6 +4,7 @@ import inspect
 import math
 
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError
 
@@ -11,7 +12,7 @@ OPTION = "reward.function"
 ATTEMPTS = 2
 
 
-class UserReward:
+class UserReward(Reward):
     """`function(prompt, text)` returns a number or a `Score`. An exception is an error of the grader, not a reward."""
 
     def __init__(self, function: str, maximum: float | None = None):
@@ -45,9 +46,3 @@ class UserReward:
             return Score(float(result))
         except (TypeError, ValueError):
             return Score(0.0, error=f"{self.name}: gave {result!r:.80}, which is neither a number nor a Score")
-
-    def answer(self, prompt: Prompt, text: str) -> str | None:
-        return None
-
-    def close(self) -> None:
-        pass

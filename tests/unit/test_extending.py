@@ -116,9 +116,10 @@ def test_an_algorithm_is_two_files_and_a_line(package):
 
 REWARD = """
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 
 
-class BriefReward:
+class BriefReward(Reward):
     maximum = 1.0
 
     def __init__(self, max_tokens: int):
@@ -126,12 +127,6 @@ class BriefReward:
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         return [Score(float(len(text) <= self.most), "brief") for text in texts]
-
-    def answer(self, prompt: Prompt, text: str) -> str | None:
-        return None
-
-    def close(self) -> None:
-        pass
 """
 ENGINE = """
 from functools import partial

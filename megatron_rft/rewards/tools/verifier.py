@@ -4,13 +4,14 @@ calls."""
 import json
 
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.tools.bfcl import bfcl
 from megatron_rft.rewards.tools.calls import BrokenReference, Malformed, tool_calls
 from megatron_rft.rewards.tools.exact import exact
 from megatron_rft.rewards.tools.rlla import rlla
 
 
-class ToolReward:
+class ToolReward(Reward):
     def __init__(self, rules: str = "rlla"):
         self.grade, self.maximum = {"rlla": (rlla, 4.0), "bfcl": (bfcl, 1.0), "exact": (exact, 1.0)}[rules]
 
@@ -30,6 +31,3 @@ class ToolReward:
             return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True) if calls else None
         except (Malformed, RecursionError):
             return None
-
-    def close(self) -> None:
-        pass
