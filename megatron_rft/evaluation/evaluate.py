@@ -109,7 +109,12 @@ def evaluate(
     most = len(todo) if cache else -(-len(prompts) // world)
     for start in range(0, most, batch):  # equally often on every rank: replacing a lost engine is collective
         part = todo[start : start + batch]
-        new = list(_complete(engine, sampling, part, reward, tokenizer, samples, seed, name))
+        new = [
+            _completion(prompt, number, response, text, score, reward.answer(prompt, text))
+            for prompt, number, response, text, score in graded(
+                engine, sampling, part, reward, tokenizer, samples, seed, name
+            )
+        ]
         if cache:
             cache.add([asdict(each) for each in new])
         completions += new
@@ -147,19 +152,28 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
     )
 
 
-def _complete(engine, sampling, prompts, reward, tokenizer, samples, seed, name) -> Iterator[Completion]:
-    """Graded completions of a batch of prompts, in the order in which the engine finishes them."""
+def graded(
+    engine: Engine,
+    sampling: Sampling,
+    prompts: list[Prompt],
+    reward: Reward,
+    tokenizer: Any,
+    samples: int,
+    seed: int,
+    name: str,
+) -> list[tuple[Prompt, int, Response, str, Score]]:
+    """`samples` responses to each prompt, with their number, text and score, in the order in which the engine finishes
+    them. (seed, name, problem, number) determine a response."""
     by_index = {prompt.index: prompt for prompt in prompts}
     requests = [Request(p.index, p.token_ids, samples, request_seed(seed, name, p.index)) for p in prompts]
-    answered: list[tuple[Prompt, int, Response]] = [
+    answered = [
         (by_index[group.id], number, response)
         for group in engine.generate(requests, sampling)
         for number, response in enumerate(group.responses)
     ]
-    texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for _, _, response in answered]
+    texts = [tokenizer.decode(list(response.token_ids), skip_special_tokens=True) for _, _, response in answered]
     scores = reward([prompt for prompt, _, _ in answered], texts) if answered else []
-    for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True):
-        yield _completion(prompt, number, response, text, score, reward.answer(prompt, text))
+    return [(*each, text, score) for each, text, score in zip(answered, texts, scores, strict=True)]
 
 
 def _completion(

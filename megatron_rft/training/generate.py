@@ -22,7 +22,8 @@ from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.trajectories import Trajectory
-from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
+from megatron_rft.evaluation.evaluate import graded
+from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards import registry
 from megatron_rft.rewards.base import Reward
@@ -52,25 +53,14 @@ class Generator:
         Raises:
             RunFailed: the grader failed and reward.on_error is "stop".
         """
-        by_index = {prompt.index: prompt for prompt in prompts}
-        requests = [
-            Request(p.index, p.token_ids, self.samples, request_seed(self.seed, "generate", p.index)) for p in prompts
-        ]
-        answered = [
-            (by_index[group.id], number, response)
-            for group in self.engine.generate(requests, self.sampling)
-            for number, response in enumerate(group.responses)
-        ]
-        texts = [self.tokenizer.decode(list(r.token_ids), skip_special_tokens=True) for _, _, r in answered]
-        scores = self.reward([prompt for prompt, _, _ in answered], texts)
-        found = [self._trajectory(*each) for each in zip(answered, texts, scores, strict=True)]
+        sampled = self.engine, self.sampling, prompts, self.reward, self.tokenizer, self.samples, self.seed
+        found = [self._trajectory(*each) for each in graded(*sampled, "generate")]
         failed = [each for each in found if each.error is not None]
         if failed and self.on_error == "stop":
             raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
         return found
 
-    def _trajectory(self, answered: tuple[Prompt, int, Response], text: str, score: Score) -> Trajectory:
-        prompt, sample, response = answered
+    def _trajectory(self, prompt: Prompt, sample: int, response: Response, text: str, score: Score) -> Trajectory:
         right = score.reward >= self.reward.maximum if score.correct is None else score.correct
         return Trajectory(
             problem=prompt.index,
