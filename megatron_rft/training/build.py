@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from megatron_rft.config import Model, Recipe, Rollout
 from megatron_rft.conversion import load_config
 from megatron_rft.data.hub import model_folder
-from megatron_rft.data.prompts import eos_token_id
+from megatron_rft.data.prompts import check_tokenizer, eos_token_id
 from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
@@ -39,6 +39,13 @@ def load_hf_config(model: Model) -> Any:
         return load_config(model_folder(model.path))
     except DataError as error:
         raise DataError(f"model.path: {error}") from None
+
+
+def load_model_files(model: Model) -> tuple[Any, Any]:
+    """The tokenizer and the configuration, which must fit each other."""
+    tokenizer, hf_config = load_tokenizer(model), load_hf_config(model)
+    check_tokenizer(tokenizer, hf_config.vocab_size, model.path)
+    return tokenizer, hf_config
 
 
 def start_weights(model: Model, seed: int, hf_config: Any) -> Callable[[str], torch.Tensor]:

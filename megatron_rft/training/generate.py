@@ -20,7 +20,6 @@ from megatron_rft.config import Recipe
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
-from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.trajectories import Trajectory
 from megatron_rft.evaluation.evaluate import graded
 from megatron_rft.inference.engine import Engine, Sampling
@@ -85,8 +84,7 @@ def run(recipe: Recipe) -> int:
     while rank and not (folder / RECIPE_FILE).is_file():  # the first worker claims the folder
         time.sleep(0.1)
     claim_folder(recipe)
-    tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
-    check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
+    tokenizer, hf_config = build.load_model_files(recipe.model)
     found = Problems.of(recipe).prompts("train", tokenizer)
     prompts, size = found.prompts, recipe.generation.problems_per_shard
     shards = -(-len(prompts) // size)

@@ -14,7 +14,6 @@ from megatron_rft import objectives
 from megatron_rft.config import Recipe
 from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
-from megatron_rft.data.prompts import check_tokenizer
 from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
 from megatron_rft.megatron.balance import Costs
@@ -30,8 +29,7 @@ from megatron_rft.utils.errors import DataError
 
 def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs, evaluation.patience or a signal. Returns the exit status."""
-    tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
-    check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
+    tokenizer, hf_config = build.load_model_files(recipe.model)
     path = recipe.data.train.path
     stored = store.read(path)
     check_store(stored, path, fingerprint.of_tokenizer(build.tokenizer_folder(recipe.model)), recipe.evaluation.every)

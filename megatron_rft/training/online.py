@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_rft import objectives
 from megatron_rft.config import Recipe, Rollout
 from megatron_rft.config.algorithms.base import Algorithm
-from megatron_rft.data.prompts import PromptSet, check_tokenizer
+from megatron_rft.data.prompts import PromptSet
 from megatron_rft.data.rendering import PromptFormat, ask_again
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.engine import Engine
@@ -39,8 +39,7 @@ def train(recipe: Recipe) -> int:
     """Train until run.steps or a signal. Returns the exit status."""
     engines, problems, options = EngineBuilder.of(recipe), Problems.of(recipe), recipe.rollout
     engines.check_gpus()
-    tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
-    check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
+    tokenizer, hf_config = build.load_model_files(recipe.model)
     found = problems.prompts("train", tokenizer)
     check_solutions(recipe.algorithm, found)
     stream = Stream(found.prompts, recipe.run.seed, recipe.data.shuffle)

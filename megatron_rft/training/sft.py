@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing
 
 from megatron_rft import objectives
 from megatron_rft.config import Recipe
-from megatron_rft.data.prompts import as_batch, check_tokenizer, demonstration_set
+from megatron_rft.data.prompts import as_batch, demonstration_set
 from megatron_rft.data.stream import Stream
 from megatron_rft.training import build, loop
 from megatron_rft.training.engines import EngineBuilder
@@ -18,8 +18,7 @@ from megatron_rft.training.stored import StoredBatches, build_evaluator
 def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs or a signal. Returns the exit status."""
     EngineBuilder.of(recipe).check_gpus()
-    tokenizer, hf_config = build.load_tokenizer(recipe.model), build.load_hf_config(recipe.model)
-    check_tokenizer(tokenizer, hf_config.vocab_size, recipe.model.path)
+    tokenizer, hf_config = build.load_model_files(recipe.model)
     problems, limit = Problems.of(recipe), recipe.rollout.max_response_tokens
     form = problems.prompt_format("train")
     found = demonstration_set(problems.rows("train"), tokenizer, form, f"data.train: {recipe.data.train.path}", limit)
