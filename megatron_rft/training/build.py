@@ -114,10 +114,13 @@ def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def build_sampling(rollout: Rollout, tokenizer: Any) -> Sampling:
+def build_sampling(
+    rollout: Rollout, tokenizer: Any, max_tokens: int | None = None, temperature: float | None = None
+) -> Sampling:
+    """`max_tokens`, `temperature`: if they differ from those of `rollout`."""
     return Sampling(
-        max_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
+        max_tokens=max_tokens or rollout.max_response_tokens,
+        temperature=rollout.temperature if temperature is None else temperature,
         stop_token_ids=stop_token_ids(rollout.stop, tokenizer),
     )
 
@@ -128,11 +131,7 @@ def build_evaluator(
     """An evaluator for all ranks of a run, or, with a `folder` for the answers, for one process. `given`: problems of
     parts without a data source in the recipe."""
     options = recipe.evaluation
-    sampling = Sampling(
-        max_tokens=options.max_response_tokens or recipe.rollout.max_response_tokens,
-        temperature=options.temperature,
-        stop_token_ids=stop_token_ids(recipe.rollout.stop, tokenizer),
-    )
+    sampling = build_sampling(recipe.rollout, tokenizer, options.max_response_tokens, options.temperature)
     parts = options, Problems.of(recipe), sampling, recipe.run.seed, engine, tokenizer, reward
     if folder is not None:
         return Evaluator(*parts, folder)

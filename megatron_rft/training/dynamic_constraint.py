@@ -12,7 +12,7 @@ import torch
 from megatron_rft.config import Recipe
 from megatron_rft.config.constraint import Constraint
 from megatron_rft.data.rendering import ask_again
-from megatron_rft.inference.engine import Engine, Sampling, request_seed
+from megatron_rft.inference.engine import Engine, request_seed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import Loss, LossFunction
 from megatron_rft.records import Batch
@@ -35,14 +35,9 @@ def build_refiner(
 ) -> Refiner:
     """`engine` holds the reference's weights, which never change."""
     options = recipe.constraint
-    sampling = Sampling(
-        max_tokens=options.max_tokens or recipe.rollout.max_response_tokens,
-        temperature=options.temperature,
-        stop_token_ids=build.stop_token_ids(recipe.rollout.stop, tokenizer),
-    )
     return Refiner(
         engine,
-        sampling,
+        build.build_sampling(recipe.rollout, tokenizer, options.max_tokens, options.temperature),
         tokenizer,
         partial(ask_again, tokenizer=tokenizer, form=Problems.of(recipe).prompt_format("train")),
         options.template_text(recipe.reward.kind),
