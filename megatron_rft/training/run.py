@@ -4,12 +4,12 @@ import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as dist
 
 from megatron_rft.config import Recipe
 from megatron_rft.data.hub import model_folder
+from megatron_rft.data.stream import Stream
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import State, Update
@@ -29,12 +29,6 @@ from megatron_rft.training.stragglers import Stragglers, host_names
 from megatron_rft.utils.device import has_cuda_device
 from megatron_rft.utils.host_memory import return_free_pages
 from megatron_rft.utils.position import here
-
-
-class Stream(Protocol):
-    """A source of data. `position` determines the next item."""
-
-    position: int
 
 
 class Averages:
