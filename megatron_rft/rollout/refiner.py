@@ -63,16 +63,17 @@ class Refined:
 
 @dataclass(frozen=True)
 class Task:
-    """A response to refine."""
+    """A response to refine, and the refiner's request for it."""
 
-    key: tuple[int, int]  # (prompt index, sample)
-    prompt: Prompt
-    response: Response
-    text: str
-    score: Score
+    rollout: Any  # the sampler's
     request: Request
 
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.rollout.prompt_index, self.rollout.sample
 
+
+@dataclass
 class Refiner:
     """
     Args:
@@ -87,28 +88,20 @@ class Refiner:
         most_tokens: the limit on the refiner's prompt and response together.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        sampling: Sampling,
-        tokenizer: Any,
-        encode: Callable[[Prompt, str], list[int]],
-        template: str,
-        maximum: float,
-        seed: Callable[..., int],
-        only_better: bool = True,
-        share: float = 1.0,
-        first: int | None = None,
-        draft: bool = True,
-        overlap: bool = True,
-        most_tokens: int | None = None,
-        agreeing: bool = False,
-    ):
-        self.engine, self.sampling, self.tokenizer, self.encode = engine, sampling, tokenizer, encode
-        self.template, self.maximum, self.seed, self.only_better = template, maximum, seed, only_better
-        self.special = set(tokenizer.all_special_ids)
-        self.agreeing = agreeing
-        self.share, self.first, self.draft, self.overlap, self.most_tokens = share, first, draft, overlap, most_tokens
+    engine: Engine
+    sampling: Sampling
+    tokenizer: Any
+    encode: Callable[[Prompt, str], list[int]]
+    template: str
+    maximum: float
+    seed: Callable[..., int]
+    only_better: bool = True
+    share: float = 1.0
+    first: int | None = None
+    draft: bool = True
+    overlap: bool = True
+    most_tokens: int | None = None
+    agreeing: bool = False
 
     def choose(self, group: list, step: int, trained: list[bool]) -> tuple[list[Task], dict[int, str]]:
         """Return the responses of a group (rollouts of the sampler) to refine, and by sample why others are not."""
@@ -142,15 +135,7 @@ class Refiner:
         )
         ids = tuple(self.encode(rollout.prompt, asked))
         draft = self._draft(rollout) if self.draft else ()
-        request = Request(0, ids, 1, seed, draft=draft)
-        return Task(
-            (rollout.prompt_index, rollout.sample),
-            rollout.prompt,
-            rollout.response,
-            rollout.text,
-            rollout.score,
-            request,
-        )
+        return Task(rollout, Request(0, ids, 1, seed, draft=draft))
 
     def _draft(self, rollout: Any) -> tuple[int, ...]:
         """Return the response's tokens, with a stop token if the response was truncated."""
@@ -171,24 +156,26 @@ class Refiner:
 
     def grade(self, tasks: list[Task], written: list[Response], reward: Reward) -> list[Refined]:
         raw = [self.tokenizer.decode(list(each.token_ids), skip_special_tokens=True) for each in written]
-        texts = [clean(text, task.text) for text, task in zip(raw, tasks, strict=True)]
-        scores = reward([task.prompt for task in tasks], texts) if tasks else []
+        texts = [clean(text, task.rollout.text) for text, task in zip(raw, tasks, strict=True)]
+        scores = reward([task.rollout.prompt for task in tasks], texts) if tasks else []
         return [self._refined(*each) for each in zip(tasks, written, raw, texts, scores, strict=True)]
 
     def _refined(self, task: Task, written: Response, raw: str, text: str, score: Score) -> Refined:
         if score.error is None and not math.isfinite(score.reward):
             score = replace(score, reward=0.0, error=f"the reward is {score.reward:g}")
-        ids = self._tokens(task, written, raw, text)
-        distance = 0 if ids == task.response.token_ids else edit_distance(task.response.token_ids, ids)
-        better = score.reward > task.score.reward or not self.only_better
+        original, ids = task.rollout, self._tokens(task.rollout, written, raw, text)
+        before = original.response.token_ids
+        distance = 0 if ids == before else edit_distance(before, ids)
+        better = score.reward > original.score.reward or not self.only_better
         kept = score.error is None and bool(ids) and better
-        return Refined(ids, text, score, text == task.text, distance, len(written.token_ids), kept)
+        return Refined(ids, text, score, text == original.text, distance, len(written.token_ids), kept)
 
-    def _tokens(self, task: Task, written: Response, raw: str, text: str) -> tuple[int, ...]:
-        if text == task.text and written.finish_reason == task.response.finish_reason:
-            return task.response.token_ids
+    def _tokens(self, original: Any, written: Response, raw: str, text: str) -> tuple[int, ...]:
+        if text == original.text and written.finish_reason == original.response.finish_reason:
+            return original.response.token_ids
         ended = written.token_ids[-1:] if written.finish_reason == "stop" else ()
-        if text == raw and not self.special & set(written.token_ids[: len(written.token_ids) - len(ended)]):
+        special = set(self.tokenizer.all_special_ids)
+        if text == raw and not special & set(written.token_ids[: len(written.token_ids) - len(ended)]):
             return written.token_ids
         return (*self.tokenizer.encode(text, add_special_tokens=False), *ended)
 
