@@ -18,7 +18,7 @@ import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -44,8 +44,11 @@ class Pending:
 class Weights(Protocol):
     """The policy's weights in the engine (training/engines.py)."""
 
-    version: int
-    asleep: bool
+    version: int | None
+
+    def sent(self, version: int) -> bool:
+        """Whether the engine is awake with the weights of `version`."""
+        ...
 
     def sleep(self) -> None:
         """Free the engine's device memory for the trainer until the next push."""
@@ -64,6 +67,7 @@ class Weights(Protocol):
         ...
 
 
+@dataclass
 class RolloutScheduler:
     """Orders the sampling of batches and the pushes of new weights.
 
@@ -74,22 +78,16 @@ class RolloutScheduler:
     `draw(n)` returns the next n prompts; `count`, `keep` and `max_rounds` are those of `Sampler.sample`.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        weights: Weights,
-        draw: Callable[[int], list[Prompt]],
-        count: int,
-        last_step: int,
-        staleness: int = 0,
-        keep: Keep | None = None,
-        max_rounds: int = 1,
-        phases: Callable[[str], AbstractContextManager] = nullcontext,
-    ):
-        self.sampler, self.weights, self.draw, self.count = sampler, weights, draw, count
-        self.last_step, self.staleness, self.keep, self.max_rounds = last_step, staleness, keep, max_rounds
-        self.phases = phases
-        self.pending: deque[Pending] = deque()
+    sampler: Sampler
+    weights: Weights
+    draw: Callable[[int], list[Prompt]]
+    count: int
+    last_step: int
+    staleness: int = 0
+    keep: Keep | None = None
+    max_rounds: int = 1
+    phases: Callable[[str], AbstractContextManager] = nullcontext
+    pending: deque[Pending] = field(default_factory=deque)
 
     def begin(self, step: int) -> bool:
         """Start the batches up to step + n. Returns whether the trainer is idle until the batch of `step` comes. With

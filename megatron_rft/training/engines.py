@@ -254,9 +254,13 @@ class EngineWeights:
 
     def __init__(self, actor: Actor, engine: Engine, offloaded: Iterable[Actor] = ()):
         self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
-        self.version = 0  # the step whose weights the engine has
+        self.version: int | None = None  # the step whose weights the engine has
         if isinstance(engine, EnginePool):
             engine.reload = partial(self._push, verify=True)
+
+    def sent(self, version: int) -> bool:
+        """Whether the engine is awake with the weights of `version`."""
+        return version == self.version and not self.asleep
 
     def sleep(self) -> None:
         """Put the engine to sleep until the next push: an engine in this process frees its memory for the trainer."""

@@ -92,7 +92,6 @@ class OnlineBatches:
     refiner: Refiner | None = None
     examples: dynamic_constraint.Examples | None = None
     sampled: Sampled | None = None
-    published: int | None = None
 
     def restore(self, state: State) -> State:
         if self.examples:
@@ -110,9 +109,8 @@ class OnlineBatches:
         return self.sampled.batch
 
     def publish(self, version: int, asked: bool, verify: bool = False) -> dict[str, float]:
-        if version == self.published and not self.scheduler.weights.asleep:
+        if self.scheduler.weights.sent(version):
             return {}
-        self.published = version
         return self.scheduler.publish(version, drain=asked, verify=verify)
 
     def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:

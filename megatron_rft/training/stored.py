@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,15 +18,16 @@ from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.models import Models
 
 
+@dataclass
 class StoredBatches:
     """Draws `size` items of a stream per step; `make` turns them into a batch. `weights`: of the evaluations' engine,
     which sleeps during training; None without evaluations."""
 
-    def __init__(
-        self, stream: Stream, size: int, make: Callable[[list], Batch], weights: EngineWeights | None, phases: Phases
-    ):
-        self.stream, self.size, self.make, self.weights, self.phases = stream, size, make, weights, phases
-        self.published: int | None = None
+    stream: Stream
+    size: int
+    make: Callable[[list], Batch]
+    weights: EngineWeights | None
+    phases: Phases
 
     def restore(self, state: State) -> State:
         return state
@@ -39,9 +41,8 @@ class StoredBatches:
         return self.make(self.stream.next(self.size))
 
     def publish(self, version: int, asked: bool, verify: bool = False) -> dict[str, float]:
-        if not asked or self.weights is None or (version == self.published and not self.weights.asleep):
+        if not asked or self.weights is None or self.weights.sent(version):
             return {}
-        self.published = version
         with self.phases("sync"):
             return self.weights.push(version, verify)
 
