@@ -7,6 +7,7 @@ import math
 import os
 import random
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_rft.megatron.collectives import count_collectives
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError, UserError
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,21 @@ def host_group(phase: str) -> dist.ProcessGroup:
 def barrier(phase: str) -> None:
     """Wait for all ranks, with the time limit of `phase`."""
     dist.barrier(group=_host_groups[phase])
+
+
+def on_main(action: Callable[[], Any]) -> Any:
+    """Run `action` on rank 0 only, and return its result on every rank. A UserError there is raised on every rank, so
+    no rank waits for another."""
+    outcome: list[Any] = [None, None]  # the result, the error
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except UserError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, group=host_group("start"))
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def manual_seed(seed: int) -> None:

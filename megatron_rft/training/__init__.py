@@ -1,9 +1,6 @@
 """Training. Every rank of a run calls `train` with a checked recipe."""
 
-from collections.abc import Callable
 from functools import partial
-
-import torch.distributed as dist
 
 from megatron_rft.config import Recipe
 from megatron_rft.config.sections import Faults
@@ -11,7 +8,6 @@ from megatron_rft.megatron import parallel
 from megatron_rft.megatron.checkpoint import start_results_queue
 from megatron_rft.training import generate, offline, online, sft
 from megatron_rft.training.run_folder import claim_folder
-from megatron_rft.utils.errors import UserError
 
 TRAINERS = {"rl": online.train, "sft": sft.train, "offline": offline.train}
 
@@ -28,7 +24,7 @@ def train(recipe: Recipe) -> int:
     start_results_queue()  # forks a process: before large memory is allocated
     parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
     try:
-        on_main(partial(claim_folder, recipe))
+        parallel.on_main(partial(claim_folder, recipe))
         return TRAINERS[recipe.trainer](recipe)
     finally:
         parallel.shutdown()
@@ -38,16 +34,3 @@ def limits(faults: Faults) -> parallel.Limits:
     return parallel.Limits(
         faults.start_limit_s, faults.step_limit_s, faults.generation_limit_s, faults.checkpoint_limit_s
     )
-
-
-def on_main(action: Callable[[], object]) -> None:
-    """Run `action` on rank 0 only. A UserError there is raised on every rank, so no rank waits for another."""
-    outcome: list[UserError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except UserError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, group=parallel.host_group("start"))
-    if outcome[0] is not None:
-        raise outcome[0]

@@ -6,7 +6,6 @@ computed and stored once (`cached_hidden`).
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +101,7 @@ class Reference:
         self.facts = source.facts()
         assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
         kept = _kept_logprobs(path, self.facts)
-        missing = source.cached and not _on_main(lambda: (folder / INDEX).is_file())
+        missing = source.cached and not parallel.on_main((folder / INDEX).is_file)
         if kept is None or missing or (source.compares and not source.cached):
             self.weights = build.reference_weights(source.model, source.seed, actor)
         self.logprobs = kept if kept is not None else self._logprobs(data, path)
@@ -185,7 +184,7 @@ def _dtype(actor: Actor) -> torch.dtype:
 
 def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
     """Log-probs stored by an earlier start of this run; None if there are none. Collective."""
-    if not _on_main(path.is_file):
+    if not parallel.on_main(path.is_file):
         return None
     try:
         with safe_open(path, "pt") as file:
@@ -196,13 +195,6 @@ def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
     if changed:
         raise DataError(f"{path} is of another {changed[0]}, which has changed since this run's first start")
     return logprobs
-
-
-def _on_main(question: Callable[[], bool]) -> bool:
-    """The answer of rank 0, on every rank."""
-    answer = [question()]
-    dist.broadcast_object_list(answer)
-    return answer[0]
 
 
 @dataclass
