@@ -9,7 +9,6 @@ through a memory map. A cache is written to a temporary folder, then renamed ato
 it at the same time; a cache of other data or of another model is refused.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import digest
 
 INDEX, OUTPUT = "index.json", "output.safetensors"
 RAW = {torch.float32: np.float32, torch.bfloat16: np.uint16}  # numpy has no bfloat16: its bits are mapped
@@ -50,7 +50,7 @@ class Writer:
         """[n, H] of the next n tokens."""
         name = f"hidden_{len(self.shards):06d}.safetensors"
         save_file({"hidden": hidden.contiguous()}, self.partial / name)
-        self.shards[name] = {"start": self.tokens, "tokens": len(hidden)} | _seal(self.partial / name)
+        self.shards[name] = {"start": self.tokens, "tokens": len(hidden)} | digest(self.partial / name)
         self.tokens += len(hidden)
 
     def finish(self, weight: Tensor, facts: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Writer:
             "hidden": weight.shape[1],
             "vocabulary": weight.shape[0],
             "shards": self.shards,
-            "output": _seal(self.partial / OUTPUT),
+            "output": digest(self.partial / OUTPUT),
         }
         (self.partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
         try:
@@ -88,9 +88,9 @@ class HiddenCache:
                     f"algorithm.reference_cache: {folder} was made of another {name.replace('_', ' ')}: {found} there, "
                     f"{wanted} now. Choose another folder, or remove it to make it again"
                 )
-        for name, sealed in self._files().items():
+        for name, written in self._files().items():
             path = folder / name
-            if not path.is_file() or path.stat().st_size != sealed["bytes"]:
+            if not path.is_file() or path.stat().st_size != written["bytes"]:
                 raise DataError(
                     f"algorithm.reference_cache: {path} is missing or torn: remove {folder} to make it again"
                 )
@@ -107,8 +107,8 @@ class HiddenCache:
 
     def verify(self, rank: int = 0, world: int = 1) -> str | None:
         """The first file in this rank's share whose checksum does not match the index, else None."""
-        for name, sealed in sorted(self._files().items())[rank::world]:
-            if _digest(self.folder / name) != sealed["sha256"]:
+        for name, written in sorted(self._files().items())[rank::world]:
+            if digest(self.folder / name)["sha256"] != written["sha256"]:
                 return str(self.folder / name)
         return None
 
@@ -143,12 +143,3 @@ def _mapped(path: Path, dtype: torch.dtype) -> np.memmap:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))["hidden"]
     return np.memmap(path, RAW[dtype], "r", offset=8 + length + header["data_offsets"][0], shape=tuple(header["shape"]))
-
-
-def _seal(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.utils.files import write_atomically
+from megatron_rft.utils.files import read_json_lines, write_atomically
 
 Row = dict[str, Any]  # a graded completion, with its `problem`
 
@@ -43,7 +43,7 @@ class EvaluationCache:
 
     def _read(self) -> dict[int, list[Row]]:
         found: dict[int, list[Row]] = {}
-        for number, row in enumerate(_whole_lines(self.path)):
+        for number, row in enumerate(read_json_lines(self.path)):
             if number == 0:
                 if row != {"depends_on": self.depends_on}:
                     return {}
@@ -54,16 +54,3 @@ class EvaluationCache:
 
 def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _whole_lines(path: Path) -> list[Row]:
-    if not path.is_file():
-        return []
-    rows = []
-    # Not splitlines: a completion may contain U+2028 or U+0085, which JSON does not escape.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows

@@ -5,8 +5,9 @@ The page has no script and loads nothing. docs/metrics.md describes the file's f
 """
 
 import html
-import json
 from pathlib import Path
+
+from megatron_rft.utils.files import read_json_lines
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; color: #222; }
@@ -23,9 +24,8 @@ PAGE = "refinements.html"
 
 def write(run: Path, data: Path) -> Path:
     """Draw the examples in `data` into RUN/refinements.html."""
-    lines = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     path = run / PAGE
-    path.write_text(render(run.resolve().name, lines), encoding="utf-8")
+    path.write_text(render(run.resolve().name, read_json_lines(data)), encoding="utf-8")
     return path
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.report.runs import METRICS, RECIPE, Run, read
-from megatron_rft.tracking.notes import NOTES_FILE, read_notes
+from megatron_rft.tracking.notes import NOTES_FILE
 from megatron_rft.tracking.progress import SHOWN, accuracy, clock_time, phase_seconds, slow_rank
 from megatron_rft.utils.checkpoint_files import complete
 from megatron_rft.utils.errors import UserError
+from megatron_rft.utils.files import read_json_lines
 from megatron_rft.utils.position import read_nodes
 
 FRESH_S = 30.0  # a node whose launcher has not written for longer does not run, or its clock is off
@@ -98,5 +99,5 @@ def _checkpoints(folder: Path) -> list[str]:
 
 
 def _notes(folder: Path) -> list[str]:
-    notes = read_notes(folder / NOTES_FILE)[-NOTES_SHOWN:]
+    notes = read_json_lines(folder / NOTES_FILE)[-NOTES_SHOWN:]
     return [f"{datetime.fromtimestamp(note['time']):%m-%d %H:%M} {note['note']}" for note in notes]

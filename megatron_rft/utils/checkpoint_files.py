@@ -6,14 +6,13 @@ checkpoints/step_000040.*.partial/  a checkpoint that is not complete; if a kill
 checkpoints/step_000060.damaged/    a checkpoint whose files differed from its digests when a run read it to resume
 """
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_rft.utils.files import write_atomically
+from megatron_rft.utils.files import digest, write_atomically
 
 DIGESTS = "digests.json"
 PARTIAL, DAMAGED = ".partial", ".damaged"
@@ -34,11 +33,7 @@ def has_digests(folder: Path) -> bool:
 
 
 def digests(paths: Iterable[Path]) -> dict[str, dict]:
-    found = {}
-    for path in paths:
-        with path.open("rb") as file:
-            found[path.name] = {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    return found
+    return {path.name: digest(path) for path in paths}
 
 
 def write_own_digests(folder: Path, rank: int) -> None:
@@ -74,7 +69,7 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
             return f"{name} is missing"
         if (size := path.stat().st_size) != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if digests([path])[name] != expected:
+        if digest(path) != expected:
             return f"{name} has other content than was written"
     return ""
 

@@ -1,14 +1,17 @@
-"""Atomic writes, for files that another process may read, or that a full disk must not leave incomplete, and temporary
-folders that outlive no process."""
+"""Atomic writes, for files that another process may read, or that a full disk must not leave incomplete; digests and
+JSON lines of files; and temporary folders that outlive no process."""
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -30,6 +33,23 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
 def write_atomically(path: Path, content: str | bytes, sync: bool = False) -> None:
     with replacing(path, sync) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def digest(path: Path) -> dict[str, Any]:
+    """Return the size and the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """Return the value of each line; none if there is no file. A line that a kill left incomplete does not count."""
+    found = []
+    if path.is_file():
+        # Not splitlines: a text may contain U+2028 or U+0085, which JSON does not escape.
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
 
 
 @contextmanager

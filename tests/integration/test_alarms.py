@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_rft.tracking.notes import NOTES_FILE, read_notes
+from megatron_rft.tracking.notes import NOTES_FILE
+from megatron_rft.utils.files import read_json_lines
 from tests.integration.test_online_algorithms import PIPO, recipe_of
 from tests.integration.tiny import train
 
@@ -69,6 +70,6 @@ def test_the_run_has_its_alarms(name, tmp_path):
         changed["constraint"] = sections["constraint"] | {"template": str(tmp_path / "refine.txt")}
     status, output = train(recipe_of(tmp_path, sections | changed))
     assert status == 0, output[-3000:]
-    notes = [note["note"] for note in read_notes(tmp_path / "run" / NOTES_FILE)]
+    notes = [note["note"] for note in read_json_lines(tmp_path / "run" / NOTES_FILE)]
     for alarm in alarms:
         assert len([note for note in notes if alarm in note]) == 1, (alarm, notes)

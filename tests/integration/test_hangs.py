@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.tracking.notes import NOTES_FILE, read_notes
+from megatron_rft.tracking.notes import NOTES_FILE
 from megatron_rft.utils.exit_codes import FAILED
+from megatron_rft.utils.files import read_json_lines
 from tests.integration.tiny import kill, start, train, wait_until, write_recipe
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
@@ -76,7 +77,7 @@ def test_the_rank_that_is_slow_is_named(tmp_path):
     process = start(recipe, "--nproc", "2", program=(HANGING,), **case)
 
     def told() -> bool:
-        notes = [note["note"] for note in read_notes(tmp_path / "run" / NOTES_FILE)]
+        notes = [note["note"] for note in read_json_lines(tmp_path / "run" / NOTES_FILE)]
         return any("rank 1 on node" in note and "has been the slowest for 10 steps" in note for note in notes)
 
     try:
