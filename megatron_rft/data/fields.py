@@ -82,29 +82,20 @@ class Fields:
 
     def items(self, *names: str) -> list:
         """A list, or JSON text of one."""
-        value = self._json(names)
+        value = self.json(*names)
         if not isinstance(value, list):
             raise self._kind(names, "a list", value)
         return value
 
     def object(self, *names: str) -> "Fields":
         """The fields of an object, or of JSON text of one."""
-        value = self._json(names)
+        value = self.json(*names)
         if not isinstance(value, dict):
             raise self._kind(names, "an object", value)
         return Fields(value, self.place, self.file, f"{self.inside}{self._name(names)}.")
 
     def json(self, *names: str) -> Any:
         """The value of JSON text; a value that is not text is returned as it is."""
-        return self._json(names)
-
-    def wrong(self, problem: str) -> DataError:
-        return DataError(f"{self.place}: {problem}")
-
-    def _name(self, names: tuple[str, ...]) -> str:
-        return next(name for name in names if self.has(name))
-
-    def _json(self, names: tuple[str, ...]) -> Any:
         value = self.get(*names)
         if not isinstance(value, str):
             return value
@@ -112,6 +103,12 @@ class Fields:
             return json.loads(value)
         except (ValueError, RecursionError) as error:
             raise self.wrong(f"{self.inside}{self._name(names)} is not JSON ({error}): {value[:60]!r}") from None
+
+    def wrong(self, problem: str) -> DataError:
+        return DataError(f"{self.place}: {problem}")
+
+    def _name(self, names: tuple[str, ...]) -> str:
+        return next(name for name in names if self.has(name))
 
     def _kind(self, names: tuple[str, ...], wanted: str, value: Any) -> DataError:
         return self.wrong(
