@@ -87,7 +87,9 @@ def humaneval(fields: Fields) -> Row:
     name, prompt = fields.text("entry_point"), fields.text("prompt")
     solution = prompt + fields.text("canonical_solution")
     if fields.has("plus_input"):
-        tests = _against_reference(fields, name, solution)
+        inputs = [*fields.items("base_input"), *fields.items("plus_input")]
+        compared = ROOT if name == "find_zero" else COMPARED
+        tests = _against_reference(fields, name, solution, inputs, compared)
     else:
         code = f"{_without_numpy(fields.text('test'))}\ncheck({name})"
         tests = {"kind": "assert", "code": code, "names": [name]}
@@ -108,11 +110,12 @@ def _asserts(code: str) -> bool:
     return any(isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant) for node in nodes)
 
 
-def _against_reference(fields: Fields, name: str, solution: str) -> dict[str, Any]:
-    inputs = [*fields.items("base_input"), *fields.items("plus_input")]
+def _against_reference(
+    fields: Fields, name: str, solution: str, inputs: list[Any], compared: str = COMPARED
+) -> dict[str, Any]:
     atol = fields.number("atol") if fields.has("atol") else 0
     setup = REFERENCE.format(source=solution, name=name, atol=atol or 1e-6)
-    code = (ROOT if name == "find_zero" else COMPARED).format(inputs=inputs, name=name, atol=atol)
+    code = compared.format(inputs=inputs, name=name, atol=atol)
     return {"kind": "assert", "code": code, "setup": setup, "names": [name]}
 
 
@@ -160,9 +163,7 @@ def _released_mbpp(fields: Fields) -> Row:
         [_like(value, shown[k] if k < len(shown) else None) for k, value in enumerate(given)]
         for given in [*fields.items("base_input"), *fields.items("plus_input")]
     ]
-    atol = fields.number("atol") if fields.has("atol") else 0
-    setup = REFERENCE.format(source=solution, name=name, atol=atol or 1e-6)
-    tests = {"kind": "assert", "code": COMPARED.format(inputs=inputs, name=name), "setup": setup, "names": [name]}
+    tests = _against_reference(fields, name, solution, inputs)
     return as_row(f"{prompt}\n\n{FORM}", "", id=fields.get("task_id"), solution=solution, tests=tests)
 
 
