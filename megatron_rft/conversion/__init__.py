@@ -3,15 +3,3 @@
 from megatron_rft.conversion.folder import FolderWriter, HFFolder, load_config
 from megatron_rft.conversion.mapping import Mapping, hf_shapes
 from megatron_rft.conversion.shards import padded_vocab, partition_dim, shard, unshard
-
-__all__ = [
-    "FolderWriter",
-    "HFFolder",
-    "Mapping",
-    "hf_shapes",
-    "load_config",
-    "padded_vocab",
-    "partition_dim",
-    "shard",
-    "unshard",
-]

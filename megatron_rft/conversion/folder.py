@@ -100,15 +100,12 @@ class HFFolder:
             "missing": [name for name in expected if name not in self.files],
             "unexpected": [name for name in self.files if name not in expected and not name.endswith(ignored)],
             "of another shape": [
-                f"{name} {self.shape(name)}, config.json says {shape}"
+                f"{name} {self.shapes[name]}, config.json says {shape}"
                 for name, shape in expected.items()
-                if name in self.files and self.shape(name) != shape
+                if name in self.files and self.shapes[name] != shape
             ],
         }
         raise_on_problems(self.path, hf_config, problems)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
 
     def __call__(self, name: str) -> Tensor:
         return self._open(self.files[name]).get_tensor(name)

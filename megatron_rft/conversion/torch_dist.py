@@ -195,9 +195,6 @@ class MegatronFolder:
 
     # ---- reading
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
     def __call__(self, name: str) -> Tensor:
         parameter, part = self.parts[name]
         return self.mapping.split(parameter, self._parameter(parameter))[part]
