@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rft.inference.acceptance import joined
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
-from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets, Full
+from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets
 from megatron_rft.inference.transport.shared_memory import HostMemory, local_gpu, shared
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.position import here
@@ -140,15 +140,9 @@ class EngineProcess(Engine):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight_version = -1
         self._send("load", version)
-        self._buckets.send(stream, self._tell, self._wait)
+        self._buckets.send(stream, lambda full: self._send("full", full), self._reply)
         self._send("loaded")
         self.weight_version = self._reply()
-
-    def _tell(self, full: Full) -> None:
-        self._send("full", full)
-
-    def _wait(self) -> None:
-        self._reply()
 
     def checksums(self) -> dict[str, int]:
         self._send("checksums")

@@ -54,7 +54,7 @@ class Buckets:
     # ---- sender
 
     def send(
-        self, stream: Iterable[tuple[str, Tensor]], tell: Callable[[Full], None], wait: Callable[[], None]
+        self, stream: Iterable[tuple[str, Tensor]], tell: Callable[[Full], None], wait: Callable[[], object]
     ) -> None:
         """Send the stream through the buckets. `tell` announces a full one; `wait` returns when one has been read."""
         slot, used, pieces, unread = 0, 0, [], 0
