@@ -129,16 +129,9 @@ def slurm_problem() -> str | None:
     return None
 
 
-def wandb_problem() -> str | None:
-    if not found("wandb"):
-        return "not installed: pip install 'megatron-rft[wandb]', for tracking.wandb"
-    return None
-
-
-def tensorboard_problem() -> str | None:
-    if not found("tensorboard"):
-        return "not installed: pip install 'megatron-rft[tensorboard]', for tracking.tensorboard"
-    return None
+def tracker_problem(name: str) -> str | None:
+    """`name`: wandb or tensorboard."""
+    return None if found(name) else f"not installed: pip install 'megatron-rft[{name}]', for tracking.{name}"
 
 
 def nemo_run_problem(root: Path = ROOT) -> str | None:
@@ -156,8 +149,8 @@ def checks(cuda: bool) -> dict[str, str]:
         "vLLM": unusable(),
         "Slurm": slurm_problem(),
         "NeMo-Run": nemo_run_problem(),
-        "wandb": wandb_problem(),
-        "TensorBoard": tensorboard_problem(),
+        "wandb": tracker_problem("wandb"),
+        "TensorBoard": tracker_problem("tensorboard"),
     }
     usable = {"wandb": "usable, after `wandb login`; a run without network logs offline"}
     found = {name: problem or usable.get(name, "usable") for name, problem in problems.items()}

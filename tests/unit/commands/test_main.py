@@ -180,8 +180,8 @@ class TestWords:
             (tmp_path / name).chmod(0o755)
         assert doctor.slurm_problem().startswith("installed, but no cluster answers (no controller): use a login node")
         monkeypatch.setattr(doctor, "found", lambda name: False)
-        assert "megatron-rft[wandb]" in doctor.wandb_problem()
-        assert "megatron-rft[tensorboard]" in doctor.tensorboard_problem()
+        assert "megatron-rft[wandb]" in doctor.tracker_problem("wandb")
+        assert "megatron-rft[tensorboard]" in doctor.tracker_problem("tensorboard")
         assert "tools/setup_nemo_env.sh" in doctor.nemo_run_problem(tmp_path)
         assert "--no-build-isolation transformer-engine-torch==" in doctor.transformer_engine_problem(cuda=True)
         assert set(doctor.checks(False)) == {
