@@ -212,8 +212,9 @@ def phases(groups: list[Group]) -> list[str]:
     """Return the metrics of the phases of a step, sorted by their share of the time, the longest first."""
     total: dict[str, float] = {}
     for group in groups:
+        names = sorted(name for name in group.metrics if name.startswith("seconds/") and name != "seconds/step")
         for run in group.runs:
             whole = sum(run.curves.of("seconds/step")[1]) or 1.0
-            for name in run.curves.phases:
+            for name in names:
                 total[name] = total.get(name, 0.0) + sum(run.curves.of(name)[1]) / whole
     return sorted(total, key=total.get, reverse=True)

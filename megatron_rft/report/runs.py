@@ -31,13 +31,6 @@ class Curves:
         points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
-    @property
-    def phases(self) -> list[str]:
-        """The names of the phases of a step, sorted by total seconds, the longest first."""
-        names = {name for record in self.records for name in record if name.startswith("seconds/")} - {"seconds/step"}
-        total = {name: sum(self.of(name)[1]) for name in sorted(names)}
-        return sorted(total, key=total.get, reverse=True)
-
 
 def smooth(values: list[float]) -> list[float]:
     """Smooth values by the mean over a centred window of a tenth of the run, which is shorter at both ends."""
