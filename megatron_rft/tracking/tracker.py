@@ -91,12 +91,6 @@ class Tracker:
                 part.close()
         self._metrics_file, self._samples_file, self._progress, self._loggers = None, None, None, []
 
-    def __enter__(self) -> "Tracker":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def optional_loggers(
     output_dir: Path, config: Tracking, resume_step: int, name: str, resolved: Mapping[str, Any] | None

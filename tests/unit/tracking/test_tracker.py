@@ -2,6 +2,7 @@ import http.server
 import json
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ PLAIN = Tracking(progress="plain")
 
 
 def test_the_main_rank_writes_and_prints(tmp_path, capsys):
-    with Tracker(tmp_path, PLAIN, total_steps=2) as tracker:
+    with closing(Tracker(tmp_path, PLAIN, total_steps=2)) as tracker:
         tracker.log(1, {"reward/mean": torch.tensor(0.5), "tokens/generated": 64})
         tracker.sync()
         tracker.note("half way")
@@ -26,7 +27,7 @@ def test_the_main_rank_writes_and_prints(tmp_path, capsys):
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
-    with Tracker(tmp_path, PLAIN, total_steps=2, is_main=False) as tracker:
+    with closing(Tracker(tmp_path, PLAIN, total_steps=2, is_main=False)) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
         tracker.note("unseen")
         tracker.example("unseen")
@@ -37,7 +38,7 @@ def test_other_ranks_are_silent(tmp_path, capsys):
 def test_a_resume_does_steps_again(tmp_path):
     quiet = Tracking(progress="none")
     for first, last in ((0, 5), (3, 7)):
-        with Tracker(tmp_path, quiet, 7, resume_step=first) as tracker:
+        with closing(Tracker(tmp_path, quiet, 7, resume_step=first)) as tracker:
             for step in range(first, last):
                 tracker.log(step, {"begun at": first})
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -60,7 +61,7 @@ def test_tensorboard_drops_what_is_done_again(tmp_path):
 
     config = Tracking(progress="none", tensorboard=True)
     for first, last in ((0, 4), (2, 5)):
-        with Tracker(tmp_path, config, 5, resume_step=first) as tracker:
+        with closing(Tracker(tmp_path, config, 5, resume_step=first)) as tracker:
             for step in range(first, last):
                 tracker.log(step, {"reward/mean": first + step / 10})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
@@ -72,7 +73,7 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path):
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     config = Tracking(progress="none", wandb=Wandb(project="test", mode="offline"))
     for first in (1, 2):
-        with Tracker(tmp_path, config, 3, resume_step=first, resolved={"run": {"seed": 3}}) as tracker:
+        with closing(Tracker(tmp_path, config, 3, resume_step=first, resolved={"run": {"seed": 3}})) as tracker:
             tracker.log(first, {"reward/mean": 0.5})
     run_id = (tmp_path / "wandb_id").read_text()
     folders = [folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder.is_dir()]
@@ -95,7 +96,7 @@ def test_wandb_without_network_is_logged_offline(tmp_path, capsys, monkeypatch, 
         else:
             server.server_close()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        with Tracker(tmp_path, config, 3) as tracker:
+        with closing(Tracker(tmp_path, config, 3)) as tracker:
             tracker.log(1, {"reward/mean": 0.5})
         if answer == "nonsense":
             server.shutdown()
