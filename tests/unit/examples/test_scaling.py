@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from examples.pipo.scaling import boundary_scaling, scaling
 from megatron_rft.objectives.advantages import group_relative
-from megatron_rft.objectives.analysis import boundary_scaling, scaling
 
 
 def at(p: float, size: int) -> float:
