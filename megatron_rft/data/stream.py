@@ -22,11 +22,6 @@ class Stream(Generic[Item]):
         self.position = 0
         self._order: tuple[int, list[int]] = (-1, [])  # of the epoch last drawn from
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far, as a fraction: 1.5 is half way through the second."""
-        return self.position / len(self.items)
-
     def next(self, count: int) -> list[Item]:
         drawn = []
         for place in range(self.position, self.position + count):

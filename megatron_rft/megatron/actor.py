@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
@@ -389,7 +388,7 @@ class Actor:
             return values
         places = send(micro.kept, self.device)
         placed = values.new_zeros(len(micro.batch.response_ids), *values.shape[1:]).index_copy(0, places, values)
-        return reduce_from_tensor_model_parallel_region(placed, group=parallel_state.get_context_parallel_group())
+        return reduce_from_tensor_model_parallel_region(placed, group=parallel.cp_group())
 
     def _count_multiple(self) -> int:
         """Return the number that the count of micro-batches must be a multiple of: interleaved pipelines require it."""

@@ -176,10 +176,6 @@ def rank() -> int:
     return dist.get_rank()
 
 
-def world_size() -> int:
-    return dist.get_world_size()
-
-
 def tp_rank() -> int:
     return parallel_state.get_tensor_model_parallel_rank()
 

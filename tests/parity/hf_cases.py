@@ -205,7 +205,7 @@ def report(family, name, worst, wrong):
 
 
 def policy(family, name, layout, path, ids, logits):
-    hf_config, world = FAMILIES[family], parallel.world_size()
+    hf_config, world = FAMILIES[family], dist.get_world_size()
     chunks = models.build(hf_config, section(**layout), "fp32")
     folder = weights.open_folder(path, hf_config)
     weights.load(chunks, folder, hf_config)
@@ -239,7 +239,7 @@ def main():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     parallel.initialize(section())
-    world = parallel.world_size()
+    world = dist.get_world_size()
     for family, hf_config in FAMILIES.items():
         path, mixture = root / family, family == "qwen3_moe"
         write_folder(path, hf_config)

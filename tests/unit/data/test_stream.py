@@ -10,7 +10,7 @@ def test_epochs_are_permutations_and_differ():
     stream = Stream(list(range(20)), seed=1)
     first, second = stream.next(20), stream.next(20)
     assert sorted(first) == sorted(second) == list(range(20)) and first != second
-    assert stream.epoch == 2.0 and Stream(list(range(20)), seed=2).next(20) != first
+    assert stream.position == 40 and Stream(list(range(20)), seed=2).next(20) != first
     assert Stream(list(range(20)), shuffle=False).next(25) == [*range(20), *range(5)]
 
 
