@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from megatron_rft import __version__
@@ -18,27 +19,24 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="megatron-rft", description="Reinforcement fine-tuning on megatron-core.")
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = partial(commands.add_parser, allow_abbrev=False)
 
-    train = commands.add_parser("train", help="train a recipe, or resume its run", allow_abbrev=False)
+    train = add("train", help="train a recipe, or resume its run")
     _add_recipe(train)
     _add_launch(train, "ranks")
 
-    generate = commands.add_parser("generate", help="sample and grade trajectories into a store", allow_abbrev=False)
+    generate = add("generate", help="sample and grade trajectories into a store")
     _add_recipe(generate)
     _add_launch(generate, "workers")
 
-    serve = commands.add_parser(
-        "serve", help="start vLLM servers on this node for a run on other nodes", allow_abbrev=False
-    )
+    serve = add("serve", help="start vLLM servers on this node for a run on other nodes")
     _add_recipe(serve)
     serve.set_defaults(fixed=["rollout.placement=server", "rollout.servers=[]"])
     serve.add_argument(
         "--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs, and URLs (default: servers)"
     )
 
-    plan = commands.add_parser(
-        "plan", help="check a recipe and print batch, layout and memory: train --dry-run", allow_abbrev=False
-    )
+    plan = add("plan", help="check a recipe and print batch, layout and memory: train --dry-run")
     _add_recipe(plan)
     plan.add_argument("--nproc", "--gpus", type=_count, metavar="N", help="number of ranks (default: 1)")
     plan.add_argument(
@@ -51,9 +49,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", default="h100", help="with --search: a100, h100, h200 or b200 (default: h100)")
     plan.set_defaults(dry_run=True, job=None)
 
-    rehearse = commands.add_parser(
-        "rehearse", help="rehearse a step at full size without GPUs: memory, messages, time", allow_abbrev=False
-    )
+    rehearse = add("rehearse", help="rehearse a step at full size without GPUs: memory, messages, time")
     _add_recipe(rehearse)
     rehearse.add_argument("--gpus", "--nproc", type=_count, default=8, metavar="N", help="ranks (default: 8)")
     rehearse.add_argument("--device", default="h100", help="a100, h100, h200 or b200 (default: h100)")
@@ -70,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file")
 
-    evaluate = commands.add_parser("evaluate", help="evaluate a model on a recipe's problems", allow_abbrev=False)
+    evaluate = add("evaluate", help="evaluate a model on a recipe's problems")
     _add_recipe(evaluate)
     evaluate.add_argument(
         "--model",
@@ -79,9 +75,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if MODEL has none")
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
 
-    convert = commands.add_parser(
-        "convert", help="convert a checkpoint to Hugging Face or Megatron format", allow_abbrev=False
-    )
+    convert = add("convert", help="convert a checkpoint to Hugging Face or Megatron format")
     convert.add_argument("source", help="Hugging Face folder or hub name, MODEL.gguf, torch_dist checkpoint, or RUN")
     convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     convert.add_argument("--to", choices=("hf", "megatron"), help="format of OUT (default: not the source's)")
@@ -92,9 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "--logits", action="store_true", help="also compare logits in fp32; the model must fit into memory"
     )
 
-    harness = commands.add_parser(
-        "harness", help="evaluate a model on tasks of lm-evaluation-harness", allow_abbrev=False
-    )
+    harness = add("harness", help="evaluate a model on tasks of lm-evaluation-harness")
     harness.add_argument("model", metavar="MODEL", help="as for evaluate --model")
     harness.add_argument("--tasks", required=True, metavar="A,B", help="names of the harness's tasks")
     harness.add_argument("--include", metavar="FOLDER", help="a folder with more tasks")
@@ -102,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     harness.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if MODEL has none")
     harness.add_argument("--out", type=Path, default=Path("harness"), metavar="FOLDER", help="default: harness")
 
-    report = commands.add_parser("report", help="write a page about runs, with charts and samples", allow_abbrev=False)
+    report = add("report", help="write a page about runs, with charts and samples")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders; seeds are joined")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/report, or report for several runs")
     report.add_argument("--serve", action="store_true", help="serve the page on this machine, following the runs")
