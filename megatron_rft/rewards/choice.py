@@ -6,26 +6,54 @@ from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.tools.rlla import has_sections
 
-LETTER = r"\(?\s*([A-Z])\s*\)?"
-TAGGED = re.compile(rf"<answer>\s*{LETTER}[.:]?\s*</answer>")
-BOXED = re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?{LETTER}\}}?\s*\}}")
-STATED = re.compile(rf"(?i:answer|option|choice)\s*(?i:is|:)?\s*:?\s*\**{LETTER}\**(?![\w'])")
-ALONE = re.compile(rf"\**{LETTER}\**[.)]?")
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+STATED = re.compile(
+    r"(?:\b(?:answer|(?:correct|right|best|final|my) (?:option|choice))\b[*_]*(?:\s+(?:is|should be|must be|would be))?"
+    r"|\b(?:i choose|choose|it's|it is)\b|答案是?)\s*[:：=]?[*_\s]*(?:(?:option|choice)\b)?",
+    re.IGNORECASE,
+)
+CONFIRMED = re.compile(r"\b([A-Z])[)*_$`\"'.]*\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b")
+# A letter in brackets or emphasis, and what follows it on its line.
+OPTION = re.compile(
+    r"(?:[\s*_`\"'$({\[\\-]|text(?:bf)?\{|math(?:bf|rm)\{)*(?P<letter>[A-Z])(?![\w'’+#-])"
+    r"(?P<marks>[)}\]*_`\"'$.:]*)(?P<rest>[^\n]*)"
+)
+# Another letter behind it: "A or B", "A, B", "A. B. C."; not the words A and I.
+ANOTHER = re.compile(
+    r"(?:(?:[,/&|]|\b(?i:or|and|also|maybe)\b)\s*(?:(?i:option)\s*)?|\\text\b|[\s{}])*\(?(?![AI]\s+[a-z])[A-Z]"
+    r"(?=[\s.,:;)/*$}\]]|\Z)"
+)
+A_WORD = re.compile(r"\s+(?!(?:because|since|as|is|so|but|which)\b)[a-z]")  # "A cat", "I think"
 TAIL = 2000  # characters at the end in which an answer is looked for
 
 
 def chosen(text: str) -> str | None:
-    """Return the last letter in <answer> tags, in a box, stated as the answer, or alone on the last line."""
-    text = text[-TAIL:]
+    """Return the last letter in <answer> tags, in a box, stated as the answer, or with which the last line begins. None
+    if several letters are named there."""
+    text = text.rpartition("</think>")[2][-TAIL:]
     if "<answer>" in text:
         found = TAGGED.findall(text)
-        return found[-1] if found and text.rstrip().endswith("</answer>") else None
-    for pattern in (BOXED, STATED):
-        found = pattern.findall(text)
-        if found:
-            return found[-1]
-    alone = ALONE.fullmatch(text.strip().rpartition("\n")[2].strip())
-    return alone[1] if alone else None
+        return option(found[-1]) if found and text.rstrip().endswith("</answer>") else None
+    if boxes := BOXED.findall(text):
+        return option(boxes[-1])
+    for match in reversed(list(STATED.finditer(text))):
+        if letter := option(text[match.end() :]):
+            return letter
+    if confirmed := CONFIRMED.findall(text):
+        return confirmed[-1]
+    return option(text.strip().rpartition("\n")[2], alone=True)
+
+
+def option(text: str, *, alone: bool = False) -> str | None:
+    """Return the letter of the option with which a text begins: "(B)", "**B**", "B. Paris"; None if it names several.
+    `alone`: nothing says that an answer follows, so that a bare letter must be the whole text."""
+    found = OPTION.match(text)
+    if found is None or ANOTHER.match(found["rest"]):
+        return None
+    if not found["marks"] and (found["letter"] in "AI" and A_WORD.match(found["rest"]) or (alone and found["rest"])):
+        return None
+    return found["letter"]
 
 
 class ChoiceReward(Reward):
