@@ -28,10 +28,12 @@ JOINED = re.compile(
 MARK = re.compile(
     r"(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
     r"(?:(?<!\w)(?:is|are|was|be|equals|becomes|would be|will be|must be)(?!\w)"
-    r"\s*(?:therefore|thus|then|simply|just|also|equal to)?\s*[:=]?|:|=)[ \t*]*",
+    r"\s*(?:therefore|thus|then|simply|just|also|indeed|actually|exactly|equal to)?\s*[:=]?|:|=)[ \t*]*",
     re.IGNORECASE,
 )
-END = re.compile(r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b")
+END = re.compile(
+    r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b|,? and (?=[^.\n]*\bis\b)"
+)
 VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
     r"costs?|"
@@ -71,7 +73,7 @@ LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
 HEDGES = re.compile(
     r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unknown|undefined|n?either|unless"
-    r"|between)\b|(?<=\w )if\b",
+    r"|(?<!difference )between)\b|(?<=\w )if\b",
     re.IGNORECASE,
 )
 LIMITS = re.compile(r"^(?:more|less|greater|fewer) than\b|^at (?:least|most)\b", re.IGNORECASE)
@@ -257,7 +259,7 @@ def _sentence(text: str) -> str:
 def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
     """Return the text if it is a value: mathematics, a number with its unit, or, if it is stated, a few words."""
     text = REMARK.sub("", re.split("[→⇒]", text)[-1].strip().strip('*_`"').strip())
-    if not text or len(text) > LONGEST or HEDGES.search(text) or LIMITS.search(text):
+    if not text or len(text) > LONGEST or HEDGES.search(text) or LIMITS.search(text) or text[-1] in "+-*/=":
         return None
     if MATHS.match(text):
         rest = MATHS.sub("", text).strip(" .,")

@@ -252,7 +252,7 @@ def by_hand(question: str, text: str) -> str | None:
     """
     text = re.sub(r"[\s.!]*$", "", re.sub(r"[*\\$]", "", text))
     called = re.findall(rf"answer(?: to [^.=:]*)?(?: is|:)\s*{NUMBER}(?=\s*(?:[.,\n]|$))", text, re.I)
-    last = text.splitlines()[-1] if text else ""
+    last = re.sub(r"\.\s+[^.\d]*$", "", text.splitlines()[-1]) if text else ""  # without a sentence that has no number
     alone = re.fullmatch(NUMBER, last.strip()) or re.search(rf"{SAYS}$", last)
     asked = r"\s*".join(map(re.escape, re.search(r"(\d+) ([+-]) (\d+)", question).groups()))
     said = re.findall(rf"(?<![\d.]){asked}\s*(?:=|is|equals)\s*{NUMBER}(?!\s*[-+*/])", text)
