@@ -1,6 +1,6 @@
 """Checks a stream of weights for every engine: each parameter comes once, with its shape and finite values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,11 +14,22 @@ class WeightValidator:
         self.shapes, self.model_type = shapes, model_type
         self.before: dict[str, tuple[torch.dtype | None, bool]] = {}  # name -> dtype, whether it was all zero
         self._now: dict[str, tuple[torch.dtype, bool]] = {}
+        self.refused: str | None = None  # the first problem of a tensor of the stream
 
-    def begin(self) -> None:
-        self._now = {}
+    def checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Begin a stream. Yields its tensors without those that are refused."""
+        self._now, self.refused = {}, None
 
-    def problem(self, name: str, tensor: Tensor) -> str | None:
+        def passing() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream:
+                if problem := self._problem(name, tensor):
+                    self.refused = self.refused or problem
+                else:
+                    yield name, tensor
+
+        return passing()
+
+    def _problem(self, name: str, tensor: Tensor) -> str | None:
         """Return the problem of the next tensor of the stream, or None. Reads its values once."""
         shape = self.shapes.get(name)
         if shape is None:

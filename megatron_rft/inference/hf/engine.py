@@ -89,15 +89,10 @@ class HFEngine(Engine):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy each tensor from the stream into the model. After a problem the stream is still read to its end, because
         it runs collectives; then the first problem is raised, and `generate` refuses to run."""
-        self.validator.begin()
         self.weight_version = -1
-        problem = None
-        for name, tensor in stream:
-            wrong = self.validator.problem(name, tensor)
-            if wrong is None:
-                self.targets[name].copy_(tensor)
-            problem = problem or wrong
-        if problem := problem or self.validator.missing():
+        for name, tensor in self.validator.checked(stream):
+            self.targets[name].copy_(tensor)
+        if problem := self.validator.refused or self.validator.missing():
             raise RunFailed(f"weights of version {version}: {problem}")
         self.validator.accept()
         self.weight_version = version

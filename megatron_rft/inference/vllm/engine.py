@@ -235,16 +235,13 @@ class VLLMEngine(Engine):
         problem is raised, and `generate` refuses to run."""
         from megatron_rft.inference.vllm import weights
 
-        self.validator.begin()
         self.weight_version = -1
-        problems: list[str | None] = []
         stream = iter(stream)
-        self.source.tensors = self._good(stream, problems)
+        self.source.tensors = ((name, tensor.detach()) for name, tensor in self.validator.checked(stream))
         self.sender.send_weights()
         for _ in stream:
             pass
-        problems += [self.validator.missing(), weights.problem(self.llm)]
-        if problem := next(filter(None, problems), None):
+        if problem := self.validator.refused or self.validator.missing() or weights.problem(self.llm):
             raise RunFailed(f"weights of version {version}: {problem}")
         self.validator.accept()
         self.llm.set_weight_version(str(version))
@@ -252,14 +249,6 @@ class VLLMEngine(Engine):
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = version
         self.versions.add(str(version))
-
-    def _good(self, stream: Iterator[tuple[str, Tensor]], problems: list[str | None]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stream:
-            problem = self.validator.problem(name, tensor)
-            if problem is None:
-                yield name, tensor.detach()
-            else:
-                problems.append(problem)
 
     def checksums(self) -> dict[str, int]:
         from megatron_rft.inference.vllm import readback

@@ -65,22 +65,14 @@ class WireReceiver(Receiver):
         self.link = None
 
     def receive_weights(self, update_info: Listen) -> None:
-        self.validator.begin()
-
-        def good():
-            for name, tensor in network.receive(self.link):
-                self.problems.append(self.validator.problem(name, tensor))
-                if self.problems[-1] is None:
-                    yield name, tensor
-
-        stream = good()
+        stream, failure = self.validator.checked(network.receive(self.link)), None
         try:
             self.load(stream)
         except Exception as error:
-            self.problems.append(f"{type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
         for _ in stream:  # the trainer always sends the whole stream
             pass
-        self.problems.append(self.validator.missing())
+        self.problems += [self.validator.refused, failure, self.validator.missing()]
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
