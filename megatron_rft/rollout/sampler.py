@@ -82,6 +82,7 @@ class PendingRound:
     retry: Callable[[], RoundResult] | None = None
 
 
+@dataclass
 class Sampler:
     """
     Args:
@@ -94,35 +95,25 @@ class Sampler:
             (`EnginePool`).
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        sampling: Sampling,
-        reward: Reward,
-        tokenizer: Any,
-        group_size: int,
-        seed: int,
-        gather: Callable[[list], list] = list,
-        rank: int | None = 0,
-        world: int = 1,
-        on_error: str = "drop",
-        on_nonfinite: str = "stop",
-        contexts: Contexts | None = None,
-        refiner: Refiner | None = None,
-        phases: Callable[[str], AbstractContextManager] = nullcontext,
-        background: bool = False,
-    ):
-        assert on_error in ("drop", "stop"), on_error
-        self.contexts, self.on_nonfinite = contexts, on_nonfinite
-        self.refiner, self.phases = refiner, phases
-        self.engine, self.sampling, self.reward, self.tokenizer = engine, sampling, reward, tokenizer
-        self.group_size, self.seed, self.on_error = group_size, seed, on_error
-        self.gather, self.rank, self.world = gather, rank, world
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="sampling") if background else None
+    engine: Engine
+    sampling: Sampling
+    reward: Reward
+    tokenizer: Any
+    group_size: int
+    seed: int
+    gather: Callable[[list], list] = list
+    rank: int | None = 0
+    world: int = 1
+    on_error: str = "drop"
+    on_nonfinite: str = "stop"
+    contexts: Contexts | None = None
+    refiner: Refiner | None = None
+    phases: Callable[[str], AbstractContextManager] = nullcontext
+    background: bool = False
 
-    @property
-    def background(self) -> bool:
-        return self._background is not None
+    def __post_init__(self):
+        assert self.on_error in ("drop", "stop"), self.on_error
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self.background else None
 
     def sample(
         self,
@@ -146,10 +137,10 @@ class Sampler:
         """Start round `number` of a step; prompt indices start at `first`. Without `background` it runs in `local`."""
         requests = self._requests(prompts, first, step, number)
         grade = partial(self._graded, dict(enumerate(prompts, first)), step, keep)
-        if self._background is None:
+        if self._thread is None:
             return PendingRound(step, partial(grade, requests, self.engine.generate))
         left: list[Request] = []  # unfinished requests of lost engines
-        job = self._background.submit(grade, requests, partial(self.engine.begin, left=left))
+        job = self._thread.submit(grade, requests, partial(self.engine.begin, left=left))
         return PendingRound(step, job.result, partial(grade, left, self.engine.retry))
 
     def collect(
@@ -170,8 +161,8 @@ class Sampler:
 
     def close(self) -> None:
         """Shut the thread down. A round that has started continues until the engine is closed."""
-        if self._background is not None:
-            self._background.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _round(self, pending: PendingRound) -> RoundResult:
         """Wait for a round. Returns all ranks' rollouts in order, and the seconds of the slowest rank."""
