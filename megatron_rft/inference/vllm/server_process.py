@@ -78,23 +78,18 @@ class LocalServer(ServerEngine):
         log: Path,
         environment: dict[str, str],
         arguments: dict[str, Any],
-        start_timeout_s: float = 600.0,
-        silence_timeout_s: float = 300.0,
-        keep_caches: bool = False,
+        **options: Any,
     ):
         """`log`: the file for the server's output; the model's configuration goes into a folder beside it. `arguments`:
-        those of `spawn`."""
+        those of `spawn`. `options`: the other ones of ServerEngine."""
         token = os.environ.get(token_check.VARIABLE) or secrets.token_urlsafe(24)
         self.environment = environment | {token_check.VARIABLE: token}
         self.log, self.model = log, log.with_name(f"{log.stem}_model")
         save_config(config, self.model)
         self.arguments = arguments
         self.process: subprocess.Popen | None = None
-        limits = start_timeout_s, silence_timeout_s
         header = token_check.header(self.environment)
-        super().__init__(
-            "http://127.0.0.1", config, shapes, dtype, *limits, keep_caches=keep_caches, authorization=header
-        )
+        super().__init__("http://127.0.0.1", config, shapes, dtype, authorization=header, **options)
 
     def start(self) -> None:
         self._kill()
