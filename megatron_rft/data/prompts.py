@@ -21,9 +21,6 @@ class PromptSet:
     prompts: list[Prompt]
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        return len(self.prompts)
-
 
 @dataclass(frozen=True)
 class Demonstration:
@@ -31,15 +28,6 @@ class Demonstration:
 
     prompt: Prompt
     response_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DemonstrationSet:
-    demonstrations: list[Demonstration]
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.demonstrations)
 
 
 def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -> PromptSet:
@@ -57,10 +45,11 @@ def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str)
     return PromptSet(answered, dropped)
 
 
-def demonstration_set(
+def demonstrations(
     rows: list[Row], tokenizer: Any, form: PromptFormat, source: str, max_response_tokens: int | None = None
-) -> DemonstrationSet:
-    """Prompts with the whole text of the answer field as the response to learn.
+) -> tuple[list[Demonstration], dict[str, int]]:
+    """Prompts with the whole text of the answer field as the response to learn, and the number of rows that were left
+    out, by reason.
 
     Raises:
         DataError: a field is missing or no text, or no row can be used.
@@ -76,7 +65,7 @@ def demonstration_set(
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     found = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
     if max_response_tokens is None:
-        return DemonstrationSet(found, dropped)
+        return found, dropped
     lengths = [len(each.response_ids) for each in found]
     kept = [each for each in found if len(each.response_ids) <= max_response_tokens]
     numbers = [each.prompt.index for each in found]
@@ -84,7 +73,7 @@ def demonstration_set(
     _check_lengths(lengths, numbers, *limit, form.overlong, source)
     if len(kept) < len(found):
         dropped["response too long"] = len(found) - len(kept)
-    return DemonstrationSet(kept, dropped)
+    return kept, dropped
 
 
 def as_batch(demonstrations: list[Demonstration]) -> Batch:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing
 
 from megatron_rft import objectives
 from megatron_rft.config import Recipe
-from megatron_rft.data.prompts import as_batch, demonstration_set
+from megatron_rft.data.prompts import as_batch, demonstrations
 from megatron_rft.data.stream import Stream
 from megatron_rft.training import build, loop
 from megatron_rft.training.engines import EngineBuilder
@@ -21,12 +21,14 @@ def train(recipe: Recipe) -> int:
     tokenizer, hf_config = build.load_model_files(recipe.model)
     problems, limit = Problems.of(recipe), recipe.rollout.max_response_tokens
     form = problems.prompt_format("train")
-    found = demonstration_set(problems.rows("train"), tokenizer, form, f"data.train: {recipe.data.train.path}", limit)
-    stream, size = Stream(found.demonstrations, recipe.run.seed, recipe.data.shuffle), recipe.algorithm.batch_sequences
+    found, dropped = demonstrations(
+        problems.rows("train"), tokenizer, form, f"data.train: {recipe.data.train.path}", limit
+    )
+    stream, size = Stream(found, recipe.run.seed, recipe.data.shuffle), recipe.algorithm.batch_sequences
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(found) / size)
     models = Models(build.build_actor(recipe, hf_config, steps))
     with ExitStack() as stack:
         evaluator, weights = build_evaluator(recipe, hf_config, tokenizer, models, stack)
-        run = stack.enter_context(closing(Run(recipe, models, stream, steps, evaluator, found.dropped)))
+        run = stack.enter_context(closing(Run(recipe, models, stream, steps, evaluator, dropped)))
         batches = StoredBatches(stream, size, as_batch, weights, run.phases)
         return loop.train(run, batches, models, objectives.build(recipe.algorithm))

@@ -6,7 +6,7 @@ from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import (
     as_batch,
     check_tokenizer,
-    demonstration_set,
+    demonstrations,
     prompt_set,
     reference_answer,
 )
@@ -156,12 +156,12 @@ def test_a_template_reads_no_attributes(tokenizer, template):
 
 def test_responses_to_learn_are_text(tokenizer):
     rows = [*ROWS, {"question": "1+2", "answer": None}]
-    found = demonstration_set(rows, tokenizer, PromptFormat(), "rows")
-    assert len(found) == 2 and found.dropped == {"empty answer": 1}
+    found, dropped = demonstrations(rows, tokenizer, PromptFormat(), "rows")
+    assert len(found) == 2 and dropped == {"empty answer": 1}
     with pytest.raises(DataError, match="'answer' is null in every row"):
-        demonstration_set(rows[2:], tokenizer, PromptFormat(answered=False), "rows")
+        demonstrations(rows[2:], tokenizer, PromptFormat(answered=False), "rows")
     with pytest.raises(DataError, match="row 1: the field 'answer' is a list, not text"):
-        demonstration_set([{"question": "1", "answer": ["2"]}], tokenizer, PromptFormat(), "rows")
+        demonstrations([{"question": "1", "answer": ["2"]}], tokenizer, PromptFormat(), "rows")
 
 
 def test_an_adapters_answer_is_taken_as_it_is(tokenizer):
@@ -179,12 +179,12 @@ def test_unusable_rows_are_counted_by_reason_and_keep_the_numbers_of_the_others(
 
 
 def test_demonstrations_end_with_eos(tokenizer):
-    found = demonstration_set(ROWS, tokenizer, PromptFormat(), "rows")
-    batch = as_batch(found.demonstrations)
+    found, _ = demonstrations(ROWS, tokenizer, PromptFormat(), "rows")
+    batch = as_batch(found)
     assert batch.prompt_lens.tolist() == [2, 4] and batch.response_lens.tolist() == [7, 4]
     assert tokenizer.decode(batch.response_ids[:7]) == "3+4=7\n#### 7<eos>"
-    short = demonstration_set(ROWS, tokenizer, PromptFormat(), "rows", max_response_tokens=4)
-    assert len(short) == 1 and short.dropped == {"response too long": 1}
+    short, dropped = demonstrations(ROWS, tokenizer, PromptFormat(), "rows", max_response_tokens=4)
+    assert len(short) == 1 and dropped == {"response too long": 1}
 
 
 @pytest.mark.parametrize(

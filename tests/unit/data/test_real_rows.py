@@ -72,7 +72,7 @@ def test_every_row_becomes_a_prompt(name):
         prompt_template=known.template, max_prompt_tokens=10**6, answered=known.reward != "code", adapted=True
     )
     found = prompt_set(rows, Letters(), form, name)
-    assert len(found) == count - useless and sum(found.dropped.values()) == useless
+    assert len(found.prompts) == count - useless and sum(found.dropped.values()) == useless
     for prompt in found.prompts:
         assert prompt.fields["tests"]["kind"] if known.reward == "code" else prompt.answer
         if known.reward == "math":

@@ -7,7 +7,7 @@ import pytest
 from megatron_rft.config import load
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.data import arithmetic
-from megatron_rft.data.prompts import demonstration_set
+from megatron_rft.data.prompts import demonstrations
 from megatron_rft.training.engines import without_predicted_output
 from megatron_rft.training.problems import Problems
 
@@ -23,7 +23,7 @@ def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
     )
     problems, tokenizer = Problems.of(load(path)), arithmetic.tokenizer()
     form = problems.prompt_format("train")
-    (learned,) = demonstration_set(problems.rows("train"), tokenizer, form, "data.train").demonstrations
+    (learned,), _ = demonstrations(problems.rows("train"), tokenizer, form, "data.train")
     assert tokenizer.decode(learned.response_ids, skip_special_tokens=True) == "3+4=7\n#### 7"
     (asked,) = problems.prompts("test", tokenizer).prompts
     assert (asked.answer, asked.text, asked.fields["solution"]) == ("7", "3+4? ", "3+4=7\n#### 7")
