@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from megatron_rft.conversion.mapping import head_dim
+
 ATTENTION = "megatron_rft_shared_prefix"
 FIRST_COLUMNS = 64
 
@@ -28,7 +30,7 @@ class SharedPrefixCache:
     def __init__(self, config, groups: int, width: int, rows: int, columns: tuple[int, int], like: Tensor):
         """`columns`: the most tokens of a prompt, and of a response; `like` gives dtype and device."""
         heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = head_dim(config)
         self.width, self.most_columns = width, columns[1]
 
         def zeros(*shape: int) -> list[Tensor]:

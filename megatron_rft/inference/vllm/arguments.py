@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megatron_rft.conversion.mapping import head_dim
+
 PREFILL_TOKENS = 8192  # in one forward pass
 CACHE_BYTES = 1 << 30  # default limit of the KV cache on the CPU
 CACHE_BLOCK = 128  # tokens
@@ -41,9 +43,8 @@ def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequence
 def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, longest: int, sequences: int, ranks: int = 1) -> int:
     """Return the size of the KV cache on the CPU for each of the engine's `ranks`: all sequences at their longest, at
     most CACHE_BYTES, but at least one sequence."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = max(1, config.num_key_value_heads // ranks)  # key-value heads of each rank
-    token = 2 * config.num_hidden_layers * heads * head * dtype.itemsize
+    token = 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
     sequence = token * (-(-longest // CACHE_BLOCK) + 1) * CACHE_BLOCK
     return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
 
