@@ -7,11 +7,14 @@ equal the stream bit for bit in the engine's dtype, except for parameters that i
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rft.inference.engine import Engine, checksum
+from megatron_rft.inference.pool import EnginePool
 from megatron_rft.utils.errors import RunFailed
 
 
@@ -69,3 +72,53 @@ def compare(sent: dict[str, int], received: dict[str, int | None], version: int)
             f"weights of version {version}: {min(different)} in the engine is not what the actor sent "
             f"({len(different)} of {len(sent)} tensors differ)"
         )
+
+
+class EngineWeights:
+    """Sends an actor's weights to the engine, and again to a replacement of a lost engine.
+
+    `actor`: a megatron.actor.Actor. `offloaded`: those whose gradients and optimizer state are in host memory while the
+    engine is awake.
+    """
+
+    def __init__(self, actor: Any, engine: Engine, offloaded: Iterable[Any] = ()):
+        self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
+        self.version: int | None = None  # the step whose weights the engine has
+        if isinstance(engine, EnginePool):
+            engine.reload = partial(self._push, verify=True)
+
+    def sent(self, version: int) -> bool:
+        """Whether the engine is awake with the weights of `version`."""
+        return version == self.version and not self.asleep
+
+    def sleep(self) -> None:
+        """Put the engine to sleep until the next push: an engine in this process frees its memory for the trainer."""
+        self.engine.sleep()
+        self.asleep = True
+        for model in self.offloaded:
+            model.training_state.restore()
+
+    def sleep_to_save(self) -> None:
+        """Restore offloaded optimizer state to the device, so that a checkpoint can read it."""
+        if self.offloaded:
+            self.sleep()
+
+    def wake(self) -> None:
+        """Wake a sleeping engine with the weights of the last push. Collective."""
+        if self.asleep:
+            self.push(self.version)
+
+    def push(self, version: int, verify: bool = False) -> dict[str, float]:
+        """Send the actor's current weights, those after step `version`. Returns metrics of the sync. Collective."""
+        self.version, self.asleep = version, False
+        for model in self.offloaded:
+            model.training_state.offload()
+        self.engine.wake(cache=False)
+        metrics = self._push(verify)
+        self.engine.wake()
+        if isinstance(self.engine, EnginePool):
+            self.engine.recover()
+        return metrics
+
+    def _push(self, verify: bool) -> dict[str, float]:
+        return push(self.actor.stream(), self.engine, self.version, verify)

@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rollout.refiner import Refined
 from megatron_rft.rollout.sampler import Keep, PendingRound, Rollout, RoundResult, Sampled, Sampler, conclude
@@ -41,32 +41,6 @@ class Pending:
     rounds: list[RoundResult] | None = None
 
 
-class Weights(Protocol):
-    """The policy's weights in the engine (training/engines.py)."""
-
-    version: int | None
-
-    def sent(self, version: int) -> bool:
-        """Whether the engine is awake with the weights of `version`."""
-        ...
-
-    def sleep(self) -> None:
-        """Free the engine's device memory for the trainer until the next push."""
-        ...
-
-    def wake(self) -> None:
-        """Collective. An engine that was put to sleep after the last push has those weights again."""
-        ...
-
-    def sleep_to_save(self) -> None:
-        """The engine sleeps if the trainer's state, which a checkpoint reads, is not on the device beside it."""
-        ...
-
-    def push(self, version: int, verify: bool = False) -> dict[str, float]:
-        """Collective. Push the actor's current weights as `version`. Returns metrics of the sync."""
-        ...
-
-
 @dataclass
 class RolloutScheduler:
     """Orders the sampling of batches and the pushes of new weights.
@@ -79,7 +53,7 @@ class RolloutScheduler:
     """
 
     sampler: Sampler
-    weights: Weights
+    weights: EngineWeights
     draw: Callable[[int], list[Prompt]]
     count: int
     last_step: int

@@ -1,7 +1,7 @@
-"""Builds the generation engines of a run and sends the policy's weights to them."""
+"""Builds the generation engines of a run."""
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,13 @@ from megatron_rft.config.constraint import Constraint
 from megatron_rft.config.recipe import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.conversion import hf_shapes, load_config
-from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.arguments import speculation
 from megatron_rft.inference.vllm.server_client import ServerEngine
 from megatron_rft.inference.vllm.server_process import LocalServer
+from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.engines import engine_processes, gpu_share
@@ -244,55 +244,6 @@ def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
         return engine.driver
     number, follows = divmod(dist.get_rank(), engine.ranks)
     return None if follows else number, dist.get_world_size() // engine.ranks
-
-
-class EngineWeights:
-    """Sends the actor's weights to the engine, and again to a replacement of a lost engine.
-
-    `offloaded`: models whose gradients and optimizer state are in host memory while the engine is awake.
-    """
-
-    def __init__(self, actor: Actor, engine: Engine, offloaded: Iterable[Actor] = ()):
-        self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
-        self.version: int | None = None  # the step whose weights the engine has
-        if isinstance(engine, EnginePool):
-            engine.reload = partial(self._push, verify=True)
-
-    def sent(self, version: int) -> bool:
-        """Whether the engine is awake with the weights of `version`."""
-        return version == self.version and not self.asleep
-
-    def sleep(self) -> None:
-        """Put the engine to sleep until the next push: an engine in this process frees its memory for the trainer."""
-        self.engine.sleep()
-        self.asleep = True
-        for model in self.offloaded:
-            model.training_state.restore()
-
-    def sleep_to_save(self) -> None:
-        """Restore offloaded optimizer state to the device, so that a checkpoint can read it."""
-        if self.offloaded:
-            self.sleep()
-
-    def wake(self) -> None:
-        """Wake a sleeping engine with the weights of the last push. Collective."""
-        if self.asleep:
-            self.push(self.version)
-
-    def push(self, version: int, verify: bool = False) -> dict[str, float]:
-        """Send the actor's current weights, those after step `version`. Returns metrics of the sync. Collective."""
-        self.version, self.asleep = version, False
-        for model in self.offloaded:
-            model.training_state.offload()
-        self.engine.wake(cache=False)
-        metrics = self._push(verify)
-        self.engine.wake()
-        if isinstance(self.engine, EnginePool):
-            self.engine.recover()
-        return metrics
-
-    def _push(self, verify: bool) -> dict[str, float]:
-        return weight_sync.push(self.actor.stream(), self.engine, self.version, verify)
 
 
 def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool) -> tuple[Engine, EngineWeights]:

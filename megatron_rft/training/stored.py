@@ -8,12 +8,13 @@ from typing import Any
 
 from megatron_rft.config import Recipe
 from megatron_rft.data.stream import Stream
+from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.tracking.phases import Phases
 from megatron_rft.training import build
-from megatron_rft.training.engines import EngineBuilder, EngineWeights, build_beside
+from megatron_rft.training.engines import EngineBuilder, build_beside
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.models import Models
 

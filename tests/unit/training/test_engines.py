@@ -12,9 +12,10 @@ from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.training import engines
 from megatron_rft.training import gpus as gpu_module
-from megatron_rft.training.engines import EngineBuilder, EngineWeights, build_beside
+from megatron_rft.training.engines import EngineBuilder, build_beside
 from megatron_rft.training.gpus import devices, engines_of_node
 from megatron_rft.utils.errors import ConfigError
 
