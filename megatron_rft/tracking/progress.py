@@ -8,7 +8,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -37,20 +36,20 @@ PACE_STEPS = 20  # steps whose mean time predicts the time left
 SLOWER = 1.2  # a rank that works longer than this multiple of the median is slow
 
 
-class Progress(Protocol):
+class Progress:
+    """A display. This one shows nothing."""
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step. `metrics` may consist of an evaluation only."""
-        ...
 
     def example(self, text: str) -> None:
         """Show one response of the model."""
-        ...
 
     def note(self, text: str) -> None:
         """Print one line, which stays on the screen."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the screen as it is."""
 
 
 def accuracy(metrics: Mapping[str, float]) -> str | None:
@@ -108,8 +107,8 @@ class Pace:
         return (ended - began) / max(last - first, 1) * (self.total_steps - last)
 
 
-class PlainProgress:
-    """Prints one line per step, for logs and pipes:
+class PlainProgress(Progress):
+    """Prints one line per step, for logs and pipes; a log shows numbers only:
 
     step 12/200  reward 0.412  KL 0.0012  PIPO xi +0.82  3.1 s (generation 1.6, training 1.2)  left 9:43
     """
@@ -133,17 +132,11 @@ class PlainProgress:
             parts.append(f"left {clock_time(left)}")
         print("  ".join(parts), flush=True)
 
-    def example(self, text: str) -> None:
-        pass  # a log shows numbers only
-
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class RichProgress:
+class RichProgress(Progress):
     """Shows a live display at the bottom of a terminal; notes and other output scroll above it."""
 
     def __init__(self, total_steps: int, title: str, console: Console | None = None):
@@ -240,19 +233,10 @@ class RichProgress:
         return Text("\n").join(lines)
 
 
-class NoProgress:
-    """Shows nothing."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def example(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
 def make_progress(kind: str, total_steps: int, title: str) -> Progress:
     """Create a display. `kind`: auto (rich on a terminal, plain elsewhere), rich, plain or none."""
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() and not Console().is_dumb_terminal else "plain"
     if kind == "rich":
         return RichProgress(total_steps, title)
-    return {"plain": lambda: PlainProgress(total_steps), "none": NoProgress}[kind]()
+    return {"plain": lambda: PlainProgress(total_steps), "none": Progress}[kind]()
