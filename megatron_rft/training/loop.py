@@ -18,11 +18,11 @@ class Batches(Protocol):
 
     def restore(self, state: State) -> State:
         """Restore what `state()` stored in a checkpoint. Returns the rest of the state."""
-        ...
+        return state
 
     def begin(self, step: int) -> bool:
         """Start the batch of `step`. Returns whether other processes now generate it while the trainer is idle."""
-        ...
+        return False
 
     def next(self, step: int) -> Batch:
         """The batch of `step`. Collective."""

@@ -81,7 +81,7 @@ def train(recipe: Recipe) -> int:
 
 
 @dataclass
-class OnlineBatches:
+class OnlineBatches(loop.Batches):
     """Batches from the scheduler, with their metrics, notes and samples."""
 
     run: Run

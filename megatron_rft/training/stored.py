@@ -16,11 +16,12 @@ from megatron_rft.tracking.phases import Phases
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder, build_beside
 from megatron_rft.training.evaluator import Evaluator
+from megatron_rft.training.loop import Batches
 from megatron_rft.training.models import Models
 
 
 @dataclass
-class StoredBatches:
+class StoredBatches(Batches):
     """Draws `size` items of a stream per step; `make` turns them into a batch. `weights`: of the evaluations' engine,
     which sleeps during training; None without evaluations."""
 
@@ -29,12 +30,6 @@ class StoredBatches:
     make: Callable[[list], Batch]
     weights: EngineWeights | None
     phases: Phases
-
-    def restore(self, state: State) -> State:
-        return state
-
-    def begin(self, step: int) -> bool:
-        return False
 
     def next(self, step: int) -> Batch:
         if self.weights:
