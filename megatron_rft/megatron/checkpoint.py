@@ -164,9 +164,8 @@ class Checkpointer:
         """
         told: list[str] = []
         for path in reversed(checkpoint_files.complete(self.folder)):
-            found: list[str] = [""] * dist.get_world_size()
             own = checkpoint_files.damage(path, dist.get_rank(), dist.get_world_size())
-            dist.all_gather_object(found, own, group=parallel.host_group("checkpoint"))
+            found = parallel.from_all_ranks(own, "checkpoint")
             if not any(found):
                 return path, told
             told.append(f"{path.name} is damaged ({max(found)}) and is passed over; it is now {path.name}.damaged")

@@ -111,6 +111,13 @@ def barrier(phase: str) -> None:
     dist.barrier(group=_host_groups[phase])
 
 
+def from_all_ranks(item: Any, phase: str) -> list[Any]:
+    """Return the items of all ranks, in rank order, on every rank, with the time limit of `phase`."""
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item, group=host_group(phase))
+    return items
+
+
 def on_main(action: Callable[[], Any]) -> Any:
     """Run `action` on rank 0 only, and return its result on every rank. A UserError there is raised on every rank, so
     no rank waits for another."""

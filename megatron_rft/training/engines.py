@@ -37,9 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 def gather(items: list) -> list:
     """The items of all ranks, in rank order, on every rank. The time limit is that of generation."""
-    everyone: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, items, group=parallel.host_group("generation"))
-    return [item for part in everyone for item in part]
+    return [item for part in parallel.from_all_ranks(items, "generation") for item in part]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What the training loop of every run uses: folder, signals, NonFiniteGuard, evaluations, checkpoints, logging."""
 
 import signal
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from megatron_rft.config import Recipe
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
-from megatron_rft.megatron import weights
+from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.plan.parameters import Sizes
@@ -25,7 +26,7 @@ from megatron_rft.training.early_stopping import BestModel
 from megatron_rft.training.evaluator import Evaluator, headline
 from megatron_rft.training.models import Models
 from megatron_rft.training.stopping import NonFiniteGuard, StopSignal
-from megatron_rft.training.stragglers import Stragglers, host_names
+from megatron_rft.training.stragglers import Stragglers
 from megatron_rft.utils.device import has_cuda_device
 from megatron_rft.utils.host_memory import return_free_pages
 from megatron_rft.utils.position import here
@@ -73,7 +74,8 @@ class Run:
         self.done, self.dropped = 0, dropped or {}
         self.stop = StopSignal()
         self.phases, self.averages = Phases(), Averages()
-        self.stragglers, self.alarms = Stragglers(host_names()), Alarms() if recipe.tracking.alarms else None
+        self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
+        self.alarms = Alarms() if recipe.tracking.alarms else None
         sizes, given = Sizes.read(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
         self.throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
         self.guard = NonFiniteGuard(self.folder, recipe.faults.max_skipped_steps)

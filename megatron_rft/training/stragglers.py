@@ -1,6 +1,5 @@
 """Finds a rank that is slower than the others, by the seconds that it works in each phase without waiting for them."""
 
-import socket
 from statistics import median
 
 import torch
@@ -11,13 +10,6 @@ from megatron_rft.tracking.progress import SLOWER
 
 PHASES = ("generation", "reward", "refine", "logprobs", "training", "verification", "sync", "evaluation", "other")
 STEPS = 10  # in a row
-
-
-def host_names() -> list[str]:
-    """The node of each rank. Collective."""
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=parallel.host_group("start"))
-    return hosts
 
 
 class Stragglers:
