@@ -35,15 +35,9 @@ def arms(regime: str) -> list[study.Arm]:
     ]
 
 
-def warm_start(out: Path) -> Path:
-    if not (out / "model" / "config.json").exists():
-        study.subprocess.run([sys.executable, str(RECIPES / "make_model.py"), str(out / "model")], check=True)
-    return study.train(RECIPES / "warm.yaml", out / "warm", f"model.path={out / 'model'}") / "export"
-
-
 def main() -> None:
     args = study.parser(__doc__, "runs/miniature/dynamic", REGIMES).parse_intermixed_args()
-    study.main(args, arms(args.regime), [f"model.path={warm_start(args.out)}"], constraints.draw)
+    study.main(args, arms(args.regime), [f"model.path={study.warm_start(RECIPES, args.out)}"], constraints.draw)
 
 
 if __name__ == "__main__":

@@ -42,15 +42,9 @@ def arms(regime: str) -> list[study.Arm]:
     return found
 
 
-def warm_start(out: Path) -> Path:
-    if not (out / "model" / "config.json").exists():
-        study.subprocess.run([sys.executable, str(RECIPES / "make_model.py"), str(out / "model")], check=True)
-    return study.train(RECIPES / "warm.yaml", out / "warm", f"model.path={out / 'model'}") / "export"
-
-
 def main() -> None:
     args = study.parser(__doc__, "runs/miniature/pipo", REGIMES).parse_intermixed_args()
-    shared = [f"model.path={warm_start(args.out)}", *REGIMES[args.regime]]
+    shared = [f"model.path={study.warm_start(RECIPES, args.out)}", *REGIMES[args.regime]]
     study.main(args, arms(args.regime), shared, online.draw)
 
 

@@ -100,6 +100,13 @@ def train(recipe: Path, folder: Path, *options: str, command: str = "train", don
     return folder
 
 
+def warm_start(recipes: Path, out: Path) -> Path:
+    """Train a new model on demonstrations, with `recipes`/make_model.py and warm.yaml. Returns its folder."""
+    if not (out / "model" / "config.json").exists():
+        subprocess.run([sys.executable, str(recipes / "make_model.py"), str(out / "model")], check=True)
+    return train(recipes / "warm.yaml", out / "warm", f"model.path={out / 'model'}") / "export"
+
+
 def tested(folder: Path) -> list[float]:
     """pass@1 on the test problems, before and after."""
     found = sorted((folder / "evaluation").glob("test_step_*/results.json"))

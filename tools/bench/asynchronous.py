@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.miniature.pipo import RECIPES, warm_start
-from examples.miniature.study import final, train
+from examples.miniature.pipo import RECIPES
+from examples.miniature.study import final, train, warm_start
 from megatron_rft.tracking.metrics import read_metrics
 
 SMALLEST = """--out {out} --start {model} --seeds 0 --staleness 0 1 --steps 3
@@ -56,7 +56,7 @@ def main() -> None:
     options.add_argument("overrides", nargs="*", help="section.option=value, for every run")
     args = options.parse_args()
 
-    start = args.start or warm_start(args.out)
+    start = args.start or warm_start(RECIPES, args.out)
     runs = args.out / "runs"
     common = ["rollout.engine=hf", "rollout.placement=process", "algorithm.importance=truncated", *args.overrides]
     for seed in args.seeds:
