@@ -129,7 +129,7 @@ class Sampler:
         none, it is the whole last round, which has no training signal.
         """
         pending = self.begin(draw(count), step, keep)
-        return conclude(self.collect(pending, draw, count, keep, max_rounds), count, step, keep)
+        return conclude(self.collect(pending, draw, count, keep, max_rounds), step, keep)
 
     def begin(
         self, prompts: list[Prompt], step: int, keep: Keep | None = None, number: int = 0, first: int = 0
@@ -278,7 +278,7 @@ def groups_in(batches: list[Batch]) -> int:
     return sum(len(batch.sequences["group"].unique()) for batch in batches)
 
 
-def conclude(rounds: list[RoundResult], count: int, step: int, keep: Keep | None = None) -> Sampled:
+def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> Sampled:
     """Build the batch of a step from its rounds of sampling.
 
     Its scalars are sampled_reward_sum and sampled_count over all rounds, the step, and the oldest weight version that

@@ -102,7 +102,7 @@ class RolloutScheduler:
         self.begin(step)
         batch = self.pending.popleft()
         assert batch.step == step, f"batch {batch.step} at step {step}"
-        sampled = conclude(self._collected(batch), self.count, step, self.keep)
+        sampled = conclude(self._collected(batch), step, self.keep)
         if (stale := int(sampled.metrics["rollout/staleness"])) > self.staleness:
             raise RunFailed(
                 f"step {step}: a response started with weights that are {stale} versions old, and rollout.staleness is "
