@@ -58,7 +58,7 @@ class CodeReward(Reward):
         self.limits = Limits(timeout_s, 2 * timeout_s, memory_mb, test_s=timeout_s)
         self.row_limits = Limits(row_timeout_s, 2 * row_timeout_s, memory_mb, test_s=timeout_s)
         try:
-            self.sandbox = Sandbox(self.limits, workers, without_container)
+            self.sandbox = Sandbox(workers, without_container)
         except SandboxError as error:
             raise ConfigError(
                 f"reward.kind=code: no container for untrusted programs works here ({error}). Install bubblewrap, or "

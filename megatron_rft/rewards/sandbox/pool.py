@@ -46,9 +46,8 @@ class Sandbox:
     """A pool of `workers` servers, each of which runs one program at a time. If a server fails, it is replaced and the
     job runs again."""
 
-    def __init__(self, limits: Limits, workers: int = 2, allow_none: bool = False):
-        self.mode, self.problems = strongest(allow_none)
-        self.limits = limits
+    def __init__(self, workers: int = 2, allow_none: bool = False):
+        self.mode, _ = strongest(allow_none)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
         self._idle: SimpleQueue[Server | None] = SimpleQueue()
         for _ in range(workers):

@@ -26,7 +26,7 @@ LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_mb=256, disk_mb=4, output_mb=1)
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     try:
-        sandbox = Sandbox(LIMITS, workers=3)
+        sandbox = Sandbox(workers=3)
     except SandboxError as error:
         pytest.skip(str(error))
     yield sandbox
@@ -101,7 +101,7 @@ def test_waiting_for_a_processor_does_not_count():
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})  # its servers inherit it
     try:
-        sandbox = Sandbox(limits, workers=8)
+        sandbox = Sandbox(workers=8)
         runs = sandbox.map(work, list(range(8)))
         sandbox.close()
     except SandboxError as error:
