@@ -74,12 +74,11 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
     return ""
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that no run resumes from it. Returns its new path."""
+def set_aside(folder: Path) -> None:
+    """Rename a damaged checkpoint, so that no run resumes from it."""
     aside = folder.with_name(folder.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
-    return aside
 
 
 def size(folder: Path) -> int:
