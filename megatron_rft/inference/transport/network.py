@@ -3,8 +3,14 @@
 Rank 0 announces full buckets over gloo and broadcasts them: with NCCL between GPUs if every process has its own GPU,
 else with gloo between hosts. The process groups are separate from those of the trainer and of the engine, and are
 torch's, so that the trainer does not need vLLM.
+
+Neither the store through which the processes meet nor gloo asks for a password. So each announcement, which has the
+checksum of its bucket, carries a code (HMAC) of the secret that both sides have from the server's authenticated HTTP,
+and of its number in the connection: a receiver takes weights only from a sender with the secret, and none twice.
 """
 
+import hashlib
+import hmac
 import json
 import os
 import socket
@@ -18,16 +24,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets, Full, Piece
+from megatron_rft.utils.errors import RunFailed
 
+CODE_BYTES = hashlib.sha256().digest_size
 HOST, GPU = "gloo, host memory", "NCCL, GPU memory"
 
 
 class Link:
     """One process's side of the connection. `control` carries announcements, `data` the buckets' bytes."""
 
-    def __init__(self, control: dist.Backend, data: dist.Backend, device: torch.device):
-        self.control, self.data, self.device = control, data, device
+    def __init__(self, control: dist.Backend, data: dist.Backend, device: torch.device, secret: str):
+        self.control, self.data, self.device, self.secret = control, data, device, secret
+        self.announced = 0  # announcements that were sent or received
         self.buckets = Buckets(torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device=device))
+
+    def next_code(self, words: bytes) -> bytes:
+        """Authenticate the next announcement."""
+        self.announced += 1
+        return hmac.digest(self.secret.encode(), self.announced.to_bytes(8, "big") + words, "sha256")
 
     def close(self) -> None:
         """Abort an NCCL group, which would otherwise wait for peers that are gone."""
@@ -42,8 +56,7 @@ def transport(ends: list[str | None]) -> str:
 
 def rendezvous(host: str, size: int, timeout_s: float, port: int | None = None) -> dist.TCPStore:
     """Open the store through which `size` processes connect. `host`: the address of rank 0. Rank 0 passes no `port`,
-    and tells the others the free one it got (`.port`). Rank 0 listens on this address only: a store takes no password,
-    so whoever reaches it can read and write its keys."""
+    and tells the others the free one it got (`.port`). Rank 0 listens on this address only."""
     limit = timedelta(seconds=timeout_s)
     if port is not None:
         return dist.TCPStore(host, port, size, False, limit, wait_for_workers=False)
@@ -63,13 +76,13 @@ def connect(
     """Connect to the other `size` - 1 processes. Raises RuntimeError if they do not join in time.
 
     `device`: this process's GPU for the transport GPU, None for HOST. All processes must use the same transport.
-    `secret`: the same in all of them; a process with another one does not meet them.
+    `secret`: the same in all of them; a process with another one does not meet them. The store does not learn it.
     """
-    limit = timedelta(seconds=timeout_s)
-    control = dist.ProcessGroupGloo(dist.PrefixStore(f"weights/{secret}", store), rank, size, limit)
+    limit, name = timedelta(seconds=timeout_s), hashlib.sha256(secret.encode()).hexdigest()
+    control = dist.ProcessGroupGloo(dist.PrefixStore(f"weights/{name}", store), rank, size, limit)
     if device is None:
-        return Link(control, control, torch.device("cpu"))
-    link = Link(control, nccl(dist.PrefixStore(f"weights/{secret}/nccl", store), rank, size, limit), device)
+        return Link(control, control, torch.device("cpu"), secret)
+    link = Link(control, nccl(dist.PrefixStore(f"weights/{name}/nccl", store), rank, size, limit), device, secret)
     broadcast(link.data, link.buckets.slots[0, :8]).wait()  # NCCL connects in its first broadcast: fail before training
     torch.cuda.synchronize(device)
     return link
@@ -98,38 +111,43 @@ def send(link: Link, stream: Iterable[tuple[str, Tensor]]) -> None:
     pending: deque[dist.Work] = deque()
 
     def tell(full: Full) -> None:
-        announce(link.control, full)
+        announce(link, full)
         pending.append(broadcast(link.data, link.buckets.content(full)))
 
     link.buckets.send(stream, tell, lambda: pending.popleft().wait())
-    announce(link.control, None)
+    announce(link, None)
 
 
 def receive(link: Link) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stream of `send`. Raises RunFailed at its end if a bucket arrived damaged."""
+    """Yield the stream of `send`. Raises RunFailed at its end if a bucket arrived damaged, and at
+    once if an announcement is not of a sender with the secret."""
 
     def arriving() -> Iterator[Full]:
-        while (full := next_announced(link.control)) is not None:
+        while (full := next_announced(link)) is not None:
             broadcast(link.data, link.buckets.content(full)).wait()
             yield full
 
     return link.buckets.receive(arriving(), read=lambda: None)
 
 
-def announce(group: dist.Backend, full: Full | None) -> None:
+def announce(link: Link, full: Full | None) -> None:
     """Tell the receivers which bucket is broadcast next; None: the stream has ended."""
     what = full and [full.slot, full.total, [_plain(piece) for piece in full.pieces]]
-    words = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
-    broadcast(group, torch.tensor([len(words)])).wait()
-    broadcast(group, words).wait()
+    words = json.dumps(what).encode()
+    message = torch.frombuffer(bytearray(link.next_code(words) + words), dtype=torch.uint8)
+    broadcast(link.control, torch.tensor([len(message)])).wait()
+    broadcast(link.control, message).wait()
 
 
-def next_announced(group: dist.Backend) -> Full | None:
+def next_announced(link: Link) -> Full | None:
     length = torch.zeros(1, dtype=torch.long)
-    broadcast(group, length).wait()
-    words = torch.empty(int(length), dtype=torch.uint8)
-    broadcast(group, words).wait()
-    if (what := json.loads(bytes(words.numpy()))) is None:
+    broadcast(link.control, length).wait()
+    message = torch.empty(int(length), dtype=torch.uint8)
+    broadcast(link.control, message).wait()
+    code, words = bytes(message[:CODE_BYTES].numpy()), bytes(message[CODE_BYTES:].numpy())
+    if not hmac.compare_digest(code, link.next_code(words)):
+        raise RunFailed("the weights are refused: they are announced by a process that does not have the run's secret")
+    if (what := json.loads(words)) is None:
         return None
     slot, total, pieces = what
     return Full(slot, tuple(_piece(*each) for each in pieces), total)

@@ -20,10 +20,13 @@ def ends():
     store = network.rendezvous("127.0.0.1", 3, 20)
     stores = [store, *(network.rendezvous("127.0.0.1", 3, 20, store.port) for _ in range(2))]
     with ThreadPoolExecutor(3) as pool:
-        jobs = [pool.submit(network.connect, store, rank, 3, 20) for rank, store in enumerate(stores)]
+        jobs = [
+            pool.submit(network.connect, store, rank, 3, 20, secret="the run's") for rank, store in enumerate(stores)
+        ]
         links = [job.result() for job in jobs]
     for link in links:
         link.buckets = Buckets(torch.empty(2, 4096, dtype=torch.uint8))
+    assert not any("the run's" in key for key in store.list_keys()), "the store tells the secret"
     return links
 
 
@@ -53,7 +56,7 @@ def test_every_end_gets_every_tensor_again_and_again(ends):
 
 def test_many_small_tensors_are_few_announcements(ends, monkeypatch):
     told, announce = [], network.announce
-    monkeypatch.setattr(network, "announce", lambda group, full: (told.append(full), announce(group, full)))
+    monkeypatch.setattr(network, "announce", lambda link, full: (told.append(full), announce(link, full)))
     over(ends, TENSORS[:60])
     assert len(told) == 2 and len(told[0].pieces) == 60 and told[1] is None
 
@@ -72,6 +75,27 @@ def test_damage_in_transfer_is_reported_after_the_stream(ends, monkeypatch):
         over(ends)
     monkeypatch.undo()
     assert [len(found) for found in over(ends)] == [len(TENSORS)] * 2  # nothing is left on the way
+
+
+@pytest.mark.parametrize("wrong", [{"secret": "a stranger's"}, {"announced": 0}], ids=["stranger", "said again"])
+def test_weights_are_taken_from_the_trainer_alone(ends, monkeypatch, wrong):
+    """A sender who got into the trainer's place of the group, but has another secret, or repeats an announcement."""
+    over(ends)
+    got, before = [], [link.announced for link in ends]
+    for name, value in wrong.items():
+        monkeypatch.setattr(ends[0], name, value)
+
+    def keep(link):
+        got.extend(network.receive(link))
+        return got
+
+    with pytest.raises(RunFailed, match="does not have the run's secret"):
+        over(ends, [], keep)
+    assert not got
+    monkeypatch.undo()
+    for link, announced in zip(ends, before, strict=True):
+        link.announced = announced
+    assert [len(found) for found in over(ends)] == [len(TENSORS)] * 2
 
 
 def test_nccl_where_every_end_has_a_gpu_of_its_own():
