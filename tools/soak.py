@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rft.launching.hangs import descendants
-from megatron_rft.utils.processes import children
+from megatron_rft.utils.processes import children, shared_memory, started
 from tests.integration.test_kill_and_resume import numbers
 from tests.integration.tiny import ROOT, kill, start
 
@@ -71,11 +71,9 @@ class Soak:
 
     def remember(self, pids: list[int]) -> None:
         for pid in pids:
-            with contextlib.suppress(OSError):
-                if began := started(pid):
-                    self.seen[pid] = began
-                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-                self.shared |= {line.split()[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+            if began := started(pid):
+                self.seen[pid] = began
+            self.shared |= shared_memory(pid, ("/dev/shm/",))
 
     def undisturbed(self, run: Path) -> dict[int, dict[str, float]]:
         """What the run's processes held, by its last logged step."""
@@ -181,14 +179,6 @@ def last_step(run: Path) -> int:
         file.seek(max(file.seek(0, os.SEEK_END) - (1 << 16), 0))
         return int(file.read().split(b'{"step": ')[-1].split(b",")[0])
     return 0
-
-
-def started(pid: int) -> str:
-    """When a process was started; empty where there is none."""
-    with contextlib.suppress(OSError, IndexError):
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return "" if state == "Z" else fields[18]
-    return ""
 
 
 def count(pids: list[int]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from megatron_rft.launching.diagnosis import STOPPED_STATES, Diagnosis, RankStat
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.position import Position, read, read_node
-from megatron_rft.utils.processes import children
+from megatron_rft.utils.processes import children, process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
 STACKS_S = 20.0  # at most, for processes to write their stacks
@@ -191,13 +191,6 @@ def wait_until_written(stacks: list[Path]) -> None:
 def ranks_of(node: dict) -> list[RankState]:
     """The ranks in a node's file."""
     return [RankState(**each | {"stopped": tuple(each["stopped"])}) for each in node["ranks"]]
-
-
-def process_state(pid: int) -> str:
-    """The letter of /proc/PID/stat; empty where there is no such process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return ""
 
 
 def descendants(pid: int) -> list[int]:

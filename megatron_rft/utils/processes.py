@@ -48,12 +48,22 @@ def reaper(parent: int, command: list[str]) -> int:
                 os.unlink(path)
 
 
-def shared_memory(pid: int) -> set[str]:
-    """Paths of vLLM's shared memory that a process has mapped: Python's, and that of its ranks on CPUs."""
+def shared_memory(pid: int, kinds: tuple[str, ...] = SHARED) -> set[str]:
+    """Paths of the shared memory that a process has mapped and that still have a name. Default: vLLM's, that is,
+    Python's and that of its ranks on CPUs."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        return {path for line in lines if (path := line.partition("/")[1] + line.partition("/")[2]).startswith(SHARED)}
+        paths = ("/" + line.partition("/")[2] for line in lines)
+        return {path for path in paths if path.startswith(kinds) and not path.endswith(" (deleted)")}
     return set()
+
+
+def status_fields(pid: int) -> list[str]:
+    """What /proc/PID/stat has after the program's name, which may contain spaces: state, parent, ...; empty where there
+    is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
 
 
 def _leave(number: int, _frame: object) -> None:
@@ -73,17 +83,25 @@ def reserved_port(host: str = "127.0.0.1") -> socket.socket:
 def children(pid: int) -> list[int]:
     """Return the pids of the children, including zombies. Scans all processes, because the kernel lists children by
     thread, and the list of threads changes."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # the process has just ended
-            if folder.name.isdigit() and parent_of(folder) == pid:
-                found.append(int(folder.name))
-    return sorted(found)
+    every = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return sorted(each for each in every if parent_of(each) == pid)
 
 
-def parent_of(folder: Path) -> int:
-    """Return the parent's pid. `folder`: that of a process under /proc."""
-    return int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+def parent_of(pid: int) -> int:
+    """Return the parent's pid; 0 where there is no such process."""
+    fields = status_fields(pid)
+    return int(fields[1]) if fields else 0
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of its state; empty where there is no such process."""
+    return (status_fields(pid) or [""])[0]
+
+
+def started(pid: int) -> str:
+    """Return when a process was started; empty where there is none, or where it has ended."""
+    fields = status_fields(pid)
+    return fields[19] if fields and fields[0] != "Z" else ""
 
 
 if __name__ == "__main__":
