@@ -1,76 +1,82 @@
-"""Kills runs with SIGKILL at random moments until they are done, and compares each with a run that nothing happened to.
+"""Kills runs with SIGKILL at random moments, and compares each one that ends with a run that nothing happened to.
 
     PYTHONPATH=. python tools/kill_test.py RECIPE [--kills 10] [--nproc N] [--seed S] [section.option=value ...]
-    PYTHONPATH=. python tools/kill_test.py tiny [--only TEXT] [--kills 10] ...     every algorithm, in a tiny recipe
+    PYTHONPATH=. python tools/kill_test.py tiny [--only TEXT,TEXT] [--kills 10] ...     every algorithm in a tiny recipe
 
-The exported weights must be equal to the last bit, and so must every number in metrics.jsonl that no clock makes. The
-exit status is 1 where they are not. A kill comes at a random moment of a random step, or of the start where the log has
-that step already. Where a run ends before its kill, its export and last checkpoint are removed for the next one.
+A run is started again after each kill until it ends. Then its exported weights must be equal to the last bit, and so
+must every number in metrics.jsonl that no clock makes; the next kills are those of a new run. The exit status is 1
+where anything differs or fails. The tool prints in which phases the kills came; `other` is between phases of a step.
 """
 
 import argparse
 import random
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections import Counter
+from functools import cache, partial
 from pathlib import Path
 
 import yaml
 
+from megatron_rft.launching.hangs import position_file
+from megatron_rft.launching.ranks import ranks_folder
+from megatron_rft.utils.position import Position, read
+from tests.fork_server import server
 from tests.integration import test_constraint, test_offline, test_online_algorithms
 from tests.integration.test_kill_and_resume import numbers
-from tests.integration.tiny import ROOT, kill, metrics, start, train, wait_until, write_recipe
+from tests.integration.tiny import ROOT, kill, start, wait_until, write_recipe
 from tests.unit.test_docs import files_of
 
 STEPS = 12
 PIPO = test_online_algorithms.PIPO
-OFFLINE = ("fpa", "off_rl", "dpo", "rpo", "ipo", "simpo", "simper", "kto", "a_star_po", "rft")
+OFFLINE = ("fpa", "a_star_po", "kto", "dpo", "rft", "off_rl", "rpo", "ipo", "simpo", "simper")
+AHEAD = {
+    "algorithm": {"name": "grpo", "importance": "truncated"},
+    "pipo": PIPO,
+    "rollout": {"staleness": 1, "placement": "process"},
+}
 ONLINE = (
-    {f"{name} with PIPO": sections for name, sections in test_online_algorithms.CLOSED.items()}
+    {"dapo with PIPO and a dynamic constraint": test_constraint.SECTIONS}
+    | {"grpo with PIPO, generating ahead": AHEAD}
+    | {f"{name} with PIPO": sections for name, sections in test_online_algorithms.CLOSED.items()}
     | test_online_algorithms.OTHERS
-    | {
-        "grpo with PIPO, generating ahead": {
-            "algorithm": {"name": "grpo"},
-            "pipo": PIPO,
-            "rollout": {"staleness": 1, "placement": "process"},
-        },
-        "dapo with PIPO and a dynamic constraint": test_constraint.SECTIONS,
-        "own": {"algorithm": {"name": "own", "objective": "gentle.py:Gentle", "negative": 0.25}},
-    }
+    | {"own": {"algorithm": {"name": "own", "objective": "gentle.py:Gentle", "negative": 0.25}}}
 )
+NAMES = (*ONLINE, "sft", *OFFLINE)
 
 
-def tiny_recipes(folder: Path, only: str) -> Iterator[tuple[str, Path]]:
-    """(name, recipe) of every algorithm in the README's table, with the model and the data that it reads."""
-    for name, sections in ONLINE.items():
-        if only not in name:
-            continue
-        place = folder / name.replace(" ", "_")
-        place.mkdir()
-        files_of(ROOT / "docs/own_algorithm.md", place)
-        (place / "refine.txt").write_text("{question}{response}\n")
-        sections = {key: dict(value) for key, value in sections.items()} | {"run": {"steps": STEPS, "seed": 3}}
-        if "constraint" in sections:
-            sections["constraint"]["template"] = str(place / "refine.txt")
-        if name == "own":
-            sections["algorithm"]["objective"] = f"{place}/gentle.py:Gentle"
-        yield name, test_online_algorithms.recipe_of(place, sections)
-    if only in "sft":
-        yield "sft", sft_recipe(folder / "sft")
-    offline = [name for name in OFFLINE if only in name]
-    if offline:
-        (folder / "offline").mkdir()
-        store = test_offline.make_store(folder / "offline")
-    for name in offline:
+def tiny_recipe(name: str, folder: Path) -> Path:
+    """The recipe of an algorithm in the README's table, with the model and the data that it reads."""
+    if name in OFFLINE:
+        store = store_in(folder / "offline")
         recipe = test_offline.OFFLINE | {"algorithm": {"name": name, "batch_sequences": 16}}
         test_offline.write(store, name, recipe, "store", name)
-        yield name, store / f"{name}.yaml"
+        return store / f"{name}.yaml"
+    place = folder / name.replace(" ", "_")
+    place.mkdir()
+    return sft_recipe(place) if name == "sft" else online_recipe(name, place)
+
+
+@cache
+def store_in(folder: Path) -> Path:
+    folder.mkdir()
+    return test_offline.make_store(folder)
+
+
+def online_recipe(name: str, folder: Path) -> Path:
+    files_of(ROOT / "docs/own_algorithm.md", folder)
+    (folder / "refine.txt").write_text("{question}{response}\n")
+    sections = {key: dict(value) for key, value in ONLINE[name].items()} | {"run": {"steps": STEPS, "seed": 3}}
+    if "constraint" in sections:
+        sections["constraint"]["template"] = str(folder / "refine.txt")
+    if name == "own":
+        sections["algorithm"]["objective"] = f"{folder}/gentle.py:Gentle"
+    return test_online_algorithms.recipe_of(folder, sections)
 
 
 def sft_recipe(folder: Path) -> Path:
-    folder.mkdir()
     path = write_recipe(folder, trainer="sft", run={"steps": STEPS})
     recipe = yaml.safe_load(path.read_text())
     recipe |= {"algorithm": {"name": "sft", "batch_sequences": 8}, "rollout": {"max_response_tokens": 8}}
@@ -82,82 +88,101 @@ def export(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((out / "export").glob("*.safetensors"))}
 
 
-def last_step(run: Path) -> int:
-    log = run / "metrics.jsonl"
-    return max(len(log.read_bytes().splitlines()) - 1, 0) if log.is_file() else 0
+def position_of(run: Path) -> Position:
+    """Of rank 0, also after its end."""
+    return read(position_file(ranks_folder(str(run)), 0), 0) or Position(0)
 
 
-def reached(run: Path, step: int) -> bool:
-    return last_step(run) >= step
-
-
-def undo_the_end(out: Path) -> None:
-    """Make a finished run one that was killed before its last checkpoint."""
-    shutil.rmtree(out / "export", ignore_errors=True)
-    checkpoints = sorted((out / "checkpoints").glob("step_??????"))
-    if len(checkpoints) > 1:
-        shutil.rmtree(checkpoints[-1])
+def reached(run: Path, moves: float) -> bool:
+    return position_of(run).moves >= moves
 
 
 class Case:
-    """One recipe: the undisturbed run, the kills, and the comparison."""
+    """One recipe: the undisturbed run, the kills, and the comparisons."""
 
     def __init__(self, recipe: Path, out: Path, options: argparse.Namespace):
-        self.recipe, self.calm, self.killed, self.options = recipe, out / "undisturbed", out / "killed", options
+        self.recipe, self.calm, self.run, self.options = recipe, out / "undisturbed", out / "killed", options
         self.arguments = [*options.overrides, *(["--nproc", str(options.nproc)] if options.nproc > 1 else [])]
-        self.forked = options.recipe == "tiny"
         self.moments = random.Random(f"{options.seed} {out.name}")
+        self.killed_in: Counter[str] = Counter()  # phases
+        self.compared = 0
+        out.mkdir()
 
-    def finish(self, out: Path) -> None:
-        """Run to the end."""
-        status, output = train(self.recipe, *self.arguments, f"run.output_dir={out}", forked=self.forked)
-        if status:
-            sys.exit(f"{self.recipe}: status {status}\n{output[-3000:]}")
+    def start(self, run: Path) -> subprocess.Popen:
+        position_file(ranks_folder(str(run)), 0).unlink(missing_ok=True)
+        with run.with_suffix(".log").open("w") as log:
+            options, forked = [*self.arguments, f"run.output_dir={run}"], self.options.recipe == "tiny"
+            return start(self.recipe, *options, forked=forked, stdout=log)
 
-    def disturb(self) -> list[str]:
-        """Start the run and kill it, as often as was asked for. The last step in the log at each kill."""
-        first, *_, last = metrics(self.calm)
-        pause = (last["time"] - first["time"]) / last["step"]
-        told = []
-        for _ in range(self.options.kills):
-            process = start(self.recipe, *self.arguments, f"run.output_dir={self.killed}", forked=self.forked)
-            step = self.moments.randrange(last["step"])
-            if wait_until(partial(reached, self.killed, step), process):
-                time.sleep(self.moments.uniform(0, pause))
-            kill(process)
-            process.communicate()
-            told.append(str(last_step(self.killed)))
-            if (self.killed / "export").exists():
-                undo_the_end(self.killed)
-        return told
+    def finish(self, run: Path) -> None:
+        if status := self.start(run).wait():
+            raise RuntimeError(self.failure(run, status))
 
-    def run(self) -> tuple[bool, str]:
-        self.finish(self.calm)
-        told = self.disturb()
-        self.finish(self.killed)
-        weights, log = export(self.calm) == export(self.killed), numbers(self.calm) == numbers(self.killed)
-        verdict = f"weights {'equal' if weights else 'DIFFER'}, log {'equal' if log else 'DIFFERS'}"
-        return weights and log, f"{verdict}; last step at each kill: {' '.join(told)}"
+    def disturb(self, seconds: float) -> None:
+        """Start the run and kill it, as often as was asked for. `seconds`: of the undisturbed run."""
+        moves = position_of(self.calm).moves
+        while self.killed_in.total() < self.options.kills:
+            process, target = self.start(self.run), moves * self.moments.uniform(-0.1, 0.4)
+            wait_until(partial(reached, self.run, target), process)  # whatever the load of the machine
+            time.sleep(self.moments.uniform(0, seconds / STEPS))
+            if process.poll() is None:
+                self.killed_in[position_of(self.run).phase or "start"] += 1
+                kill(process)
+            elif process.returncode == 0:
+                self.compare()
+            else:
+                raise RuntimeError(self.failure(self.run, process.returncode))
+            process.wait()
+
+    def failure(self, run: Path, status: int) -> str:
+        return f"status {status}\n{run.with_suffix('.log').read_text()[-3000:]}"
+
+    def compare(self) -> None:
+        """And remove the run, so that the next one begins anew."""
+        if export(self.calm) != export(self.run):
+            raise RuntimeError(f"the weights differ: {self.run}")
+        if numbers(self.calm) != numbers(self.run):
+            raise RuntimeError(f"the logs differ: {self.run}")
+        self.compared += 1
+        shutil.rmtree(self.run)
+
+    def check(self) -> str:
+        """What is wrong; empty if nothing is."""
+        try:
+            began = time.monotonic()
+            self.finish(self.calm)
+            self.disturb(time.monotonic() - began)
+            self.finish(self.run)
+            self.compare()
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipe", help="a file, or `tiny` for a tiny recipe of every algorithm")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--only", default="", help="of the tiny recipes: those whose name has this text")
+    parser.add_argument("--only", default="", help="of the tiny recipes: those whose name has one of these texts")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/kill_test"))
     options = parser.parse_intermixed_args()
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
-    recipes = tiny_recipes(options.out.resolve(), options.only) if options.recipe == "tiny" else None
-    failed = 0
-    for name, recipe in recipes or [(Path(options.recipe).stem, Path(options.recipe))]:
-        equal, told = Case(recipe, options.out.resolve() / f"{name.replace(' ', '_')}.runs", options).run()
-        failed += not equal
-        print(f"{name:40} {options.kills} kills: {told}", flush=True)
+    out = options.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    tiny, failed = options.recipe == "tiny", 0
+    if tiny:
+        server()  # its start is not part of a run's time
+    wanted = [name for text in options.only.split(",") for name in NAMES if text in name]
+    for name in dict.fromkeys(wanted) if tiny else [options.recipe]:
+        recipe = tiny_recipe(name, out) if tiny else Path(name)
+        case = Case(recipe, out / f"{recipe.stem if not tiny else name.replace(' ', '_')}.runs", options)
+        wrong = case.check()
+        failed += bool(wrong)
+        counts = ", ".join(f"{phase} {count}" for phase, count in case.killed_in.most_common())
+        print(f"{name}: {case.killed_in.total()} kills ({counts}), {case.compared} runs equal. {wrong}", flush=True)
     return int(failed > 0)
 
 

@@ -77,12 +77,11 @@ def die_with_launcher() -> None:
 
 
 def show_position(output_dir: str) -> None:
-    """In a rank of a launcher: let it see where the rank is, and ask for its stack."""
-    if PARENT in os.environ:
-        folder, rank = ranks_folder(output_dir), int(os.environ["RANK"])
-        here.open(position_file(folder, rank))
-        write_stacks_on_signal(stack_folder(folder) / f"rank_{rank}.stack")
-        os.environ[STACKS] = str(stack_folder(folder).resolve())
+    """Let others see where this rank is, and ask for its stack."""
+    folder, rank = ranks_folder(output_dir), int(os.environ.get("RANK", 0))
+    here.open(position_file(folder, rank))
+    write_stacks_on_signal(stack_folder(folder) / f"rank_{rank}.stack")
+    os.environ[STACKS] = str(stack_folder(folder).resolve())
 
 
 def use_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
