@@ -3,7 +3,8 @@
 Each rank writes where it is to RUN/launch/rank_N.position (`utils/position.py`). This node's launcher reads the
 positions of its ranks once a second and writes RUN/launch/node_K.json every few seconds, which `megatron-rft status`
 and the other nodes' launchers read. When no rank of any node has moved for `faults.hang_s`, every launcher asks its
-ranks and their engine processes for their Python stacks (SIGUSR2), and node 0's writes RUN/launch/hang_TIME.txt.
+ranks and their engine processes for their Python stacks (SIGUSR2), and ranks with NCCL for its flight recorder (through
+a pipe of torch's); node 0's writes RUN/launch/hang_TIME.txt.
 """
 
 import contextlib
@@ -24,13 +25,14 @@ from megatron_rft.utils.position import Position, read, read_node
 from megatron_rft.utils.processes import children, process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
+FLIGHT_EVENTS = "2000"  # of NCCL's that a rank remembers
 STACKS_S = 20.0  # at most, for processes to write their stacks
 SETTLED_S = 1.5  # a stack that has not grown for so long is whole
 SHORTEST_S = 300.0  # an automatic limit is never below
 TIMES_LONGEST = 10.0
 LEARNED_STEPS = 3  # steps after which the longest pauses count
 GENERATING = ("generation", "reward", "refine", "evaluation")
-REPEATED = (*GENERATING, "logprobs", "training", "verification", "part_norms", "sync")  # alike in each step
+REPEATED = (*GENERATING, "logprobs", "training", "verification", "part_norms", "sync", "checkpoint")  # alike each time
 NFS_S = 15.0  # a node's file may be as old as this when another reads it
 
 
@@ -40,6 +42,18 @@ def position_file(folder: Path, rank: int) -> Path:
 
 def stack_folder(folder: Path) -> Path:
     return folder / "stacks"
+
+
+def flight_recorder(folder: Path, temporary: Path) -> dict[str, str]:
+    """The environment in which torch records the last collectives of NCCL. A rank writes them when its
+    `flight_pipe` is written to, which torch makes with its first NCCL group."""
+    names = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{temporary}/flight_"}
+    names["TORCH_FR_DUMP_TEMP_FILE"] = f"{stack_folder(folder).resolve()}/flight_"  # followed by the rank
+    return {"TORCH_FR_BUFFER_SIZE": FLIGHT_EVENTS} | names
+
+
+def flight_pipe(temporary: Path, rank: int) -> Path:
+    return temporary / f"flight_{rank}.pipe"
 
 
 def host_name() -> str:
@@ -76,6 +90,7 @@ class Watch:
     def __init__(self, folder: Path, node: Node, faults: Faults, clock: Callable[[], float] = time.monotonic):
         self.folder, self.node, self.pauses, self.clock = folder, node, Pauses(faults), clock
         self.host = host_name()
+        self.temporary: Path | None = None  # the folder of the ranks' pipes for NCCL's flight recorder
         self._moves: dict[int, int] = {}
         self._since: dict[int, float] = {}  # rank -> when it was last seen to move
         self._positions: dict[int, Position] = {}
@@ -87,7 +102,7 @@ class Watch:
     def _forget(self) -> None:
         """Remove what an earlier start has left, so that no other node takes it for this one's."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in [self._node_file(self.node.index), *stack_folder(self.folder).glob("*.stack")]:
+        for path in [self._node_file(self.node.index), *stack_folder(self.folder).glob("*")]:
             path.unlink(missing_ok=True)
 
     def look(self, numbers: list[int]) -> Diagnosis | None:
@@ -166,23 +181,40 @@ class Watch:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGUSR2)
                     asked.append(folder / (f"rank_{rank}.stack" if pid == position.pid else f"engine_{pid}.stack"))
-        wait_until_written([path for path in asked if path.exists()])
+        asked = [path for path in asked if path.exists()]
+        for rank in self._positions:
+            if self.temporary and ask(flight_pipe(self.temporary, rank)):
+                asked.append(folder / f"flight_{rank}")
+        wait_until_written(asked)
 
     def _write_report(self, found: Diagnosis, states: list[RankState]) -> None:
         parts = [f"The run hangs: {found.sentence}.", "", *describe(states)]
         for path in sorted(stack_folder(self.folder).glob("*.stack")):
             parts += ["", f"---- {path.stem.replace('_', ' ')}", path.read_text(errors="replace").strip()]
             parts[-1] = parts[-1] or "(it did not answer: a stopped process writes no stack)"
+        if flights := sorted(stack_folder(self.folder).glob("flight_*")):
+            parts += ["", f"NCCL's last collectives: {len(flights)} files {flights[0].parent}/flight_RANK, which"]
+            parts += [f"python -m torch.distributed.flight_recorder.fr_trace {flights[0].parent} -p flight_ compares"]
         path = self.folder / time.strftime("hang_%Y%m%d_%H%M%S.txt")
         with contextlib.suppress(OSError):
             write_atomically(path, "\n".join(parts) + "\n")
+
+
+def ask(pipe: Path) -> bool:
+    """Write to a pipe. Returns False if nobody reads it."""
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    os.write(descriptor, b"1"), os.close(descriptor)
+    return True
 
 
 def wait_until_written(stacks: list[Path]) -> None:
     deadline, before = time.monotonic() + STACKS_S, None
     while time.monotonic() < deadline:
         time.sleep(SETTLED_S)
-        sizes = [path.stat().st_size for path in stacks]
+        sizes = [path.stat().st_size if path.exists() else 0 for path in stacks]
         if all(sizes) and sizes == before:
             return
         before = sizes

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.launching import slurm
-from megatron_rft.launching.hangs import Watch, position_file, stack_folder
+from megatron_rft.launching.hangs import Watch, flight_recorder, position_file, stack_folder
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import ConfigError
@@ -113,6 +113,8 @@ def launch(
             if job is not None:
                 job.begin()
             environment = _environment(nproc, node, node.port or free.getsockname()[1], temporary)
+            environment |= flight_recorder(watch.folder, temporary)
+            watch.temporary = temporary
             for local in range(nproc):
                 number = node.index * nproc + local
                 for file in (ranks_folder(output_dir) / f"rank_{number}.json", position_file(watch.folder, number)):

@@ -18,6 +18,7 @@ from megatron_rft.inference.vllm.readback import checksums
 from megatron_rft.inference.vllm.server_checks import MODEL
 from megatron_rft.inference.vllm.weights import Receiver
 from megatron_rft.inference.weight_checks import WeightValidator
+from megatron_rft.utils.position import write_engine_stacks
 
 WIRE = "wire"
 
@@ -80,6 +81,7 @@ class WireReceiver(Receiver):
             self.validator.accept()
 
 
+write_engine_stacks()
 if WIRE not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(WIRE, WireReceiver)
 draft_models.load_from_their_folder()

@@ -2,10 +2,21 @@
 
 import json
 import os
+import select
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from megatron_rft.config.sections import Faults
-from megatron_rft.launching.hangs import LEARNED_STEPS, SHORTEST_S, Pauses, Watch, position_file
+from megatron_rft.launching.hangs import (
+    LEARNED_STEPS,
+    SHORTEST_S,
+    Pauses,
+    Watch,
+    flight_pipe,
+    flight_recorder,
+    position_file,
+)
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.position import Here, read_nodes
@@ -18,6 +29,9 @@ def test_the_limit_of_a_phase():
     assert pauses.limit("training", LATER) == 1000 and pauses.limit("generation", LATER) == 5000
     pauses.note("training", 2.0), pauses.note("training", 50.0), pauses.note("training", 3.0)
     assert pauses.limit("training", LATER) == 500 and pauses.limit("training", 1) == 1000
+    assert pauses.limit("checkpoint", LATER) == 3600
+    pauses.note("checkpoint", 40.0)
+    assert pauses.limit("checkpoint", LATER) == 400
     pauses.note("logprobs", 0.1), pauses.note("start", 1.0), pauses.note("other", 1.0)
     assert pauses.limit("logprobs", LATER) == SHORTEST_S
     assert pauses.limit("start", 0) == 700 and pauses.limit("other", LATER) == 1000  # the export is in it
@@ -53,6 +67,32 @@ def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
     assert {node["ranks"][0]["rank"] for node in read_nodes(tmp_path)} == {0, 1}
     report = next(tmp_path.glob("hang_*.txt")).read_text()
     assert "rank 0 (node" in report and "rank 1 (node" in report
+
+
+def test_nccl_is_asked_for_its_last_collectives(tmp_path, monkeypatch):
+    """As torch does it: a rank makes a pipe, and writes its file when somebody writes to the pipe."""
+    monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
+    ranks = Ranks(tmp_path / "launch", 0, 1)
+    ranks.watch.temporary = tmp_path
+    environment = flight_recorder(ranks.watch.folder, tmp_path)
+    pipe = flight_pipe(tmp_path, 0)
+    assert environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe" == str(pipe)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def dump():
+        select.select([reader], [], [], 60)
+        file = Path(environment["TORCH_FR_DUMP_TEMP_FILE"] + "0")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"collectives")
+
+    with ThreadPoolExecutor(1) as thread:
+        dumped = thread.submit(dump)
+        assert ranks.look(1) is None and ranks.look(60)
+        dumped.result()
+    os.close(reader)
+    report = next((tmp_path / "launch").glob("hang_*.txt")).read_text()
+    assert "NCCL's last collectives: 1 files" in report and str(tmp_path / "launch/stacks") in report
 
 
 def test_what_a_node_wrote_long_ago_does_not_count(tmp_path):
