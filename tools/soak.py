@@ -73,7 +73,7 @@ class Soak:
         for pid in pids:
             if began := started(pid):
                 self.seen[pid] = began
-            self.shared |= shared_memory(pid, ("/dev/shm/",))
+            self.shared |= shared_memory(pid, "/dev/shm/")
 
     def undisturbed(self, run: Path) -> dict[int, dict[str, float]]:
         """What the run's processes held, by its last logged step."""

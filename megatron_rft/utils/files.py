@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TEMPORARY = "megatron_rft_????????.tmp"
+SHARED = ".shared_memory"  # files with paths, one a line
+
 
 @contextmanager
 def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
@@ -54,19 +57,35 @@ def read_json_lines(path: Path) -> list[Any]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a folder beside other temporary files, and remove it at the end. Removes those of killed processes first: a
-    process locks its own."""
+    """Yield a folder beside other temporary files, and remove it at the end, with the shared memory that is recorded in
+    it. Removes those of killed processes first: a process locks its own."""
     root = Path(tempfile.gettempdir())
-    for other in root.glob("megatron_rft_????????.tmp"):
+    for other in root.glob(TEMPORARY):
         with contextlib.suppress(OSError), locked(other):  # OSError: it is in use, another user's, or gone
-            shutil.rmtree(other, ignore_errors=True)
+            _remove(other)
     new = Path(tempfile.mkdtemp(prefix=".megatron_rft_", suffix=".tmp"))
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks: nobody removes it after a kill
             stack.enter_context(locked(new))
         folder = new.rename(root / new.name.removeprefix("."))  # locked before anybody finds it
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(_remove, folder)
         yield folder
+
+
+def record_shared_memory(paths: set[str]) -> None:
+    """Where the folder for temporary files is a `temporary_folder`: have these files removed with it, for those of
+    processes that are killed."""
+    folder = Path(tempfile.gettempdir())
+    if folder.match(TEMPORARY):
+        (folder / f"{os.getpid()}{SHARED}").write_text("\n".join(paths))
+
+
+def _remove(folder: Path) -> None:
+    for record in folder.glob(f"*{SHARED}"):
+        for path in record.read_text().splitlines():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
+SHARED = r"/dev/shm/(psm_|vllm_dist_|.*cpushm)"  # vLLM's: Python's, and that of its ranks on CPUs
 REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # followed by the parent's pid and a command
 
 
@@ -48,13 +49,12 @@ def reaper(parent: int, command: list[str]) -> int:
                 os.unlink(path)
 
 
-def shared_memory(pid: int, kinds: tuple[str, ...] = SHARED) -> set[str]:
-    """Paths of the shared memory that a process has mapped and that still have a name. Default: vLLM's, that is,
-    Python's and that of its ranks on CPUs."""
+def shared_memory(pid: int, pattern: str = SHARED) -> set[str]:
+    """Paths that begin with `pattern` of files that a process has mapped and that still have a name."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
         paths = ("/" + line.partition("/")[2] for line in lines)
-        return {path for path in paths if path.startswith(kinds) and not path.endswith(" (deleted)")}
+        return {path for path in paths if re.match(pattern, path) and not path.endswith(" (deleted)")}
     return set()
 
 

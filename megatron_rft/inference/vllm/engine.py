@@ -5,6 +5,7 @@ with a seed that depends on (request seed, sample); vLLM's prefix cache computes
 """
 
 import copy
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -37,7 +38,9 @@ from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.plan.vllm import GPU_SHARE
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.files import record_shared_memory
 from megatron_rft.utils.position import here
+from megatron_rft.utils.processes import shared_memory
 
 PARTS = ("weights", "kv_cache")  # vLLM's names of what sleeps
 STEPPING = Lock()  # only one engine of this process runs a step at a time
@@ -104,6 +107,7 @@ class VLLMEngine(Engine):
             cpu_patches.repair()
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
             self.llm = _start(self._arguments(folder, max_batch_sequences, options, gpu_share))
+        record_shared_memory(shared_memory(os.getpid()))
         self.source = weights.Stream([weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()])
         self.sender = weights.connect(self.llm, self.source)
         if isinstance(drafter := getattr(self._runner(), "drafter", None), PredictedOutput):

@@ -4,6 +4,7 @@ A server is started with this file's `Extension` (`arguments.command` builds the
 registers the receiving side in vLLM's weight-transfer factory, under the name WIRE.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,9 @@ from megatron_rft.inference.vllm.readback import checksums
 from megatron_rft.inference.vllm.server_checks import MODEL
 from megatron_rft.inference.vllm.weights import Receiver
 from megatron_rft.inference.weight_checks import WeightValidator
+from megatron_rft.utils.files import record_shared_memory
 from megatron_rft.utils.position import write_engine_stacks
+from megatron_rft.utils.processes import shared_memory
 
 WIRE = "wire"
 
@@ -91,6 +94,7 @@ class Extension:
     """The methods that a trainer calls on each worker through `/collective_rpc`."""
 
     def rft_facts(self) -> dict:
+        record_shared_memory(shared_memory(os.getpid()))
         if cpu_patches.faulty():
             cpu_patches.repair()
         config, parallel = self.model_config.hf_config, self.parallel_config

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_rft.utils.files import temporary_folder
+from megatron_rft.utils.files import record_shared_memory, temporary_folder
 
 HOLD = """
 from megatron_rft.utils.files import temporary_folder
@@ -30,10 +30,16 @@ def test_a_killed_process_leaves_one_until_the_next_starts(tmp_path, monkeypatch
     (killed, left), (alive, held) = hold(tmp_path), hold(tmp_path)
     with killed, alive:
         (left / "a socket").touch()
+        shared = tmp_path / "shared memory"
+        shared.touch()
+        with monkeypatch.context() as there:
+            there.setattr(tempfile, "tempdir", str(left))
+            record_shared_memory({str(shared), str(tmp_path / "what the process itself has removed")})
         killed.kill()
         killed.wait()
-        assert left.parent == held.parent == tmp_path and left.is_dir()
+        assert left.parent == held.parent == tmp_path and left.is_dir() and shared.exists()
         with temporary_folder() as own:
             assert {path for path in tmp_path.iterdir() if path.suffix} == {held, own}
         alive.communicate("\n")
+    record_shared_memory({"/dev/shm/of_a_run_without_such_a_folder"})
     assert [path.name for path in tmp_path.iterdir()] == ["megatron_rft_notes"]
