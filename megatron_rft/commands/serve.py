@@ -72,8 +72,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     """Serve until SIGTERM. Writes the servers' output to OUT/NODE_0.log ..., and their URLs to OUT/NODE.urls when all
     of them answer."""
     check_writable(args.out, "--out")
-    if token_check.VARIABLE not in os.environ:
-        print(f"{token_check.VARIABLE} is not set: anyone who reaches these servers can use them", file=sys.stderr)
+    if token := token_check.set_if_missing():
+        print(f"export {token_check.VARIABLE}={token}  # for the run, without which the servers refuse it", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = build.load_hf_config(recipe.model)
     shape = shape_of(hf_config.to_dict())

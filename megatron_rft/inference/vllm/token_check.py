@@ -6,6 +6,7 @@ variable MEGATRON_RFT_TOKEN of the server and of the trainer: only processes of 
 
 import hmac
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
 VARIABLE = "MEGATRON_RFT_TOKEN"
@@ -32,6 +33,14 @@ class RequireToken:
     def _allowed(self, scope: dict) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return scope["path"] == OPEN or not self.expected or hmac.compare_digest(given, self.expected)
+
+
+def set_if_missing() -> str:
+    """Set a new token in this process's environment. Returns it; empty where there is one already."""
+    if os.environ.get(VARIABLE):
+        return ""
+    os.environ[VARIABLE] = secrets.token_urlsafe(24)
+    return os.environ[VARIABLE]
 
 
 def header(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -41,3 +41,10 @@ def test_without_a_token_all_are_let_through(monkeypatch, value):
         monkeypatch.setenv(VARIABLE, value)
     assert header() == {} and ask("/update_weights", {}) == []
     assert token_check.OPEN == "/health"
+
+
+def test_servers_of_a_shell_without_a_token_get_one(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    token = token_check.set_if_missing()
+    assert len(token) > 20 and header() == {"Authorization": f"Bearer {token}"}
+    assert token_check.set_if_missing() == "" and header() == {"Authorization": f"Bearer {token}"}
