@@ -32,12 +32,6 @@ def _groups_agree(steps: list[Metrics], _: float) -> bool:
     return all(sum(step.get(name, 0.0) for name in names) >= 1 - 1e-9 for step in steps)
 
 
-def _weights_saturate(steps: list[Metrics], _: float) -> bool:
-    names = ("dynamics/future_weight_correct", "dynamics/future_weight_incorrect")
-    values = [step[name] for step in steps for name in names if name in step]
-    return all(value < 0.01 or value > 0.99 for value in values)
-
-
 ALARMS = (
     Alarm(
         "policy/entropy",
@@ -80,9 +74,9 @@ ALARMS = (
         "docs/dynamic.md",
     ),
     Alarm(
-        "dynamics/future_weight_correct",
-        _weights_saturate,
-        "FPA's weights are all near 0 or 1, where they change the loss little (dynamics/future_weight_*)",
+        "dynamics/future_weight_saturated",
+        _all("dynamics/future_weight_saturated", lambda share: share > 0.95),
+        "FPA's weights are nearly all within 0.01 of 0 or 1 (dynamics/future_weight_saturated)",
         "docs/offline.md",
     ),
 )

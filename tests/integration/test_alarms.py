@@ -1,4 +1,4 @@
-"""Alarms in real runs that have their failures. That of FPA's weights is in tests/unit/training/test_alarms.py only."""
+"""Alarms in real runs that have their failures. That of FPA's weights is in test_offline.py."""
 
 import pytest
 

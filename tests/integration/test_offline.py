@@ -18,6 +18,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.data.trajectories import sha256
+from megatron_rft.tracking.notes import NOTES_FILE, read_notes
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
 from tests.integration.tiny import ROOT, kill, metrics, start, train, write_data, write_model
 
@@ -141,6 +142,19 @@ def test_cached_hidden_states_train_the_same_model(folder, tmp_path):
     ):
         status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/{number}", *options, *changed)
         assert status == 2 and message in output, output[-3000:]
+
+
+def test_weights_that_saturate_have_their_alarm(folder, tmp_path):
+    """Far ahead of the policy all weights are 0 or 1. `tracking.alarms` turns every alarm off."""
+    options = ["algorithm.extrapolation=10", "algorithm.kl_coefficient=null", "algorithm.part_norms_every=0"]
+    options += ["run.steps=32", "evaluation.every=0", "checkpoint.every=0"]
+    counts = []
+    for alarms in ("true", "false"):
+        run = tmp_path / alarms
+        status, output = train(folder / "offline.yaml", f"run.output_dir={run}", f"tracking.alarms={alarms}", *options)
+        assert status == 0, output[-3000:]
+        counts.append(sum("FPA's weights" in note["note"] for note in read_notes(run / NOTES_FILE)))
+    assert counts == [1, 0], [line.get("dynamics/future_weight_saturated") for line in metrics(run)]
 
 
 def test_patience_ends_a_run_and_the_best_model_is_exported(folder, tmp_path):

@@ -28,6 +28,7 @@ from megatron_rft.objectives.base import (
 from megatron_rft.records import Batch, like, send
 
 LOW = 0.2  # weights below this are counted as low (fpa.txt figure 3, right)
+SATURATED = 0.01  # weights closer to 0 or 1 than this are counted as saturated
 
 
 class Offline(Objective):
@@ -89,13 +90,17 @@ def weights(logprobs: Tensor, batch: Batch) -> Tensor:
 
 def dynamics(outputs: Outputs, batch: Batch) -> dict[str, Sum]:
     """Metrics of right and wrong trajectories: log-ratio to the reference, weight pi^(1/|y|), FPA's weight
-    pi_hat^(1/|y|) and its ratio to pi^(1/|y|), and the number of wrong ones with a weight below `LOW`."""
+    pi_hat^(1/|y|) and its ratio to pi^(1/|y|), and the number of wrong ones with a weight below `LOW`. Of all: the
+    share whose FPA weight is closer to 0 or 1 than `SATURATED`."""
     logprobs = outputs["logprobs"].detach()
     values = {"log_ratio": log_ratios(logprobs, batch), "weight": weights(logprobs, batch)}
+    found = {}
     if "extrapolated_logprobs" in outputs:
-        values["future_weight"] = weights(outputs["extrapolated_logprobs"], batch)
-        values["future_ratio"] = values["future_weight"] / values["weight"]
-    found = {
+        future = values["future_weight"] = weights(outputs["extrapolated_logprobs"], batch)
+        values["future_ratio"] = future / values["weight"]
+        saturated = torch.minimum(future, 1 - future) < SATURATED
+        found["dynamics/future_weight_saturated"] = over_sequences(saturated.to(logprobs), batch)
+    found |= {
         f"dynamics/{name}_{part}": over_sequences(value, batch, part)
         for name, value in values.items()
         for part in ("correct", "incorrect")

@@ -15,8 +15,7 @@ HEALTHY = {
     "policy/kl": 0.1,
     "pipo/suppressed": 0.0,
     "constraint/improved": 0.2,
-    "dynamics/future_weight_correct": 0.7,
-    "dynamics/future_weight_incorrect": 0.995,
+    "dynamics/future_weight_saturated": 0.5,
 }
 FAILURES = {
     "the entropy has collapsed": {"policy/entropy": 0.05},
@@ -25,7 +24,7 @@ FAILURES = {
     "far from the reference": {"policy/kl": 1.5},
     "PIPO has suppressed": {"pipo/suppressed": 1.0},
     "the refiner has improved": {"constraint/improved": 0.0},
-    "FPA's weights": {"dynamics/future_weight_correct": 0.999, "dynamics/future_weight_incorrect": 0.001},
+    "FPA's weights": {"dynamics/future_weight_saturated": 1.0},
 }
 
 

@@ -302,10 +302,11 @@ def test_any_cut_gives_the_same_and_a_rank_without_work_adds_nothing(name):
 
 
 def test_dynamics_by_hand():
-    """Right: pi 1/2, reference 1/4. Wrong: pi 1/8 and 1/2, reference 1/2 both. Below 0.2: one of the wrong ones."""
+    """Right: pi 1/2, reference 1/4. Wrong: pi 1/8 and 1/2, reference 1/2 both. Below 0.2: one of the wrong ones; FPA's
+    weights of both, and one of them is below 0.01."""
     batch, logprobs = simple([1.0, -1.0, -1.0], [math.log(x) for x in (0.5, 0.125, 0.5)])
     batch = batch.with_tokens(ref_logprobs=torch.tensor([0.25, 0.5, 0.5]).double().log())
-    outputs = {"logprobs": logprobs, "extrapolated_logprobs": torch.tensor([0.75, 0.0625, 0.125]).double().log()}
+    outputs = {"logprobs": logprobs, "extrapolated_logprobs": torch.tensor([0.75, 0.0625, 0.005]).double().log()}
     loss, number = made("fpa").loss(outputs, batch), counts(batch)
     found = {n: s.total.item() / number[s.per] for n, s in loss.metrics.items()}
     assert found == pytest.approx(
@@ -315,9 +316,10 @@ def test_dynamics_by_hand():
             "dynamics/weight_correct": 0.5,
             "dynamics/weight_incorrect": 5 / 16,
             "dynamics/future_weight_correct": 0.75,
-            "dynamics/future_weight_incorrect": 3 / 32,
+            "dynamics/future_weight_incorrect": 0.0675 / 2,
+            "dynamics/future_weight_saturated": 1 / 3,
             "dynamics/future_ratio_correct": 1.5,
-            "dynamics/future_ratio_incorrect": 3 / 8,
+            "dynamics/future_ratio_incorrect": (0.5 + 0.01) / 2,
             "dynamics/low_weight_incorrect": 1.0,
             "dynamics/low_future_weight_incorrect": 2.0,
         }
