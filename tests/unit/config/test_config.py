@@ -108,7 +108,7 @@ class TestLoading:
             st.none() | st.booleans() | st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner)
         )
     )
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def test_override_nests_any_value(self, value):
         assert config.loading.parse_override(f"x.y={yaml.safe_dump(value, default_flow_style=True)}") == {
             "x": {"y": value}
@@ -297,7 +297,7 @@ class TestPlan:
 
 
 @given(st.integers(1, 32), st.integers(1, 8), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_possible_layouts_have_no_problems_and_miss_none(world, heads_per_group, groups):
     shape = ModelShape(4, 64, heads_per_group * groups, groups, 256, 0, 0, 512, 128, 64)
     found = set(possible(world, shape))

@@ -1,7 +1,7 @@
 """The distribution of sequences over micro-batches: each once, within the budget, balanced, groups together."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rft.megatron.balance import Costs, plan, plan_within
@@ -51,7 +51,6 @@ def test_units_stay_together():
 shapes = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 40), min_size=1, max_size=9)), min_size=1)
 
 
-@settings(deadline=None)
 @given(shapes=shapes, dp=st.integers(1, 4), multiple=st.sampled_from([1, 2]))
 def test_a_plan_of_shared_prompts_holds_every_sequence_once_within_the_budget(shapes, dp, multiple):
     whole = groups(*shapes)

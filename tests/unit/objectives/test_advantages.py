@@ -48,7 +48,7 @@ def test_no_sequences():
 rewards = st.lists(st.sampled_from([-1.0, -0.6, 0.0, 0.25, 1.0]), min_size=2, max_size=16)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rewards, st.floats(0.01, 100), st.floats(-100, 100))
 def test_mean_zero_std_one_and_blind_to_affine_changes(values, scale, shift):
     """Property 2. The scale is positive; float32 rewards of size 100 leave about 1e-5 of relative error."""
@@ -62,7 +62,7 @@ def test_mean_zero_std_one_and_blind_to_affine_changes(values, scale, shift):
     torch.testing.assert_close(changed, advantages, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rewards, st.permutations(range(16)))
 def test_order_of_sequences_does_not_matter(values, order):
     values, order = torch.tensor(values), torch.tensor([i for i in order if i < len(values)])
@@ -124,7 +124,7 @@ def test_tokens_of_others_are_skipped_over(make_batch):
     assert rewards_to_go(torch.tensor([1.0, 50.0, 2.0]), batch, 0.5).tolist() == [2.0, 0.0, 2.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
 def test_gae_is_its_definition(make_batch, lens, gamma, lam, seed):
     """Property 6: A_t = sum_l (gamma lam)^l delta_{t+l}, summed separately for each t."""

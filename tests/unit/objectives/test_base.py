@@ -55,7 +55,7 @@ objectives = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(objectives, st.lists(st.integers(1, 5), min_size=2, max_size=9), st.data())
 def test_gradient_does_not_depend_on_the_cut(make_batch, objective, lens, data):
     """Property 5 for the loss: micro-batches of any sizes, in any order, add up to the whole mini-batch."""

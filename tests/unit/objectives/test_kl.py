@@ -27,7 +27,7 @@ def test_zero_where_the_policies_agree(name):
 logits = st.lists(st.floats(-3, 3), min_size=5, max_size=5).map(lambda x: torch.tensor(x, dtype=torch.double))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(logits, logits)
 def test_k1_and_k3_are_unbiased_and_k2_k3_are_not_negative(policy, reference):
     logprobs, ref = policy.log_softmax(0), reference.log_softmax(0)
@@ -37,7 +37,7 @@ def test_k1_and_k3_are_unbiased_and_k2_k3_are_not_negative(policy, reference):
     assert (k2(logprobs, ref) >= 0).all() and (k3(logprobs, ref) >= 0).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(logits, logits)
 def test_the_expected_gradient_of_k2_is_the_gradient_of_the_kl(policy, reference):
     """Differentiating a sampled term ignores how sampling depends on the weights; k2's gradient is right

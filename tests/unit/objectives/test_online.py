@@ -114,7 +114,7 @@ def one_step(objective, batch: Batch, outputs: dict, update: str = "policy") -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_loss_is_that_of_the_loops(name, data):
     options, sequences = data.draw(cases(name))
     objective = made(name, **options)
@@ -124,7 +124,7 @@ def test_loss_is_that_of_the_loops(name, data):
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_value_loss_and_attributions_are_those_of_the_loops(data):
     options, sequences = data.draw(cases("ppo"))
     critic = {"value_clip": data.draw(st.sampled_from([0.1, 0.5]))}

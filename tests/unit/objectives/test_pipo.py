@@ -247,7 +247,7 @@ def test_without_feedback_the_base_is_untouched(make_batch, base, name, means, r
     assert [step.metrics.get("pipo/skipped") for step in closed] == [None] * 3 + [1.0] * (len(means) - 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(BASES), st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8), st.integers(2, 4)
 )

@@ -59,7 +59,7 @@ def test_a_new_run_begins_the_file_anew(tmp_path):
     assert steps_of(tmp_path / "m.jsonl") == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(done=st.integers(0, 8), resume=st.integers(0, 8), torn=st.integers(0, 60))
 def test_killed_and_resumed_has_every_step_once(tmp_path_factory, done, resume, torn):
     """Killed after `done` whole lines and `torn` bytes of the next, resumed at `resume` <= done, run to step 10."""
