@@ -14,6 +14,7 @@ import torch
 from megatron_rft.commands.convert import find_source
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.plan import check_writable, make_folder
+from megatron_rft.utils import device
 from megatron_rft.utils.errors import DataError, UserError
 from megatron_rft.utils.exit_codes import FINISHED
 
@@ -22,6 +23,7 @@ INSTALL = "pip install 'lm-eval[hf]'"
 
 def run(args: argparse.Namespace) -> int:
     """Run the tasks, write `args.out`/results.json and print the results."""
+    device.check_torch_build()
     check_writable(args.out, "--out")
     try:
         import lm_eval

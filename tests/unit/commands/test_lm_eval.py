@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rft.commands import main
 from megatron_rft.data import arithmetic
+from megatron_rft.utils import device
 
 TASK = """task: additions
 dataset_path: json
@@ -24,6 +25,13 @@ def test_the_package_that_is_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # import then says ImportError
     assert main.main(["harness", str(tmp_path), "--tasks", "gsm8k"]) == 2
     assert "lm-evaluation-harness is not installed (lm_eval): pip install 'lm-eval[hf]'" in capsys.readouterr().err
+
+
+def test_a_cpu_build_does_not_leave_a_gpu_unused(tmp_path, capsys, monkeypatch):
+    for name in ("torch_is_cpu_build", "has_cuda_device"):
+        monkeypatch.setattr(device, name, lambda: True)
+    assert main.main(["harness", str(tmp_path), "--tasks", "gsm8k"]) == 2
+    assert "is a CPU build, and this machine has an NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_a_task_on_a_megatron_checkpoint(tmp_path, capsys):
