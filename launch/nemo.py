@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     slurm.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on in the next")
     slurm.add_argument("--nodes", type=int, default=1, metavar="N")
     slurm.add_argument("--gpus-per-node", type=int, metavar="N")
+    slurm.add_argument("--gpu-gib", default="80", metavar="GIB", help="memory of a GPU, for the check (default: 80)")
     slurm.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any other of sbatch's")
     slurm.add_argument("--workspace", type=Path, help="folder that all nodes see: runs, notes, NeMo-Run's own files")
     slurm.add_argument("--image", help="container image, for pyxis")
@@ -122,18 +123,23 @@ def output_dir(args: argparse.Namespace) -> str:
 def check(args: argparse.Namespace, jobs: list[Point]) -> None:
     """Print the plan of each job for its number of ranks, if there is an environment of the run (for Slurm: on the
     login node). An evaluation needs what its training exports and has no plan."""
-    ranks, jobs = str(args.nodes * args.nproc), [job for job in jobs if job.command != "evaluate"]
+    jobs = [job for job in jobs if job.command != "evaluate"]
     if not args.local:
-        plans = {job.name: ["plan", recipe_there(job), "--nproc", ranks, *job.keys] for job in jobs}
+        plans = {job.name: plan_of(args, job, recipe_there(job)) for job in jobs}
         args.login_node.check(args.workspace, SENT, None if args.image else args.setup, plans)
         return
     if run_here(args, "python -c 'import megatron_rft.commands.main'").returncode:
         return
     for job in jobs:
-        plan = shlex.join(["plan", job.recipe, "--nproc", ranks, *job.keys])
-        done = run_here(args, f"python -m megatron_rft {plan}")
+        done = run_here(args, f"python -m megatron_rft {shlex.join(plan_of(args, job, job.recipe))}")
         if done.returncode:
             raise UserError(f"{job.name}: " + done.stderr.strip().removeprefix("error: "))
+
+
+def plan_of(args: argparse.Namespace, point: Point, recipe: str) -> list[str]:
+    """Return the arguments of megatron-rft that plan a job, with the memory of its GPUs if it has any."""
+    memory = ["--gpu-gib", args.gpu_gib] if args.gpus_per_node else []
+    return ["plan", recipe, "--nproc", str(args.nodes * args.nproc), *memory, *point.keys]
 
 
 def lost_with_the_container(args: argparse.Namespace, folder: Path) -> bool:
