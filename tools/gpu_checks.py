@@ -10,7 +10,6 @@ import functools
 import gc
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -25,8 +24,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 import torch  # noqa: E402
-from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds  # noqa: E402
-from gpu_checks_rollout import ROLLOUT  # noqa: E402
+from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, without_rank  # noqa: E402
+from gpu_checks_rollout import TRANSPORT, VLLM  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from setups import actor_like, hf_model, qwen3  # noqa: E402
 
@@ -66,12 +65,11 @@ def gradients(precision: str) -> dict[str, torch.Tensor]:
 @functools.cache
 def cpu_reference() -> dict[str, torch.Tensor]:
     """Return `gradients("fp32")` from a separate single process that sees no GPU."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/reference.safetensors"
         run = subprocess.run(
             [sys.executable, __file__, "--write-reference", path],
-            env={**inherited, "CUDA_VISIBLE_DEVICES": ""},
+            env={**without_rank(), "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
         )
@@ -248,21 +246,23 @@ def throughput(precision: str) -> Iterator[Row]:
         yield "peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", ""
 
 
+# In the order in which the first person with a GPU should see them.
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "versions": versions,
     "log-probs against float64": logprob_accuracy,
-    "log-probs: time and memory beside the floor": logprob_speed,
-    "log-probs: memory beside materialised logits": logprob_memory,
     "fp32, torch layers, against the CPU": lambda: parity("fp32", "torch"),
-    "fp32, Transformer Engine layers, against the CPU": lambda: parity("fp32", "transformer_engine"),
     "bf16, torch layers, against the CPU in fp32": lambda: parity("bf16", "torch"),
+    "fp32, Transformer Engine layers, against the CPU": lambda: parity("fp32", "transformer_engine"),
     "bf16, Transformer Engine layers, against the CPU in fp32": lambda: parity("bf16", "transformer_engine"),
     "fp8, Transformer Engine layers, against the CPU in fp32": lambda: parity("fp8", "transformer_engine"),
+    **VLLM,
     "bf16 training": lambda: training("bf16"),
     "fp8 training": lambda: training("fp8"),
+    **TRANSPORT,
+    "log-probs: time and memory beside the floor": logprob_speed,
+    "log-probs: memory beside materialised logits": logprob_memory,
     "bf16 throughput (fp32 without a GPU)": lambda: throughput("bf16" if GPU else "fp32"),
     "fp8 throughput": lambda: throughput("fp8"),
-    **ROLLOUT,
 }
 
 

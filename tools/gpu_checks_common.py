@@ -1,6 +1,7 @@
 """Shared by the parts of gpu_checks.sh: a row of the table, a bound, a reason for not running, and the clock."""
 
 import importlib.util
+import os
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,12 @@ def need_gpu(capability: tuple[int, int] = (0, 0)) -> None:
         raise NotRun("no CUDA device")
     if torch.cuda.get_device_capability() < capability:
         raise NotRun(f"{torch.cuda.get_device_name()} is below compute capability {capability[0]}.{capability[1]}")
+
+
+def without_rank() -> dict[str, str]:
+    """Return the environment for a process that is to be a run of its own."""
+    rank = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in rank}
 
 
 def bound(value: float, limit: float, what: str) -> Row:

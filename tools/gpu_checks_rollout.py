@@ -1,9 +1,12 @@
 """The parts of gpu_checks.sh about engines: how they get weights, what they compute with, and how much memory they
 leave."""
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -11,16 +14,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds
+from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, without_rank
 from setups import actor_like, hf_model, qwen3
 
 from megatron_rft.config.algorithms.sft import SFT as Options
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.data import arithmetic
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine, Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.transport import network
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.weights import save_folder
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.mismatch import mismatch
@@ -30,6 +35,7 @@ from megatron_rft.records import Batch
 from megatron_rft.utils.errors import ConfigError
 
 SIZE, SPREAD = ("600m", 0.02) if GPU else ("1m", 0.1)  # a model without training, and its weights' deviation
+RECIPE = str(Path(__file__).parents[1] / "examples" / "quickstart" / "pipo.yaml")
 LENGTHS = (16, 4, 64) if GPU else (8, 2, 24)  # prompts, responses to each, tokens of each
 PARITY = {"bf16": 1e-2, "fp8": 5e-2}  # mismatch/kl of vLLM and the trainer; that of FP8 is the default alarm's
 
@@ -66,6 +72,15 @@ def engine_process(transport: str) -> Iterator[Row]:
         engine.start()
         weight_sync.push(weights.items(), engine, 5, verify=True)
         yield "the same in the place of a killed process", engine.transport, ""
+
+
+def megatron_rft(name: str, options: list[str]) -> str:
+    """Run a command on the quickstart's recipe in a process of its own, and return its output."""
+    command = [sys.executable, "-m", "megatron_rft", name, RECIPE, *options]
+    done = subprocess.run(command, env=without_rank(), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"megatron-rft {name} failed: {done.stdout[-1000:]}{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def need_no_gpu() -> None:
@@ -113,13 +128,13 @@ def by_nccl() -> Iterator[Row]:
 # ---- vLLM
 
 
-def vllm_engine(options: dict) -> Engine:
+def vllm_engine(options: dict, **memory) -> Engine:
     if problem := unusable():
         raise NotRun(problem)
     from megatron_rft.inference.vllm.engine import VLLMEngine
 
     config = qwen3(SIZE, initializer_range=SPREAD)
-    return VLLMEngine(config, torch.bfloat16, DEVICE, max_model_len=256, max_batch_sequences=64, options=options)
+    return VLLMEngine(config, torch.bfloat16, DEVICE, 256, 64, options, **memory)
 
 
 def sampled(engine: Engine, vocab: int) -> Batch:
@@ -134,6 +149,12 @@ def sampled(engine: Engine, vocab: int) -> Batch:
         [list(response.token_ids) for _, response in found],
         tokens={"rollout_logprobs": logprobs, "response_mask": torch.ones_like(logprobs)},
     )
+
+
+def beside(actor: Actor, batch: Batch) -> dict[str, float]:
+    """Return the difference between the engine's log-probs of its samples and the trainer's."""
+    logprobs = actor.outputs(batch, frozenset({"logprobs"}))["logprobs"]
+    return mismatch(batch.tokens["rollout_logprobs"], logprobs, batch.tokens["response_mask"])
 
 
 def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
@@ -154,9 +175,8 @@ def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
         for version in range(2):
             weight_sync.push(actor.stream(), engine, version, verify=True)
             batch = sampled(engine, config.vocab_size)
-            logprobs = actor.outputs(batch, frozenset({"logprobs"}))["logprobs"]
-            found = mismatch(batch.tokens["rollout_logprobs"], logprobs, batch.tokens["response_mask"])
-            yield bound(found["mismatch/kl"], PARITY[kind], f"mismatch/kl, sync {version}, {len(logprobs)} tokens")
+            found, tokens = beside(actor, batch), len(batch.tokens["response_mask"])
+            yield bound(found["mismatch/kl"], PARITY[kind], f"mismatch/kl, sync {version}, {tokens} tokens")
             yield f"mismatch/share, sync {version}", f"{found['mismatch/share']:.3f}", "of the tokens"
             yield f"mismatch/max, sync {version}", f"{found['mismatch/max']:.3f}", "nats"
             actor.step(batch, SFT(Options()).loss, counts(batch), learning_rate=1e-4)
@@ -197,8 +217,7 @@ def sleep_and_wake() -> Iterator[Row]:
             engine.wake()
             yield f"in use: engine awake, time {version}", f"{memory():.1f} GiB", f"before {awake:.1f}"
             batch = sampled(engine, config.vocab_size)
-            logprobs = actor.outputs(batch, frozenset({"logprobs"}))["logprobs"]
-            found = mismatch(batch.tokens["rollout_logprobs"], logprobs, batch.tokens["response_mask"])
+            found = beside(actor, batch)
             yield bound(found["mismatch/kl"], PARITY["bf16"], f"mismatch/kl after waking, time {version}")
 
 
@@ -223,6 +242,46 @@ def draft_model() -> Iterator[Row]:
             engine.wake()
 
 
+def two_engines() -> Iterator[Row]:
+    """Check that a refiner's engine answers while the policy's engine, in the same process, sleeps."""
+    need("vllm")
+    config = qwen3(SIZE, initializer_range=SPREAD)
+    actor = actor_like(hf_model(config, "bf16"), "bf16", micro_batch_tokens=4096)
+    share = {"gpu_share": 0.25}
+    with closing(vllm_engine({}, **share)) as policy, closing(vllm_engine({}, sleeps=False, **share)) as refiner:
+        weight_sync.push(actor.stream(), refiner, 0, verify=True)
+        for version, when in enumerate(("at first", "after a sleep")):
+            weight_sync.push(actor.stream(), policy, version, verify=True)
+            policy.wake()
+            found = beside(actor, sampled(policy, config.vocab_size))
+            yield bound(found["mismatch/kl"], PARITY["bf16"], f"mismatch/kl of the policy's engine, {when}")
+            policy.sleep()
+            found = beside(actor, sampled(refiner, config.vocab_size))
+            yield bound(found["mismatch/kl"], PARITY["bf16"], f"mismatch/kl of the refiner's meanwhile, {when}")
+            policy.wake(cache=False)
+
+
+def whole_run() -> Iterator[Row]:
+    """Train for two steps with `rollout.offload_trainer`, and print the memory of each phase beside the plan's."""
+    fields = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "head_dim")
+    with tempfile.TemporaryDirectory() as folder:
+        arithmetic.write_model_folder(f"{folder}/model", **{name: getattr(qwen3(SIZE), name) for name in fields})
+        options = [
+            f"model={{path: {folder}/model, initialise: random, precision: bf16}}",
+            f"run={{output_dir: {folder}/run, steps: 2}}",
+            "rollout.offload_trainer=true",
+            "evaluation.every=null",
+        ]
+        gib = f"{torch.cuda.mem_get_info()[1] / 2**30:.0f}" if GPU else None
+        planned = megatron_rft("plan", [*options, *(["--gpu-gib", gib] if gib else [])])
+        megatron_rft("train", options)
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    yield "planned", next(line for line in planned.splitlines() if line.startswith("memory by phase")), ""
+    for name, value in json.loads(lines[-1]).items():
+        if name.startswith("memory/"):
+            yield name, f"{value:.2f} GiB", "of torch's allocator" if GPU else "of the process"
+
+
 def by_ipc() -> Iterator[Row]:
     need_gpu()
     yield from engine_process("CUDA IPC")
@@ -233,17 +292,22 @@ def by_host_memory() -> Iterator[Row]:
     yield from engine_process("shared host memory")
 
 
-ROLLOUT: dict[str, Callable[[], Iterator[Row]]] = {
+Parts = dict[str, Callable[[], Iterator[Row]]]
+VLLM: Parts = {
+    "colocated vLLM sleeps while the trainer steps": sleep_and_wake,
+    "vLLM with a draft model": draft_model,
+    "two vLLM engines, as with a dynamic constraint": two_engines,
+    "a run with rollout.offload_trainer beside its plan": whole_run,
+    "vLLM in bf16 beside the trainer": lambda: beside_the_trainer({}, "bf16"),
+    "vLLM with an FP8 cache beside the trainer": lambda: beside_the_trainer({"kv_cache_dtype": "fp8"}, "fp8"),
+}
+VLLM |= {
+    f"vLLM with {name} weights beside the trainer": partial(beside_the_trainer, {"quantization": name}, "fp8")
+    for name in ("fp8", "fp8_per_channel", "fp8_per_block")
+}
+TRANSPORT: Parts = {
     "weights to an engine process, CUDA IPC": by_ipc,
     "weights to an engine process, shared host memory": by_host_memory,
     "weights to a server, NCCL": by_nccl,
     "weights to a server, gloo": lambda: need_no_gpu() or over_the_wire(),
-    "colocated vLLM sleeps while the trainer steps": sleep_and_wake,
-    "vLLM with a draft model": draft_model,
-    "vLLM in bf16 beside the trainer": lambda: beside_the_trainer({}, "bf16"),
-    "vLLM with an FP8 cache beside the trainer": lambda: beside_the_trainer({"kv_cache_dtype": "fp8"}, "fp8"),
-}
-ROLLOUT |= {
-    f"vLLM with {name} weights beside the trainer": partial(beside_the_trainer, {"quantization": name}, "fp8")
-    for name in ("fp8", "fp8_per_channel", "fp8_per_block")
 }
