@@ -30,7 +30,8 @@ from pathlib import Path
 from megatron_rft.utils.processes import PR_SET_CHILD_SUBREAPER, die_with, parent_of
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": PATHS}
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's jemalloc would have one
 IMPORTED = (
     "megatron_rft.commands.main",
@@ -202,8 +203,11 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     warnings.simplefilter("ignore")
+    # megatron-core imports flashinfer where it is installed, and that initialises CUDA, which no fork could then use
+    sys.modules["flashinfer"] = None
     for name in IMPORTED:
         import_module(name)
+    del sys.modules["flashinfer"]
     gc.collect(), gc.freeze()  # so that no collection in a fork looks at all that was imported
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would have one, and the locks of the others"

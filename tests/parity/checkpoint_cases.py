@@ -21,6 +21,7 @@ from megatron_rft.conversion.torch_dist import MegatronFolder
 from megatron_rft.conversion.torch_dist_writer import MegatronWriter
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.checkpoint import start_results_queue
 from tests.parity.hf_cases import FAMILIES, own_tensors, section
 
 LAYOUTS = {
@@ -50,7 +51,7 @@ def fresh(path):
 def different(pairs, expected):
     found = dict(pairs)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return sum(not torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return sum(not torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
 
 
 def case(hf_config, layout, folder, expected):
@@ -74,6 +75,7 @@ def case(hf_config, layout, folder, expected):
 def main():
     folder = Path(sys.argv[1])
     parallel.initialize(section())
+    start_results_queue()
     for family, hf_config in FAMILIES.items():
         for tied in (True, False):
             hf_config = copy.deepcopy(hf_config)

@@ -124,7 +124,7 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
             beside = second(update, steps, frozen)
             logged[key] = actor.backward(steps, update.loss, update.counts(steps), update.outputs, beside)
             with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
-                found[key] = {name: value.clone() for name, value in actor.stream()}
+                found[key] = {name: value.clone().cpu() for name, value in actor.stream()}
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}
     parallel.destroy_layout()
     return found, logged

@@ -128,9 +128,10 @@ def inputs(packed, padded):
     positions = torch.cat([torch.arange(n) for n in PACKED])
     cu_seqlens = ends.to(torch.int32)
     params = PackedSeqParams("thd", cu_seqlens, cu_seqlens, None, None, max(PACKED), max(PACKED))
-    yield packed[held][None], positions[held][None], params, held
+    here = parallel.device()
+    yield packed[held][None].to(here), positions[held][None].to(here), params, held
     held = zigzag(torch.tensor([PADDED[1]]), size, rank)
-    yield padded[:, held], held.expand(PADDED[0], -1), None, held
+    yield padded[:, held].to(here), held.expand(PADDED[0], -1).to(here), None, held
 
 
 def logits_of(hidden, chunk, vocab_size):
@@ -173,9 +174,10 @@ def difference(found, expected):
     if parallel.is_last_stage():
         packed, padded = found
         worst = torch.maximum(
-            (packed["out"][0] - expected[0][packed["held"]]).abs().max(),
-            (padded["out"] - expected[1][:, padded["held"]]).abs().max(),
+            (packed["out"][0].cpu() - expected[0][packed["held"]]).abs().max(),
+            (padded["out"].cpu() - expected[1][:, padded["held"]]).abs().max(),
         )
+    worst = worst.to(parallel.device())
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
 
@@ -184,7 +186,7 @@ def export_differences(chunks, hf_config, folder):
     """HF names that are missing, repeated or not bit-identical in the stream."""
     wrong, seen = [], set()
     for name, tensor in weights.stream(chunks, hf_config):
-        wrong += [name] if name in seen or not torch.equal(tensor, folder(name)) else []
+        wrong += [name] if name in seen or not torch.equal(tensor.cpu(), folder(name)) else []
         seen.add(name)
     return wrong + sorted(set(hf_shapes(hf_config)) ^ seen)
 
@@ -198,7 +200,7 @@ def reloads(path, hf_config, folder):
 
 
 def report(family, name, worst, wrong):
-    count = torch.tensor(len(wrong))
+    count = torch.tensor(len(wrong), device=parallel.device())
     dist.all_reduce(count)
     if parallel.rank() == 0:
         print(f"CASE\t{family}\t{name}\t{worst:.3e}\t{count.item()}\t{wrong[:3]}", flush=True)
@@ -226,7 +228,7 @@ def critic(family, name, layout, path, ids, hidden):
     chunks = models.build(hf_config, section(**layout), "fp32", value_head=True)
     weights.load(chunks, lambda name: score if name == "score.weight" else folder(name), hf_config)
     found = run(chunks, list(inputs(*ids)), lambda values, _: values)
-    exported = {name: tensor.clone() for name, tensor in weights.stream(chunks, hf_config)}
+    exported = {name: tensor.clone().cpu() for name, tensor in weights.stream(chunks, hf_config)}
     expected = set(hf_shapes(hf_config)) - {"lm_head.weight"} | {"score.weight"}
     wrong = sorted(set(exported) ^ expected) + (
         [] if torch.equal(exported["score.weight"], score) else ["score.weight"]

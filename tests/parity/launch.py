@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from megatron_rft.launching.ranks import launch
 from tests.fork_server import ENVIRONMENT, Forked
 
-ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = os.environ.get("MEGATRON_RFT_PARITY") == "all"  # also what takes minutes and is covered by less
 
 
@@ -29,10 +28,9 @@ def torchrun(script: str | Path, nproc: int, *args: object, timeout: float = 120
 
 
 def finished(start: type[subprocess.Popen], command: list[str], timeout: float) -> str:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = start(
         command,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -77,7 +77,7 @@ class Case:
         second = self.second(update, mini, recorded)
         metrics = self.actor.backward(mini, update.loss, update.counts(mini), update.outputs, second)
         with self.actor.use_weights([p.main_grad.clone() for m in self.actor.models for p in m.parameters()]):
-            return {name: value.clone() for name, value in self.actor.stream()}, metrics
+            return {name: value.clone().cpu() for name, value in self.actor.stream()}, metrics
 
 
 def main() -> None:

@@ -146,6 +146,7 @@ def install() -> None:
     for kernel in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     _print_from_the_host()
+    _make_biases_without_a_mode()
     _cover_threads()
     ComputedByTheHost().__enter__()
 
@@ -170,3 +171,14 @@ def _print_from_the_host() -> None:
         return plain(on_host(tensor.detach()) if ours else tensor, **options)
 
     torch._tensor_str._str = printed
+
+
+def _make_biases_without_a_mode() -> None:
+    """torch's constructor of a subclass without data of its own fails inside of every mode."""
+    from torch.nn.attention.bias import CausalBias
+
+    def make(kind, *_):
+        with torch._C._DisableTorchDispatch():
+            return torch.Tensor.__new__(kind)
+
+    CausalBias.__new__ = make
