@@ -77,11 +77,13 @@ def die_with_launcher() -> None:
 
 
 def show_position(output_dir: str) -> None:
-    """Let others see where this rank is, and ask for its stack."""
+    """Let others see where this rank is. A rank of a launcher also lets it ask for its stack."""
     folder, rank = ranks_folder(output_dir), int(os.environ.get("RANK", 0))
-    here.open(position_file(folder, rank))
-    write_stacks_on_signal(stack_folder(folder) / f"rank_{rank}.stack")
-    os.environ[STACKS] = str(stack_folder(folder).resolve())
+    with contextlib.suppress(OSError):  # a full disk is not this function's to report
+        here.open(position_file(folder, rank))
+    if PARENT in os.environ:
+        write_stacks_on_signal(stack_folder(folder) / f"rank_{rank}.stack")
+        os.environ[STACKS] = str(stack_folder(folder).resolve())
 
 
 def use_one_gpu(folder: Path = Path("/proc/driver/nvidia/gpus")) -> None:
