@@ -152,7 +152,7 @@ def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        why = "cannot be written here" if place.is_dir() else "is no folder"
+        why = "cannot be written here" if place.is_dir() else "is not a folder"
         raise ConfigError(f"{option}: {folder} cannot be made: {place} {why}. Choose another {option}")
 
 
@@ -220,8 +220,8 @@ def _check_store(path: str) -> str:
         return f"data.train: the trajectories in {path}"
     if folder.exists():
         raise DataError(
-            f"data.train: {path} is no whole trajectory store: it has no index.json. `megatron-rft generate` goes on "
-            "with a half-written one"
+            f"data.train: {path} is not a complete trajectory store: it has no index.json. `megatron-rft generate` "
+            "continues an incomplete one"
         )
     return f"data.train: {path}, {NO_STORE}"
 
@@ -236,13 +236,13 @@ def _check_path(option: str, path: str) -> None:
     place = Path(path).expanduser()
     if place.is_dir():
         if not any(file.suffix in SUFFIXES for file in place.rglob("*")):
-            raise DataError(f"{option}: the folder {path} holds no {', '.join(SUFFIXES)} file")
+            raise DataError(f"{option}: the folder {path} has no {', '.join(SUFFIXES)} file")
     elif not place.exists():
         near = [*DATASETS, *(str(file) for file in place.parent.glob("*"))]
         hub = f" On the Hugging Face hub? Write {HUB}{path}" if HUB_NAME.fullmatch(HUB + path) else ""
         raise DataError(f"{option}: there is no such file or folder, {path}.{did_you_mean(path, near) or hub}")
     elif place.suffix not in SUFFIXES:
-        raise DataError(f"{option}: {path} is no {', '.join(SUFFIXES)} file")
+        raise DataError(f"{option}: {path} is not a {', '.join(SUFFIXES)} file")
 
 
 def _check_reward(option: str, adapter: str, needed: str, kind: str) -> None:

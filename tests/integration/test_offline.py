@@ -184,7 +184,7 @@ def write_one_sided(store: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     "option,message",
     [
-        ("data.train={folder}/torn", "is no whole trajectory store"),
+        ("data.train={folder}/torn", "is not a complete trajectory store"),
         ("data.train={folder}/missing", "there are no trajectories yet"),
         ("data.train={folder}/one_sided", "no problem has a right and a wrong answer"),
         ("model.tokenizer={folder}/tokenizer", "tokens of another tokenizer"),

@@ -40,7 +40,7 @@ class TestSubmission:
             ([], {"SBATCH_PARTITION": ""}, "no partition: --partition=NAME"),
             (["--partition=nowhere"], {}, "nvalid partition"),
             (["rum.steps=3"], {}, "rum: "),
-            (["run.output_dir=/proc/version/run"], {}, "/proc/version is no folder"),
+            (["run.output_dir=/proc/version/run"], {}, "/proc/version is not a folder"),
             (["megatron.tensor_model_parallel_size=3"], {}, "3"),
         ],
     )

@@ -116,8 +116,8 @@ def test_field_names_that_no_data_set_would_use(recipe):
     [
         ("data.train=mth", "no such file or folder, mth. Did you mean 'math'"),
         ("data.train=org/name", "no such file or folder, org/name. On the Hugging Face hub. Write hub:org/name"),
-        ("data.train={folder}/model", "model holds no .parquet, .jsonl, .json, .arrow, .csv file"),
-        ("data.train={folder}/rl.md", "rl.md is no .parquet, .jsonl, .json, .arrow, .csv file"),
+        ("data.train={folder}/model", "model has no .parquet, .jsonl, .json, .arrow, .csv file"),
+        ("data.train={folder}/rl.md", "rl.md is not a .parquet, .jsonl, .json, .arrow, .csv file"),
         ("data.train=apps", "data.train: apps is graded by reward.kind=code, not math"),
     ],
 )

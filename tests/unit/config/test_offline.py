@@ -78,7 +78,7 @@ def test_a_store_is_whole_or_not_there_yet(recipe, tmp_path):
     with pytest.raises(DataError, match="no trajectories yet"):  # a run that begins now
         check_store_is_there(load(offline, [f"data.train={tmp_path}/nowhere"]))
     (tmp_path / "store" / "index.json").unlink()
-    assert "no whole trajectory store" in refusal(offline)
+    assert "not a complete trajectory store" in refusal(offline)
 
 
 LEFT_OUT = ("common.yaml", "grpo.yaml")  # part of a recipe; an online baseline
