@@ -28,8 +28,8 @@ def shard(name: str, whole: Tensor, size: int, rank: int) -> Tensor:
     dim = partition_dim(name)
     if dim is None or size == 1:
         return whole
-    if name in VOCABULARY:
-        whole = F.pad(whole, (0, 0, 0, padded_vocab(len(whole), size) - len(whole)))
+    if name in VOCABULARY and (more := padded_vocab(len(whole), size) - len(whole)):  # padding by nothing would copy
+        whole = F.pad(whole, (0, 0, 0, more))
     if GATE_AND_UP.fullmatch(name):
         return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
     return whole.chunk(size, dim)[rank]
