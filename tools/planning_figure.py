@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 GIB = 1 << 30
 ORDER = ("weights", "gradients", "optimizer", "other weights", "activations", "backward")
-HIDDEN = ("start", "between")
+HIDDEN = ("start", "loading", "between")  # they are not part of a step
 
 
 def main(counts: str, out: str, number: str = "1") -> None:

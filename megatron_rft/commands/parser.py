@@ -64,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=SHARE,...",
         help="attained shares of the data sheet's compute, memory, link",
     )
+    rehearse.add_argument(
+        "--training-only", action="store_true", help="only loading and the updates: a third of the time"
+    )
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file")
 
     evaluate = add("evaluate", help="evaluate a model on a recipe's problems")

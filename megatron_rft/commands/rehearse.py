@@ -5,8 +5,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_rft.rehearsal.report import Stage
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
 from megatron_rft.utils.exit_codes import FINISHED
 
-ANY_WEIGHTS = ["model.initialise=random", "model.reference=null"]  # a folder with config.json is enough
+ANY_WEIGHTS = ["model.initialise=random", "model.reference=null"]  # to check it, a folder with config.json is enough
 
 
 def run(_given: object, args: argparse.Namespace) -> int:
@@ -29,7 +29,8 @@ def run(_given: object, args: argparse.Namespace) -> int:
     rehearsal = Rehearsal(args)
     guard.library()  # reports a missing library before any process starts
     print(rehearsal, flush=True)
-    stages = rehearsal.of_stages(distinct_stages(rehearsal.layout.pp))
+    with Worker() as worker:
+        stages = rehearsal.of_stages(distinct_stages(rehearsal.layout.pp), worker)
     print("\n".join([*report.lines(stages, rehearsal.engine_bytes), *rehearsal.generation_lines()]))
     if args.json:
         args.json.write_text(json.dumps([asdict(stage) for stage in stages]))
@@ -40,6 +41,42 @@ def run(_given: object, args: argparse.Namespace) -> int:
 def distinct_stages(count: int) -> list[int]:
     """The first pipeline stage, one in the middle and the last; the other middle stages equal the one."""
     return sorted({0, min(1, count - 1), count - 1})
+
+
+class Worker:
+    """A process that pretends to have GPUs. It rehearses one rank after the other, each in a fork of its own."""
+
+    def __enter__(self) -> "Worker":
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed at the end
+        command = [sys.executable, "-m", "megatron_rft.rehearsal.rank"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = subprocess.Popen(command, text=True, **pipes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()  # the end of its input ends it
+        self.errors.close()
+
+    def rehearse(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the counts of a rank (rehearsal/rank.py, `answer`).
+
+        Raises:
+            UserError: the user's error that the rank reported.
+            RunFailed: the rank failed in another way.
+        """
+        self.errors.seek(0)
+        self.errors.truncate()
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "counts.json")
+            with suppress(BrokenPipeError):  # it has ended: its stdout has, too
+                print(json.dumps(question | {"out": str(out)}), file=self.process.stdin, flush=True)
+            if not any(line.strip() == str(out) for line in self.process.stdout) or not out.is_file():
+                reason = self.errors.read().strip()[-3000:]
+                raise RunFailed(f"rank {question['rank']} of {question['world']} failed in its rehearsal:\n{reason}")
+            found = json.loads(out.read_text())
+        if "error" in found:
+            raise UserError(found["error"])
+        return found
 
 
 class Rehearsal:
@@ -77,34 +114,12 @@ class Rehearsal:
             )
         return folder
 
-    def of_stages(self, numbers: list[int]) -> list[Stage]:
-        """Rehearse the first rank of each given pipeline stage, in a process that patches torch."""
-        ranks = [number * (self.layout.world // self.layout.pp) for number in numbers]
-        with tempfile.TemporaryDirectory() as folder:
-            process = self._process(ranks, numbers, folder)
-            waiting, stages = dict(zip(ranks, numbers, strict=True)), []
-            for line in process.stdout:
-                rank = next(iter(waiting), None)
-                if line.strip() == f"{folder}/{rank}.json" and Path(line.strip()).is_file():
-                    stages.append(self._stage(waiting.pop(rank), rank, Path(line.strip())))
-            if process.wait() or waiting:
-                reason = Path(folder, "errors").read_text().strip()[-3000:]
-                raise RunFailed(f"rank {next(iter(waiting))} of {self.layout.world} failed in its rehearsal:\n{reason}")
-        return stages
+    def of_stages(self, numbers: list[int], worker: "Worker") -> list[Stage]:
+        """Rehearse the first rank of each given pipeline stage."""
+        return [self._stage(number, number * (self.layout.world // self.layout.pp), worker) for number in numbers]
 
-    def _process(self, ranks: list[int], numbers: list[int], folder: str) -> subprocess.Popen:
-        """Start the rehearsal of `ranks`. Its stderr goes to the file `errors` in `folder`."""
-        given = [(str(rank), str(self._micro_batches(number))) for rank, number in zip(ranks, numbers, strict=True)]
-        command = [sys.executable, "-m", "megatron_rft.rehearsal.rank", json.dumps(self._question())]
-        with Path(folder, "errors").open("w") as errors:
-            return subprocess.Popen(
-                [*command, *chain(*given), folder], stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-
-    def _stage(self, number: int, rank: int, out: Path) -> Stage:
-        found = json.loads(out.read_text())
-        if "error" in found:
-            raise UserError(found["error"])
+    def _stage(self, number: int, rank: int, worker: "Worker") -> Stage:
+        found = worker.rehearse(self._question(rank, self._micro_batches(number)))
         stage = Stage(number, self.layout.pp, self.layout.vpp or 1, rank, found)
         took = f"{found['seconds']:.0f} s, {found['rss'] / GIB:.1f} GiB of this machine's memory"
         print(f"{stage.name}: rank {rank} rehearsed in {took}", flush=True)
@@ -118,7 +133,7 @@ class Rehearsal:
             count = -(-max(count, 2 * layout.pp) // layout.pp) * layout.pp
         return count
 
-    def _question(self) -> dict[str, Any]:
+    def _question(self, rank: int, micro_batches: int) -> dict[str, Any]:
         args = self.args
         return {
             "recipe": args.recipe,
@@ -128,6 +143,9 @@ class Rehearsal:
             "efficiency": asdict(self.efficiency),
             "fraction": args.fraction,
             "node": args.gpus_per_node,
+            "training_only": args.training_only,
+            "rank": rank,
+            "micro_batches": micro_batches,
         }
 
     def generation_lines(self) -> list[str]:

@@ -63,7 +63,7 @@ class FakeDevice(TorchDispatchMode):
         target = None if target is None else torch.device(target).type
         if target != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
             if not self.host_memory and func in FACTORIES and math.prod(args[0]) > REAL_ON_HOST:
-                return self._made(lambda: func(*args, **kwargs))
+                return self.on_host(lambda: func(*args, **kwargs))
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args)
@@ -108,14 +108,13 @@ class FakeDevice(TorchDispatchMode):
         entry, size = self.storages.get(source.untyped_storage()), source.numel() * dtype.itemsize
         low = dtype.itemsize == 2 or (entry and entry[1] == "weights")
         if size > REAL_ON_HOST and (low or not self.host_memory):
-            return self._made(lambda: torch.empty(source.shape, dtype=dtype))
+            return self.on_host(lambda: torch.empty(source.shape, dtype=dtype))
         return torch.zeros(source.shape, dtype=dtype)
 
     # ---- operations
 
     def _on_device(self, func, args, kwargs, tensors, target):
-        if any(not is_fake(x) and x.dim() for x in tensors) and not _in_the_background(func, args, kwargs):
-            self.ledger.wait("host to device")
+        self._from_host(func, args, kwargs, tensors, target)
         values = self._values(func, args, kwargs, tensors, target)
         if torch.Tag.dynamic_output_shape in func.tags or func is aten.index.Tensor:
             func, args = self._sized(func, args, values)
@@ -134,6 +133,18 @@ class FakeDevice(TorchDispatchMode):
                     del self.shadows[out]
         self._cost(func, args, kwargs, tensors, outputs, result)
         return result
+
+    def _from_host(self, func, args, kwargs, tensors, target):
+        """Report the copies of host tensors to the device."""
+        if target != "cuda" and not any(is_fake(x, "cuda") for x in tensors):
+            return
+        sources = [x for x in tensors if x.device.type == "cpu" and x.dim()]
+        if sources and not _in_the_background(func, args, kwargs):
+            self.ledger.wait("host to device")
+        for source in sources:
+            self.ledger.upload(_bytes(source))
+            if func is aten.copy_.default and not (source.dtype == args[0].dtype and source.is_contiguous()):
+                self.ledger.temporary(source.numel() * args[0].element_size())  # torch converts it on the host first
 
     def _values(self, func, args, kwargs, tensors, target):
         """Return the result on the host if all inputs are known and small, else None."""
@@ -178,7 +189,7 @@ class FakeDevice(TorchDispatchMode):
         self.shadows[out] = value
         return out
 
-    def _made(self, make) -> torch.Tensor:
+    def on_host(self, make) -> torch.Tensor:
         """Return a fake host tensor."""
         with self.fake:
             out = make()
@@ -228,8 +239,7 @@ class FakeDevice(TorchDispatchMode):
         size = max(sum(_bytes(x) for x in tree_leaves(part)) for part in args[:2])
         self.ledger.collective(name, _label(group), dist.get_process_group_ranks(group), size)
         if name == "gather":  # gloo gathers into one flat buffer first
-            for change in (size, -size):
-                self.ledger.host.add(self.ledger.category_now(), change)
+            self.ledger.temporary(size)
         if "allgather" in name and (own := self.shadows.get(tree_leaves(args[1])[0])) is not None:
             for out in tree_leaves(args[0]):
                 self.shadows[out] = own.flatten().repeat(out.numel() // own.numel()).view(out.shape)

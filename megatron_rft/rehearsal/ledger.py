@@ -15,7 +15,7 @@ from megatron_rft.plan.devices import NODE, Device, Efficiency
 
 PACKAGE = Path(__file__).resolve().parents[1]
 BETWEEN = "between"
-NOT_TIMED = (BETWEEN, "start", "generation", "checkpoint", "export")  # phases outside of a step's seconds
+NOT_TIMED = (BETWEEN, "start", "loading", "generation", "checkpoint", "export")  # phases outside of a step's seconds
 RECURRING = ("forward", "backward", "pipeline")
 BLOCK = 512  # bytes; sizes of torch's allocator are multiples of it
 
@@ -51,6 +51,7 @@ class Ledger:
         self.kernels: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
         self.links: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0.0])
         self.waits: Counter[tuple[str, str, str, str]] = Counter()
+        self.uploads: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # phase -> copies from the host, their bytes
         self.micro_batches: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.largest: Counter[str] = Counter()  # tokens of the largest micro-batch of each phase
@@ -126,6 +127,15 @@ class Ledger:
         share = 1.0 if name in ("send", "recv") else (len(ranks) - 1) / len(ranks)
         twice = 2 if name == "allreduce" else 1
         return size * share * twice / rate / self.efficiency.link + self.efficiency.latency
+
+    def upload(self, size: int) -> None:
+        entry = self.uploads[self.phase]
+        entry[0], entry[1] = entry[0] + 1, entry[1] + size
+
+    def temporary(self, size: int) -> None:
+        """Count host memory that is freed at once."""
+        for change in (size, -size):
+            self.host.add(self.category_now(), change)
 
     def wait(self, what: str) -> None:
         """Count a wait of the host for the device or for another host, by the source line that waits."""

@@ -1,7 +1,7 @@
 """Patches of the package and of megatron-core that supply what shapes do not tell.
 
-They name phases, parts and categories for the ledger, answer with the shapes that pipeline neighbours would send,
-balance the routing of a mixture, and load weights without values.
+They name phases, parts and categories for the ledger, answer with the shapes that pipeline neighbours would send, and
+ balance the routing of a mixture.
 """
 
 import types
@@ -15,9 +15,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import moe_utils, router
 from torch import Tensor
 
-from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron import actor as actors
-from megatron_rft.megatron import offload, parallel, shared_attention, vocabulary, weights
+from megatron_rft.megatron import offload, parallel, shared_attention, vocabulary
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.optimizer import Optimizer
 from megatron_rft.rehearsal.cuda import LowerRight
@@ -33,19 +32,11 @@ def install(ledger: Ledger, mode: FakeDevice) -> None:
     _balanced_routing(mode)
     shared_attention.causal_lower_right = LowerRight
     _offload(ledger, mode)
-    weights.open_folder = lambda path, hf_config: shapes_only(hf_config, mode)
-    weights.random_tensors = lambda hf_config, seed: shapes_only(hf_config, mode)
 
 
-def shapes_only(hf_config: Any, mode: FakeDevice) -> Callable[[str], Tensor]:
-    """Return a lookup of weights without memory."""
-    shapes = hf_shapes(hf_config)
-
-    def lookup(name: str) -> Tensor:
-        with mode.fake:
-            return torch.empty(shapes[name], dtype=torch.bfloat16)
-
-    return lookup
+def no_outputs() -> None:
+    """Answer with zeros where the run computes log-probs and values before its updates."""
+    Actor.outputs = lambda self, batch, names, second=None: dict.fromkeys(names, torch.zeros(len(batch.response_ids)))
 
 
 def around(owner: Any, name: str, context: Callable[..., AbstractContextManager]) -> None:

@@ -1,9 +1,9 @@
 """Runs one rank's step: models, log-probs, updates, the stream of weights, a checkpoint and an export.
 
-python -m megatron_rft.rehearsal.rank '{"recipe": ..., "overrides": [...], "world": 64, ...}' 0 8 FOLDER
+python -m megatron_rft.rehearsal.rank
 
-The JSON is a `Question`. Pairs of numbers follow: a rank and its number of micro-batches, here rank 0 with 8. The
-process imports the packages once and forks for each rank. It writes FOLDER/RANK.json and then prints that name.
+Each line of stdin is a `Question` as JSON. The process imports the packages once and forks for each question. The fork
+writes the counts into the question's file `out`; then the process prints that name.
 """
 
 import importlib
@@ -26,7 +26,6 @@ from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.utils.errors import UserError
 
 UPDATES = {"policy": "training", "value": "critic's training"}  # name of an update -> name of its phase
-ANOTHER_MODEL = ["model.initialise=random", "model.reference=null"]  # only shapes count: no file of weights is read
 
 
 @dataclass(frozen=True)
@@ -38,31 +37,30 @@ class Question:
     efficiency: dict[str, float]
     fraction: float = 0.5  # mean length of a response, as a share of the longest
     node: int = NODE
+    training_only: bool = False  # loading and the updates
     rank: int = 0
     micro_batches: int = 2
+    out: str = ""
 
 
 def main() -> None:
-    question, *ranks, folder = sys.argv[1:]
-    prepared = Prepared(Question(**json.loads(question)))
-    for rank, micro_batches in zip(ranks[::2], ranks[1::2], strict=True):
-        out = Path(folder) / f"{rank}.json"
+    prepared = None
+    for line in sys.stdin:
+        question = Question(**json.loads(line))
+        prepared = prepared or Prepared(question)
         child = os.fork()
         if child == 0:
-            found = prepared.answer(int(rank), int(micro_batches))
-            out.write_text(json.dumps(found))
-            sys.exit("error" in found)
-        _, status = os.waitpid(child, 0)
-        print(out, flush=True)
-        if status:
-            sys.exit(1)  # the child has said why, in its answer or on stderr
+            found = prepared.answer(question)
+            Path(question.out).write_text(json.dumps(found))
+            sys.exit()
+        os.waitpid(child, 0)
+        print(question.out, flush=True)
 
 
 class Prepared:
-    """The state of a process that pretends to have GPUs and has imported everything."""
+    """The state of a process that pretends to have the question's GPUs and has imported everything."""
 
     def __init__(self, question: Question):
-        self.question = question
         self.ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
         guard.load()
         from megatron_rft.rehearsal import cuda
@@ -70,19 +68,21 @@ class Prepared:
 
         self.mode = FakeDevice(self.ledger)  # before the patches: it imports torch's compiler, which lists functions
         cuda.install(self.ledger)
-        from megatron_rft.rehearsal import patches
+        from megatron_rft.rehearsal import loading, patches
 
-        self.patches = patches
+        self.patches = loading, patches
         importlib.import_module("megatron_rft.training.online")  # once for all ranks
 
-    def answer(self, rank: int, micro_batches: int) -> dict[str, Any]:
+    def answer(self, question: Question) -> dict[str, Any]:
         """Return the counts of a rank (see `answer`), or its error. Call it once in a process: it patches torch for
         good."""
+        assert device(question.device) == self.ledger.device, question.device
         began = time.time()
         try:
-            step = Step(replace(self.question, rank=rank, micro_batches=micro_batches), self.ledger, self.mode)
+            step = Step(question, self.ledger, self.mode)
             step.join()
-            self.patches.install(self.ledger, self.mode)
+            for each in self.patches:
+                each.install(self.ledger, self.mode)
             with self.mode:
                 times = step.run()
         except UserError as error:
@@ -99,7 +99,7 @@ class Step:
         from megatron_rft.conversion import load_config
 
         self.question, self.ledger, self.mode = question, ledger, mode
-        self.recipe = load(question.recipe, question.overrides + ANOTHER_MODEL)
+        self.recipe = load(question.recipe, question.overrides)
         self.hf_config = load_config(find_model(self.recipe.model.path))
         self.times: dict[str, tuple[float, float]] = {}
 
@@ -114,9 +114,13 @@ class Step:
         parallel.initialize(self.recipe.megatron)
 
     def run(self) -> dict[str, tuple[float, float]]:
-        from megatron_rft.rehearsal import saving
+        from megatron_rft.rehearsal import patches, saving
 
+        if self.question.training_only:
+            patches.no_outputs()
         models = self._online() if self.recipe.trainer == "rl" else self._stored()
+        if self.question.training_only:
+            return self.times
         if self.recipe.rollout.offload_trainer:
             self._offload(models)
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
@@ -146,6 +150,8 @@ class Step:
         for phase in ("log-probs", "log-probs of another model", "critic's values"):
             self.times[phase] = (1, ratio)
         for update in updates_of(objective, batch, self._steps_before()).values():
+            if self.question.training_only and update.name not in UPDATES:
+                continue  # PIPO's verification needs the memory of the policy's update
             passes = update.epochs * update.mini_batches
             self._update(models.trained[update.model], update, passes, models.second, whole / passes * update.epochs)
         with self.ledger.during("end of the step"):
@@ -212,15 +218,11 @@ class Step:
         return window + (self.recipe.critic.warmup_steps if self.recipe.critic else 0)
 
     def _built(self, make: Callable[[], Any]) -> Any:
-        """Build models and label their state: weights, gradients, optimizer."""
-        ledger, mode = self.ledger, self.mode
-        with ledger.during("start"), ledger.holding("optimizer"):
+        """Build models and load them (loading.py)."""
+        with self.ledger.during("start"), self.ledger.holding("optimizer"):
             models = make()
             for actor in models.trained.values():
                 actor.optimizer.fill_in()
-                mode.relabel(actor.parameters(), "weights")
-                buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
-                mode.relabel([b.grad_data for b in buffers], "gradients")
         return models
 
     def _batch(self, group: int, most: int) -> Any:
@@ -285,6 +287,7 @@ def answer(ledger: Ledger, times: dict[str, tuple[float, float]]) -> dict[str, A
         "host": {phase: total for phase, (total, _) in ledger.host.peaks.items()},
         "kernels": [[*key, *values] for key, values in ledger.kernels.items()],
         "links": [[*key, *values] for key, values in ledger.links.items()],
+        "uploads": ledger.uploads,
         "waits": [[*key, count] for key, count in ledger.waits.items()],
         "micro_batches": dict(ledger.micro_batches),
         "tokens": dict(ledger.tokens),

@@ -90,6 +90,13 @@ def memory_lines(stages: list[Stage], beside: int) -> list[str]:
         for phase in stage.phases:
             entry = stage.found["peaks"][phase]
             told.append(f"  {stage.name}, {phase}: {gib(entry['total'])} = {categories(entry['parts'])}")
+        if uploads := stage.found["uploads"].get("loading"):
+            count, size = uploads
+            held = gib(stage.found["host"]["loading"])
+            told.append(
+                f"  {stage.name}, loading: {count:,} copies to the device, {gib(size)} GiB; up to {held} GiB of the "
+                "host's memory"
+            )
         host, phase = max(((size, phase) for phase, size in stage.found["host"].items()), default=(0, ""))
         if host >= SMALL:
             told.append(f"  {stage.name}, in the host's memory: {gib(host)} in {phase}")

@@ -1,19 +1,22 @@
 """`megatron-rft rehearse`: recipes of examples/ at full size, in processes without a GPU.
 
-The models are folders with a config.json of known sizes and nothing else.
+The models are folders with a config.json of known sizes and nothing else. One process serves most tests.
 """
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron_rft.commands import main
+from megatron_rft.commands import rehearse as command
 from megatron_rft.commands.parser import parse
-from megatron_rft.commands.rehearse import Rehearsal
+from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import load
+from megatron_rft.conversion import hf_shapes, load_config
 from megatron_rft.plan.activations import activations, compares
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import BYTES, gathered, state_of
@@ -21,7 +24,7 @@ from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.rehearsal import report
 from megatron_rft.rehearsal.report import Stage
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError, RunFailed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COMMON = dict(
@@ -68,17 +71,31 @@ MODELS = {
 }
 
 
+def load_hf(folder, model):
+    """The configuration of `model`, written into a folder of its name."""
+    (folder / model).mkdir(exist_ok=True)
+    (folder / model / "config.json").write_text(json.dumps(MODELS[model]))
+    return load_config(folder / model)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as shared:
+        yield shared
+
+
 @pytest.fixture
-def rehearse(tmp_path, capsys):
+def rehearse(tmp_path, capsys, worker, monkeypatch):
     """(exit status, stdout, stderr, stages as in --json)."""
+    monkeypatch.setattr(command, "Worker", lambda: nullcontext(worker))
 
     def run(recipe, model, gpus, *arguments):
         folder = tmp_path / model
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODELS[model]))
         out = tmp_path / "counts.json"
-        command = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", "--gpus", str(gpus), "--json", str(out)]
-        status = main.main([*command, *arguments])
+        words = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", "--gpus", str(gpus), "--json", str(out)]
+        status = main.main([*words, *arguments])
         told = capsys.readouterr()
         return status, told.out, told.err, json.loads(out.read_text()) if out.is_file() else []
 
@@ -117,6 +134,9 @@ def test_a_whole_step_of_ppo_with_pipo_over_two_stages(rehearse):
     assert "log-prob blocks" in last["found"]["peaks"]["training"]["parts"]
     for stage in stages:
         check_waits(stage)
+        weights = stage["found"]["peaks"]["training"]["parts"]["weights"]  # of the policy and the critic
+        assert stage["found"]["uploads"]["loading"][1] == pytest.approx(weights, rel=0.02)
+        assert 0 < stage["found"]["host"]["loading"] < weights / 2  # a tensor at a time
 
 
 def check_waits(stage):
@@ -164,10 +184,47 @@ def test_bad_input_is_one_sentence(rehearse):
         assert status == 2 and says in error and "Traceback" not in error, error
 
 
+@pytest.mark.parametrize(
+    "more, without, says",
+    [
+        (["model.layers.0.self_attn.sinks"], [], "1 unexpected: model.layers.0.self_attn.sinks"),
+        ([], ["model.norm.weight"], "1 missing: model.norm.weight"),
+    ],
+)
+def test_an_index_of_another_model_is_refused(rehearse, tmp_path, more, without, says):
+    names = {*hf_shapes(load_hf(tmp_path, "tiny")), *more} - {*without}
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "tiny" / "model.safetensors.index.json").write_text(json.dumps(index))
+    status, _, error, _ = rehearse("pipo/tiny/grpo.yaml", "tiny", 1, "model.initialise=pretrained")
+    assert status == 2 and "Traceback" not in error
+    assert f"{tmp_path / 'tiny'}: the tensors are not those of this qwen3 model. {says}" in error
+
+
+def test_training_only_has_the_peaks_of_a_whole_rehearsal(rehearse):
+    recipe, found = "pipo/tiny/grpo_pipo.yaml", []
+    for more in ([], ["--training-only"]):
+        status, told, error, (stage,) = rehearse(
+            recipe, "tiny", 1, "model.precision=bf16", "--micro-batches", "1", *more
+        )
+        assert status == 0, told + error
+        found.append({phase: peak["total"] for phase, peak in stage["found"]["peaks"].items()})
+    whole, part = found
+    assert {"log-probs", "verification", "checkpoint"} <= set(whole) - set(part)
+    assert part["loading"] == whole["loading"] and part["training"] == pytest.approx(whole["training"], rel=0.01)
+
+
+def test_a_rank_that_fails_tells_why():
+    with Worker() as own:
+        with pytest.raises(RunFailed, match=r"rank 3 of 8 failed in its rehearsal:\n(?s:.*)argument 'wrong'"):
+            own.rehearse({"rank": 3, "world": 8, "wrong": 1})
+        with pytest.raises(RunFailed, match="rank 4 of 8"):  # the process has ended
+            own.rehearse({"rank": 4, "world": 8})
+
+
 def test_what_does_not_fit_names_its_stage_categories_and_help(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["8b"]))
-    command = ["rehearse", str(EXAMPLES / "pipo/qwen3_8b_base/grpo.yaml"), f"model.path={tmp_path}"]
-    rehearsal = Rehearsal(parse([*command, "megatron.pipeline_model_parallel_size=2"]))
+    words = ["rehearse", str(EXAMPLES / "pipo/qwen3_8b_base/grpo.yaml"), f"model.path={tmp_path}"]
+    rehearsal = Rehearsal(parse([*words, "megatron.pipeline_model_parallel_size=2"]))
     parts = {"weights": 20 << 30, "activations": 70 << 30, "buckets": 1 << 30}
     found = {"peaks": {"start": {"total": 0, "parts": {}}, "training": {"total": 91 << 30, "parts": parts}}}
     with pytest.raises(ConfigError) as error:
@@ -203,10 +260,10 @@ EVERYTHING = {
 }
 
 
-def test_contexts_virtual_stages_experts_and_recompute(tmp_path):
+def test_contexts_virtual_stages_experts_and_recompute(tmp_path, worker):
     options = [f"megatron.{key}={value}" for key, value in EVERYTHING.items()]
     options += ["model.precision=bf16", "batching.micro_batch_tokens=128"]
-    found = one_stage(tmp_path, "pipo/tiny/grpo.yaml", "tiny_mixture", 8, options, 0)["found"]
+    found = one_stage(worker, tmp_path, "pipo/tiny/grpo.yaml", "tiny_mixture", 8, options, 0)["found"]
     groups = {row[3].split()[0] for row in found["links"] if row[0] == "training"}
     assert {"context", "expert", "pipeline"} <= groups
     flops = {row[1]: row[3] for row in found["kernels"] if row[0] == "training"}
@@ -277,9 +334,9 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_memory_of_a_layout(tmp_path, name):
+def test_memory_of_a_layout(tmp_path, worker, name):
     options = [*LAYOUTS[name], "batching.micro_batch_tokens=8192"]
-    stage = one_stage(tmp_path, EXAMPLE, "8b_4_layers", 8, options, 0)
+    stage = one_stage(worker, tmp_path, EXAMPLE, "8b_4_layers", 8, options, 0)
     check_plan(stage, EXAMPLE, tmp_path, 8, *options)
 
 
@@ -295,7 +352,7 @@ MANY = {  # model, ranks, layout, the stage that is rehearsed, from 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
-def test_many_gpus(tmp_path, name):
+def test_many_gpus(tmp_path, worker, name):
     """Rehearses one micro-batch on the last stage, and as many as are in flight on the first."""
     model, gpus, layout, number = MANY[name]
     options = [
@@ -307,15 +364,14 @@ def test_many_gpus(tmp_path, name):
         "algorithm.mini_batch_prompts=1024",
         "batching.micro_batch_tokens=8192",
     ]
-    stage = one_stage(tmp_path, EXAMPLE, model, gpus, options, number)
+    stage = one_stage(worker, tmp_path, EXAMPLE, model, gpus, options, number)
     assert stage["found"]["rss"] < 4 << 30
     check_plan(stage, EXAMPLE, tmp_path, gpus, *options)
 
 
-def one_stage(folder, recipe, model, gpus, options, number, device="h200"):
+def one_stage(worker, folder, recipe, model, gpus, options, number):
     """The stage as in --json. `folder` gets the model's config.json."""
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
-    command = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", *options]
-    args = parse([*command, "--gpus", str(gpus), "--device", device])
-    (stage,) = Rehearsal(args).of_stages([number])
+    words = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", *options, "--gpus", str(gpus)]
+    (stage,) = Rehearsal(parse(words)).of_stages([number], worker)
     return asdict(stage)

@@ -61,6 +61,7 @@ def stage(number=0, stages=1, kernels=(), links=(), times=None, peaks=None):
         "host": {},
         "kernels": [["training", part, 1, 0, 0, seconds] for part, seconds in kernels],
         "links": [["training", part, "allreduce", "tensor", 2, "node", 1, 8, seconds] for part, seconds in links],
+        "uploads": {},
         "waits": [],
         "micro_batches": {"training": 2},
     }
