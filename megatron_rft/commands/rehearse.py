@@ -71,6 +71,7 @@ class Worker:
             with suppress(BrokenPipeError):  # it has ended: its stdout has, too
                 print(json.dumps(question | {"out": str(out)}), file=self.process.stdin, flush=True)
             if not any(line.strip() == str(out) for line in self.process.stdout) or not out.is_file():
+                self.errors.seek(0)  # the processes share one position
                 reason = self.errors.read().strip()[-3000:]
                 raise RunFailed(f"rank {question['rank']} of {question['world']} failed in its rehearsal:\n{reason}")
             found = json.loads(out.read_text())

@@ -149,7 +149,6 @@ def check_waits(stage):
 SHORT = ["data.max_prompt_tokens=64", "rollout.max_response_tokens=64", "batching.micro_batch_tokens=512"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["dynamic/tiny/dynamic.yaml", "fpa/qwen3_4b_base/dpo.yaml", "pipo/tiny/sdpo.yaml", "quickstart/sft.yaml"]
 )
@@ -161,7 +160,6 @@ def test_few_waits_with_refined_responses_pairs_and_a_teacher(rehearse, recipe):
     assert sum(row[-1] for row in stage["found"]["waits"] if row[0] == "end of the step") <= 1  # the teacher's update
 
 
-@pytest.mark.slow
 def test_the_trainers_state_leaves_while_the_engine_generates(rehearse, tmp_path):
     options = ["rollout.offload_trainer=true", "model.precision=bf16", "--micro-batches", "1"]
     status, told, error, (stage,) = rehearse("pipo/tiny/grpo.yaml", "tiny", 1, *options)
@@ -301,6 +299,7 @@ def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     keys = Group.of(options.trainer, options.batching, options.data, options.rollout, layout.cp, 0.5).keys
     estimate = activations(element, options.megatron, batching, second, keys, s, layout, number)
     assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
+    assert found["uploads"]["loading"][1] == pytest.approx(state.weights, rel=0.01)  # each weight once
     assert peak["parts"]["gradients"] == pytest.approx(state.gradients, rel=0.01)
     saved = found["host"]["checkpoint"] - found["host"]["weights to the engine"]
     assert saved == pytest.approx(gathered(options, s, layout, number, overlap=True), rel=within)
