@@ -270,6 +270,8 @@ def whole_run() -> Iterator[Row]:
             f"model={{path: {folder}/model, initialise: random, precision: bf16}}",
             f"run={{output_dir: {folder}/run, steps: 2}}",
             "rollout.offload_trainer=true",
+            "data.validation=null",
+            "data.test=null",
             "evaluation.every=null",
         ]
         gib = f"{torch.cuda.mem_get_info()[1] / 2**30:.0f}" if GPU else None
