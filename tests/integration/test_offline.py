@@ -18,7 +18,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.data.trajectories import sha256
-from megatron_rft.tracking.notes import NOTES_FILE, read_notes
+from megatron_rft.tracking.notes import NOTES_FILE
+from megatron_rft.utils.files import read_json_lines
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
 from tests.integration.tiny import ROOT, kill, metrics, start, train, write_data, write_model
 
@@ -153,7 +154,7 @@ def test_weights_that_saturate_have_their_alarm(folder, tmp_path):
         run = tmp_path / alarms
         status, output = train(folder / "offline.yaml", f"run.output_dir={run}", f"tracking.alarms={alarms}", *options)
         assert status == 0, output[-3000:]
-        counts.append(sum("FPA's weights" in note["note"] for note in read_notes(run / NOTES_FILE)))
+        counts.append(sum("FPA's weights" in note["note"] for note in read_json_lines(run / NOTES_FILE)))
     assert counts == [1, 0], [line.get("dynamics/future_weight_saturated") for line in metrics(run)]
 
 
