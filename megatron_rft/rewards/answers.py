@@ -98,7 +98,7 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
     stated = _stated(prose)
     if stated and stated.lower() in ("yes", "no") and FORMULA.fullmatch(question.strip()):
         stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by a word
-    found = stated or _concluded(prose) or _asked(prose, question)
+    found = stated or _concluded(prose, question) or _asked(prose, question)
     return found or (_last(prose) if how == "any" else None)
 
 
@@ -196,7 +196,7 @@ def _stated(text: str) -> str | None:
     return None
 
 
-def _concluded(text: str) -> str | None:
+def _concluded(text: str, question: str) -> str | None:
     """Return the value that the last line states; later sentences without a number count as comments."""
     lines = [line.strip(" \t*#>_`") for line in text.splitlines()]
     lines = [line for line in lines if line and not COURTESY.match(line)]
@@ -207,7 +207,8 @@ def _concluded(text: str) -> str | None:
         return bare
     sentences = [each.strip(" *_\"'") for each in SENTENCES.split(lines[-1])]
     for sentence in reversed([each for each in sentences if each and not COURTESY.match(each)]):
-        if found := _said(sentence):
+        before, _, clause = sentence.partition(", which ")
+        if found := (clause and not DENIED.search(clause) and _asked(before, question)) or _said(sentence):
             return found
         if re.search(r"\d", sentence):
             return None

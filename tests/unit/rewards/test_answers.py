@@ -65,6 +65,8 @@ def test_what_a_response_says_of_the_question():
     text = "61 - 48 is 13. Subtraction takes 48 away from 61"
     assert final_answer(text, question="What is 61 - 48?") == "13"
     assert final_answer(text, question="What is 61 - 4?") is None  # 61 - 4 is another formula
+    assert final_answer("24 + 38 is 62, which is 38 in Roman", question="24 + 38") == "62"
+    assert final_answer("24 + 38 is 62, which is wrong", question="24 + 38") is None
     assert final_answer("19 + 10 is 29, the answer is no.", question="19 + 10") == "29"
     assert final_answer("3 + 4 = 7, so the answer is yes.", question="Is 3 + 4 = 7?") == "yes"
 
