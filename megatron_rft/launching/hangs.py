@@ -206,7 +206,8 @@ def ask(pipe: Path) -> bool:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return False
-    os.write(descriptor, b"1"), os.close(descriptor)
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(b"1")
     return True
 
 

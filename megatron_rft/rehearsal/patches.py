@@ -1,7 +1,7 @@
 """Patches of the package and of megatron-core that supply what shapes do not tell.
 
 They name phases, parts and categories for the ledger, answer with the shapes that pipeline neighbours would send, and
- balance the routing of a mixture.
+balance the routing of a mixture.
 """
 
 import types
