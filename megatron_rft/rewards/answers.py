@@ -61,6 +61,8 @@ EQUATION = re.compile(
     r"(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
 )
 REMARK = re.compile(r"(?<=\d)\s+\([A-Za-z][^()]*\)$")  # 144 (one hundred forty-four)
+OPEN = re.compile(r"(?<=\S)\s+\([^()\]]*$")  # 65 (18 +
+QUOTED = re.compile(r"^'([^']+)'$")
 FORMULA = re.compile(
     r"(?<![\w.^{}\\])[-(]*\d[\d.]*(?:[\s()]*(?:[-+*/^]|\\cdot)[\s(-]*\d[\d.]*)+(?![\w^.]|\s*\\)"  # of numbers alone
 )
@@ -96,8 +98,8 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
         return _clean(tagged[-1])
     prose = prose[-TAIL:]
     stated = _stated(prose)
-    if stated and stated.lower() in ("yes", "no") and FORMULA.fullmatch(question.strip()):
-        stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by a word
+    if stated and not re.search(r"\d", stated) and not number(stated) and FORMULA.fullmatch(question.strip()):
+        stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by words
     found = stated or _concluded(prose, question) or _asked(prose, question)
     return found or (_last(prose) if how == "any" else None)
 
@@ -259,7 +261,8 @@ def _sentence(text: str) -> str:
 
 def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
     """Return the text if it is a value: mathematics, a number with its unit, or, if it is stated, a few words."""
-    text = REMARK.sub("", re.split("[→⇒]", text)[-1].strip().strip('*_`"').strip())
+    text = OPEN.sub("", re.split("[→⇒]", text)[-1].strip().strip('*_`"').strip())
+    text = QUOTED.sub(r"\1", REMARK.sub("", text))
     if not text or len(text) > LONGEST or HEDGES.search(text) or LIMITS.search(text) or text[-1] in "+-*/=":
         return None
     if MATHS.match(text):

@@ -2,7 +2,7 @@
 
 `answers.py` reads the answer and detects answers that only repeat the question. Integers and equal texts are compared
 here, thousands per second; `equivalence` compares the rest, in separate processes with a hard time limit, because
-nothing else stops sympy. A response on which the grader dies twice gets a Score with an error, not a 0.
+nothing else stops sympy. An answer on which the grader dies twice is wrong; a reference on which it dies is an error.
 """
 
 import importlib.util
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -82,7 +83,7 @@ class MathReward(Reward):
 
     def _judge_all(self, questions: list[Question]) -> dict[Question, Score]:
         if self.workers == 0:
-            return {each: _judge_here(*each) for each in questions}
+            return {each: _graded(_judge_here, each) for each in questions}
         if questions and self._threads is None:
             self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="math-reward")
             for _ in range(self.workers):
@@ -92,8 +93,7 @@ class MathReward(Reward):
     def _judge(self, asked: Question) -> Score:
         process = self._idle.get()
         try:
-            score = process.ask(*asked)
-            return score if score.error is None else process.ask(*asked)
+            return _graded(process.ask, asked)
         finally:
             self._idle.put(process)
 
@@ -155,6 +155,18 @@ def problem(prompt: Prompt) -> str:
 
 def verdict(correct: bool) -> Score:
     return Score(1.0, "correct") if correct else Score(0.0, "wrong answer")
+
+
+def _graded(ask: Callable[..., Score], question: Question) -> Score:
+    """Ask the algebra, after an error once more. If it fails again and grades another answer to the same reference, the
+    answer is at fault and wrong: as an error, 9^(9^9) would be a way out of training."""
+    reference, _, text = question
+    score = ask(*question)
+    if score.error is not None:
+        score = ask(*question)
+    if score.error is not None and ask(reference, "0", text).error is None:
+        return Score(0.0, f"the answer cannot be graded: {score.error}")
+    return score
 
 
 def _judge_here(*question: str) -> Score:

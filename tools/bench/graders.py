@@ -244,18 +244,22 @@ NUMBER = r"(-?\d[\d,]*(?:\.\d+)?)(?![\d,.]*\d)"
 SAYS = rf"(?:=|\bis|\bequals?|\bequal to|\bgives?|\bget|\bbe|\bhave|\bare|:)[\s*$]*{NUMBER}"
 
 
+def sum_of(question: str) -> re.Match:
+    return re.search(r"(\d+) ([+-]) (\d+)", question)
+
+
 def by_hand(question: str, text: str) -> str | None:
     """Return the result that a response to "What is 57 + 87?" gives, by rules for such questions alone.
 
     It is what the response calls the answer; else what its last line ends with, after a word or sign of equality or
     alone; else what it says that the sum is.
     """
-    text = re.sub(r"[\s.!]*$", "", re.sub(r"[*\\$]", "", text))
+    text = re.sub(r"[\s.!]*$", "", re.sub(r'[*\\$"]', "", text))
     called = re.findall(rf"answer(?: to [^.=:]*)?(?: is|:)\s*{NUMBER}(?=\s*(?:[.,\n]|$))", text, re.I)
     last = re.sub(r"\.\s+[^.\d]*$", "", text.splitlines()[-1]) if text else ""  # without a sentence that has no number
     alone = re.fullmatch(NUMBER, last.strip()) or re.search(rf"{SAYS}$", last)
-    asked = r"\s*".join(map(re.escape, re.search(r"(\d+) ([+-]) (\d+)", question).groups()))
-    said = re.findall(rf"(?<![\d.]){asked}\s*(?:=|is|equals)\s*{NUMBER}(?!\s*[-+*/])", text)
+    asked = r"\s*".join(map(re.escape, sum_of(question).groups()))
+    said = re.findall(rf"(?<![\d.]){asked}\s*(?:=|is|equals)\s*{NUMBER}(?!\s*[-+*/\d])", text)
     found = called[-1:] or ([alone[1]] if alone else []) or said[-1:]
     return found[0].replace(",", "") if found else None
 
@@ -264,7 +268,9 @@ def sampled(folder: Path) -> None:
     """Print how many of a store's responses are right by each grader, and where they differ."""
     rows = [row for path in sorted(folder.glob("shards/*.parquet")) for row in pq.read_table(path).to_pylist()]
     reward = MathReward()
-    prompts = [Prompt(k, (1,), row["prompt"], row["answer"]) for k, row in enumerate(rows)]
+    prompts = [
+        Prompt(k, (1,), row["prompt"], row["answer"], question=sum_of(row["prompt"])[0]) for k, row in enumerate(rows)
+    ]
     ours = [score.reward == 1.0 for score in reward(prompts, [row["text"] for row in rows])]
     reward.close()
     hand = []

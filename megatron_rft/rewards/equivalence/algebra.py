@@ -113,8 +113,9 @@ def _points(formula: Any) -> list[dict]:
 def _value(formula: Any, point: dict) -> Any:
     """Return the formula's value at a point, or None."""
     try:
-        found = formula.subs(point).doit().evalf(DIGITS)
-    except (ArithmeticError, ValueError, TypeError, AttributeError):
+        exact = formula.doit().subs(point).doit()
+        found = exact if exact.is_Rational else exact.evalf(DIGITS)
+    except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     if found in (sympy.oo, -sympy.oo):
         return found
@@ -122,7 +123,7 @@ def _value(formula: Any, point: dict) -> Any:
 
 
 def _exactly(a: Any, b: Any) -> bool:
-    if a in (sympy.oo, -sympy.oo) or b in (sympy.oo, -sympy.oo):
+    if a in (sympy.oo, -sympy.oo) or b in (sympy.oo, -sympy.oo) or (a.is_Rational and b.is_Rational):
         return a == b
     return bool(abs(a - b) <= EXACT * max(1, abs(a), abs(b)))
 

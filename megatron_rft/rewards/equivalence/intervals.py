@@ -9,6 +9,9 @@ BUILDER = re.compile(r"\\\{\s*\(?\s*(?P<name>[a-zA-Z])\s*\)?\s*(?:\\in\s*\S+\s*)
 MEMBER = re.compile(r"^\(?[a-zA-Z]\)?\s*\\in(?![a-z])\s*")
 NAME = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\([a-z](?:, ?[a-z])*\))?"
 REALS = re.compile(r"\\mathbb\s*\{?R\}?|\\R|\\text\{(?:all )?real(?: number)?s\}|all reals|all real numbers")
+ALL_BUT = re.compile(
+    rf"(?:{NAME}\s*\\ne(?![a-z])|(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)\s*\\\{{)([^,{{}}]+)(?:\\\}})?"
+)
 OR = re.compile(r"\\text\{\s*or\s*\}|(?<![a-z])or(?![a-z])|\\lor(?![a-z])|,(?=[^,]*(?:[<>]|\\[lg]e(?![a-z])))")
 LESS = {"<": ("(", ")"), r"\le": ("[", "]")}
 TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
@@ -26,6 +29,8 @@ def intervals(text: str) -> list[str]:
         return [r"(-\infty, \infty)"]
     if found := BUILDER.fullmatch(text):
         text = MEMBER.sub("", found["condition"].strip())
+    if found := ALL_BUT.fullmatch(text):
+        return [rf"(-\infty, {found[1].strip()})", rf"({found[1].strip()}, \infty)"]
     parts = split(text, r"\\cup(?![a-z])")[::2]
     alternatives = split(text, OR.pattern)[::2]
     if len(parts) == 1 and all(len(split(each, ORDER)) > 1 for each in alternatives):

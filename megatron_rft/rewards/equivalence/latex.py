@@ -24,6 +24,7 @@ FONTS = re.compile(
     r"\\(?:mathbf|mathit|mathcal|boldsymbol|bm|vec|overrightarrow|hat|widehat|boxed|fbox)\s*\{([^{}]*)\}"
 )
 ONE = r"(\d|[a-zA-Z]|\\[a-zA-Z]+)"
+MOD = r"(?:\\[pb]?mod|\\text\{\s*mod\s*\}|\bmod\b)\s*\{?(\w+)\}?"
 RENAMED = [
     (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
     (re.compile(r"\\(?:leq|leqslant|lt)(?![a-z])"), lambda m: "<" if m[0] == r"\lt" else r"\le "),
@@ -46,6 +47,14 @@ RENAMED = [
     (re.compile(r"\\[$€£]|[$€£¥]|\\text\{[$]\}|\\(?:pounds|euro)(?![a-z])"), ""),
     (re.compile(r"\\varnothing|^\\\{\s*\\\}$"), r"\\emptyset "),
     (re.compile(r"^(?:\\text\{\s*)?no (?:real )?solutions?\s*\}?$", re.IGNORECASE), r"\\emptyset "),
+    (
+        re.compile(r"^(?:\\text\{\s*)?(?:DNE|(?:the )?(?:limit )?does(?: not|n't) exist)\s*\}?$", re.IGNORECASE),
+        r"\\text{does not exist}",
+    ),
+    (
+        re.compile(rf"\\text\{{\s*\(?mod (\w+)\)?\s*\}}|\(\s*{MOD}\s*\)|{MOD}"),
+        lambda m: rf" \text{{mod}} {m[1] or m[2] or m[3]}",
+    ),
     (re.compile(r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])"), r"\\infty "),
     (re.compile(r"\b([aApP])\.\s?([mM])\b\.?"), r"\1\2"),
     (re.compile(r"\\(?:arcsin|arccos|arctan)(?![a-z])"), lambda m: m[0]),

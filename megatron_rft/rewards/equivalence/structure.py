@@ -33,6 +33,8 @@ EVERY = re.compile(
     r"[,;]?\s*\(?\s*(?:\\text\{\s*(?:where|for)[^{}]*\}|where|for(?: all)?)?\s*([a-zA-Z])\s*\\in\s*"
     r"(?:\\mathbb\s*\{?Z\}?|\\Z)\s*\)?$"
 )
+DEFINED = re.compile(r"([a-zA-Z])\s*\(\s*([a-z])\s*\)\s*=")
+CONSTANT = re.compile(r"\+\s*(?:[cCkK]|\\text\{const(?:ant)?\.?\})$")  # of integration
 ASKS_PERCENT = re.compile(
     r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"
     r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|%|\\%)",
@@ -45,11 +47,19 @@ def equivalent(reference: str, answer: str, question: str = "") -> bool:
     percent = bool(ASKS_PERCENT.search(question[-400:]))
     wanted, got = _trimmed(one_spelling(reference)), _trimmed(one_spelling(answer))
     if found := EVERY.search(wanted):
-        other = EVERY.search(got)
-        if other:
-            got = re.sub(rf"(?<![a-zA-Z\\]){other[1]}(?![a-zA-Z])", found[1], got)
+        if other := EVERY.search(got):
+            got = _renamed(got, other[1], found[1])
         wanted, got = EVERY.sub("", wanted), EVERY.sub("", got)
+    if (found := DEFINED.match(wanted)) and (other := DEFINED.match(got)) and found[1] == other[1]:
+        got = _renamed(got, other[2], found[2])  # f(t) = t^2 for f(x) = x^2
+    if re.search(r"\+\s*C$", wanted):
+        got = CONSTANT.sub("+ C", got)
     return _same(wanted, got, percent)
+
+
+def _renamed(text: str, old: str, new: str) -> str:
+    """Rename a symbol of one letter."""
+    return re.sub(rf"(?<![a-zA-Z\\]){old}(?![a-zA-Z])", new, text)
 
 
 def value_of(answer: str) -> str:
@@ -92,7 +102,7 @@ def _words(wanted: str, got: str, percent: bool) -> bool | None:
     if found := LETTER.fullmatch(wanted):
         letter = re.match(r"\(?(?:\\text\{)?\s*\(?([A-Z])(?:\)|\.|:|\s*\}|$)", got)
         return letter[1] == found[1] if letter else None
-    if WORDS.fullmatch(wanted) and (len(wanted) > 3 or "text" in wanted):
+    if WORDS.fullmatch(wanted) and (len(wanted) > 3 or "text" in wanted or wanted.lower() in ("yes", "no")):
         first, second = (re.sub(r"\\text|[{}]|\b(the|an?)\b", " ", text.lower()).split() for text in (wanted, got))
         return first == second
     return None
@@ -308,8 +318,6 @@ def _ratios(wanted: str, got: str, percent: bool) -> bool | None:
     if not first and not second:
         return None
     ours, theirs = (f"\\frac{{{m[1]}}}{{{m[2]}}}" if m else text for m, text in ((first, wanted), (second, got)))
-    if first and second:
-        return first.groups() == second.groups()
     return None if ours == theirs else "\\frac" in ours + theirs and _same(ours, theirs)
 
 
@@ -321,7 +329,9 @@ def _formulas(wanted: str, got: str, percent: bool) -> bool:
         wanted, got = ours, theirs
     if "\\text" in wanted + got or re.search(r"[=<>]|\\(?:le|ge|ne)(?![a-z])", got) or unevaluated(got, wanted):
         return False
-    return algebra.equal(wanted, got) or (unit == "°" and algebra.equal(f"{ours}°", got))
+    if unit == "°" and algebra.equal(f"{ours}°", got):
+        return True
+    return algebra.equal(wanted, f"{theirs}°" if other == "°" and not number(wanted) else got)
 
 
 def unevaluated(got: str, wanted: str) -> bool:

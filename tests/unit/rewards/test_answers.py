@@ -68,6 +68,9 @@ def test_what_a_response_says_of_the_question():
     assert final_answer("24 + 38 is 62, which is 38 in Roman", question="24 + 38") == "62"
     assert final_answer("24 + 38 is 62, which is wrong", question="24 + 38") is None
     assert final_answer("19 + 10 is 29, the answer is no.", question="19 + 10") == "29"
+    assert final_answer("34 + 25 equals 59\n\nThe answer is provided by the", question="34 + 25") == "59"
+    assert final_answer("Thus the answer is five.", question="2 + 3") == "five"
+    assert final_answer("47 + 18 = 65 The answer is '65' (18 + 18", question="47 + 18") == "65"
     assert final_answer("3 + 4 = 7, so the answer is yes.", question="Is 3 + 4 = 7?") == "yes"
 
 

@@ -6,6 +6,17 @@ from megatron_rft.rewards.equivalence.latex import one_spelling, squeeze
 from megatron_rft.rewards.equivalence.structure import equivalent, value_of
 
 SAME = [
+    ("f(x)=x^2+1", "f(t) = t^2+1"),
+    ("2:3", "4:6"),
+    (r"\ln|x|+C", r"\ln |x| + c"),
+    (r"\text{does not exist}", r"\text{DNE}"),
+    ("No", r"\text{no}"),
+    (r"\frac{\pi}{3}", r"60^\circ"),
+    (r"n \equiv 3 \pmod 7", r"3 \bmod 7"),
+    (r"n \equiv 3 \pmod{7}", r"n \equiv 3 \text{ (mod 7)}"),
+    (r"x \neq 2", r"(-\infty,2)\cup(2,\infty)"),
+    (r"\mathbb{R} \setminus \{2\}", r"x\neq 2"),
+    (r"\sum_{k=1}^n k", r"\frac{n(n+1)}{2}"),
     (r"\frac{1}{2} m v^{2}", r"\frac{mv^2}{2}"),
     (r"9.8 \mathrm{~m/s^2}", "9.8"),
     (r"5\mathrm{~m} / \mathrm{s}^{2}", "5 m/s^2"),
@@ -115,6 +126,17 @@ SAME = [
     ("120", r"\binom{10}{3}"),
 ]
 DIFFERENT = [
+    ("2^{100}", "1267650600228229401496703205377"),
+    ("2:3", "6:4"),
+    ("f(x)=x^2+1", "g(t) = t^2+1"),
+    ("f(x)=x^2+a", "f(a)=x^2+a"),
+    (r"y = x^2 + k", r"y = x^2 + c"),
+    ("No", "Yes"),
+    (r"\frac{\pi}{3}", r"61^\circ"),
+    (r"n \equiv 3 \pmod 7", r"n \equiv 3 \pmod 8"),
+    (r"x \neq 2", "x = 2"),
+    (r"x \neq 2", r"(-\infty,2)"),
+    (r"\sum_{k=1}^n k", r"\frac{n(n-1)}{2}"),
     ("3xy", "3"),
     ("3", "3xy"),
     (r"\frac{1}{2}mv^2", r"\frac12"),

@@ -69,10 +69,14 @@ def test_the_short_way_agrees_with_the_algebra(reference, answer, same):
     assert compare_exactly(reference, answer) is judge(reference, answer)
 
 
-def test_a_hanging_answer_is_an_error_and_the_next_is_graded():
+def test_a_hanging_answer_is_wrong_and_the_next_is_graded():
     reward = MathReward(timeout_s=0.5, workers=1)
     hang, fine = reward(prompts("9", "1/2"), [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.5}"])
-    assert "timeout_s=0.5" in hang.error and (fine.reward, fine.error) == (1.0, None)
+    assert (
+        (hang.reward, hang.error) == (0.0, None)
+        and "timeout_s=0.5" in hang.reason
+        and (fine.reward, fine.error) == (1.0, None)
+    )
     assert reward(prompts("1/4"), [r"\boxed{0.25}"])[0].reward == 1.0  # by the process that replaced it
     process = reward._idle.get()
     pid = process.process.pid
@@ -101,12 +105,18 @@ HOSTILE = {
 }
 
 
+def test_a_reference_that_hangs_is_an_error():
+    reward = MathReward(timeout_s=0.5, workers=1)
+    assert "timeout_s=0.5" in reward(prompts(r"9^{9^{9^{9}}}"), [r"\boxed{3+x}"])[0].error
+    reward.close()
+
+
 def test_no_answer_holds_the_grader():
-    """Each ends within its deadline, as a wrong answer or an error, and the grader continues."""
+    """Each ends within its deadline, as a wrong answer, and the grader continues."""
     reward = MathReward(timeout_s=0.5, workers=2)
     scores = reward(prompts(*["7"] * len(HOSTILE)), list(HOSTILE.values()))
     for name, score in zip(HOSTILE, scores, strict=True):
-        assert score.reward == 0.0 and (score.error is None or "timeout_s=0.5" in score.error), (name, score)
+        assert (score.reward, score.error) == (0.0, None), (name, score)
     assert reward(prompts("7"), [r"\boxed{" + " " * 10**5 + "7}"])[0].reward == 1.0
     reward.close()
 
