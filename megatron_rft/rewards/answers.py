@@ -22,6 +22,7 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # Between two boxes of one list: "or", "and", commas, delimiters; not "no, it is".
 JOINED = re.compile(
     r"(?:\s|[$,;.:/&*()\[\]|~-]|\\[()\[\],;!: ]|\\\\|\\q?quad|\\text\{\s*(?:or|and)\s*\}"
+    r"|\bbut (?=maybe|perhaps|possibly)"
     r"|\b(?:or|and|also|maybe|perhaps|possibly|alternatively|either|it|could|might|may|be|is|equivalently)\b)*",
     re.IGNORECASE,
 )
@@ -109,9 +110,12 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
 
     The reference's own text is no echo: some questions name the value that is asked for.
     """
-    reference, answer = one_spelling(reference), split(one_spelling(answer), RELATION)[-1]
-    if not answer or squeeze(answer) == squeeze(reference):
+    reference, equation = one_spelling(reference), one_spelling(answer)
+    answer = split(equation, RELATION)[-1]
+    if not answer or squeeze(reference) in (squeeze(answer), squeeze(equation)):
         return False
+    if answer != equation and _contains(one_spelling(question), equation):
+        return True
     if unevaluated(answer, reference):
         return True
     plain = number(answer)
@@ -119,7 +123,10 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
         return False
     if _recalculates(one_spelling(question), answer, reference):
         return True
-    if not re.search(r"[+\-^!]|\\(?:frac|sqrt|cdot|binom|sin|cos|tan|log|ln|times)(?![a-z])|/", answer.lstrip("-")):
+    if not re.search(
+        r"[+\-^!]|\\(?:frac|sqrt|cdot|binom|sin|cos|tan|log|ln|times|sum|prod|int)(?![a-z])|/",
+        answer.lstrip("-"),
+    ):
         return False
     if re.search(r"[,;=<>]|\\text|\\cup", answer) or not _contains(one_spelling(question), answer):
         return False

@@ -318,6 +318,8 @@ def _ratios(wanted: str, got: str, percent: bool) -> bool | None:
     if not first and not second:
         return None
     ours, theirs = (f"\\frac{{{m[1]}}}{{{m[2]}}}" if m else text for m, text in ((first, wanted), (second, got)))
+    if first and second:
+        return first.groups() == second.groups()  # 3:00 is a time
     return None if ours == theirs else "\\frac" in ours + theirs and _same(ours, theirs)
 
 

@@ -11,6 +11,7 @@ from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo,
         (r"\boxed{5} or \boxed{7}", "5, 7"),  # one answer with two values
         (r"$\boxed{5}$ and $\boxed{5}$", "5"),
         (r"\boxed{1}. So the answer is not that but \boxed{2}", "2"),
+        (r"\boxed{1} but maybe \boxed{2}?", "1, 2"),
         ("\\boxed{1} then\n#### 2", "2"),
         (r"#### 2 then \boxed{1}", "1"),
         (r"first \boxed{1}, then \boxed{2", None),  # cut off while answering
@@ -92,6 +93,8 @@ def test_what_a_response_says_of_the_question():
         (r"\sqrt{(57+87)^2}", "144", "What is $57 + 87$?", True),  # all numbers of the question's formula
         ("2^5", "32", "What is $2^3 \\cdot 2^2$?", False),
         ("7", "7", "Is it 7?", False),
+        ("2x = 6", "x = 3", "Solve $2x=6$.", True),
+        ("x = 3", "3", "Is $x = 3$ a solution, or $x = 4$?", False),
         ("-3", "-3", "", False),
     ],
 )

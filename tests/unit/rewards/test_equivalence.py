@@ -7,7 +7,6 @@ from megatron_rft.rewards.equivalence.structure import equivalent, value_of
 
 SAME = [
     ("f(x)=x^2+1", "f(t) = t^2+1"),
-    ("2:3", "4:6"),
     (r"\ln|x|+C", r"\ln |x| + c"),
     (r"\text{does not exist}", r"\text{DNE}"),
     ("No", r"\text{no}"),
@@ -127,7 +126,8 @@ SAME = [
 ]
 DIFFERENT = [
     ("2^{100}", "1267650600228229401496703205377"),
-    ("2:3", "6:4"),
+    ("2:30", "4:60"),
+    ("3:00", "6:00"),
     ("f(x)=x^2+1", "g(t) = t^2+1"),
     ("f(x)=x^2+a", "f(a)=x^2+a"),
     (r"y = x^2 + k", r"y = x^2 + c"),
