@@ -179,62 +179,25 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def rank() -> int:
-    return dist.get_rank()
-
-
-def tp_rank() -> int:
-    return parallel_state.get_tensor_model_parallel_rank()
-
-
-def tp_size() -> int:
-    return parallel_state.get_tensor_model_parallel_world_size()
-
-
-def tp_group() -> dist.ProcessGroup:
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def pp_rank() -> int:
-    return parallel_state.get_pipeline_model_parallel_rank()
-
-
-def pp_size() -> int:
-    return parallel_state.get_pipeline_model_parallel_world_size()
-
-
-def pp_group() -> dist.ProcessGroup:
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def is_last_stage() -> bool:
-    """Return whether this rank is the last of the pipeline, which also has the last virtual stage."""
-    return pp_rank() == pp_size() - 1
-
-
-def cp_rank() -> int:
-    return parallel_state.get_context_parallel_rank()
-
-
-def cp_size() -> int:
-    return parallel_state.get_context_parallel_world_size()
-
-
-def cp_group() -> dist.ProcessGroup:
-    return parallel_state.get_context_parallel_group()
-
-
-def dp_rank() -> int:
-    """Return the index among the ranks with different data; context-parallel ranks have the same."""
-    return parallel_state.get_data_parallel_rank()
-
-
-def dp_size() -> int:
-    return parallel_state.get_data_parallel_world_size()
-
-
-def dp_group() -> dist.ProcessGroup:
-    return parallel_state.get_data_parallel_group()
+rank = dist.get_rank
+tp_rank = parallel_state.get_tensor_model_parallel_rank
+tp_size = parallel_state.get_tensor_model_parallel_world_size
+tp_group = parallel_state.get_tensor_model_parallel_group
+pp_rank = parallel_state.get_pipeline_model_parallel_rank
+pp_size = parallel_state.get_pipeline_model_parallel_world_size
+pp_group = parallel_state.get_pipeline_model_parallel_group
+cp_rank = parallel_state.get_context_parallel_rank
+cp_size = parallel_state.get_context_parallel_world_size
+cp_group = parallel_state.get_context_parallel_group
+dp_rank = parallel_state.get_data_parallel_rank  # among the ranks with different data; context-parallel ranks share it
+dp_size = parallel_state.get_data_parallel_world_size
+dp_group = parallel_state.get_data_parallel_group
+ep_rank = parallel_state.get_expert_model_parallel_rank
+ep_size = parallel_state.get_expert_model_parallel_world_size
+ep_group = parallel_state.get_expert_model_parallel_group
+etp_rank = parallel_state.get_expert_tensor_parallel_rank
+etp_size = parallel_state.get_expert_tensor_parallel_world_size
+etp_group = parallel_state.get_expert_tensor_parallel_group
 
 
 def dp_with_cp_group() -> dist.ProcessGroup:
@@ -242,25 +205,6 @@ def dp_with_cp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def ep_rank() -> int:
-    return parallel_state.get_expert_model_parallel_rank()
-
-
-def ep_size() -> int:
-    return parallel_state.get_expert_model_parallel_world_size()
-
-
-def ep_group() -> dist.ProcessGroup:
-    return parallel_state.get_expert_model_parallel_group()
-
-
-def etp_rank() -> int:
-    return parallel_state.get_expert_tensor_parallel_rank()
-
-
-def etp_size() -> int:
-    return parallel_state.get_expert_tensor_parallel_world_size()
-
-
-def etp_group() -> dist.ProcessGroup:
-    return parallel_state.get_expert_tensor_parallel_group()
+def is_last_stage() -> bool:
+    """Return whether this rank is the last of the pipeline, which also has the last virtual stage."""
+    return pp_rank() == pp_size() - 1
