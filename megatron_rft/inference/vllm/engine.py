@@ -108,8 +108,7 @@ class VLLMEngine(Engine):
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
             self.llm = _start(self._arguments(folder, max_batch_sequences, options, gpu_share))
         record_shared_memory(shared_memory(os.getpid()))
-        self.source = weights.Stream([weights.ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()])
-        self.sender = weights.connect(self.llm, self.source)
+        self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         if isinstance(drafter := getattr(self._runner(), "drafter", None), PredictedOutput):
             drafter.runner = self._runner()
         if not given:
@@ -241,8 +240,7 @@ class VLLMEngine(Engine):
 
         self.weight_version = -1
         stream = iter(stream)
-        self.source.tensors = ((name, tensor.detach()) for name, tensor in self.validator.checked(stream))
-        self.sender.send_weights()
+        weights.send(self.llm, ((name, tensor.detach()) for name, tensor in self.validator.checked(stream)))
         for _ in stream:
             pass
         if problem := self.validator.refused or self.validator.missing() or weights.problem(self.llm):
@@ -282,7 +280,7 @@ class VLLMEngine(Engine):
         if getattr(self, "llm", None) is None:
             return
         cpu_patches.shut_down(self.llm)
-        self.llm = self.sender = self.source = None
+        self.llm = None
         self.weight_version = -1
 
 

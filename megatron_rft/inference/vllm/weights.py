@@ -1,26 +1,22 @@
 """Loads weights into the model of a vLLM engine in this process, through vLLM's weight-transfer API.
 
-Both sides of the transfer are registered in vLLM's factories under the name HANDOVER. The worker pulls tensors from the
-trainer's stream one at a time, so that there is no third copy of the model. vLLM's reloading processes a layer (packs,
-quantises) as soon as its last tensor has arrived.
+The worker's side is registered in vLLM's factory under the name HANDOVER. The worker pulls tensors from the trainer's
+stream one at a time, so that there is no third copy of the model. vLLM's reloading processes a layer (packs, quantises)
+as soon as its last tensor has arrived.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    WeightSource,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -30,19 +26,6 @@ from megatron_rft.inference.vllm.fp8 import Comparison
 from megatron_rft.inference.vllm.readback import layer_hf_names, read_layer, tied
 
 HANDOVER = "handover"
-
-
-class Stream(WeightSource):
-    """Wraps a stream of HF-named tensors as vLLM's WeightSource. Each sync sets `tensors`."""
-
-    def __init__(self, metadata: list[ParamMeta]):
-        self._metadata, self.tensors = metadata, iter(())
-
-    def metadata(self) -> list[ParamMeta]:
-        return self._metadata
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors)
 
 
 @dataclass
@@ -95,57 +78,17 @@ class Receiver(WeightTransferEngine[Nothing, Update]):
         pass
 
 
-@dataclass
-class SenderInit(TrainerInitInfo):
-    backend: ClassVar[str] = HANDOVER
-
-
-class Sender(TrainerWeightTransferEngine[SenderInit]):
-    """The trainer's side of the transfer."""
-
-    init_info_cls = SenderInit
-
-    @classmethod
-    def trainer_init(cls, init_info: SenderInit, *, client: Any, source: WeightSource | None = None) -> "Sender":
-        client.init_weight_transfer_engine({})
-        return cls(client=client, source=source)
-
-    def send_weights(self) -> None:
-        self.client.start_weight_update()
-        self.client.update_weights({"tensors": self.source})
-        self.client.finish_weight_update()
-
-
-class InProcess:
-    """Implements vLLM's VLLMWeightSyncClient for an LLMEngine in this process."""
-
-    def __init__(self, engine: Any):
-        self.engine = engine
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self.engine.collective_rpc("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.engine.collective_rpc("finish_weight_update")
-        if weight_version is not None:
-            self.engine.set_weight_version(weight_version)
-
-
 def register() -> None:
-    """Register both sides in vLLM's factories, once per process."""
+    """Register the worker's side in vLLM's factory, once per process."""
     if HANDOVER not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(HANDOVER, Receiver)
-        WeightTransferTrainerFactory.register_engine(HANDOVER, Sender)
 
 
-def connect(engine: Any, source: WeightSource) -> TrainerWeightTransferEngine:
-    return WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=InProcess(engine), source=source)
+def send(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Have the worker of an LLMEngine in this process load all of `tensors`, which have HF names."""
+    engine.collective_rpc("start_weight_update")
+    engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": tensors}})
+    engine.collective_rpc("finish_weight_update")
 
 
 def problem(engine: Any) -> str | None:
