@@ -8,7 +8,6 @@ import os
 import random
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,35 +16,25 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megatron_rft.config.sections import Faults
 from megatron_rft.megatron.collectives import count_collectives
 from megatron_rft.utils.errors import ConfigError, UserError
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds that a rank waits for the others: at the start, in a step's collectives, for their responses, and for
-    checkpoints. On GPUs NCCL applies the step's limit: its watchdog ends the process."""
-
-    start: float = 1800.0
-    step: float = 1800.0
-    generation: float = 4 * 3600.0
-    checkpoint: float = 3600.0
-
 
 PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host, each in a gloo group with its own limit
 _host_groups: dict[str, dist.ProcessGroup] = {}
 _set_here: list[str] = []  # environment variables of a process that no launcher started
 
 
-def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) -> None:
+def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) -> None:
     """Connect to the other ranks and create the groups of the layout in the recipe's `megatron` section.
 
-    May be called again after `shutdown`, or with another layout after `destroy_layout`.
+    May be called again after `shutdown`, or with another layout after `destroy_layout`. `faults` has the seconds that
+    ranks wait for each other. On GPUs NCCL applies the limit of a step: its watchdog ends the process.
 
     Raises:
         ConfigError: the ranks cannot connect, or their number does not fit the layout.
     """
-    limits = limits or Limits()
+    faults = faults or Faults()
     count_collectives()
     if megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1:
         # megatron-core overlaps their communication with matrix products, and relies on the order of their launches
@@ -53,7 +42,7 @@ def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) ->
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     if not dist.is_initialized():
-        _connect(limits)
+        _connect(faults)
     _check_world(megatron)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
@@ -62,12 +51,12 @@ def initialize(megatron: Any, *, seed: int = 0, limits: Limits | None = None) ->
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, math.ceil(limits.step / 60)),
+        distributed_timeout_minutes=max(1, math.ceil(faults.step_limit_s / 60)),
     )
     manual_seed(seed)
 
 
-def _connect(limits: Limits) -> None:
+def _connect(faults: Faults) -> None:
     """Create the group of all ranks, and the groups in which they wait on the host."""
     alone = {}
     if "RANK" not in os.environ:
@@ -75,7 +64,7 @@ def _connect(limits: Limits) -> None:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=limits.start), **alone)
+        dist.init_process_group(backend, timeout=timedelta(seconds=faults.start_limit_s), **alone)
     except dist.DistNetworkError as error:  # the port is taken, or no rank answers
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]
@@ -83,9 +72,9 @@ def _connect(limits: Limits) -> None:
             f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {address} ({reason}). Name an address that all "
             "nodes reach, and a port of it that is free"
         ) from None
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limits.step))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=faults.step_limit_s))
     for phase in PHASES:
-        limit = timedelta(seconds=getattr(limits, phase))
+        limit = timedelta(seconds=getattr(faults, f"{phase}_limit_s"))
         _host_groups[phase] = dist.new_group(backend="gloo", timeout=limit)
 
 

@@ -3,7 +3,6 @@
 from functools import partial
 
 from megatron_rft.config import Recipe
-from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.checkpoint import start_results_queue
 from megatron_rft.training import generate, offline, online, sft
@@ -22,15 +21,9 @@ def train(recipe: Recipe) -> int:
     if recipe.trainer == "generate":  # its workers form no process group
         return generate.run(recipe)
     start_results_queue()  # forks a process: before large memory is allocated
-    parallel.initialize(recipe.megatron, seed=recipe.run.seed, limits=limits(recipe.faults))
+    parallel.initialize(recipe.megatron, seed=recipe.run.seed, faults=recipe.faults)
     try:
         parallel.on_main(partial(claim_folder, recipe))
         return TRAINERS[recipe.trainer](recipe)
     finally:
         parallel.shutdown()
-
-
-def limits(faults: Faults) -> parallel.Limits:
-    return parallel.Limits(
-        faults.start_limit_s, faults.step_limit_s, faults.generation_limit_s, faults.checkpoint_limit_s
-    )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft.config import Megatron
+from megatron_rft.config import Faults, Megatron
 from megatron_rft.megatron import parallel
 from megatron_rft.utils.errors import ConfigError
 
@@ -72,7 +72,8 @@ def test_tensor_parallel_ranks_have_one_connection_to_their_gpu(monkeypatch):
 
 def test_every_wait_has_its_own_limit():
     parallel.shutdown()
-    parallel.initialize(Megatron(), limits=parallel.Limits(start=61, step=62, generation=63, checkpoint=64))
+    limits = {"start_limit_s": 61.0, "step_limit_s": 62.0, "generation_limit_s": 63.0, "checkpoint_limit_s": 64.0}
+    parallel.initialize(Megatron(), faults=Faults(**limits))
     try:
         found = {phase: seconds(parallel.host_group(phase)) for phase in parallel.PHASES}
         assert found == {"start": 61, "generation": 63, "checkpoint": 64}
