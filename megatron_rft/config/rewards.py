@@ -136,14 +136,13 @@ class Reward(Section):
     def check_alone(self, place: str):
         """Refuse options that only a part of a sum may have."""
         for option in PART:
-            if getattr(self, option) != type(self).model_fields[option].default:
+            if self.differs(option):
                 raise at(place + option, "is for the parts of a sum")
 
     @model_serializer(mode="wrap")
     def _only_what_is_read(self, serialise) -> dict[str, Any]:
         """Write only options that the kind reads: the others would be refused on loading."""
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        kept = {*KINDS[self.kind].reads} | ALWAYS | {name for name in PART if getattr(self, name) != defaults[name]}
+        kept = {*KINDS[self.kind].reads} | ALWAYS | set(filter(self.differs, PART))
         return {name: value for name, value in serialise(self).items() if name in kept}
 
     def _check_template(self):

@@ -305,8 +305,7 @@ class Data(Section):
             if (source := getattr(self, name)) and source.samples:
                 raise at(f"{name}.samples", "is for evaluation.benchmarks: set evaluation.samples")
         for key in ("prompt_field", "answer_field"):
-            chosen = getattr(self, key) != type(self).model_fields[key].default
-            if chosen and all(source.adapter or getattr(source, key) for source in sources):
+            if self.differs(key) and all(source.adapter or getattr(source, key) for source in sources):
                 raise at(key, "does nothing: every data set here has its own, or an adapter with its fields")
         _check_template(self.prompt_template)
         return self

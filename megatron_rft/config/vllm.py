@@ -15,7 +15,6 @@ from pydantic import ConfigDict, model_validator
 from megatron_rft.config.messages import at, shown
 from megatron_rft.config.passthrough import class_fields
 from megatron_rft.config.sections import Count, Section
-from megatron_rft.config.speculation import check_words
 from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
@@ -54,6 +53,12 @@ REFUSED = {
         mm_processor_cache_gb allowed_local_media_path allowed_media_domains reasoning_parser pooler_config
         io_processor_plugin enable_prompt_embeds""",
 }
+WITH_A_MODEL = {  # methods of speculative decoding
+    "draft_model": "drafts with a separate model",
+    "eagle": "drafts with a head that was trained for the model",
+    "eagle3": "drafts with a head that was trained for the model",
+}
+METHODS = ("ngram", "suffix", *WITH_A_MODEL, "predicted_output")
 PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list, "dict": dict, "set": list}
 
 
@@ -86,7 +91,7 @@ class Vllm(Section):
         if self.model_extra:
             self._check_extra(fields())
         if self.speculative_config is not None:
-            check_words(self.speculative_config)
+            check_speculation(self.speculative_config)
         return self
 
     @property
@@ -109,6 +114,24 @@ class Vllm(Section):
                 raise at(name, f"neither this package nor vLLM {installed()[1]} has it.{did_you_mean(name, usable)}")
             if problem := wrong_value(known[name], value):
                 raise at(name, problem)
+
+
+def check_speculation(given: dict[str, Any]) -> None:
+    """Check vllm.speculative_config. Raises a pydantic error at the wrong key."""
+    method, model, tokens = (given.get(key) for key in ("method", "model", "num_speculative_tokens"))
+    if method not in METHODS:
+        hint = did_you_mean(str(method), METHODS) or f" There are: {', '.join(METHODS)}."
+        raise at("speculative_config.method", f"{shown(method)} is no method.{hint}")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise at("speculative_config.num_speculative_tokens", f"{shown(tokens)} is no count of tokens, 1 or more")
+    if method in WITH_A_MODEL and not model:
+        raise at("speculative_config.model", f"is missing: method {method} {WITH_A_MODEL[method]}")
+    if model and method not in WITH_A_MODEL:
+        raise at("speculative_config.model", f"does nothing with method {method}")
+    if given.get("use_heterogeneous_vocab"):
+        raise at("speculative_config.use_heterogeneous_vocab", "needs tokenizers, and engines here have none")
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise at("speculative_config.method", "suffix needs a missing package: pip install arctic-inference")
 
 
 @cache
