@@ -18,24 +18,37 @@ srun_with_stop() {
     return "$status"
 }
 
-# Excludes nodes on which two starts hung. Slurm changes a job's list only while the job is pending.
-exclude_nodes() {
+# Runs a command of Slurm until it succeeds, at most ten times: a busy controller does not answer every request.
+try_again() {
     local try
-    [ -s "$job/exclude" ] || return 0
     for try in 1 2 3 4 5 6 7 8 9 10; do
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(cat "$job/exclude")" 2>/dev/null &&
-            echo "excluded from now on: $(cat "$job/exclude")" && return 0
+        "$@" && return 0
         sleep 1
     done
-    echo "warning: $(cat "$job/exclude") could not be excluded: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=..." >&2
+    return 1
+}
+
+# Excludes nodes on which two starts hung. Slurm changes a job's list only while the job is pending.
+exclude_nodes() {
+    [ -s "$job/exclude" ] || return 0
+    local nodes="$(cat "$job/exclude")"
+    try_again scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes" 2>/dev/null && echo "excluded from now on: $nodes" ||
+        echo "warning: $nodes could not be excluded: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=..." >&2
+}
+
+# Whether the job has been neither cancelled nor ended by Slurm. While a signal is on its way to it, it is SIGNALING.
+is_running() {
+    local shown
+    shown="$(try_again scontrol show job -o "$SLURM_JOB_ID")"
+    [[ "${shown%%$'\n'*}" =~ JobState=(RUNNING|SIGNALING) ]]
 }
 
 # requeue_if_due STATUS: the exit status of the step. 75 requests another start. With 128 or more a process was killed
 # before it could write a status, and the next start decides. A cancelled job is not requeued.
 requeue_if_due() {
     [ "$1" -eq 75 ] || [ "$1" -ge 128 ] || return 0
-    scontrol show job -o "$SLURM_JOB_ID" | head -n 1 | grep -q 'JobState=RUNNING' || return 0
+    is_running || return 0
     trap - USR1 TERM
     echo "back into the queue, after start ${SLURM_RESTART_COUNT:-0} (status $1)"
-    scontrol requeue "$SLURM_JOB_ID" && exclude_nodes && sleep 120 # Slurm ends this script
+    try_again scontrol requeue "$SLURM_JOB_ID" && exclude_nodes && sleep 120 # Slurm ends this script
 }

@@ -39,7 +39,7 @@ class Cluster:
             "LAUNCH_SETUP": ":",
         }
 
-    def run(self, *command: object, timeout: float = 400, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
+    def run(self, *command: object, timeout: float = 900, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
         """Exit status and output."""
         process = self.start(*command, cwd=cwd, **variables)
         try:
@@ -115,7 +115,7 @@ class SlurmJob:
         path = Path(self.shown("StdOut"))
         return path.read_text() if path.exists() else ""
 
-    def wait(self, seconds: float = 600) -> str:
+    def wait(self, seconds: float = 1500) -> str:
         """Wait until the job has ended for good. Returns its last state. A requeued job need not wait Slurm's two
         minutes."""
         deadline = time.monotonic() + seconds
@@ -131,7 +131,7 @@ class SlurmJob:
             time.sleep(2)  # earlier, Slurm has not put it back yet
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 400) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 900) -> None:
         deadline, look = time.monotonic() + seconds, 0.0
         while not condition():
             if time.monotonic() > look:  # rarely: the steps of a tiny run are short
@@ -147,7 +147,10 @@ class SlurmJob:
         assert status == 0, output
 
     def told_to_stop(self, start: int) -> bool:
-        return (self.folder / f"start_{start}" / "stop").exists()
+        """Whether the word has come to a rank, which is paused: the signal of its launcher waits for it. A tiny run
+        that goes on earlier may be over before its launcher sees the file."""
+        told = (self.folder / f"start_{start}" / "stop").exists()
+        return told and any(map(has_pending_stop, self.processes(LOCAL_RANK="0")))
 
     def processes(self, **variables: str) -> list[int]:
         """Ids of the job's processes with these environment variables. All nodes are this machine, which may have
@@ -178,6 +181,14 @@ class SlurmJob:
         for rank in [*self.processes(LOCAL_RANK="0"), *self.processes(LOCAL_RANK="1")]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
+
+
+def has_pending_stop(process: int) -> bool:
+    """Whether SIGUSR1 waits for a process that is stopped."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+        return bool(int(found[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return False
 
 
 def tiny_keys(folder: Path, **more: object) -> list[str]:

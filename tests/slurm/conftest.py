@@ -25,9 +25,9 @@ def cluster(tmp_path_factory):
             above.chmod(0o755)
     try:
         up = [TOOLS / "up.sh", folder, "4", str(free_ports(5))]
-        done = subprocess.run(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=180)
+        done = subprocess.run(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=900)
         if done.returncode:
             pytest.skip(f"Slurm did not come up: {done.stderr[-500:]}")
         yield Cluster(folder)
     finally:
-        subprocess.run([TOOLS / "down.sh", folder], timeout=120, check=True)
+        subprocess.run([TOOLS / "down.sh", folder], timeout=900, check=True)

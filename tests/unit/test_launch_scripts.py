@@ -77,6 +77,25 @@ def test_a_run_that_would_be_lost_with_its_container(tmp_path, folder, mounts, w
     assert lines[-1].startswith("sbatch ")
 
 
+@pytest.mark.parametrize(
+    "state, requeued", [("RUNNING", True), ("SIGNALING", True), ("COMPLETING", False), ("CANCELLED", False)]
+)
+def test_a_job_is_requeued_unless_slurm_has_ended_it(tmp_path, state, requeued):
+    """The controller leaves every other request unanswered. Of a heterogeneous job the first part counts."""
+    fake = tmp_path / "scontrol"
+    fake.write_text(
+        f'#!/bin/sh\ncd {tmp_path}; echo "$*" >>asked\n[ -e busy ] && rm busy || {{ touch busy; exit 1; }}\n'
+        f"echo 'JobId=7 JobState={state} Restarts=0'; echo 'JobId=8 JobState=RUNNING Restarts=0'\n"
+    )
+    fake.chmod(0o755)
+    code = f"set -uo pipefail; sleep() {{ :; }}; job={tmp_path}; . launch/requeue.sh; requeue_if_due 75; echo ended"
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", code], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("ended\n"), done
+    told = ["show job -o 7"] * 2 + ["requeue 7"] * 2 * requeued
+    assert (tmp_path / "asked").read_text().splitlines() == told
+
+
 def submit(tmp_path: Path, options: list[str], **variables: str) -> list[str]:
     for name in ("sbatch", "python"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')

@@ -7,7 +7,8 @@
 #     down.sh FOLDER                     ends exactly these daemons
 #
 # Each node has 4 cores and 8 GPUs. Partitions: batch (default), and low, whose jobs those of high put back into the
-# queue after their signal and 60 s. pyxis_stand_in.c takes the place of pyxis.
+# queue after their signal and five minutes. pyxis_stand_in.c takes the place of pyxis.
+# The time limits are long, because a busy machine must not lose a node or a job.
 set -euo pipefail
 folder="$(mkdir -p "$1" && cd "$1" && pwd)" nodes="${2:-4}" port="${3:-16817}"
 here="$(cd "$(dirname "$0")" && pwd)" host="$(hostname -s)"
@@ -48,7 +49,11 @@ GresTypes=gpu
 EnforcePartLimits=ALL
 KillWait=10
 MinJobAge=3600
-SlurmdTimeout=10
+SlurmdTimeout=30
+MessageTimeout=60
+TCPTimeout=30
+BatchStartTimeout=300
+UnkillableStepTimeout=600
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,bf_interval=1
 SlurmctldParameters=preempt_send_user_signal
@@ -65,7 +70,7 @@ for n in $(seq "$nodes"); do
 done >>"$folder/slurm.conf"
 cat >>"$folder/slurm.conf" <<CONF
 PartitionName=batch Nodes=ALL Default=YES PriorityTier=5 PreemptMode=OFF
-PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=300
 PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF
 CONF
 gcc -shared -fPIC -O1 -o "$folder/pyxis.so" "$here/pyxis_stand_in.c"
