@@ -22,11 +22,10 @@ from megatron_rft.utils.errors import ConfigError, UserError
 ADDRESS = "127.0.0.1"
 EVERY_MS = 3000
 FOLLOW = """
-const version = await_version();
-async function await_version() { return (await fetch("version" + location.search)).text(); }
 setInterval(async () => {
   try {
-    if (!document.hidden && (await await_version()) !== (await version)) location.reload();
+    if (document.hidden) return;
+    if (await (await fetch("version" + location.search)).text() !== "%s") location.reload();
   } catch (error) { /* the server has ended: the page stays */ }
 }, %d);
 """
@@ -44,6 +43,7 @@ class Report:
         return " ".join(str(path.stat().st_size if path.is_file() else 0) for path in files)
 
     def html(self) -> str:
+        version = self.version()  # before the runs are read: what is written meanwhile makes the page load itself again
         try:
             told = [line for folder in self.folders for line in status.lines(folder)]
             runs, notices = read_all(self.folders)
@@ -51,7 +51,7 @@ class Report:
         except UserError as error:  # no step has finished yet
             found = page.EMPTY.format(escape(str(error)))
         found = found.replace("default-src 'none'", "default-src 'none'; connect-src 'self'", 1)
-        return found.replace("</body>", f"<script>{FOLLOW % EVERY_MS}</script></body>", 1)
+        return found.replace("</body>", f"<script>{FOLLOW % (version, EVERY_MS)}</script></body>", 1)
 
 
 class Handler(BaseHTTPRequestHandler):

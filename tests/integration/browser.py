@@ -1,5 +1,6 @@
 """Drives a headless Chromium over WebDriver, which is JSON over HTTP, with the standard library."""
 
+import fcntl
 import json
 import os
 import re
@@ -28,7 +29,14 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id in
 
 
 def install() -> None:
-    """Skip the test, with the reason, if there is no browser and none can be installed."""
+    """Skip the test, with the reason, if there is no browser and none can be installed. Two workers may call this at
+    once: the second waits until the first has all of it."""
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _install()
+
+
+def _install() -> None:
     if shutil.which("chromium") and shutil.which("chromedriver"):
         return
     if os.geteuid() or not shutil.which("apt-get"):

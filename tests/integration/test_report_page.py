@@ -127,7 +127,7 @@ def test_it_fits_a_phone_and_a_desk(browser, width):
     browser.size(width, 900)
     chart = "document.querySelector('#chart_reward svg').getBoundingClientRect().width"
     # The browser reports the new size to the page asynchronously.
-    assert wait_until(lambda: browser.ask(f"innerWidth == {width} && 250 < {chart} && {chart} < {width}"), seconds=60)
+    assert wait_until(lambda: browser.ask(f"innerWidth == {width} && 250 < {chart} && {chart} < {width}"))
     assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
 
 

@@ -117,7 +117,7 @@ def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
 def test_an_engine_that_does_not_start_says_why(tmp_path):
     before = set(children(os.getpid()))
     with pytest.raises(RunFailed, match="OSError: no engine today"):
-        EngineProcess(fails, "engine process 0", tmp_path / "log", 120)
+        EngineProcess(fails, "engine process 0", tmp_path / "log")
     assert "no such device: imaginary" in (tmp_path / "log").read_text()
     with pytest.raises(RunFailed, match="silent for 0.2 s. It was starting; its log ends:\n"):
         EngineProcess(partial(time.sleep, 600), "engine process 0", tmp_path / "log", 0.2)
@@ -149,7 +149,7 @@ def test_requests_are_asked_again_once(model):
 
 
 def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
-    engine = EngineProcess(partial(HFEngine, model.config), "engine process 0", tmp_path / "log", 120, 120)
+    engine = EngineProcess(partial(HFEngine, model.config), "engine process 0", tmp_path / "log")
     pool = EnginePool([engine], torch.float32)
     bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
     with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has 12 non-finite"):

@@ -17,11 +17,11 @@ TENSORS += [("large", torch.randn(333, 7)), ("scalar", torch.tensor(2.5))]
 @pytest.fixture(scope="module")
 def ends():
     """The sender and two receivers, with buckets smaller than a tensor."""
-    store = network.rendezvous("127.0.0.1", 3, 20)
-    stores = [store, *(network.rendezvous("127.0.0.1", 3, 20, store.port) for _ in range(2))]
+    store = network.rendezvous("127.0.0.1", 3, 300)
+    stores = [store, *(network.rendezvous("127.0.0.1", 3, 300, store.port) for _ in range(2))]
     with ThreadPoolExecutor(3) as pool:
         jobs = [
-            pool.submit(network.connect, store, rank, 3, 20, secret="the run's") for rank, store in enumerate(stores)
+            pool.submit(network.connect, store, rank, 3, 300, secret="the run's") for rank, store in enumerate(stores)
         ]
         links = [job.result() for job in jobs]
     for link in links:
@@ -32,7 +32,7 @@ def ends():
 
 def test_the_store_listens_on_the_address_of_rank_0_only():
     """This machine has other loopback addresses."""
-    store = network.rendezvous("127.0.0.1", 1, 20)
+    store = network.rendezvous("127.0.0.1", 1, 300)
     socket.create_connection(("127.0.0.1", store.port), 20).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port), 20)
