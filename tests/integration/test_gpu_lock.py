@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements-gpu.lock"
 UNREACHABLE = ("Could not fetch URL", "No matching distribution found for setuptools", "connection", "Connection")
+UNREACHABLE += ("HTTP error", "Server Error", "Too Many Requests", "timed out")
 APART = {"transformer-engine-torch", "pip"}  # the first is built against the torch that the others bring
 
 
@@ -53,9 +54,7 @@ def test_the_lock_resolves_again(python, tmp_path):
     names = [*(f"manylinux_2_{glibc}" for glibc in range(35, 4, -1)), "manylinux2014", "manylinux2010", "manylinux1"]
     platforms = [part for name in [*names, "linux"] for part in ("--platform", f"{name}_x86_64")]
     command = [sys.executable, "-m", "pip", "install", *options, *where, *platforms, "-c", str(lock)]
-    done = subprocess.run(
-        [*command, *filter(None, requirements)], env=environment, capture_output=True, text=True, timeout=1200
-    )
+    done = subprocess.run([*command, *filter(None, requirements)], env=environment, capture_output=True, text=True)
     if done.returncode and any(sign in done.stderr for sign in UNREACHABLE):
         pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr

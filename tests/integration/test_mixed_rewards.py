@@ -40,7 +40,7 @@ def test_a_run_with_two_kinds_of_rows(tmp_path):
     lines = (tmp_path / "run/evaluation/test_step_000002/test.jsonl").read_text().splitlines()
     programs = [each for each in map(json.loads, lines) if each["problem"] % 2]
     assert {each["reward"] for each in programs} <= {-1.0, 1.0} and {each["correct"] for each in programs} <= {0.0, 1.0}
-    assert tiny.wait_until(lambda: not processes_about(str(tmp_path)), seconds=120)
+    assert tiny.wait_until(lambda: not processes_about(str(tmp_path)))
 
 
 def processes_about(words: str) -> list[psutil.Process]:

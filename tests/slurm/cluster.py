@@ -146,6 +146,11 @@ class SlurmJob:
         status, output = self.cluster.run("scontrol", "update", f"JobId={self.number}", setting)
         assert status == 0, output
 
+    def set_time_left(self, minutes: int) -> None:
+        """Set the time limit of this start, however long a busy machine has taken for it so far."""
+        hours, passed, _ = map(int, self.shown("RunTime").split(":"))
+        self.change(f"TimeLimit={60 * hours + passed + minutes}")
+
     def told_to_stop(self, start: int) -> bool:
         """Whether the word has come to a rank, which is paused: the signal of its launcher waits for it. A tiny run
         that goes on earlier may be over before its launcher sees the file."""
@@ -164,7 +169,7 @@ class SlurmJob:
                     found.append(int(entry.parent.name))
         return found
 
-    def wait_until_gone(self, seconds: float = 180) -> None:
+    def wait_until_gone(self, seconds: float = 900) -> None:
         """Wait for the job's processes: Slurm reports a job's last state before the last of them has ended."""
         deadline = time.monotonic() + seconds
         while left := self.processes():

@@ -88,9 +88,9 @@ def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, sl
         log = tmp_path / "run/metrics.jsonl"
         job.wait_for(lambda: log.exists() and log.read_text().count("\n") >= 2, "step 2")
         job.pause()
-        job.change("TimeLimit=9")
+        job.set_time_left(9)
         job.wait_for(lambda: job.told_to_stop(0), "word of the time limit")
-        job.change("TimeLimit=60")  # before the next start, which would be told to stop as well
+        job.set_time_left(60)  # before the next start, which would be told to stop as well
         job.go_on()
         job.wait_for(lambda: job.shown("Restarts") == "1", "requeue")
         assert job.wait() == "COMPLETED"

@@ -177,9 +177,9 @@ class TestStartedAgain:
         job, run = cluster.submit("launch/pipo_4b.sh", *options, *keys, LAUNCH_NPROC="1"), tmp_path / "run"
 
         pause_after_step(job, run, 2)
-        job.change("TimeLimit=9")  # less than the ten minutes of the script's --signal
+        job.set_time_left(9)  # less than the ten minutes of the script's --signal
         job.wait_for(lambda: job.told_to_stop(0), "word of the time limit")
-        job.change("TimeLimit=60")  # before the next start, which would be told to stop as well
+        job.set_time_left(60)  # before the next start, which would be told to stop as well
         job.go_on()
         job.wait_for(lambda: job.shown("Restarts") == "1", "requeue after the time limit")
 
@@ -193,7 +193,7 @@ class TestStartedAgain:
 
         pause_after_step(job, run, 32)
         cluster.lose_node(2, job)
-        job.wait_for(lambda: job.state != "RUNNING", "end of the start on the lost node")
+        job.wait_for(lambda: job.state not in ("RUNNING", "SIGNALING"), "end of the start on the lost node")
         cluster.start_node(2)
 
         assert job.wait() == "COMPLETED", job.log[-6000:]

@@ -36,7 +36,7 @@ def test_a_port_that_is_taken():
         port = taken.getsockname()[1]
         places = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-c", MEET]
-        done = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, timeout=900)
     assert f"the ranks cannot meet at 127.0.0.1:{port} " in done.stdout, done.stdout + done.stderr
     assert "address already in use" in done.stdout.lower()
 

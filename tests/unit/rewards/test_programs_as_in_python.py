@@ -139,7 +139,7 @@ def test_some_large_numbers_are_values(program, reward):
 def test_judging_has_a_limit_of_its_own(keys, reward):
     start = time.monotonic()
     score = grade(reward, COLLIDE.format(keys=keys), "assert set(f(1)) == {1}")
-    assert score.error is None and score.reward < 0 and time.monotonic() - start < 30
+    assert score.error is None and score.reward < 0 and time.monotonic() - start < 300
     assert "numbers beyond" in score.reason
 
 
