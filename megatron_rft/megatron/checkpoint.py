@@ -18,7 +18,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.utils import checkpoint_files
 from megatron_rft.utils.checkpoint_files import PARTIAL, latest
-from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
+from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full, folder_is_lost
 from megatron_rft.utils.processes import die_with
 
 # Only this format can change TP and PP. With the second flag the optimizer's state is gathered only on the host of the
@@ -91,7 +91,7 @@ class Checkpointer:
         self.wait()
         final = self.folder / f"step_{step:06d}"
         partial = self.writing = final.with_name(final.name + self.partial)
-        with self._disk_may_be_full():
+        with self._disk_may_fail():
             self._save(partial, final, {"step": step, **run}, state)
 
     def _save(self, partial: Path, final: Path, run: dict[str, Any], state: dict[str, Tensor]) -> None:
@@ -121,32 +121,34 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Finish a save whose writer has ended. Cheap; call it once per step."""
-        with self._disk_may_be_full():
+        with self._disk_may_fail():
             self.queue.maybe_finalize_async_calls(blocking=False)
 
     def wait(self) -> None:
         """Wait until all saves are finished."""
-        with self._disk_may_be_full():
+        with self._disk_may_fail():
             while self.queue.get_num_unfinalized_calls():
                 self.queue.maybe_finalize_async_calls(blocking=True)
 
     @contextmanager
-    def _disk_may_be_full(self) -> Iterator[None]:
-        """Remove a checkpoint that does not fit on the disk and end the run, because later steps could not be saved."""
+    def _disk_may_fail(self) -> Iterator[None]:
+        """Remove a checkpoint that cannot be written and end the run, because later steps could not be saved."""
         try:
             yield
         except (Exception, CheckpointException) as error:
-            if not disk_is_full(error):
+            full, lost = disk_is_full(error), folder_is_lost(error, self.folder)
+            if not full and not lost:
                 raise
             shutil.rmtree(self.writing, ignore_errors=True)
             self.failed = True
             newest = latest(self.folder)
-            left = f"{newest.name} stays the newest" if newest else "there is none before it"
+            left = f"{newest.name} stays the newest" if newest else "no checkpoint is there now"
             name = self.writing.name.removesuffix(self.partial)
-            raise RunFailed(
-                f"the disk is full: {name} did not fit into {self.folder}; {left}. Free some "
-                "space (checkpoint.keep says how many checkpoints stay) and run the same command again"
-            ) from error
+            why, fix = f"{lost}: {name} could not be written into", "Make it exist and writable (is it mounted?)"
+            if full:
+                why = f"the disk is full: {name} did not fit into"
+                fix = "Free some space (checkpoint.keep says how many checkpoints stay)"
+            raise RunFailed(f"{why} {self.folder}; {left}. {fix} and run the same command again") from error
 
     def close(self) -> None:
         if self.failed:
@@ -252,8 +254,9 @@ def _skip_gathered_elsewhere(part: dict[Any, Any]) -> None:
 
 def _write(write: Callable[..., None], folder: Path, rank: int, *arguments: Any) -> None:
     """Runs in the forked writer: megatron's function, then the digests of what it has written."""
-    write(*arguments)
-    checkpoint_files.write_own_digests(folder, rank)
+    write(*arguments)  # puts an error into the queue of results
+    with suppress(OSError):  # the same error; digests.json gets what is missing from the files themselves
+        checkpoint_files.write_own_digests(folder, rank)
 
 
 def start_results_queue() -> None:

@@ -7,7 +7,10 @@ package are `assert`s and ordinary exceptions.
 
 import difflib
 import errno
+import os
 from collections.abc import Iterable
+
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO)
 
 
 class UserError(ValueError):
@@ -30,6 +33,13 @@ def disk_is_full(error: BaseException) -> bool:
     """Return whether a write failed because the disk is full. torch only reports an unexpected position in the file."""
     no_room = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     return no_room or "No space left" in str(error) or "unexpected pos" in str(error)
+
+
+def folder_is_lost(error: BaseException, folder: object) -> str:
+    """Return why a write below `folder` failed if the folder is gone or refuses writes, else an empty string. Libraries
+    pass on the system's words and the path, except torch for a missing folder."""
+    told, words = str(error), [*map(os.strerror, LOST), "does not exist"]
+    return next((each for each in words if each in told), "") if str(folder) in told else ""
 
 
 def disk_full(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: converting and evaluating them, and a full disk."""
+"""A run's checkpoints: converting and evaluating them, a full disk, and a folder that is lost."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rft.commands.main import main
+from megatron_rft.megatron import checkpoint
 from megatron_rft.utils.checkpoint_files import latest
 from tests.integration.tiny import ROOT, metrics, train, write_recipe
 
@@ -94,6 +95,43 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(run, tmp_path, capsys
         assert [each.name for each in folder.iterdir()] == ["step_000001"] == [latest(folder).name]
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+@pytest.mark.parametrize("moment", ["_save", "_write"])
+@pytest.mark.parametrize("told", ["No such file or directory", "Read-only file system"])
+def test_a_folder_that_is_lost_during_a_run(run, tmp_path, capsys, monkeypatch, moment, told):
+    """Before the second save, or when its writer begins. With the folder back the same command goes on."""
+    folder, away, read_only = tmp_path / "run/checkpoints", tmp_path / "away", told.startswith("Read")
+    if read_only and subprocess.run(["mount", "--bind", tmp_path, tmp_path], capture_output=True).returncode:
+        pytest.skip("a folder can be mounted read-only by root only")
+    owner = checkpoint if moment == "_write" else checkpoint.Checkpointer
+    function = getattr(owner, moment)
+
+    def without_folder(*arguments):
+        if any("step_000002" in str(each) for each in arguments) and read_only:
+            subprocess.run(["mount", "--bind", folder, folder], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        elif any("step_000002" in str(each) for each in arguments):
+            folder.rename(away)
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, moment, without_folder)
+    command = ["train", str(run / "recipe.yaml"), f"run.output_dir={tmp_path}/run", "checkpoint.every=1"]
+    try:
+        assert main(command) == 3
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=read_only, capture_output=True)
+    error = capsys.readouterr().err
+    left = "step_000001 stays the newest" if read_only else "no checkpoint is there now"
+    assert f"error: {told}: step_000002 could not be written into {folder}; {left}. Make it exist" in error
+    assert "Traceback" not in error
+    monkeypatch.undo()
+    if not read_only:
+        shutil.rmtree(folder, ignore_errors=True)
+        away.rename(folder)
+    assert main(command) == 0 and "resumed after step 1" in capsys.readouterr().out
+    ours, undisturbed = (path / "run/export/model.safetensors" for path in (tmp_path, run))
+    assert ours.read_bytes() == undisturbed.read_bytes()
 
 
 def shards(run):
