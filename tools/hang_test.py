@@ -21,6 +21,7 @@ CASES = [
     *((layout, 1, phase, "other") for layout in ("tp", "pp", "dp") for phase in ("logprobs", "sync")),
     *(("dp", rank, "generation", "engine") for rank in (0, 1)),
     ("dp", 1, "reward", "grader"),
+    *(("one", 0, phase, kind) for phase in ("generation", "training", "checkpoint") for kind in ("stop", "loop")),
 ]
 
 
@@ -37,7 +38,7 @@ def main() -> int:
             status, output = hang(Path(folder), layout, rank, phase, kind)
             told = next((line for line in output.splitlines() if "the run hangs" in line), output[-300:])
             try:
-                check(Path(folder), rank, phase, kind, status, output)
+                check(Path(folder), layout, rank, phase, kind, status, output)
                 verdict = "ok"
             except (AssertionError, StopIteration):
                 verdict, failed = "WRONG", failed + 1

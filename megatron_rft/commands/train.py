@@ -45,7 +45,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     if args.dry_run:
         return FINISHED
     make_folder(recipe.run.output_dir)
-    if (world_size > 1 or args.job) and not is_rank:
+    watched = args.nproc or args.job or recipe.faults.hang_s is not None  # by a launcher, also if there is one rank
+    if (world_size > 1 or watched) and not is_rank:
         command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
         output_dir = recipe.run.output_dir
         job = args.job and Job(args.job, Path(output_dir), node.index, node.count)

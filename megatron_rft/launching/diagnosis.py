@@ -71,7 +71,7 @@ def missing(states: list[RankState]) -> dict[int, dict[int, str]]:
 
 def diagnose(states: list[RankState]) -> Diagnosis:
     """Name the rank that keeps the run from moving. Looks in this order for a stopped process; a rank that others
-    wait for and that waits for nobody; ranks in different collectives; ranks that do not wait."""
+    wait for and that waits for nobody; ranks in different collectives; the only rank; ranks that do not wait."""
     by_stop = [s for s in states if s.state in STOPPED_STATES] or [s for s in states if s.stopped]
     if by_stop:
         return _named(by_stop, "is stopped" if by_stop[0].state in STOPPED_STATES else _engine(by_stop[0]))
@@ -82,6 +82,8 @@ def diagnose(states: list[RankState]) -> Diagnosis:
         return _named(by_late, f"has not come to {late[by_late[0].rank]}")
     if disagreeing := _disagreeing(states, waits):
         return _disagreement(states, disagreeing)
+    if len(states) == 1:
+        return _named(states, "does not move")
     by_work = [s for s in states if not s.waiting]
     if by_work and len(by_work) < len(states):
         return _named(by_work, "does not come to the next collective")

@@ -12,6 +12,7 @@ from tests.integration.tiny import kill, start, train, wait_until, write_recipe
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 SPLIT = {
+    "one": {},
     "tp": {"tensor_model_parallel_size": 2},
     "pp": {"pipeline_model_parallel_size": 2},
     "dp": {},
@@ -26,7 +27,7 @@ TOLD = {
 
 
 def hang(folder: Path, layout: str, rank: int, phase: str, kind: str, hang_s: float = 12.0) -> tuple[int, str]:
-    """Exit status and output of a run of two ranks in which `rank` hangs in its second step."""
+    """Exit status and output of a run of two ranks, or one, in which `rank` hangs in its second step."""
     recipe = write_recipe(
         folder,
         run={"steps": 3},
@@ -38,21 +39,24 @@ def hang(folder: Path, layout: str, rank: int, phase: str, kind: str, hang_s: fl
         rollout={"placement": "process", "processes": 2} if kind == "engine" else {},
     )
     case = {"HANG": f"{rank} {phase} 2 {kind}", "HANG_MARK": str(folder / "hangs")}
-    return train(recipe, "--nproc", "2", program=(HANGING,), **case)
+    return train(recipe, "--nproc", "1" if layout == "one" else "2", program=(HANGING,), **case)
 
 
-def check(folder: Path, rank: int, phase: str, kind: str, status: int, output: str) -> None:
+def check(folder: Path, layout: str, rank: int, phase: str, kind: str, status: int, output: str) -> None:
     """Checks that the message names the right rank, its node, phase and step, and that there are stacks of all ranks
     that can write one."""
     told = next((line for line in output.splitlines() if "the run hangs" in line), output[-3000:])
-    assert status == FAILED and "the run hangs: " in told and TOLD[kind] in told, told
+    alone, stopped = layout == "one", kind == "stop"
+    why = "does not move" if alone and not stopped else TOLD[kind]
+    assert status == FAILED and "the run hangs: " in told and why in told, told
     if kind == "other":  # of two ranks nothing says which one is wrong
         assert f"rank {rank} on node" in told and "in barrier no." in told and f"(step 2, {phase}" in told, told
     else:
         assert f"the run hangs: rank {rank} on node" in told and f"it is in step 2, {phase}" in told, told
     report = next((folder / "run/launch").glob("hang_*.txt")).read_text()
     stacks = report.partition("---- rank")[2]
-    assert "rank 0 (node" in report and "rank 1 (node" in report and "most recent call first" in stacks
+    assert "rank 0 (node" in report and ("rank 1 (node" in report) != alone
+    assert ("most recent call first" in stacks) != (alone and stopped)
     assert (" in loop\n" in stacks or " in hang\n" in stacks) == (kind in ("loop", "grader", "other"))
 
 
@@ -64,10 +68,11 @@ def check(folder: Path, rank: int, phase: str, kind: str, status: int, output: s
         ("pp", 0, "logprobs", "loop"),
         ("dp", 1, "sync", "other"),
         ("dp", 0, "generation", "engine"),
+        ("one", 0, "training", "loop"),
     ],
 )
 def test_the_rank_that_hangs_is_named(tmp_path, layout, rank, phase, kind):
-    check(tmp_path, rank, phase, kind, *hang(tmp_path, layout, rank, phase, kind))
+    check(tmp_path, layout, rank, phase, kind, *hang(tmp_path, layout, rank, phase, kind))
 
 
 @pytest.mark.slow

@@ -359,6 +359,13 @@ class TestRanks:
             ranks.check_environment(2)
 
 
+@pytest.mark.parametrize("options", [["--nproc", "1"], ["faults.hang_s=60"]])
+def test_one_rank_is_watched_where_the_user_asks_for_it(recipe, monkeypatch, options):
+    seen = []
+    monkeypatch.setattr(ranks, "launch", lambda command, nproc, *_: seen.append(nproc) or 0)
+    assert main.main(["train", str(recipe), *options]) == 0 and seen == [1]
+
+
 def test_ranks_are_started_with_the_same_recipe(recipe, monkeypatch):
     seen = {}
     monkeypatch.setattr(ranks, "launch", lambda command, nproc, *_: seen.update(command=command, nproc=nproc) or 0)

@@ -31,6 +31,11 @@ def test_a_rank_that_did_not_come():
     assert "    all_reduce no. 9 of group 0 world: rank 3 has not come" in describe(states)
 
 
+def test_the_only_rank():
+    found = diagnose([state(0, ("0 world", "0", "all_reduce", 9), waiting=False)])
+    assert found.sentence == "rank 0 on node n0 does not move; it is in step 7, training, for 60 s"
+
+
 def test_the_root_of_a_chain_is_named():
     """Rank 0 waits for rank 1 in their group, rank 1 for rank 3 in another; rank 3 works."""
     states = [
