@@ -3,7 +3,6 @@
 MEGATRON_RFT_KILLS says how many times the run is killed (default 3).
 """
 
-import json
 import os
 import random
 import shutil
@@ -18,7 +17,6 @@ import yaml
 
 from megatron_rft.tracking.samples import SAMPLES_FILE, read_samples
 from megatron_rft.utils.checkpoint_files import latest
-from megatron_rft.utils.files import read_json_lines
 from tests.integration.tiny import freeze, kill, metrics, start, train, wait_until, write_recipe
 
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
@@ -84,8 +82,8 @@ def wait_for_step(run: Path, process: subprocess.Popen, step: int) -> None:
     def logged() -> bool:
         if not log.exists() or log.stat().st_mtime <= begun:
             return False
-        lines = log.read_text().splitlines()
-        return bool(lines) and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= step
+        lines = metrics(run)
+        return bool(lines) and lines[-1]["step"] >= step
 
     wait_until(logged, process)
 
@@ -111,9 +109,7 @@ def disturbed(
         time.sleep(0 if attempt else delay)
         assert not process.poll(), process.communicate()[0][-3000:]
         steps = yaml.safe_load((out / "recipe.yaml").read_text())["run"]["steps"]
-        frozen = freeze(process)
-        last = read_json_lines(out / "metrics.jsonl")[-1]["step"]  # frozen is the launcher: a rank may write a line
-        if frozen and last + left <= steps and not (out / "export").exists():
+        if freeze(process) and metrics(out)[-1]["step"] + left <= steps and not (out / "export").exists():
             disturb(process)
             process.send_signal(signal.SIGCONT)
             output, _ = process.communicate(timeout=900)

@@ -138,4 +138,5 @@ def freeze(process: subprocess.Popen) -> bool:
 
 
 def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The whole lines of the log. The run may be writing another one."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]]
