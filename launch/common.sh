@@ -101,10 +101,15 @@ run_stage() { # NPROC COMMAND RECIPE KEY...
     srun_with_stop "${step[@]}" bash -c "$in_step" bash "$command" "$recipe" --nproc "$nproc" --job "$job" "${keys[@]}"
     status=$?
     # An srun that is terminated, as when a node is lost, returns 0 if its nodes have not told it their status in time.
-    [ "$status" -ne 0 ] || grep -qs '"status": 0' "$job/start_${SLURM_RESTART_COUNT:-0}/node_0.json" || status=143
+    [ "$status" -ne 0 ] || try_again 90 all_finished || status=143
     [ "$status" -ne 0 ] || { touch "$job/finished" && return; }
     requeue_if_due "$status"
     exit "$status"
+}
+
+# Whether every node has written that it has finished; other nodes' files can come a minute late from a network disk.
+all_finished() {
+    [ "$(grep -ls '"status": 0' "$job/start_${SLURM_RESTART_COUNT:-0}"/node_*.json | wc -l)" -ge "$SLURM_NNODES" ]
 }
 
 keys_for() { # COMMAND KEY...; leaves those of COMMAND in `keys`

@@ -18,11 +18,11 @@ srun_with_stop() {
     return "$status"
 }
 
-# Runs a command of Slurm until it succeeds, at most ten times: a busy controller does not answer every request.
-try_again() {
+# Runs a command once a second until it succeeds: a busy controller of Slurm does not answer every request.
+try_again() { # TIMES COMMAND ARGUMENT...
     local try
-    for try in 1 2 3 4 5 6 7 8 9 10; do
-        "$@" && return 0
+    for try in $(seq "$1"); do
+        "${@:2}" && return 0
         sleep 1
     done
     return 1
@@ -32,14 +32,14 @@ try_again() {
 exclude_nodes() {
     [ -s "$job/exclude" ] || return 0
     local nodes="$(cat "$job/exclude")"
-    try_again scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes" 2>/dev/null && echo "excluded from now on: $nodes" ||
+    try_again 10 scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes" 2>/dev/null && echo "excluded from now on: $nodes" ||
         echo "warning: $nodes could not be excluded: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=..." >&2
 }
 
 # Whether the job has been neither cancelled nor ended by Slurm. While a signal is on its way to it, it is SIGNALING.
 is_running() {
     local shown
-    shown="$(try_again scontrol show job -o "$SLURM_JOB_ID")"
+    shown="$(try_again 10 scontrol show job -o "$SLURM_JOB_ID")"
     [[ "${shown%%$'\n'*}" =~ JobState=(RUNNING|SIGNALING) ]]
 }
 
@@ -50,5 +50,5 @@ requeue_if_due() {
     is_running || return 0
     trap - USR1 TERM
     echo "back into the queue, after start ${SLURM_RESTART_COUNT:-0} (status $1)"
-    try_again scontrol requeue "$SLURM_JOB_ID" && exclude_nodes && sleep 120 # Slurm ends this script
+    try_again 10 scontrol requeue "$SLURM_JOB_ID" && exclude_nodes && sleep 120 # Slurm ends this script
 }

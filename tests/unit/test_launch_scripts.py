@@ -96,18 +96,19 @@ def test_a_job_is_requeued_unless_slurm_has_ended_it(tmp_path, state, requeued):
     assert (tmp_path / "asked").read_text().splitlines() == told
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_stage_has_finished_when_node_0_says_so(tmp_path, finished):
+@pytest.mark.parametrize("statuses", [(0, 0), (0, 75), (0,), ()])
+def test_a_stage_has_finished_when_all_nodes_say_so(tmp_path, statuses):
     """An srun that is terminated may return 0. The job has then not finished and is requeued."""
-    start = tmp_path / "runs/slurm/7/stage_0/start_0"
-    told = f"mkdir {start}; echo '{{\"status\": 0}}' >{start}/node_0.json" if finished else ":"
-    commands = {"srun": told, "scontrol": f"echo JobState=RUNNING; echo $1 >>{tmp_path}/asked", "sleep": ":"}
+    start, finished = tmp_path / "runs/slurm/7/stage_0/start_0", statuses == (0, 0)
+    told = [f"echo '{{\"status\": {status}}}' >{start}/node_{node}.json" for node, status in enumerate(statuses)]
+    asked = f"echo JobState=RUNNING; echo $1 >>{tmp_path}/asked"
+    commands = {"srun": "; ".join([f"mkdir {start}", *told]), "scontrol": asked, "sleep": ":"}
     for name, code in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    variables |= {"LAUNCH_NPROC": "1", "LAUNCH_SETUP": ":", "SLURM_NNODES": "1"}
+    variables |= {"LAUNCH_NPROC": "1", "LAUNCH_SETUP": ":", "SLURM_NNODES": "2"}
     script = (ROOT / "launch/pipo_8b.sh").read_text()  # Slurm runs a copy elsewhere
     done = subprocess.run(["bash", "-c", script], cwd="/", env=os.environ | variables)
     assert done.returncode == (0 if finished else 143) and (start.parent / "finished").exists() is finished
