@@ -6,8 +6,9 @@
     JOB/start_3/hang          the host whose rank made this start hang
     JOB/exclude               hosts that did so twice, which the batch script excludes (--exclude)
 
-The batch script (launch/requeue.sh) reads the decision from the job's exit status: 0 finished, 2 user error, 3 failed,
-do not restart, 75 restart. A crash restarts as long as there are new checkpoints, and `RETRIES` times without new ones.
+The batch script (launch/requeue.sh) reads the decision from the job's exit status: 0 finished, if all nodes have
+written that, 2 user error, 3 failed, do not restart, 75 restart. A crash restarts as long as there are new
+checkpoints, and `RETRIES` times without new ones.
 """
 
 import json
