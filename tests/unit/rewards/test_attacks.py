@@ -103,13 +103,13 @@ def scores(request, outside) -> Iterator[dict[str, Score]]:
     prompts = [Prompt(i, (1,), "", json.dumps(tests)) for i, (_, tests) in enumerate(programs.values())]
     graded = reward(prompts, [f"```python\n{filled(source, outside)}\n```" for source, _ in programs.values()])
     servers = 4 * (2 if request.param == "namespaces" else 3)  # bwrap, its process 1, ours; our parent, ours
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while len(cells := sandboxed() - others) > servers:
         assert time.monotonic() < deadline, "cells outlive their programs"
         time.sleep(0.1)
     assert cells
     reward.close()
-    assert not psutil.wait_procs(cells, timeout=60)[1], "processes outlive the sandbox"
+    assert not psutil.wait_procs(cells, timeout=600)[1], "processes outlive the sandbox"
     yield dict(zip(programs, graded, strict=True))
 
 
