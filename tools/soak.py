@@ -42,6 +42,7 @@ class Soak:
         self.arguments = [*arguments, "--nproc", str(nproc)]
         self.temporary, self.clock = Path(tempfile.mkdtemp(prefix="soak")), out / "clock"
         self.environment = {"TMPDIR": str(self.temporary), "CLOCK": str(self.clock)}
+        self.environment["TORCHINDUCTOR_CACHE_DIR"] = str(out / "kernels")  # stays on purpose, for later runs
         self.seen: dict[int, str] = {}  # pid -> when it was started
         self.shared: set[str] = set()  # files in /dev/shm that these processes have mapped
         shutil.rmtree(out, ignore_errors=True)

@@ -466,7 +466,7 @@ class Faults(Section):
     hang_s: Positive | None = None
     """Seconds without progress of any rank after which the launcher names the hung rank and ends the run; the start has
     start_limit_s instead. None: ten times the longest pause so far of the current phase, at least 300; the limits above
-    until the phase has had one."""
+    until the phase has had one. A run of one rank is watched only if this or --nproc is given."""
     max_skipped_steps: Natural = 3
     """Maximum consecutive optimizer steps that are skipped because the loss or the gradient is not finite."""
     engine_start_s: Positive = 600.0
