@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
-from megatron_rft.inference.hf.kv_cache import SharedPrefixCache
+from megatron_rft.inference.hf.kv_cache import SharedPrefixCache, move
 from megatron_rft.records import Response
 from megatron_rft.utils.position import here
 
@@ -221,7 +221,7 @@ class Decoder:
         keep = (~self.done[: len(self.owners)]).tolist()
         to, source = fill_holes(keep)
         if to:
-            self.cache.move_rows(to, source, self.spans[2])
+            move(self.cache.keys, self.cache.values, to, source, self.spans[2])
             for column in (self.slot, self.prompt_len, self.count, self.limit, self.last, self.done):
                 column[to] = column[source]
             for table in (self.u, self.tokens, self.logprobs):
@@ -236,7 +236,7 @@ class Decoder:
         keep = [group in used for group in range(len(self.parts))]
         to, source = fill_holes(keep)
         if to:
-            self.cache.move_groups(to, source, self.spans[1])
+            move(self.cache.prompt_keys, self.cache.prompt_values, to, source, self.spans[1])
             new_group = torch.arange(len(keep), device=self.device)
             new_group[source] = torch.tensor(to, device=self.device)
             slots.copy_(new_group[slots // self.width] * self.width + slots % self.width)

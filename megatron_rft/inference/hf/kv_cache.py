@@ -25,7 +25,7 @@ FIRST_COLUMNS = 64
 
 
 class SharedPrefixCache:
-    """Live rows and groups come first, without gaps: the decoder calls `move_*` to keep it so."""
+    """Live rows and groups come first, without gaps: the decoder calls `move` to keep it so."""
 
     def __init__(self, config, groups: int, width: int, rows: int, columns: tuple[int, int], like: Tensor):
         """`columns`: the most tokens of a prompt, and of a response; `like` gives dtype and device."""
@@ -109,16 +109,9 @@ class SharedPrefixCache:
             self.keys = [F.pad(keys, (0, more)) for keys in self.keys]
             self.values = [F.pad(values, (0, 0, 0, more)) for values in self.values]
 
-    def move_rows(self, to: Sequence[int], source: Sequence[int], columns: int) -> None:
-        """Move the first `columns` tokens of responses."""
-        _move(self.keys, self.values, to, source, columns)
 
-    def move_groups(self, to: Sequence[int], source: Sequence[int], columns: int) -> None:
-        """Move the first `columns` tokens of prompts."""
-        _move(self.prompt_keys, self.prompt_values, to, source, columns)
-
-
-def _move(keys: list[Tensor], values: list[Tensor], to: Sequence[int], source: Sequence[int], columns: int) -> None:
+def move(keys: list[Tensor], values: list[Tensor], to: Sequence[int], source: Sequence[int], columns: int) -> None:
+    """Move the first `columns` tokens of rows or of groups."""
     for layer_keys, layer_values in zip(keys, values, strict=True):
         layer_keys[to, ..., :columns] = layer_keys[source, ..., :columns]
         layer_values[to, :, :columns] = layer_values[source, :, :columns]
