@@ -4,9 +4,6 @@ vLLM 0.32 ignores `draft_load_config` for a draft model and loads it like the ma
 would only show as a low acceptance. It has two model runners: the first one on the CPU, the second one on GPUs.
 """
 
-from typing import Any
-
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
 from vllm.model_executor.model_loader import get_model
@@ -23,11 +20,9 @@ def load_from_their_folder() -> None:
     if current_platform.is_cuda():
         from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
 
-        speculator.get_model = _get_draft
-
-
-def _get_draft(*, vllm_config: VllmConfig, **options: Any) -> nn.Module:
-    return get_model(vllm_config=_with_its_load_config(vllm_config), **options)
+        speculator.get_model = lambda *, vllm_config, **options: get_model(
+            vllm_config=_with_its_load_config(vllm_config), **options
+        )
 
 
 def _with_its_load_config(config: VllmConfig) -> VllmConfig:

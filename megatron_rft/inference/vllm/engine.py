@@ -96,7 +96,9 @@ class VLLMEngine(Engine):
         self.asleep: set[str] = set()  # of PARTS
         self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
         self.acceptance, self.counting = Acceptance(), "speculative_config" in options
-        shapes = {name: tensor.shape for name, tensor in hf_views(_skeleton(self.config)).items()}
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(self.config)
+        shapes = {name: tensor.shape for name, tensor in hf_views(skeleton).items()}
         self.validator = WeightValidator(shapes, self.config.model_type)
         cpu_patches.prepare()
         from megatron_rft.inference.vllm import draft_models, weights
@@ -290,12 +292,6 @@ def _start(arguments: dict[str, Any]) -> Any:
         return cpu_patches.start(arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
-
-
-def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
-    """Return the model on the meta device, for the names and shapes of its parameters."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def tensors_of(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
