@@ -46,7 +46,10 @@ def _counted(method: Callable, operation: str) -> Callable:
     @functools.wraps(method)
     def call(group, *args, **kwargs):
         key = group.group_name
-        if here.knows(key) or _add_group(group, key):
+        if not here.knows(key) and (ranks := _ranks(group)):
+            label = (group.group_desc or "").removesuffix("_GROUP").lower().replace("undefined", "")
+            here.add_group(key, f"{key} {label}".strip(), shortened(ranks))
+        if here.knows(key):
             here.collective(key, operation)
         return method(group, *args, **kwargs)
 
@@ -58,7 +61,10 @@ def _counted_message(method: Callable, name: str) -> Callable:
     def call(group, tensors, peer, tag):
         ends = (peer, group.rank()) if name == "recv" else (group.rank(), peer)
         key = f"{group.group_name}:{ends[0]}>{ends[1]}"
-        if here.knows(key) or _add_channel(group, key, ends):
+        if not here.knows(key) and (ranks := _ranks(group)):
+            sender, receiver = (ranks[end] for end in ends)
+            here.add_group(key, f"{group.group_name} from {sender} to {receiver}", f"{sender},{receiver}")
+        if here.knows(key):
             here.collective(key, name)
         return method(group, tensors, peer, tag)
 
@@ -69,22 +75,6 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
     """The global ranks of a group; empty for one that torch.distributed does not know, such as those of an engine."""
     known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
     return sorted(known, key=known.__getitem__)
-
-
-def _add_group(group: dist.ProcessGroup, key: str) -> bool:
-    if not (ranks := _ranks(group)):
-        return False
-    label = (group.group_desc or "").removesuffix("_GROUP").lower().replace("undefined", "")
-    here.add_group(key, f"{key} {label}".strip(), shortened(ranks))
-    return True
-
-
-def _add_channel(group: dist.ProcessGroup, key: str, ends: tuple[int, int]) -> bool:
-    if not (ranks := _ranks(group)):
-        return False
-    sender, receiver = (ranks[end] for end in ends)
-    here.add_group(key, f"{group.group_name} from {sender} to {receiver}", f"{sender},{receiver}")
-    return True
 
 
 def _waiting(wait: Callable) -> Callable:

@@ -275,17 +275,9 @@ class ValueHead(torch.nn.Linear):
         return values.squeeze(-1), None
 
 
-def unwrap(model: torch.nn.Module) -> GPTModel:
-    """Return the GPTModel inside DDP and Float16Module."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
-def output_weight(model: torch.nn.Module) -> Tensor:
+def output_weight(model: GPTModel) -> Tensor:
     """Return the output matrix [padded V / tp, H] of a last-stage chunk. Rows from the vocabulary size on are
     padding."""
-    model = unwrap(model)
     return (
         model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights

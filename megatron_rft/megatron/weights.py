@@ -66,19 +66,16 @@ def stream(chunks: list[GPTModel], hf_config: Any) -> Iterator[tuple[str, Tensor
 def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield this rank's parameters by canonical name: layers and experts are numbered over the whole model."""
     for model in chunks:
+        local_experts = (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
         for name, parameter in model.named_parameters():
             in_layer = LAYER.fullmatch(name)
             if in_layer:
                 number = model.decoder.layers[int(in_layer[1])].layer_number - 1
-                rest = _expert_renumbered(in_layer[2], parallel.ep_rank() * _local_experts(model.config))
+                rest = _expert_renumbered(in_layer[2], parallel.ep_rank() * local_experts)
                 name = f"decoder.layers.{number}.{rest}"
             elif name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
                 name = "value_head.weight"
             yield name, parameter
-
-
-def _local_experts(config: Any) -> int:
-    return (config.num_moe_experts or 0) // config.expert_model_parallel_size
 
 
 def _expert_renumbered(name: str, offset: int) -> str:
