@@ -17,7 +17,7 @@ from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
 from megatron_rft.plan import host, memory, model_shape
 from megatron_rft.plan.engines import check_engines, check_speed, engine_processes
-from megatron_rft.plan.layout import Layout, check_layout
+from megatron_rft.plan.layout import UNEVEN, Layout, check_layout
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.vllm import check_vllm, choose, choose_for
@@ -104,7 +104,7 @@ def _memory_lines(
         return [
             f"memory: not known before the model's config.json is here: hf download {recipe.model.path} config.json"
         ]
-    if memory.UNEVEN & set(recipe.megatron.model_extra or ()):
+    if UNEVEN & set(recipe.megatron.model_extra or ()):
         return ["memory: not computed for pipeline stages of unequal size"]
     sizes = Sizes.read(model_shape.find_model(recipe.model.path))
     lines = memory.lines(recipe, sizes, layout, gpu_gib)

@@ -9,6 +9,13 @@ from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.utils.errors import ConfigError
 
 SHOWN = 12  # layouts named in an error
+UNEVEN = {  # options of megatron-core that give pipeline stages different numbers of layers
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+}
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,7 @@ def possible(world: int, shape: ModelShape | None) -> list[Layout]:
 
 def check_layout(megatron: Megatron, world_size: int, shape: ModelShape | None) -> Layout:
     layout = Layout.of(megatron, world_size)
-    uneven = {"pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"} | {
-        "account_for_loss_in_pipeline_split",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-    }
-    found = list(problems(layout, shape, even_stages=not uneven & set(megatron.model_extra)))
+    found = list(problems(layout, shape, even_stages=not UNEVEN & set(megatron.model_extra)))
     if found:
         others = possible(world_size, shape)
         named = "\n  ".join(map(str, others[:SHOWN])) + (f"\n  and {len(others) - SHOWN} more" * (len(others) > SHOWN))

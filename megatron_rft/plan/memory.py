@@ -30,13 +30,6 @@ BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (inference/transport/buckets.py)
 CUDA_CONTEXT = GIB // 2  # approximate, of another process on the rank's device
 MOMENTS, MAIN = 8, 4  # per parameter: Adam's two in fp32; the fp32 copy of a bf16 parameter
-UNEVEN = {
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-}
 
 
 @dataclass(frozen=True)
