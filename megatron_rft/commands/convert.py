@@ -76,7 +76,7 @@ def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if gguf.is_gguf(args.source):
+    if args.source.lower().endswith(".gguf"):
         return run_gguf(args)
     source = find_source(args.source, args.like)
     models.check_architecture(source.hf_config)

@@ -111,7 +111,7 @@ def weights(folder: Path) -> list[tuple[str, int, int]]:
 def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on: dict[str, Any]) -> EvalResult:
     samples = evaluator.samples(part)
     depends_on |= {
-        "problems": _digest(prompts),
+        "problems": hashlib.sha256("".join(map(repr, prompts)).encode()).hexdigest(),
         "sampling": asdict(evaluator.sampling),
         "samples": samples,
         "seed": evaluator.seed,
@@ -124,13 +124,6 @@ def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on:
     if cache.completions:
         note(len(cache.completions), " already")
     return evaluator.measure(part, prompts, cache)
-
-
-def _digest(prompts: list[Prompt]) -> str:
-    content = hashlib.sha256()
-    for prompt in prompts:
-        content.update(repr(prompt).encode())
-    return content.hexdigest()
 
 
 def _part_file(folder: Path, part: str) -> Path:

@@ -17,10 +17,6 @@ from megatron_rft.utils.errors import ConfigError, DataError
 PACKAGES = ("gguf", "accelerate")  # transformers imports both when it reads such a file
 
 
-def is_gguf(path: str | Path) -> bool:
-    return str(path).lower().endswith(".gguf")
-
-
 def read_config(path: Path) -> Any:
     """The model's Hugging Face configuration.
 

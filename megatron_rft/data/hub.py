@@ -26,8 +26,6 @@ def download(path: str, choice: Choice) -> list[Path]:
     from huggingface_hub import snapshot_download
 
     named = HUB_NAME.fullmatch(path)
-    if named is None:
-        raise DataError(f"{path}: a hub name is written hub:organisation/name or hub:organisation/name@revision")
     where = {"repo_id": named["repository"], "repo_type": "dataset", "revision": named["revision"]}
     try:
         names, copy = _file_names(where)

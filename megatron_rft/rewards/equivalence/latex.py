@@ -57,7 +57,6 @@ RENAMED = [
     ),
     (re.compile(r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])"), r"\\infty "),
     (re.compile(r"\b([aApP])\.\s?([mM])\b\.?"), r"\1\2"),
-    (re.compile(r"\\(?:arcsin|arccos|arctan)(?![a-z])"), lambda m: m[0]),
 ]
 FRACTION = re.compile(rf"\\frac\s*(?:\{{([^{{}}]*)\}}|{ONE})\s*(?:\{{([^{{}}]*)\}}|{ONE})")
 RADICAL = re.compile(rf"\\sqrt\s*{ONE}")
