@@ -96,14 +96,14 @@ class Rehearsal:
             raise UserError(f"{args.recipe} is a recipe of trainer generate, which has no training step")
         self.folder = self._model_folder()
         self.layout = check(self.recipe, args.gpus, args.gpus_per_node).layout
-        self.sizes, self.shape = Sizes.read(self.folder), model_shape.read_shape(self.folder)
+        self.sizes = Sizes.read(self.folder)
         self.planned = memory.memory_of(self.recipe, self.sizes, self.layout, self.device.memory)
         # engines on the same device, by the plan's arithmetic
         self.engine_bytes = self.planned.phases["training"] - self.planned.state.total - self.planned.activations
 
     def __str__(self) -> str:
         model = self.recipe.model
-        return f"{self.args.gpus} x {self.device.name}: {self.layout}; {model.path} ({self.shape}), {model.precision}"
+        return f"{self.args.gpus} x {self.device.name}: {self.layout}; {model.path} ({self.sizes}), {model.precision}"
 
     def _model_folder(self) -> Path:
         path = self.recipe.model.path
@@ -186,7 +186,7 @@ class Rehearsal:
 
     def _helps(self) -> str:
         planned = self.planned.largest
-        knobs = memory.knobs(self.recipe, self.sizes, self.shape, self.layout, self.device.memory)
+        knobs = memory.knobs(self.recipe, self.sizes, self.layout, self.device.memory)
         best = sorted((size, name) for name, size in knobs if size < planned)[:3]
         named = [f"{name} ({report.gib(planned - size)} GiB less)" for size, name in best]
         return "; ".join(named) or "more ranks, or a smaller model"

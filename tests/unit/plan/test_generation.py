@@ -6,8 +6,8 @@ from megatron_rft.plan.devices import Device, Efficiency
 from megatron_rft.plan.generation import KERNELS, Engine
 from megatron_rft.plan.parameters import Sizes
 
-DENSE = Sizes(4, 2, 1, 2, 8, 16, False, False, False, 0, 0, 0, (False, False))
-MIXTURE = Sizes(4, 2, 1, 2, 8, 16, False, False, False, 4, 2, 1, (True, True))
+DENSE = Sizes(2, 4, 2, 1, 8, 0, 0, 64, 16, 2, False, False, False, 0, (False, False))
+MIXTURE = Sizes(2, 4, 2, 1, 8, 4, 2, 64, 16, 2, False, False, False, 1, (True, True))
 PERFECT = Efficiency(compute=1, memory=1, link=1, launch=0.5, latency=0)
 
 

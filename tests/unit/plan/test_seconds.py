@@ -14,13 +14,14 @@ from megatron_rft.plan.seconds import EXPERTS, Bounds, Machine
 
 
 def dense(hidden, layers, heads, ffn, vocabulary=128_256, qk_norm=False):
-    return Sizes(hidden, heads, 8, 128, ffn, vocabulary, False, False, qk_norm, 0, 0, 0, (False,) * layers)
+    mixture = (False,) * layers
+    return Sizes(layers, hidden, heads, 8, ffn, 0, 0, 131_072, vocabulary, 128, False, False, qk_norm, 0, mixture)
 
 
 LLAMA_8B, LLAMA_70B = dense(4096, 32, 32, 14_336), dense(8192, 80, 64, 28_672)
 LLAMA_405B = dense(16_384, 128, 128, 53_248)  # it has 126 layers, which no pipeline of 8 or 16 divides
 QWEN3_32B = dense(5120, 64, 64, 25_600, 151_936, qk_norm=True)
-QWEN3_30B_A3B = Sizes(2048, 32, 4, 128, 6144, 151_936, False, False, True, 128, 768, 8, (True,) * 48)
+QWEN3_30B_A3B = Sizes(48, 2048, 32, 4, 6144, 128, 768, 40_960, 151_936, 128, False, False, True, 8, (True,) * 48)
 # (model, layout, tokens of a sequence, sequences of a step, TFLOP/s of a GPU, FP8), as docs/planning.md cites them.
 PUBLISHED = {
     "405B on 8,192": (LLAMA_405B, Layout(8192, 8, 16, 1, 1, 8, 8), 8192, 2048, 430, False),

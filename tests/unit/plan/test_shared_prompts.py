@@ -10,7 +10,7 @@ from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.seconds import Machine
 from megatron_rft.plan.shared_prompts import Group
 
-S = Sizes(4096, 32, 8, 128, 12_288, 151_936, False, False, True, 0, 0, 0, (False,) * 36)
+S = Sizes(36, 4096, 32, 8, 12_288, 0, 0, 40_960, 151_936, 128, False, False, True, 0, (False,) * 36)
 DATA = Data(train="arithmetic", max_prompt_tokens=1024)
 ROLLOUT = Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
 

@@ -6,7 +6,8 @@ from megatron_rft.plan.parameters import Sizes
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Throughput, peak_tflops
 
-TINY = dict(hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocabulary=10, tied=True, qkv_bias=False, qk_norm=True)
+TINY = dict(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocabulary=10, max_positions=64)
+TINY |= dict(tied=True, qkv_bias=False, qk_norm=True)
 DENSE = Sizes(**TINY, experts=0, expert_ffn=0, experts_per_token=0, mixture=(False, False))
 MIXTURE = Sizes(**TINY, experts=4, expert_ffn=3, experts_per_token=2, mixture=(False, True))
 ATTENTION = 16 + 8 + 8 + 16  # q, k, v, o
