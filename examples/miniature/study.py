@@ -101,9 +101,9 @@ def train(recipe: Path, folder: Path, *options: str, command: str = "train", don
 
 
 def warm_start(recipes: Path, out: Path) -> Path:
-    """Train a new model on demonstrations, with `recipes`/make_model.py and warm.yaml. Returns its folder."""
+    """Train a new model on demonstrations, with `recipes`/warm.yaml. Returns its folder."""
     if not (out / "model" / "config.json").exists():
-        subprocess.run([sys.executable, str(recipes / "make_model.py"), str(out / "model")], check=True)
+        subprocess.run([sys.executable, str(EXAMPLES / "miniature" / "make_model.py"), str(out / "model")], check=True)
     return train(recipes / "warm.yaml", out / "warm", f"model.path={out / 'model'}") / "export"
 
 
