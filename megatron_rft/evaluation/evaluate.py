@@ -16,7 +16,6 @@ from megatron_rft.evaluation.cache import EvaluationCache
 from megatron_rft.evaluation.passk import (
     breakdown,
     ks_up_to,
-    majority,
     mean_majority_at_k,
     mean_pass_at_k,
     pass_at_1,
@@ -129,9 +128,9 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
         raise DataError(f"evaluation {name!r} has no problems")
     problems = [completions[i : i + samples] for i in range(0, len(completions), samples)]
     correct = [[each.correct for each in problem] for problem in problems]
-    votes = [majority([each.answer for each in problem], [each.correct for each in problem]) for problem in problems]
     mean, standard_error = pass_at_1(correct)
     answers = [[each.answer for each in problem] for problem in problems]
+    majority_at_k = {k: mean_majority_at_k(answers, correct, k) for k in ks_up_to(samples)}
     return EvalResult(
         name=name,
         problems=len(problems),
@@ -139,8 +138,8 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
         pass_at_1=mean,
         standard_error=standard_error,
         pass_at_k={k: mean_pass_at_k(correct, k) for k in ks_up_to(samples)},
-        majority=fmean(vote or 0.0 for vote in votes),
-        majority_at_k={k: mean_majority_at_k(answers, correct, k) for k in ks_up_to(samples)},
+        majority=majority_at_k[samples],
+        majority_at_k=majority_at_k,
         by_subject=breakdown([problem[0].subject for problem in problems], correct),
         by_level=breakdown([problem[0].level for problem in problems], correct),
         errors=sum(each.reward is None for each in completions),
