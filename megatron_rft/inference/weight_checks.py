@@ -9,7 +9,7 @@ from torch import Tensor
 class WeightValidator:
     """Checks the tensors of a stream, also against the last accepted stream."""
 
-    def __init__(self, shapes: Mapping[str, torch.Size], model_type: str):
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], model_type: str):
         """`shapes`: the HF name and shape of every tensor that a stream must have."""
         self.shapes, self.model_type = shapes, model_type
         self.before: dict[str, tuple[torch.dtype | None, bool]] = {}  # name -> dtype, whether it was all zero

@@ -210,7 +210,7 @@ class EngineBuilder:
     def _server_options(self, hf_config: Any) -> dict[str, Any]:
         return {
             "config": hf_config,
-            "shapes": {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()},
+            "shapes": hf_shapes(hf_config),
             "dtype": self.dtype,
             "start_timeout_s": self.faults.engine_start_s,
             "silence_timeout_s": self.faults.engine_silence_s,

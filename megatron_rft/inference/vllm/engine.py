@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
+from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
 from megatron_rft.inference.engine import (
     Engine,
@@ -30,7 +31,6 @@ from megatron_rft.inference.engine import (
     limit,
     request_seed,
 )
-from megatron_rft.inference.hf.engine import hf_views
 from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.inference.vllm.arguments import cache_bytes, common, save_config, speculation
 from megatron_rft.inference.vllm.proposer import PredictedOutput
@@ -96,9 +96,7 @@ class VLLMEngine(Engine):
         self.asleep: set[str] = set()  # of PARTS
         self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
         self.acceptance, self.counting = Acceptance(), "speculative_config" in options
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(self.config)
-        shapes = {name: tensor.shape for name, tensor in hf_views(skeleton).items()}
+        shapes = hf_shapes(self.config)
         self.validator = WeightValidator(shapes, self.config.model_type)
         cpu_patches.prepare()
         from megatron_rft.inference.vllm import draft_models, weights

@@ -54,7 +54,7 @@ class ServerEngine(Engine):
         self,
         url: str,
         config: PreTrainedConfig,
-        shapes: dict[str, torch.Size],
+        shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         start_timeout_s: float = 600.0,
         silence_timeout_s: float = 300.0,

@@ -73,7 +73,7 @@ class LocalServer(ServerEngine):
     def __init__(
         self,
         config: PreTrainedConfig,
-        shapes: dict[str, torch.Size],
+        shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         log: Path,
         environment: dict[str, str],
