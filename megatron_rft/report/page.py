@@ -5,6 +5,7 @@ The page loads nothing, and its content security policy forbids it.
 
 import json
 import math
+from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -49,8 +50,8 @@ def html(groups: list[Group], notices: list[str]) -> str:
         "data": json.dumps(data(groups), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     page = (HERE / "page.html").read_text(encoding="utf-8")
-    for name in ("title", "notices", "cards", "differing", "recipes", "made", "style", "script", "data"):
-        page = page.replace(f"<!--{name}-->", parts[name])  # data last: markers inside it must stay
+    for name, part in parts.items():  # data last: markers inside it must stay
+        page = page.replace(f"<!--{name}-->", part)
     return page
 
 
@@ -102,11 +103,7 @@ def data(groups: list[Group]) -> dict[str, Any]:
     """Return the data that page.js draws."""
     return {
         "groups": [group_data(group) for group in groups],
-        "charts": [
-            {"id": c.id, "title": c.title, "unit": c.unit, "note": c.note, "log": c.log, "floor": c.floor}
-            | {"lines": [{"metric": line.metric, "label": line.label, "dash": line.dash} for line in c.lines]}
-            for c in charts.shown(groups)
-        ],
+        "charts": [{"id": chart.id} | asdict(chart) for chart in charts.shown(groups)],
         "phases": charts.phases(groups),
         "samples": samples(groups),
     }
