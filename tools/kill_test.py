@@ -6,6 +6,7 @@
 A run is started again after each kill until it ends. Then its exported weights must be equal to the last bit, and so
 must every number in metrics.jsonl that no clock makes; the next kills are those of a new run. The exit status is 1
 where anything differs or fails. The tool prints in which phases the kills came; `other` is between phases of a step.
+Do not change the package meanwhile: ranks have it as it was at the start, engine processes read it anew.
 """
 
 import argparse
