@@ -72,7 +72,7 @@ def check(folder: Path, layout: str, rank: int, phase: str, kind: str, status: i
     ],
 )
 def test_the_rank_that_hangs_is_named(tmp_path, layout, rank, phase, kind):
-    check(tmp_path, layout, rank, phase, kind, *hang(tmp_path, layout, rank, phase, kind))
+    check(tmp_path, layout, rank, phase, kind, *hang(tmp_path, layout, rank, phase, kind, hang_s=20.0))
 
 
 @pytest.mark.slow
