@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rft.launching.hangs import descendants
+from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import children, shared_memory, started
 from tests.integration.test_kill_and_resume import numbers
 from tests.integration.tiny import ROOT, kill, start
@@ -147,7 +148,7 @@ def mounted(run: Path, process: subprocess.Popen, options: str, what: str) -> st
 def jump(soak: Soak, run: Path, process: subprocess.Popen) -> str:
     """Forwards, and back the next time."""
     ahead = 0.0 if soak.clock.exists() and float(soak.clock.read_text()) else DAY_S
-    soak.clock.write_text(str(ahead))
+    write_atomically(soak.clock, str(ahead))  # its processes read it all the time
     return f"the clock jumps by a day, {'forwards' if ahead else 'back'}"
 
 
