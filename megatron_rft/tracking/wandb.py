@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.utils.errors import UserError
+from megatron_rft.utils.files import write_atomically
 
 PROBE_TIMEOUT = 5.0  # seconds
 INIT_TIMEOUT = 30.0  # seconds; wandb's default of 90 would keep a cluster waiting
@@ -50,7 +51,7 @@ class WandbLogger:
         if problem:
             later = f"wandb sync {self._run.settings.sync_dir}"
             print(f"wandb cannot be reached ({problem}): logging offline; send it later: {later}", flush=True)
-        id_file.write_text(self._run.id)
+        write_atomically(id_file, self._run.id)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
