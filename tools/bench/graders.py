@@ -254,7 +254,7 @@ def by_hand(question: str, text: str) -> str | None:
     It is what the response calls the answer; else what its last line ends with, after a word or sign of equality or
     alone; else what it says that the sum is.
     """
-    text = re.sub(r"[\s.!]*$", "", re.sub(r'[*\\$"]', "", text))
+    text = re.sub(r"[\s.!]*$", "", re.sub(r'[*\\$"`]', "", text))
     called = re.findall(rf"answer(?: to [^.=:]*)?(?: is|:)\s*{NUMBER}(?=\s*(?:[.,\n]|$))", text, re.I)
     last = re.sub(r"\.\s+[^.\d]*$", "", text.splitlines()[-1]) if text else ""  # without a sentence that has no number
     alone = re.fullmatch(NUMBER, last.strip()) or re.search(rf"{SAYS}$", last)
