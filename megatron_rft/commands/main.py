@@ -17,7 +17,7 @@ from megatron_rft.commands.parser import parse
 from megatron_rft.config import load
 from megatron_rft.launching import slurm
 from megatron_rft.launching.job import Job
-from megatron_rft.utils.errors import RunFailed, UserError, disk_full, disk_is_full
+from megatron_rft.utils.errors import RunFailed, UserError, disk_problem
 from megatron_rft.utils.exit_codes import FAILED, USER_ERROR
 
 # Warnings of megatron-core on every rank about which users can do nothing. `doctor` reports on apex.
@@ -60,9 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if not disk_is_full(error):
+        if not (problem := disk_problem(error)):
             raise
-        print(f"error: {disk_full(error)}", file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         return FAILED
 
 

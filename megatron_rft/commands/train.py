@@ -18,7 +18,7 @@ from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
 from megatron_rft.plan.search import Search
-from megatron_rft.utils.errors import RunFailed, UserError, disk_full, disk_is_full
+from megatron_rft.utils.errors import RunFailed, UserError, disk_problem
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 
 
@@ -102,12 +102,12 @@ def work(output_dir: str, run: Callable[[], int]) -> int:
         status, message = FAILED, str(error)
     except Exception as error:
         status, message = FAILED, f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and disk_is_full(error):
-            message = disk_full(error)
+        if isinstance(error, OSError) and (problem := disk_problem(error)):
+            message = problem
         else:
             traceback.print_exc()
-    launcher.write_exit(output_dir, status, message)
-    if message and launcher.PARENT not in os.environ:  # a launcher prints it once for all ranks
+    written = launcher.write_exit(output_dir, status, message)
+    if message and not (written and launcher.PARENT in os.environ):  # a launcher prints it once for all ranks
         print(f"error: {message}", file=sys.stderr)
     return status
 

@@ -56,11 +56,13 @@ def ranks_folder(output_dir: str) -> Path:
     return Path(output_dir) / "launch"
 
 
-def write_exit(output_dir: str, status: int, message: str = "") -> None:
-    """Write a rank's exit status and message. Does nothing on a full disk."""
+def write_exit(output_dir: str, status: int, message: str = "") -> bool:
+    """Write a rank's exit status and message. Returns False if the disk is full or refuses writes."""
     words = json.dumps({"status": status, "message": message, "time": time.time()}) + "\n"
     with contextlib.suppress(OSError):
         write_atomically(ranks_folder(output_dir) / f"rank_{os.environ.get('RANK', '0')}.json", words)
+        return True
+    return False
 
 
 def read_exit(output_dir: str, rank: int) -> dict:

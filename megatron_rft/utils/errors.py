@@ -10,7 +10,8 @@ import errno
 import os
 from collections.abc import Iterable
 
-LOST = (errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO)
+FAILED_DISK = (errno.EROFS, errno.ESTALE, errno.EIO)
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, *FAILED_DISK)
 
 
 class UserError(ValueError):
@@ -42,10 +43,15 @@ def folder_is_lost(error: BaseException, folder: object) -> str:
     return next((each for each in words if each in told), "") if str(folder) in told else ""
 
 
-def disk_full(error: OSError) -> str:
-    """Return the message for the user about a full disk."""
+def disk_problem(error: OSError) -> str:
+    """Return the message for the user about a full disk, or one that refuses writes; else an empty string."""
     where = f" where {error.filename} is" if error.filename else ""
-    return f"the disk is full{where}. Free some space and run the same command again: it keeps what is complete"
+    again = "and run the same command again: it keeps what is complete"
+    if disk_is_full(error):
+        return f"the disk is full{where}. Free some space {again}"
+    if error.errno in FAILED_DISK:
+        return f"{os.strerror(error.errno)}: the disk{where} refuses writes. Mount it anew {again}"
+    return ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """The command line: messages, exit statuses, signals, and ranks that die."""
 
+import errno
 import json
 import os
 import signal
@@ -267,7 +268,14 @@ class TestOneProcess:
         assert subprocess.run([sys.executable, "-c", SWALLOWED, str(int(number))], timeout=500).returncode == status
 
     @pytest.mark.parametrize(
-        "error, status", [(None, 0), (DataError("no field"), 2), (RunFailed("NaN"), 3), (ZeroDivisionError("x"), 3)]
+        "error, status",
+        [
+            (None, 0),
+            (DataError("no field"), 2),
+            (RunFailed("NaN"), 3),
+            (ZeroDivisionError("x"), 3),
+            (OSError(errno.EROFS, "Read-only file system", "run/metrics.jsonl"), 3),
+        ],
     )
     def test_the_exit_status_and_message_are_written(self, tmp_path, monkeypatch, capsys, error, status):
         monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -281,6 +289,10 @@ class TestOneProcess:
         words = json.loads((tmp_path / "launch" / "rank_0.json").read_text())
         assert words["status"] == status
         assert ("Traceback" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
+        if isinstance(error, OSError):
+            assert words["message"].startswith(
+                "Read-only file system: the disk where run/metrics.jsonl is refuses writes"
+            )
 
 
 @pytest.fixture
