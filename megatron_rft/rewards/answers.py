@@ -114,21 +114,22 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
     answer = split(equation, RELATION)[-1]
     if not answer or squeeze(reference) in (squeeze(answer), squeeze(equation)):
         return False
-    if answer != equation and _contains(one_spelling(question), equation):
+    question = one_spelling(question)
+    if answer != equation and _contains(question, equation):
         return True
     if unevaluated(answer, reference):
         return True
     plain = number(answer)
     if plain and not ("\\frac" in answer or "/" in answer):
         return False
-    if _recalculates(one_spelling(question), answer, reference):
+    if _recalculates(question, answer, reference):
         return True
     if not re.search(
         r"[+\-^!]|\\(?:frac|sqrt|cdot|binom|sin|cos|tan|log|ln|times|sum|prod|int)(?![a-z])|/",
         answer.lstrip("-"),
     ):
         return False
-    if re.search(r"[,;=<>]|\\text|\\cup", answer) or not _contains(one_spelling(question), answer):
+    if re.search(r"[,;=<>]|\\text|\\cup", answer) or not _contains(question, answer):
         return False
     value = number(reference)
     if plain and value and value.value == plain.value:  # a probability of 1/2 that the question speaks of
