@@ -227,7 +227,7 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
             model.output_layer = ValueHead(config)
         else:
             model.output_layer.__class__ = OutputMatrix
-    return model
+    return model.to(parallel.device())  # megatron-core makes routers on the host, where DDP misses their gradients
 
 
 class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):

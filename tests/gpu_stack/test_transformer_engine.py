@@ -82,10 +82,11 @@ def test_every_module_imports_with_transformer_engine_visible():
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Qwen3Moe"])
 def test_every_weight_has_its_name_and_only_its_name(kind, precision):
     config = config_of(kind)
-    found = weights.named_parameters(models.build(config, Megatron(), precision))
+    found = dict(weights.named_parameters(models.build(config, Megatron(), precision)))
     mapping = Mapping(config)
-    names = [name for ours in dict(found) for name in mapping.hf_names(ours)]
+    names = [name for ours in found for name in mapping.hf_names(ours)]
     assert sorted(names) == sorted(hf_shapes(config))
+    assert {parameter.device.type for parameter in found.values()} == {"cuda"}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

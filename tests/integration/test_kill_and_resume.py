@@ -20,7 +20,7 @@ from megatron_rft.utils.checkpoint_files import latest
 from tests.integration.tiny import freeze, kill, metrics, start, train, wait_until, write_recipe
 
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
-TIMED = ("seconds/", "ranks/", "memory/", "per_second", "rollout/", "sync/seconds", "time")
+TIMED = ("seconds/", "ranks/", "memory/", "per_second", "rollout/", "sync/seconds", "time", "mfu")
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,9 @@ WRITTEN_HERE = {  # operators that CUDA has and the CPU does not
 class ComputedByTheHost(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func.is_view and _made_of_others(func):  # under inference_mode they come here whole: `to` copies or not
+            with self:
+                return func.decompose(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         there = [tensor for tensor in tensors if tensor.device.type == "cuda"]
         wanted = kwargs.get("device")
@@ -106,6 +109,10 @@ def _ours(func, tensors) -> bool:
     """Operators of torch itself on plain tensors with memory."""
     plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type != "meta" for each in tensors)
     return plain and func not in MEMORY and func.namespace in ("aten", "prims") and not func.is_view
+
+
+def _made_of_others(func) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _for_host(func, kwargs: dict) -> dict:
