@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--out", type=Path, default=Path("servers"), metavar="FOLDER", help="for logs, and URLs (default: servers)"
     )
+    serve.add_argument("--host", metavar="NAME", help="at which the run reaches this node (default: the node's name)")
 
     plan = add("plan", help="check a recipe and print batch, layout and memory: train --dry-run")
     _add_recipe(plan)

@@ -24,6 +24,7 @@ from megatron_rft.config import Recipe
 from megatron_rft.inference.engine import EngineLost
 from megatron_rft.inference.vllm import token_check
 from megatron_rft.inference.vllm.arguments import save_config
+from megatron_rft.inference.vllm.server_client import local_address
 from megatron_rft.inference.vllm.server_process import spawn, wait_for
 from megatron_rft.plan import check_writable
 from megatron_rft.plan.model_shape import shape_of
@@ -43,6 +44,7 @@ HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # uses no p
 class Server:
     """`start(port=, log=)` starts the server's process."""
 
+    address: str
     port: int
     log: Path
     start: partial
@@ -54,7 +56,7 @@ class Server:
 
     def ask(self) -> None:
         try:
-            HERE.open(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+            HERE.open(f"http://{self.address}:{self.port}/health", timeout=5).close()
         except OSError as error:
             raise EngineLost(f"the server does not answer: {error}") from None
 
@@ -81,16 +83,17 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     engines = EngineBuilder.of(recipe)
     arguments = engines.server_arguments(hf_config)
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    host = args.host or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    address = own_address(host)
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         save_config(hf_config, model)
-        start = partial(spawn, model, engines.dtype, host="0.0.0.0", arguments=arguments)
+        start = partial(spawn, model, engines.dtype, host=address, arguments=arguments)
         servers = []
         for number, environment in enumerate(gpu_shares(recipe.vllm.tensor_parallel_size)):
             log = args.out / f"{host}_{number}.log"
-            port = stack.enter_context(reserved_port("")).getsockname()[1]
-            servers.append(Server(port, log, partial(start, environment=environment)))
+            port = stack.enter_context(reserved_port(address)).getsockname()[1]
+            servers.append(Server(address, port, log, partial(start, environment=environment)))
             stack.callback(servers[-1].stop)
             servers[-1].run()
         for server in servers:
@@ -99,6 +102,17 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         print(f"rollout.servers=[{','.join(urls)}]", flush=True)
         write_atomically(args.out / f"{host}.urls", "".join(f"{url}\n" for url in urls))
         watch(servers, recipe.faults.engine_start_s)
+
+
+def own_address(host: str) -> str:
+    """Return the address of this node that `host` leads to. Some systems resolve their own name to a loopback address:
+    then it is the one at which the node that started this step of Slurm sees this one."""
+    starter = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    try:
+        found = local_address(f"http://{host}")
+        return local_address(f"http://{starter}") if starter and found.startswith("127.") else found
+    except OSError as error:
+        raise ConfigError(f"--host {host}: no address of this node is found by it: {error}") from None
 
 
 def gpu_shares(workers: int) -> list[dict[str, str]]:

@@ -72,8 +72,8 @@ def _leave(number: int, _frame: object) -> None:
 
 
 def reserved_port(host: str = "127.0.0.1") -> socket.socket:
-    """Bind a free port of `host`, an address of this machine ("": all of them). The kernel gives it to no other process
-    while the returned socket is open. On Linux a server that sets SO_REUSEADDR can still listen on it."""
+    """Bind a free port of `host`, an address of this machine. The kernel gives it to no other process while the
+    returned socket is open. On Linux a server that sets SO_REUSEADDR can still listen on it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))

@@ -62,7 +62,7 @@ def command(
     model: str,
     dtype: torch.dtype,
     port: int = 8000,
-    host: str = "0.0.0.0",
+    host: str = "127.0.0.1",
     arguments: dict[str, Any] | None = None,
 ) -> list[str]:
     """Return the command line of a server that accepts weights from a trainer."""

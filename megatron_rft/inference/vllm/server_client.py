@@ -119,7 +119,7 @@ class ServerEngine(Engine):
 
     def _how(self) -> str:
         room = {"max_model_len": self.longest} if self.longest else {}
-        _, *line = command("MODEL", self.dtype, arguments=room)
+        _, *line = command("MODEL", self.dtype, host="HOST", arguments=room)
         return f"A server for training is started by\nVLLM_SERVER_DEV_MODE=1 python {shlex.join(line)}"
 
     def _connect(self) -> None:
