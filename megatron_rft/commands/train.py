@@ -18,7 +18,7 @@ from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
 from megatron_rft.plan.search import Search
-from megatron_rft.utils.errors import RunFailed, UserError, disk_problem
+from megatron_rft.utils.errors import ConfigError, RunFailed, UserError, disk_problem
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 
 
@@ -32,11 +32,14 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit
     plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None), must_fit=not searching)
     is_rank = "RANK" in os.environ
+    started_elsewhere = is_rank and launcher.PARENT not in os.environ
+    if started_elsewhere and recipe.faults.hang_s is not None:
+        raise ConfigError("faults.hang_s: RANK is set, so no launcher of ours watches the ranks: leave it out")
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.model, recipe.critic):
             plan = check(recipe, *ranks)  # again, with the model's configuration
-    if os.environ["RANK"] == "0" and launcher.PARENT not in os.environ if is_rank else node.index == 0:
+    if started_elsewhere and os.environ["RANK"] == "0" or not is_rank and node.index == 0:
         print(plan, flush=True)
     if searching:
         print("\n".join(Search(recipe, plan.layout, args.gpu_gib, args.device).table()), flush=True)

@@ -378,6 +378,12 @@ def test_one_rank_is_watched_where_the_user_asks_for_it(recipe, monkeypatch, opt
     assert main.main(["train", str(recipe), *options]) == 0 and seen == [1]
 
 
+def test_nobody_watches_ranks_that_torchrun_started(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert main.main(["train", str(recipe), "faults.hang_s=60"]) == 2
+    assert "faults.hang_s: RANK is set, so no launcher of ours watches the ranks" in capsys.readouterr().err
+
+
 def test_ranks_are_started_with_the_same_recipe(recipe, monkeypatch):
     seen = {}
     monkeypatch.setattr(ranks, "launch", lambda command, nproc, *_: seen.update(command=command, nproc=nproc) or 0)
