@@ -10,7 +10,7 @@
 #   vllm     vLLM's CUDA build: options, start, weights, sleep and wake: control flow alone
 #   unit     tests/unit/megatron with torch's layers on "cuda" and NCCL: real numbers and the CPU's bounds
 #   parity   tests/parity in the same way
-#   runs     the quick tests of whole runs in the same way
+#   runs     tests of whole runs with the hf engine in the same way
 #   PATH     these tests in the same way
 # A part that fails, or takes longer than PART_LIMIT seconds (7200), does not stop the others. FOLDER/summary.txt has
 # the date, the versions and how each part ended. No part of CI.
@@ -33,8 +33,9 @@ choose() {
     vllm) settings=() tests=(tests/gpu_stack/test_vllm.py) ;;
     unit) tests=(tests/unit/megatron --ignore=tests/unit/megatron/test_cpu.py) ;;
     parity) tests=(tests/parity -k "not vllm and not gloo and not memory and not smollm2") ;;
-    runs) tests=(tests/integration/test_{overlap,offload_trainer,checkpoints,mixed_rewards}.py
-        tests/integration/test_{kill_and_resume,constraint}.py -m "not slow" -k "not process") ;;
+    runs) tests=(tests/integration/test_{overlap,offload_trainer,checkpoints,mixed_rewards,kill_and_resume}.py
+        tests/integration/test_{constraint,online_algorithms,offline,own_code,alarms}.py
+        -k "not process and not during_generation and not staleness_1") ;;
     */*) tests=("$1") ;;
     *) usage ;;
     esac

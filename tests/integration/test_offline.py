@@ -27,13 +27,13 @@ pytestmark = pytest.mark.slow
 GENERATE = {
     "trainer": "generate",
     "run": {"seed": 42},
-    "rollout": {"group_size": 8, "max_response_tokens": 2, "temperature": 0.7},
+    "rollout": {"engine": "hf", "group_size": 8, "max_response_tokens": 2, "temperature": 0.7},
     "generation": {"problems_per_shard": 8, "held_out": 0.2},
 }
 OFFLINE = {
     "trainer": "offline",
     "run": {"steps": 12, "seed": 3},
-    "rollout": {"max_response_tokens": 2},
+    "rollout": {"engine": "hf", "max_response_tokens": 2},
     "batching": {"micro_batch_tokens": 64},
     "algorithm": {"name": "fpa", "batch_sequences": 16, "part_norms_every": 5, "kl_coefficient": 0.1},
     "optimizer": {"lr": 1e-2, "clip_grad": 10.0},
