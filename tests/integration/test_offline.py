@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_rft.data.trajectories import sha256
 from megatron_rft.tracking.notes import NOTES_FILE
 from megatron_rft.utils.files import read_json_lines
+from tests.fork_server import ENVIRONMENT
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
-from tests.integration.tiny import ROOT, kill, metrics, start, train, write_data, write_model
+from tests.integration.tiny import kill, metrics, start, train, write_data, write_model
 
 pytestmark = pytest.mark.slow
 GENERATE = {
@@ -56,7 +57,7 @@ def write(folder: Path, name: str, recipe: dict, data: str, out: str) -> None:
 def generate(recipe: Path, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rft", "generate", str(recipe), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
