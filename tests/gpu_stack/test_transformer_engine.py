@@ -51,9 +51,9 @@ def config_of(kind: str):
     return getattr(transformers, f"{kind}Config")(**FOR_KERNELS | changes, tie_word_embeddings=kind != "Llama")
 
 
-def build(precision: str = "bf16", seed: int = 0, **optimizer) -> Actor:
+def build(precision: str = "bf16", seed: int = 0, family: str = "Qwen3", **optimizer) -> Actor:
     kind, _, recipe = precision.partition(" ")
-    config = config_of("Qwen3")
+    config = config_of(family)
     options = {"lr": 1e-3, "clip_grad": 1.0, "use_distributed_optimizer": True, **optimizer}
     layout = Megatron(fp8_recipe=recipe or None, attention_backend=ATTENTION)
     actor = Actor(config, layout, Batching(), kind, optimizer=options)
@@ -99,9 +99,10 @@ def test_weights_are_exported_bit_for_bit(precision, tmp_path):
         assert torch.equal(exported(name), sent(name).bfloat16()), name
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_step_goes_through(precision):
-    actor = build(precision)
+def test_a_step_goes_through(precision, family):
+    actor = build(precision, family=family)
     assert actor.outputs(some_batch(), frozenset({"logprobs"}))["logprobs"].shape == (sum(LENGTHS) - 16,)
     assert {"loss", "grad_norm", "skipped"} <= step(actor).keys()
     with actor.use_weights(actor.snapshot()):
