@@ -4,7 +4,7 @@
 
 A model of 0.2 M parameters learns careless arithmetic, and to refine; then 50 steps of PPO or DAPO (the regimes) on
 examples/dynamic/tiny. The rates reach those at which runs without a constraint collapse. `no_filter` learns all
-refinements.
+refinements. `--regime smollm2 --seeds 0 1 2` is GRPO of SmolLM2-135M-Instruct (examples/smollm2): ten steps, one rate.
 """
 
 import sys
@@ -25,9 +25,18 @@ KINDS = {
     "dynamic_loss": ("dynamic", (*REFINE, "constraint.mode=loss"), "static"),
     "no_filter": ("dynamic", (*REFINE, "constraint.mode=loss", "constraint.filter=false"), "dynamic_loss"),
 }
+SMOLLM2 = {
+    "none": ("null", None),
+    "static": ("{kind: static, eta: 0.01, share: null, kl_every: 2}", "none"),
+    "dynamic_reward": ("{kl_every: 2, mode: reward}", "static"),
+}
 
 
 def arms(regime: str) -> list[study.Arm]:
+    if regime == "smollm2":
+        recipe = study.SMOLLM2 / "dynamic.yaml"
+        given = [(name, f"constraint={how}", against) for name, (how, against) in SMOLLM2.items()]
+        return [study.Arm(name, recipe, (2e-5,), (how,), against) for name, how, against in given]
     folder = REGIMES[regime]
     return [
         study.Arm(name, folder / f"{recipe}.yaml", RATES[regime], options, against)
@@ -36,8 +45,12 @@ def arms(regime: str) -> list[study.Arm]:
 
 
 def main() -> None:
-    args = study.parser(__doc__, "runs/miniature/dynamic", REGIMES).parse_intermixed_args()
-    study.main(args, arms(args.regime), [f"model.path={study.warm_start(RECIPES, args.out)}"], constraints.draw)
+    args = study.parser(__doc__, "runs/miniature/dynamic", [*REGIMES, "smollm2"]).parse_intermixed_args()
+    if args.regime == "smollm2":
+        shared = study.smollm2_options(args.out)
+    else:
+        shared = [f"model.path={study.warm_start(RECIPES, args.out)}"]
+    study.main(args, arms(args.regime), shared, constraints.draw)
 
 
 if __name__ == "__main__":

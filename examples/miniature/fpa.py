@@ -8,6 +8,8 @@ these answers. Seeds are those of the data's order. The regimes:
     short   1.5 passes from a model that is right in 45% of its answers, the best checkpoint (the paper's table 1)
     long    600 steps from one with a shorter warm start, without early stopping: where Off-RL falls back (figure 3)
 
+`--regime smollm2 --seeds 0 1 2` is SmolLM2-135M-Instruct (examples/smollm2) on its own answers, one pass at one rate.
+
 `entanglement` in OUT/rates.json is the share of a wrong trajectory's tokens that stand in a right one to the same
 problem as well: where it is high, penalising the wrong one also penalises the right one.
 """
@@ -40,29 +42,45 @@ METHODS = {  # tables 1 and 2, figure 5
     "fpa_lambda_10": "{name: fpa, extrapolation: 10.0}",
 }
 EPOCHS = {"short": 5.0, "long": 3.0}  # of the warm start
-REGIMES = {"short": [], "long": ["run.steps=600", "run.epochs=null", "evaluation.every=50", "evaluation.patience=null"]}
+REGIMES = {
+    "short": [],
+    "long": ["run.steps=600", "run.epochs=null", "evaluation.every=50", "evaluation.patience=null"],
+    "smollm2": [],
+}
 
 
-def arms() -> list[study.Arm]:
+def arms(regime: str) -> list[study.Arm]:
     """The arms; each is compared with Off-RL."""
-    recipe = RECIPES / "common.yaml"
+    recipe, rates = RECIPES / "common.yaml", RATES
+    if regime == "smollm2":
+        recipe, rates = study.SMOLLM2 / "fpa.yaml", (1e-5,)
     return [
-        study.Arm(name, recipe, RATES, (f"algorithm={how}",), None if name == "off_rl" else "off_rl")
+        study.Arm(name, recipe, rates, (f"algorithm={how}",), None if name == "off_rl" else "off_rl")
         for name, how in METHODS.items()
     ]
 
 
-def start(out: Path, regime: str) -> tuple[Path, Path]:
-    """The warm-started model and its trajectories."""
+def start(out: Path, regime: str) -> tuple[list[str], Path]:
+    """Options of every run, and the store of trajectories."""
+    store = out / f"{regime}_trajectories"
+    if regime == "smollm2":
+        places = study.smollm2(out)
+        model, recipe = places["model"], study.SMOLLM2 / "trajectories.yaml"
+        options = [f"data.train.path={places['train']}"]
+        shared = [f"data.test={places['test']}"]
+    else:
+        model, recipe, options, shared = warm_start(out, regime), RECIPES / "generate.yaml", [], []
+    study.train(recipe, store, f"model.path={model}", *options, command="generate", done="index.json")
+    return [f"model.path={model}", f"data.train={store}", *shared], store
+
+
+def warm_start(out: Path, regime: str) -> Path:
     from megatron_rft.data import arithmetic
 
     if not (out / "model").exists():
         arithmetic.write_model_folder(out / "model", **MODEL)
     options = (f"model.path={out / 'model'}", f"run.epochs={EPOCHS[regime]}", "optimizer.lr=5e-3", "data.test=null")
-    model = study.train(study.EXAMPLES / "quickstart/sft.yaml", out / f"{regime}_warm", *options) / "export"
-    store = out / f"{regime}_trajectories"
-    study.train(RECIPES / "generate.yaml", store, f"model.path={model}", command="generate", done="index.json")
-    return model, store
+    return study.train(study.EXAMPLES / "quickstart/sft.yaml", out / f"{regime}_warm", *options) / "export"
 
 
 def entanglement(store: Path) -> float:
@@ -85,10 +103,9 @@ def _shared(wrong: list[int], right: list[list[int]]) -> float:
 
 def main() -> None:
     args = study.parser(__doc__, "runs/miniature/fpa", REGIMES).parse_intermixed_args()
-    model, store = start(args.out, args.regime)
+    shared, store = start(args.out, args.regime)
     study.note(args.out / args.regime / "rates.json", "entanglement", entanglement(store))
-    shared = [f"model.path={model}", f"data.train={store}", *REGIMES[args.regime]]
-    study.main(args, arms(), shared, dynamics.draw)
+    study.main(args, arms(args.regime), [*shared, *REGIMES[args.regime]], dynamics.draw)
 
 
 if __name__ == "__main__":

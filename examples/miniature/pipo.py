@@ -9,6 +9,9 @@ A model of 0.2 M parameters learns arithmetic from careless demonstrations, then
     few_prompts  8 problems a step: the mean reward is a small sample
     noisy        one reward in ten is inverted; the accuracy is not
     off_policy   four epochs over each batch
+
+`--regime smollm2 --seeds 0 1 2` is GRPO of SmolLM2-135M-Instruct (examples/smollm2): ten steps at one rate, since a run
+takes minutes.
 """
 
 import sys
@@ -27,25 +30,33 @@ REGIMES = {
     "few_prompts": ["rollout.prompts_per_step=8", "algorithm.mini_batch_prompts=4"],
     "noisy": ["reward.kind=own", f"reward.function={FLIPPED}:flipped", "reward.maximum=1.0"],
     "off_policy": ["algorithm.epochs=4"],
+    "smollm2": ["run.steps=10", "data.validation=null", "evaluation.every=null"],
 }
+KEYS = ("optimizer.lr", "pipo.learning_rate")  # alpha_PI is alpha_std in the paper
 UNFIT = {"few_prompts": {"ppo"}, "noisy": {"sdpo"}, "off_policy": {"sdpo"}}  # no groups; a teacher that reads rewards
 
 
 def arms(regime: str) -> list[study.Arm]:
+    if regime == "smollm2":
+        recipe, rates = study.SMOLLM2 / "grpo_pipo.yaml", (2e-5,)
+        base = study.Arm("grpo", recipe, rates, ("pipo=null",))
+        return [base, study.Arm("grpo_pipo", recipe, rates, (), "grpo", KEYS)]
     found = []
     for name in ("ppo", "grpo", "gspo", "dapo", "sdpo"):
         if name not in UNFIT.get(regime, ()):
             rates = RATES.get(name, OTHERS)
             found.append(study.Arm(name, RECIPES / f"{name}.yaml", rates))
-            keys = ("optimizer.lr", "pipo.learning_rate")  # alpha_PI is alpha_std in the paper
-            found.append(study.Arm(f"{name}_pipo", RECIPES / f"{name}_pipo.yaml", rates, (), name, keys))
+            found.append(study.Arm(f"{name}_pipo", RECIPES / f"{name}_pipo.yaml", rates, (), name, KEYS))
     return found
 
 
 def main() -> None:
     args = study.parser(__doc__, "runs/miniature/pipo", REGIMES).parse_intermixed_args()
-    shared = [f"model.path={study.warm_start(RECIPES, args.out)}", *REGIMES[args.regime]]
-    study.main(args, arms(args.regime), shared, online.draw)
+    if args.regime == "smollm2":
+        model = study.smollm2_options(args.out)
+    else:
+        model = [f"model.path={study.warm_start(RECIPES, args.out)}"]
+    study.main(args, arms(args.regime), [*model, *REGIMES[args.regime]], online.draw)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 EXAMPLES = Path(__file__).resolve().parents[1]
+SMOLLM2 = EXAMPLES / "smollm2"
 SEARCH_SEEDS, SEEDS = (100, 101), (0, 1, 2, 3, 4)
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # two-sided, of 1 to 9 degrees of freedom
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
@@ -105,6 +106,20 @@ def warm_start(recipes: Path, out: Path) -> Path:
     if not (out / "model" / "config.json").exists():
         subprocess.run([sys.executable, str(EXAMPLES / "miniature" / "make_model.py"), str(out / "model")], check=True)
     return train(recipes / "warm.yaml", out / "warm", f"model.path={out / 'model'}") / "export"
+
+
+def smollm2(out: Path) -> dict[str, Path]:
+    """Make the folder of SmolLM2-135M-Instruct and its problems where they are missing. Returns the places by name."""
+    made = {name: out / f"smollm2_{name}" for name in ("model", "problems")}
+    for name, folder in made.items():
+        subprocess.run([sys.executable, str(SMOLLM2 / f"make_{name}.py"), str(folder)], check=True)
+    return made | {part: made["problems"] / f"{part}.jsonl" for part in ("train", "test")}
+
+
+def smollm2_options(out: Path) -> list[str]:
+    """Options of a run of SmolLM2-135M-Instruct on its problems."""
+    places = smollm2(out)
+    return [f"model.path={places['model']}", f"data.train={places['train']}", f"data.test={places['test']}"]
 
 
 def tested(folder: Path) -> list[float]:
