@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:
+    except Exception as error:
         if not (problem := disk_problem(error)):
             raise
         print(f"error: {problem}", file=sys.stderr)

@@ -105,7 +105,7 @@ def work(output_dir: str, run: Callable[[], int]) -> int:
         status, message = FAILED, str(error)
     except Exception as error:
         status, message = FAILED, f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and (problem := disk_problem(error)):
+        if problem := disk_problem(error):
             message = problem
         else:
             traceback.print_exc()

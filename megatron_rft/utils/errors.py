@@ -8,6 +8,7 @@ package are `assert`s and ordinary exceptions.
 import difflib
 import errno
 import os
+import re
 from collections.abc import Iterable
 
 FAILED_DISK = (errno.EROFS, errno.ESTALE, errno.EIO)
@@ -43,14 +44,18 @@ def folder_is_lost(error: BaseException, folder: object) -> str:
     return next((each for each in words if each in told), "") if str(folder) in told else ""
 
 
-def disk_problem(error: OSError) -> str:
-    """Return the message for the user about a full disk, or one that refuses writes; else an empty string."""
-    where = f" where {error.filename} is" if error.filename else ""
+def disk_problem(error: Exception) -> str:
+    """Return the message for the user about a full disk, or one that refuses writes; else an empty string. safetensors
+    gives the system's number within its words alone."""
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(told[1]) if told else getattr(error, "errno", None)
+    name = getattr(error, "filename", None)
+    where = f" where {name} is" if name else ""
     again = "and run the same command again: it keeps what is complete"
     if disk_is_full(error):
         return f"the disk is full{where}. Free some space {again}"
-    if error.errno in FAILED_DISK:
-        return f"{os.strerror(error.errno)}: the disk{where} refuses writes. Mount it anew {again}"
+    if number in FAILED_DISK:
+        return f"{os.strerror(number)}: the disk{where} refuses writes. Mount it anew {again}"
     return ""
 
 

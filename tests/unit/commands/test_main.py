@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from megatron_rft.commands import doctor, main, train
 from megatron_rft.config import vllm
@@ -275,6 +276,7 @@ class TestOneProcess:
             (RunFailed("NaN"), 3),
             (ZeroDivisionError("x"), 3),
             (OSError(errno.EROFS, "Read-only file system", "run/metrics.jsonl"), 3),
+            (SafetensorError("Error while serializing: I/O error: Read-only file system (os error 30)"), 3),
         ],
     )
     def test_the_exit_status_and_message_are_written(self, tmp_path, monkeypatch, capsys, error, status):
@@ -289,10 +291,9 @@ class TestOneProcess:
         words = json.loads((tmp_path / "launch" / "rank_0.json").read_text())
         assert words["status"] == status
         assert ("Traceback" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
-        if isinstance(error, OSError):
-            assert words["message"].startswith(
-                "Read-only file system: the disk where run/metrics.jsonl is refuses writes"
-            )
+        if isinstance(error, OSError | SafetensorError):
+            where = " where run/metrics.jsonl is" if isinstance(error, OSError) else ""
+            assert words["message"].startswith(f"Read-only file system: the disk{where} refuses writes")
 
 
 @pytest.fixture
