@@ -5,6 +5,7 @@ The rows are Arrow's own values: images and audio stay bytes, no feature of `dat
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,11 +29,21 @@ def table(file: Path) -> Iterator[tuple[str, Row]]:
             number += 1
             yield f"{file}, row {number}", row
     except Exception as error:  # pyarrow and the file system have no common class for a broken file
-        problem = f"is broken after row {number}" if number else f"not {KINDS[file.suffix]} file, or a broken one"
+        readable = _readable(file)
+        problem = f"is broken after row {readable}" if readable else f"not {KINDS[file.suffix]} file, or a broken one"
         raise DataError(f"{file}: {problem} ({first_line(error)})") from None
 
 
-def _rows(file: Path) -> Iterator[Row]:
+def _readable(file: Path) -> int:
+    """Count the rows before the fault: pyarrow reads row groups ahead, and may find it before it has given them."""
+    number = 0
+    with suppress(Exception):
+        for _ in _rows(file, one_group_at_a_time=True):
+            number += 1
+    return number
+
+
+def _rows(file: Path, one_group_at_a_time: bool = False) -> Iterator[Row]:
     import datasets  # the import takes seconds
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error says what it would log
@@ -42,5 +53,6 @@ def _rows(file: Path) -> Iterator[Row]:
         rows = datasets.load_dataset(
             kind, data_files=escape(str(file.absolute())), split="train", streaming=True, cache_dir=locks, **options
         )
+    rows = rows.reshard() if one_group_at_a_time else rows
     for batch in rows.with_format("arrow").iter(BATCH):
         yield from batch.to_pylist()

@@ -75,9 +75,7 @@ def test_a_truncated_table_is_named(tmp_path):
         load_rows(tmp_path / "a.parquet")
     middle = len(whole) // 2
     (tmp_path / "a.parquet").write_bytes(whole[:middle] + bytes(middle // 2) + whole[middle + middle // 2 :])
-    # pyarrow reads ahead: on a busy machine it finds the fault before it has given the first rows
-    found = r"(is broken after row [1-4]000|not a parquet file, or a broken one) \(Corrupt"
-    with pytest.raises(DataError, match=rf"a\.parquet: {found}"):
+    with pytest.raises(DataError, match=r"a\.parquet: is broken after row [1-4]000 \("):
         load_rows(tmp_path / "a.parquet")
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as out:
         out.write_table(table, max_chunksize=1000)
