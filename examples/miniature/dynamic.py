@@ -15,8 +15,8 @@ from examples.dynamic import constraints  # noqa: E402
 from examples.miniature import study  # noqa: E402
 
 RECIPES = study.EXAMPLES / "dynamic" / "tiny"
-REGIMES = {"ppo": RECIPES, "dapo": RECIPES / "dapo"}
-RATES = {"ppo": (1.5e-4, 3e-4, 6e-4), "dapo": (1e-4, 2e-4, 6e-4)}
+REGIMES = {"ppo": RECIPES, "dapo": RECIPES / "dapo", "smollm2": study.SMOLLM2}
+RATES = {"ppo": (1.5e-4, 3e-4, 6e-4), "dapo": (1e-4, 2e-4, 6e-4), "smollm2": (2e-5,)}
 REFINE = (f"constraint.template={RECIPES / 'refine.txt'}", "constraint.per=responses")
 KINDS = {
     "none": ("none", (), None),
@@ -26,31 +26,23 @@ KINDS = {
     "no_filter": ("dynamic", (*REFINE, "constraint.mode=loss", "constraint.filter=false"), "dynamic_loss"),
 }
 SMOLLM2 = {
-    "none": ("null", None),
-    "static": ("{kind: static, eta: 0.01, share: null, kl_every: 2}", "none"),
-    "dynamic_reward": ("{kl_every: 2, mode: reward}", "static"),
+    "none": ("dynamic", ("constraint=null",), None),
+    "static": ("dynamic", ("constraint={kind: static, eta: 0.01, share: null, kl_every: 2}",), "none"),
+    "dynamic_reward": ("dynamic", ("constraint={kl_every: 2, mode: reward}",), "static"),
 }
 
 
 def arms(regime: str) -> list[study.Arm]:
-    if regime == "smollm2":
-        recipe = study.SMOLLM2 / "dynamic.yaml"
-        given = [(name, f"constraint={how}", against) for name, (how, against) in SMOLLM2.items()]
-        return [study.Arm(name, recipe, (2e-5,), (how,), against) for name, how, against in given]
-    folder = REGIMES[regime]
+    folder, kinds = REGIMES[regime], SMOLLM2 if regime == "smollm2" else KINDS
     return [
         study.Arm(name, folder / f"{recipe}.yaml", RATES[regime], options, against)
-        for name, (recipe, options, against) in KINDS.items()
+        for name, (recipe, options, against) in kinds.items()
     ]
 
 
 def main() -> None:
-    args = study.parser(__doc__, "runs/miniature/dynamic", [*REGIMES, "smollm2"]).parse_intermixed_args()
-    if args.regime == "smollm2":
-        shared = study.smollm2_options(args.out)
-    else:
-        shared = [f"model.path={study.warm_start(RECIPES, args.out)}"]
-    study.main(args, arms(args.regime), shared, constraints.draw)
+    args = study.parser(__doc__, "runs/miniature/dynamic", REGIMES).parse_intermixed_args()
+    study.main(args, arms(args.regime), study.model_options(args.regime, RECIPES, args.out), constraints.draw)
 
 
 if __name__ == "__main__":

@@ -52,11 +52,8 @@ def arms(regime: str) -> list[study.Arm]:
 
 def main() -> None:
     args = study.parser(__doc__, "runs/miniature/pipo", REGIMES).parse_intermixed_args()
-    if args.regime == "smollm2":
-        model = study.smollm2_options(args.out)
-    else:
-        model = [f"model.path={study.warm_start(RECIPES, args.out)}"]
-    study.main(args, arms(args.regime), [*model, *REGIMES[args.regime]], online.draw)
+    shared = [*study.model_options(args.regime, RECIPES, args.out), *REGIMES[args.regime]]
+    study.main(args, arms(args.regime), shared, online.draw)
 
 
 if __name__ == "__main__":

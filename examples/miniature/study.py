@@ -116,8 +116,10 @@ def smollm2(out: Path) -> dict[str, Path]:
     return made | {part: made["problems"] / f"{part}.jsonl" for part in ("train", "test")}
 
 
-def smollm2_options(out: Path) -> list[str]:
-    """Options of a run of SmolLM2-135M-Instruct on its problems."""
+def model_options(regime: str, recipes: Path, out: Path) -> list[str]:
+    """Options of every run: the model warm-started with `recipes`, or SmolLM2-135M-Instruct and its problems."""
+    if regime != "smollm2":
+        return [f"model.path={warm_start(recipes, out)}"]
     places = smollm2(out)
     return [f"model.path={places['model']}", f"data.train={places['train']}", f"data.test={places['test']}"]
 

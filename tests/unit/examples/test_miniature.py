@@ -11,7 +11,7 @@ from megatron_rft.records import Prompt
 
 STUDIES = {
     **{f"pipo {regime}": (pipo.arms(regime), options) for regime, options in pipo.REGIMES.items()},
-    **{f"dynamic {regime}": (dynamic.arms(regime), []) for regime in (*dynamic.REGIMES, "smollm2")},
+    **{f"dynamic {regime}": (dynamic.arms(regime), []) for regime in dynamic.REGIMES},
     **{f"fpa {regime}": (fpa.arms(regime), options) for regime, options in fpa.REGIMES.items()},
 }
 
