@@ -97,7 +97,7 @@ class Batch:
     Names in use, `tokens` [R]: response_mask (1 where the policy wrote the token), rollout_logprobs (engine),
     old_logprobs (trainer, before the step), ref_logprobs, ref_kl, teacher_logprobs, values, advantages, returns.
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
-    prompt_index, finished, weight_version.
+    prompt_index, finished, weight_version, no_gradient (training need not compute it: Update in objectives/base.py).
     A context is another prompt for the same response, such as a teacher's prompt with feedback; length 0: none.
     A refined response is a better response to the same prompt; length 0: none.
     Sequences of one `unit` (pairs) stay in one micro-batch; default: each sequence is a unit.

@@ -162,10 +162,14 @@ class Batching(Section):
     share_prompts: Literal["auto", "off"] = "auto"
     """auto: the model computes a prompt once for all its responses in a micro-batch, except with context parallelism or
     without pack_sequences. off: it computes the prompt for each response."""
+    skip_zero_advantages: Literal["auto", "off"] = "auto"
+    """auto: training does not compute responses whose advantages are all zero, such as those of a group with equal
+    rewards, if their loss has no other part with a gradient. They count in every denominator, so the gradient is the
+    same. off: training computes all responses."""
     logprob_block_mib: Count = 64
     """Size of the block in which logits are computed; one block exists at a time."""
 
-    @field_validator("share_prompts", mode="before")
+    @field_validator("share_prompts", "skip_zero_advantages", mode="before")
     @classmethod
     def _yaml_reads_off_as_false(cls, value):
         return "off" if value is False else value

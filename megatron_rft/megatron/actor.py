@@ -85,6 +85,8 @@ class Actor:
         self.config = self.models[0].config
         chunks = self.models if precision == "fp32" else [Float16Module(self.config, m) for m in self.models]
         self.device = parallel.device()
+        counts_tokens = self.config.moe_router_enable_expert_bias  # of all sequences, to balance the experts
+        self.skips_zero_gradients = batching.skip_zero_advantages == "auto" and not counts_tokens
         self.optimizer = None
         self.chunks = chunks
         if optimizer is not None:
@@ -243,11 +245,13 @@ class Actor:
         counts: dict[str, float],
         outputs: frozenset[str] = frozenset({"logprobs"}),
         second: Second | Recorded | None = None,
+        measured: dict[str, float] | None = None,
     ) -> dict[str, float]:
         """Compute the gradient of a global mini-batch into the DDP buffers.
 
-        `loss(outputs, micro_batch)` returns an object with `.mean(counts) -> scalar` and `.logged() -> {name: sum}`
-        (megatron_rft.objectives.base.Loss). Returns their means over the mini-batch, and "loss".
+        `loss(outputs, micro_batch)` returns an object with `.mean(counts) -> scalar` and `.logged(counts, measured) ->
+        {name: scalar}` (megatron_rft.objectives.base.Loss): the micro-batch's shares. Returns their sums, and "loss".
+        `batch` may lack sequences without a gradient: `counts` then include them, and `measured` do not.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -259,8 +263,7 @@ class Actor:
         def differentiate(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
             result = loss(out, micro)
             total = result.mean(counts)
-            logged = {name: entry.total.detach() / counts[entry.per] for name, entry in result.logged().items()}
-            return total, {"loss": total.detach().clone(), **logged}
+            return total, {"loss": total.detach().clone(), **result.logged(counts, measured)}
 
         mine = shares[parallel.dp_rank()]
         parts = self._run(numbered, mine, differentiate, outputs, forward_only=False, second_states=second_states)
@@ -277,6 +280,7 @@ class Actor:
         moments: str = "own",
         scale: float = 1.0,
         computed: dict[str, float] | None = None,
+        measured: dict[str, float] | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step on a global mini-batch, with `learning_rate` or the schedule's next rate.
 
@@ -287,7 +291,7 @@ class Actor:
         Returns the result of `backward` and "grad_norm", "learning_rate" and "skipped": 1 if the loss or the gradient
         was not finite; weights, moments and schedule then stay unchanged.
         """
-        metrics = computed or self.backward(batch, loss, counts, outputs, second)
+        metrics = computed or self.backward(batch, loss, counts, outputs, second, measured)
         metrics["loss"] *= scale
         finite = math.isfinite(metrics["loss"])
         if scale != 1.0:

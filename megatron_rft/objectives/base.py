@@ -47,9 +47,12 @@ class Loss:
         """This micro-batch's share of the loss: its sums over the *global* counts."""
         return sum(weight * term.total / counts[term.per] for weight, term in self.terms.values())
 
-    def logged(self) -> dict[str, Sum]:
-        """Everything that is logged: the terms (detached, unweighted) and the metrics."""
-        return {name: Sum(term.total.detach(), term.per) for name, (_, term) in self.terms.items()} | self.metrics
+    def logged(self, counts: dict[str, float], measured: dict[str, float] | None = None) -> dict[str, Tensor]:
+        """This micro-batch's share of what is logged: the terms (detached, unweighted) over `counts`, and the metrics
+        over `measured`, the counts of the computed sequences, if they are fewer."""
+        terms = {name: term.total.detach() / counts[term.per] for name, (_, term) in self.terms.items()}
+        measured = measured or counts
+        return terms | {name: entry.total.detach() / measured[entry.per] for name, entry in self.metrics.items()}
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]
@@ -72,6 +75,17 @@ def counts(batch: Batch) -> dict[str, float]:
     }
 
 
+def zero_sequences(values: Tensor, batch: Batch) -> Tensor:
+    """[R] -> [B] bool: whether all values on tokens with mask 1 are zero."""
+    return sequence_sums((values != 0).float(), batch) == 0
+
+
+def with_gradient(batch: Batch) -> Batch:
+    """The sequences of a mini-batch that are not marked as `no_gradient`; all if no other is left."""
+    marked = batch.sequences.get("no_gradient")
+    return batch if marked is None or marked.all() else batch.select(~marked)
+
+
 @dataclass(frozen=True)
 class SecondDistribution:
     """A second distribution q over the same response tokens, without a gradient, for losses that compare with it.
@@ -91,7 +105,11 @@ class SecondDistribution:
 
 @dataclass(frozen=True)
 class Update:
-    """Optimizer steps of one model on one batch: `epochs` passes over `mini_batches` parts of about equal size."""
+    """Optimizer steps of one model on one batch: `epochs` passes over `mini_batches` parts of about equal size.
+
+    batch.sequences["no_gradient"], if present, marks sequences on which `loss` has a gradient of zero. They count in
+    the denominators, but the trainer may leave them out (`with_gradient`).
+    """
 
     name: str  # "policy", "verification", "value": prefix of its metrics
     batch: Batch

@@ -24,6 +24,7 @@ from megatron_rft.objectives.base import (
     Sum,
     Update,
     sequence_sums,
+    zero_sequences,
 )
 from megatron_rft.objectives.kl import ESTIMATORS
 from megatron_rft.objectives.mismatch import mismatch_sums
@@ -130,6 +131,8 @@ class PolicyGradient(PolicyObjective):
 
     def policy_update(self, batch: Batch) -> Update:
         """The policy's update on a batch that contains advantages."""
+        if not self.kl_in_loss and not self.options.entropy_coefficient and type(self).loss is PolicyGradient.loss:
+            batch = batch.with_sequences(no_gradient=zero_sequences(batch.tokens["advantages"], batch))
         exact = self.kl_in_loss and self.options.kl_estimator == "exact"
         outputs = {"logprobs", "entropy"} | ({"reverse_kl"} if exact else set())
         return Update(

@@ -29,11 +29,13 @@ class GradientNorms:
     def due(self, update: Update, step: int) -> bool:
         return update.model == "actor" and due(self.every, step) and self.wanted(update)
 
-    def measure(self, actor: Actor, update: Update, batch: Batch, second: Any) -> dict[str, float]:
+    def measure(
+        self, actor: Actor, update: Update, batch: Batch, counts: dict[str, float], second: Any
+    ) -> dict[str, float]:
         """Collective. One backward pass for each part; the weights do not change."""
         found = {}
         for name in self.names:
             loss = self.part_of(update.loss, name)
-            actor.backward(batch, loss, update.counts(batch), update.outputs, second)
+            actor.backward(batch, loss, counts, update.outputs, second)
             found[self.prefix + name] = actor.optimizer.grad_norm()
         return found

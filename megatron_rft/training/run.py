@@ -12,8 +12,9 @@ from megatron_rft.config import Recipe
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
 from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer
-from megatron_rft.objectives.base import State, Update
+from megatron_rft.objectives.base import State, Update, with_gradient
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.records import Batch
 from megatron_rft.tracking.phases import Phases
@@ -155,33 +156,39 @@ class Run:
         self.foreseen = None
         if update is None:
             return
-        (batch,) = update.steps()
+        (mini_batch,) = update.steps()
+        actor = self.models.trained[update.model]
+        batch, counts, measured = _computed(actor, update, mini_batch)
         with self.phases("verification"):
-            counts = update.counts(batch)
-            self.foreseen = self.models.trained[update.model].backward(batch, update.loss, counts, update.outputs)
+            self.foreseen = actor.backward(batch, update.loss, counts, update.outputs, measured=measured)
 
-    def optimizer_step(self, update: Update, batch: Batch, step: int) -> dict[str, float]:
+    def optimizer_step(self, update: Update, mini_batch: Batch, step: int) -> dict[str, float]:
         """Train on one mini-batch of `update`. Returns the gradient norms of the loss's parts if they are due."""
-        found, second, norms = {}, self.models.second(update, batch), self.models.norms
-        computed, self.foreseen = self.foreseen if update.foreseen else None, None
+        actor, norms, found = self.models.trained[update.model], self.models.norms, {}
+        batch, counts, measured = _computed(actor, update, mini_batch)
+        second = self.models.second(update, batch)
+        foreseen, self.foreseen = self.foreseen if update.foreseen else None, None
         if norms and norms.due(update, step):
             with self.phases("part_norms"):
-                found = norms.measure(self.models.actor, update, batch, second)
+                found = norms.measure(actor, update, batch, counts, second)
         with self.phases("verification" if update.name == "verification" else "training"):
-            metrics = self.models.trained[update.model].step(
+            metrics = actor.step(
                 batch,
                 update.loss,
-                update.counts(batch),
+                counts,
                 update.outputs,
                 update.learning_rate,
                 second,
                 update.moments,
                 update.scale,
-                computed,
+                foreseen,
+                measured,
             )
         self.guard.note(metrics, batch, step)
+        if "no_gradient" in mini_batch.sequences:
+            metrics["computed_share"] = len(batch) / len(mini_batch)
         self.averages.add(update.name, metrics)
-        self.throughput.trained(batch, self.models.trained[update.model].layout.share_prompts)
+        self.throughput.trained(batch, actor.layout.share_prompts)
         return found
 
     def evaluation_due(self, step: int) -> bool:
@@ -276,6 +283,12 @@ class Run:
         self.checkpoints.close()
         if self.tracker is not None:
             self.tracker.close()
+
+
+def _computed(actor: Actor, update: Update, mini_batch: Batch) -> tuple[Batch, dict[str, float], dict[str, float]]:
+    """The sequences to compute, the counts of the whole mini-batch, and those of the computed sequences."""
+    batch = with_gradient(mini_batch) if actor.skips_zero_gradients else mini_batch
+    return batch, update.counts(mini_batch), update.counts(batch)
 
 
 def accuracy(prefix: str, summary: dict[str, float]) -> dict[str, float]:

@@ -4,7 +4,9 @@ The cheap variants run once."""
 import random
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests.integration.test_kill_and_resume import assert_same_run, killed
 from tests.integration.tiny import metrics, train, write_recipe
@@ -69,6 +71,26 @@ def test_killed_and_resumed_it_is_the_same_run(name, tmp_path):
     status, output = train(recipe, f"run.output_dir={out}")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, tmp_path / "run")
+
+
+def test_responses_without_a_gradient_are_left_out(tmp_path):
+    """Same weights, to rounding, as with all responses computed; two ranks, a policy and a verification step."""
+    sections = {"algorithm": {"name": "grpo", "kl_coefficient": 0.0}, "pipo": PIPO}
+    recipe, found = recipe_of(tmp_path, sections), {}
+    for option in ("auto", "off"):
+        out, more = tmp_path / option, (f"batching.skip_zero_advantages={option}", "run.steps=4")
+        status, output = train(recipe, "--nproc", "2", f"run.output_dir={out}", *more)
+        assert status == 0, output[-3000:]
+        found[option] = metrics(out)[1:], load_file(out / "export/model.safetensors")
+    (some, weights), (every, expected) = found["auto"], found["off"]
+    assert min(line["policy/computed_share"] for line in some) < 1
+    assert any(line.get("verification/computed_share", 1) < 1 for line in some)
+    assert all(line["policy/computed_share"] == 1 for line in every)
+    for mine, other in zip(some, every, strict=True):
+        assert mine["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
+        assert mine["reward/mean"] == other["reward/mean"]
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -17,7 +17,7 @@ from megatron_rft.config import Batching, Megatron
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.second_distribution import Second
-from megatron_rft.objectives.base import PolicyObjective, Update
+from megatron_rft.objectives.base import PolicyObjective, Update, with_gradient
 from megatron_rft.records import Batch
 from tests.made import dynamic, made
 
@@ -69,7 +69,8 @@ def mini_batch(starved: bool = False) -> Batch:
     if starved:
         mask = torch.zeros(tokens)
         mask[tokens // 2] = 1
-    batch = batch.with_sequences(group=torch.arange(12) // 4, rewards=torch.rand(12, generator=generator))
+    group, rewards = torch.arange(12) // 4, torch.rand(12, generator=generator)
+    batch = batch.with_sequences(group=group, rewards=torch.where(group == 1, 0.5, rewards))
     batch = batch.with_contexts([c if i % 3 else [] for i, c in enumerate(contexts)])
     batch = batch.with_refined([r if i < 7 else [] for i, r in enumerate(ids(1, 24))])
     return batch.with_tokens(noise=torch.randn(tokens, generator=generator), response_mask=mask)
@@ -80,7 +81,7 @@ LOSSES: dict[str, PolicyObjective] = {
     "grpo, exact KL": made("grpo", kl_coefficient=0.05, kl_estimator="exact", aggregation="group_mean"),
     "grpo, truncated weights": made("grpo", kl_coefficient=0.0, importance="truncated", aggregation="sequence_sum"),
     "dr_grpo": made("dr_grpo", max_response_tokens=24, dual_clip=1.1),
-    "gspo": made("gspo", clip_low=0.05, clip_high=0.05),
+    "gspo": made("gspo", clip_low=0.05, clip_high=0.05, kl_coefficient=0.0),
     "dapo": made("dapo", overlong_buffer=10, max_response_tokens=24),
     "dapo, dynamic constraint": dynamic(made("dapo", kl_coefficient=0.0), eta=0.3),
     "cispo": made("cispo", clip_high=0.2, importance="masked", importance_cap=1.2),
@@ -94,8 +95,13 @@ LOSSES: dict[str, PolicyObjective] = {
 }
 
 
-def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, float]]]:
-    """By loss, with "ppo" and "ppo value" separate: (HF name -> gradient, logged metrics)."""
+TERMS = "surrogate", "constraint"
+
+
+def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str, float]], dict[str, int]]:
+    """By loss, with "ppo" and "ppo value" separate: (HF name -> gradient, metrics, number of sequences left out).
+
+    `skip`: without those that have no gradient; the four responses of the second group have equal rewards."""
     options = {KEYS[k]: v for k, v in case.items() if k in KEYS}
     if "recompute" in case:
         options |= RECOMPUTE[case["recompute"]]
@@ -107,6 +113,7 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
         forward_only_tokens=2 * budget,
         pack_sequences=not case.get("padded"),
         share_prompts="auto" if case.get("shared", 1) else "off",
+        skip_zero_advantages="auto" if "skip" in case else "off",
     )
     actors = {}
     for model in ("actor", "critic"):
@@ -116,18 +123,21 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict[str, torch.Tensor]],
     batch = mini_batch(starved=bool(case.get("starved")))
     frozen = frozen_weights(actors["actor"])
     batch = with_outputs(batch, actors, frozen)
-    found, logged = {}, {}
+    found, logged, left_out = {}, {}, {}
     for name, objective in LOSSES.items():
         for update in objective.prepare(batch, objective.init()).updates:
             (steps,) = update.steps()
             actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
-            beside = second(update, steps, frozen)
-            logged[key] = actor.backward(steps, update.loss, update.counts(steps), update.outputs, beside)
+            computed = with_gradient(steps) if actor.skips_zero_gradients else steps
+            number = update.counts(steps), update.counts(computed)
+            beside = second(update, computed, frozen)
+            logged[key] = actor.backward(computed, update.loss, number[0], update.outputs, beside, number[1])
+            left_out[key] = len(steps) - len(computed)
             with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
                 found[key] = {name: value.clone().cpu() for name, value in actor.stream()}
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}
     parallel.destroy_layout()
-    return found, logged
+    return found, logged, left_out
 
 
 def with_value_head(lookup: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
@@ -177,7 +187,7 @@ def main() -> None:
     path, *cases = sys.argv[1:]
     for text in cases:
         case = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
-        found, logged = gradients(case)
+        found, logged, left_out = gradients(case)
         reference = Path(f"{path}.{case.get('starved', 0)}.{case.get('moe', 0)}")
         if "write" in case:
             torch.save((found, logged), reference)
@@ -187,11 +197,14 @@ def main() -> None:
                 ((found[name][n] - wanted[name][n]).abs().max() / (wanted[name][n].abs().max() + 1e-12)).item()
                 for n in wanted[name]
             )
+            if left_out[name]:  # other metrics are means over the computed sequences
+                wanted_logged[name] = {n: v for n, v in wanted_logged[name].items() if n in {"loss", *TERMS}}
             # some are means of numbers around 1 that cancel each other: relative to 0.05 where they are smaller
             off = max(abs(logged[name][n] - v) / (abs(v) + 5e-2) for n, v in wanted_logged[name].items())
             line = {"case": text, "loss": name, "gradient": worst, "metrics": off, "tensors": len(found[name])}
+            line |= {"size": logged[name]["loss"], "left_out": left_out[name]}
             if not dist.is_initialized() or dist.get_rank() == 0:
-                print("RESULT", json.dumps(line | {"size": logged[name]["loss"]}), flush=True)
+                print("RESULT", json.dumps(line), flush=True)
         off = max(abs(logged["outputs"][n] - v) / (abs(v) + 1) for n, v in wanted_logged["outputs"].items())
         if not dist.is_initialized() or dist.get_rank() == 0:
             print("RESULT", json.dumps({"case": text, "loss": "outputs", "gradient": 0.0, "metrics": off}), flush=True)

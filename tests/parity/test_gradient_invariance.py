@@ -25,12 +25,17 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "recompute=1",
         "recompute=2",
         "shared=0,recompute=2",
+        "skip=1",
+        "skip=1,padded=1,budget=50",
+        "skip=1,starved=1",
         "write=1,shared=0,moe=1",
         "moe=1",
+        "moe=1,skip=1",
     ],
     2: [
         "dp=2",
         "dp=2,budget=40",
+        "dp=2,skip=1",
         "dp=2,starved=1",
         "tp=2",
         "tp=2,sp=1",
@@ -43,7 +48,7 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "moe=1,ep=2",
         "moe=1,ep=2,budget=50",
     ],
-    4: ["tp=2,pp=2,sp=1", "cp=2,tp=2,sp=1", "pp=2,cp=2,budget=60", "tp=2,pp=2,vpp=2,sp=1,budget=60"],
+    4: ["tp=2,pp=2,sp=1,skip=1", "cp=2,tp=2,sp=1", "pp=2,cp=2,budget=60", "tp=2,pp=2,vpp=2,sp=1,budget=60"],
 }
 
 
@@ -57,6 +62,16 @@ def results(tmp_path_factory) -> dict[str, dict[str, dict]]:
         for line in lines:
             found[line["case"]][line["loss"]] = line
     return found
+
+
+SURROGATE_ALONE = {"grpo, truncated weights", "dr_grpo", "gspo", "dapo, dynamic constraint", "cispo"}
+
+
+def test_sequences_without_a_gradient_are_left_out(results):
+    skipped = results["skip=1"]
+    assert {loss for loss, found in skipped.items() if found.get("left_out")} == SURROGATE_ALONE
+    assert skipped["gspo"]["left_out"] == 4
+    assert not any(found.get("left_out") for found in results["shared=1"].values())
 
 
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])

@@ -67,6 +67,8 @@ def joined(batch: Batch) -> Batch:
     sampled = replace(batch, **dict.fromkeys(OPTIONAL)).with_tokens(response_mask=batch.response_mask)
     tokens = {name: value.new_zeros(len(found.response_ids)) for name, value in sampled.tokens.items()}
     found = found.with_tokens(**tokens, refined_mask=torch.ones(len(found.response_ids)))
+    if "no_gradient" in found.sequences:
+        found = found.with_sequences(no_gradient=torch.zeros(len(found), dtype=torch.bool))
     sampled = sampled.with_tokens(refined_mask=torch.zeros(len(sampled.response_ids)))
     return concatenate(
         [each.with_sequences(refined=torch.full((len(each),), i)) for i, each in enumerate((sampled, found))]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config import pipo as section
-from megatron_rft.objectives.base import PolicyObjective, Prepared, State, Update
+from megatron_rft.objectives.base import PolicyObjective, Prepared, State, Update, zero_sequences
 from megatron_rft.records import Batch
 
 KEPT_TOKENS = {"old_logprobs", "attributions", "response_mask"}  # of the previous batch
@@ -146,6 +146,7 @@ class PIPO(PolicyObjective):
         if not phi or not attributions.any():
             return None
         batch = previous.with_tokens(advantages=attributions if phi > 0 else -attributions)
+        batch = batch.with_sequences(no_gradient=zero_sequences(attributions, batch))
         moments = "own" if self.options.optimizer_state == "shared" else "verification"
         return Update(
             "verification",

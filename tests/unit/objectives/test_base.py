@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rft.objectives.base import Update, counts, sequence_means, sequence_sums
+from megatron_rft.objectives.base import Update, counts, sequence_means, sequence_sums, with_gradient, zero_sequences
 from tests.made import made
 
 
@@ -27,6 +27,47 @@ def test_sequence_sums_and_means(make_batch):
     values = torch.tensor([1.0, 50.0, 3.0, 10.0])
     assert sequence_sums(values, batch).tolist() == [4.0, 10.0, 0.0]
     assert sequence_means(values, batch).tolist() == [2.0, 10.0, 0.0]
+
+
+def test_zero_sequences_by_hand(make_batch):
+    """The third value is masked out; a sequence without tokens has no value that is not zero."""
+    batch = make_batch([2, 1, 1, 0], [0, 0, 0, 0], [0] * 4, response_mask=[1, 1, 0, 1])
+    assert zero_sequences(torch.tensor([0.0, -1e-9, 5.0, 0.0]), batch).tolist() == [False, True, True, True]
+
+
+def test_with_gradient_leaves_marked_sequences_out_unless_nothing_is_left(make_batch):
+    batch = make_batch([2, 1, 1], [0, 0, 0], [0] * 3)
+    marked = batch.with_sequences(no_gradient=torch.tensor([False, True, False]))
+    assert with_gradient(batch) is batch and with_gradient(marked).response_lens.tolist() == [2, 1]
+    assert len(with_gradient(batch.with_sequences(no_gradient=torch.ones(3, dtype=torch.bool)))) == 3
+
+
+@pytest.mark.parametrize(
+    "options, marked",
+    [
+        (dict(kl_coefficient=0.0), [False, False, True, True]),
+        (dict(kl_coefficient=0.1, kl_in="reward"), [False] * 4),  # the penalties differ
+        (dict(kl_coefficient=0.1), None),
+        (dict(kl_coefficient=0.0, entropy_coefficient=0.1), None),
+    ],
+)
+def test_responses_of_a_group_with_equal_rewards_have_no_gradient(make_batch, options, marked):
+    named = {name: [-1.0, -1.1, -1.2, -1.3] for name in ("old_logprobs", "ref_logprobs")}
+    batch = make_batch([1] * 4, [0, 0, 1, 1], [0, 1, 1, 1], **named | {"ref_logprobs": [-1.0, -1.2, -1.0, -1.5]})
+    (update,) = made("grpo", **options).prepare(batch, {}).updates
+    found = update.batch.sequences.get("no_gradient")
+    assert found is marked or found.tolist() == marked
+
+
+def test_metrics_are_means_over_the_computed_sequences(make_batch):
+    """Two of four responses are computed: the surrogate is divided by four, the entropy by two."""
+    batch = make_batch([1] * 4, [0, 0, 1, 1], [0, 1, 1, 1], rollout_logprobs=[-1.0] * 4)
+    (update,) = made("grpo", kl_coefficient=0.0).prepare(batch, {}).updates
+    computed = with_gradient(update.batch)
+    loss = update.loss({"logprobs": torch.tensor([-2.0, -1.0]), "entropy": torch.tensor([3.0, 1.0])}, computed)
+    found = loss.logged(counts(update.batch), counts(computed))
+    assert found["entropy"] == 2.0 and found["ratio_mean"] == 1.0 and found["surrogate"] == 0.0
+    assert loss.logged(counts(update.batch))["entropy"] == 1.0
 
 
 def groups_of(update: Update) -> list[list[int]]:

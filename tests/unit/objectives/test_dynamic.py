@@ -100,6 +100,16 @@ def test_the_gradient_goes_through_the_refined_tokens_alone(batch):
     assert torch.equal(own["logprobs"].grad, out["logprobs"].grad[:sampled])
 
 
+def test_a_pair_has_a_gradient_where_its_group_has_none(batch):
+    """The first group agrees; the pairs of both groups follow."""
+    rewards = torch.where(batch.groups == 0, 0.0, batch.sequences["rewards"])
+    update = policy(dynamic(made("grpo", kl_coefficient=0.0)), batch.with_sequences(rewards=rewards))
+    (mini_batch,) = update.steps()
+    sampled, refined = (mini_batch.select(mini_batch.sequences["refined"] == i) for i in (0, 1))
+    assert sampled.sequences["no_gradient"][sampled.groups == 0].all()
+    assert len(refined) == 4 and not refined.sequences["no_gradient"].any()
+
+
 @pytest.mark.parametrize("pairs_left, responses, pairs_alone", [(4, 0.6 * 9 / 6, 0.6 * 9 / 4), (1, 0.6 / 6, 0.6)])
 def test_the_constraint_fades_as_pairs_become_rare(batch, pairs_left, responses, pairs_alone):
     """Every refined token at -1: D is its number of terms. Four pairs of 2, 4, 1 and 2 terms, or the third alone."""

@@ -18,7 +18,7 @@ def means(objective, batch, logprobs, entropy=None) -> dict[str, float]:
     outputs = {"logprobs": logprobs, "entropy": torch.zeros_like(logprobs) if entropy is None else entropy}
     loss = update.loss(outputs, update.batch)
     number = counts(update.batch)
-    logged = {name: entry.total.item() / number[entry.per] for name, entry in loss.logged().items()}
+    logged = {name: mean.item() for name, mean in loss.logged(number).items()}
     return logged | {"loss": loss.mean(number).item()}
 
 

@@ -116,6 +116,17 @@ def test_verification_is_one_step_on_the_previous_batch(make_batch):
     assert len(list(policy.steps())) == 6
 
 
+def test_responses_without_an_attribution_have_no_gradient(make_batch):
+    """The second group's rewards are equal. With a KL in its loss the base computes all responses itself."""
+    batches = [sampled(make_batch, mu, seed) for seed, mu in enumerate((0.2, 0.3, 0.4, 0.5))]
+    rewards = torch.where(batches[2].groups == batches[2].groups[0], batches[2].sequences["rewards"], 1.0)
+    batches[2] = batches[2].with_sequences(rewards=rewards)
+    base = made("grpo", mini_batches=2, epochs=3)
+    verification, policy = run(pipo(base, window=3), batches)[3].updates
+    assert verification.batch.sequences["no_gradient"].tolist() == [False, False, True, True]
+    assert "no_gradient" not in policy.batch.sequences
+
+
 def test_sampling_ahead_verifies_the_update_that_all_of_the_batch_has_seen(make_batch):
     """Step, oldest version of its batch: first one-step-off, then batches of mixed versions. B_v made version v."""
     oldest = {1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 4, 7: 6}

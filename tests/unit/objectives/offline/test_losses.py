@@ -51,7 +51,7 @@ def evaluated(objective, batch=None, index=None, **outputs):
     loss, number = update.loss(found, update.batch), counts(update.batch)
     mean = loss.mean(number)
     (gradient,) = torch.autograd.grad(mean, logprobs)
-    return mean.item(), {name: s.total.item() / number[s.per] for name, s in loss.logged().items()}, gradient
+    return mean.item(), {name: mean.item() for name, mean in loss.logged(number).items()}, gradient
 
 
 # ---- independent loops
@@ -294,7 +294,7 @@ def test_any_cut_gives_the_same_and_a_rank_without_work_adds_nothing(name):
         loss = update.loss(outputs, part)
         loss.mean(number).backward()  # a filler too
         total += loss.mean(number).item()
-        logged.append({n: s.total.item() / number[s.per] for n, s in loss.logged().items()})
+        logged.append({name: share.item() for name, share in loss.logged(number).items()})
     expected, expected_logged, _ = evaluated(objective)
     assert total == pytest.approx(expected, rel=1e-12)
     for key, value in expected_logged.items():
