@@ -81,9 +81,12 @@ def zero_sequences(values: Tensor, batch: Batch) -> Tensor:
 
 
 def with_gradient(batch: Batch) -> Batch:
-    """The sequences of a mini-batch that are not marked as `no_gradient`; all if no other is left."""
+    """The sequences of a mini-batch that are not marked as `no_gradient`; all if none of the others has a trained
+    token (refined ones do not), since the metrics would be means over nothing."""
     marked = batch.sequences.get("no_gradient")
-    return batch if marked is None or marked.all() else batch.select(~marked)
+    if marked is None or not trained_tokens(batch)[~marked].any():
+        return batch
+    return batch.select(~marked)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rft.objectives.base import counts
+from megatron_rft.objectives.base import counts, with_gradient
 from megatron_rft.objectives.plugins.dynamic import constrained_lens, joined, on_response_tokens, pairs
 from megatron_rft.records import Batch
 from tests.made import dynamic, made, pipo
@@ -108,6 +108,13 @@ def test_a_pair_has_a_gradient_where_its_group_has_none(batch):
     sampled, refined = (mini_batch.select(mini_batch.sequences["refined"] == i) for i in (0, 1))
     assert sampled.sequences["no_gradient"][sampled.groups == 0].all()
     assert len(refined) == 4 and not refined.sequences["no_gradient"].any()
+
+
+def test_pairs_alone_are_not_computed_without_sampled_responses(batch):
+    """All rewards are equal. Means of metrics, such as the entropy, are over the sampled responses."""
+    update = policy(dynamic(made("grpo", kl_coefficient=0.0)), batch.with_sequences(rewards=torch.zeros(6)))
+    (mini_batch,) = update.steps()
+    assert mini_batch.sequences["no_gradient"].sum() == 6 and len(with_gradient(mini_batch)) == 10
 
 
 @pytest.mark.parametrize("pairs_left, responses, pairs_alone", [(4, 0.6 * 9 / 6, 0.6 * 9 / 4), (1, 0.6 / 6, 0.6)])
