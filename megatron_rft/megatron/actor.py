@@ -85,8 +85,7 @@ class Actor:
         self.config = self.models[0].config
         chunks = self.models if precision == "fp32" else [Float16Module(self.config, m) for m in self.models]
         self.device = parallel.device()
-        counts_tokens = self.config.moe_router_enable_expert_bias  # of all sequences, to balance the experts
-        self.skips_zero_gradients = batching.skip_zero_advantages == "auto" and not counts_tokens
+        self.skips_zero_gradients = batching.skip_zero_advantages == "auto"
         self.optimizer = None
         self.chunks = chunks
         if optimizer is not None:

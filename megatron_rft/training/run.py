@@ -184,7 +184,7 @@ class Run:
                 foreseen,
                 measured,
             )
-        self.guard.note(metrics, batch, step)
+        self.guard.note(metrics, mini_batch, step)
         if "no_gradient" in mini_batch.sequences:
             metrics["computed_share"] = len(batch) / len(mini_batch)
         self.averages.add(update.name, metrics)
