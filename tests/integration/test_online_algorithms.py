@@ -89,6 +89,8 @@ def test_responses_without_a_gradient_are_left_out(tmp_path):
     for mine, other in zip(some, every, strict=True):
         assert mine["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
         assert mine["reward/mean"] == other["reward/mean"]
+        ratios = [value for name, value in mine.items() if name.endswith("/ratio_mean")]
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=0.2)  # a mean over all would be at most the share
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
 

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rft.config.algorithms import grpo as section
 from megatron_rft.objectives.base import Update, counts, sequence_means, sequence_sums, with_gradient, zero_sequences
+from megatron_rft.objectives.grpo import GRPO
 from tests.made import made
 
 
@@ -57,6 +59,16 @@ def test_responses_of_a_group_with_equal_rewards_have_no_gradient(make_batch, op
     (update,) = made("grpo", **options).prepare(batch, {}).updates
     found = update.batch.sequences.get("no_gradient")
     assert found is marked or found.tolist() == marked
+
+
+def test_a_loss_of_its_own_marks_nothing(make_batch):
+    class OwnLoss(GRPO):
+        def loss(self, outputs, batch):
+            return super().loss(outputs, batch)
+
+    batch = make_batch([1] * 2, [0, 0], [1, 1])
+    (update,) = OwnLoss(section.GRPO(kl_coefficient=0.0)).prepare(batch, {}).updates
+    assert "no_gradient" not in update.batch.sequences
 
 
 def test_metrics_are_means_over_the_computed_sequences(make_batch):
