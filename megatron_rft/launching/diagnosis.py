@@ -1,7 +1,7 @@
 """Which rank keeps a run from moving, from where each rank is. Pure functions over `RankState`."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 
 from megatron_rft.utils.position import Position, members
 
@@ -9,30 +9,15 @@ STOPPED_STATES = "Tt"  # of /proc/PID/stat: by a signal, by a debugger
 
 
 @dataclass(frozen=True)
-class RankState:
-    """A rank as its launcher sees it. `groups`: name -> (members, last operation, its number). `still_s`: seconds since
-    it moved. `state`: its process's letter of /proc/PID/stat. `stopped`: stopped processes that it started."""
+class RankState(Position):
+    """A rank as its launcher sees it. `still_s`: seconds since it moved. `state`: its process's letter of
+    /proc/PID/stat. `stopped`: stopped processes that it started."""
 
-    rank: int
-    host: str
+    host: str = ""
     node: int = 0
-    pid: int = 0
     state: str = "S"
-    step: int = 0
-    phase: str = ""
-    micro_batch: int = 0
-    waiting: bool = False
-    last: str = ""
-    groups: dict[str, tuple[str, str, int]] = field(default_factory=dict)
     still_s: float = 0.0
     stopped: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, position: Position, **seen: object) -> "RankState":
-        own = asdict(position)
-        own.pop("moves")
-        groups = {name: (c.members, c.operation, c.number) for name, c in position.groups.items()}
-        return cls(**own | {"groups": groups} | seen)
 
     @property
     def where(self) -> str:

@@ -21,7 +21,7 @@ from megatron_rft.config.sections import Faults
 from megatron_rft.launching.diagnosis import STOPPED_STATES, Diagnosis, RankState, describe, diagnose
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.files import write_atomically
-from megatron_rft.utils.position import Position, read, read_node
+from megatron_rft.utils.position import Collective, Position, read, read_node
 from megatron_rft.utils.processes import children, process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
@@ -144,7 +144,7 @@ class Watch:
             below = descendants(position.pid) if self._still else []  # it reads all of /proc
             stopped = tuple(f"pid {pid}" for pid in below if process_state(pid) in STOPPED_STATES)
             seen = {"host": self.host, "node": self.node.index, "state": process_state(position.pid)}
-            found.append(RankState.of(position, **seen, still_s=now - self._since[rank], stopped=stopped))
+            found.append(RankState(**vars(position), **seen, still_s=now - self._since[rank], stopped=stopped))
         return found
 
     def _node_file(self, index: int) -> Path:
@@ -222,8 +222,11 @@ def wait_until_written(stacks: list[Path]) -> None:
 
 
 def ranks_of(node: dict) -> list[RankState]:
-    """The ranks in a node's file."""
-    return [RankState(**each | {"stopped": tuple(each["stopped"])}) for each in node["ranks"]]
+    """The ranks in a node's file, whose tuples have become lists."""
+    return [
+        RankState(**each | {"groups": {name: Collective(*last) for name, last in each["groups"].items()}})
+        for each in node["ranks"]
+    ]
 
 
 def descendants(pid: int) -> list[int]:

@@ -13,6 +13,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 GROUPS = 64  # a rank's groups and neighbours beyond these are not recorded
 STACKS = "MEGATRON_RFT_STACKS"  # folder of stacks, in the environment of a rank's engine processes
@@ -29,22 +30,18 @@ class _Record(ctypes.Structure):
     _fields_ += [("phase", ctypes.c_char * 24), ("groups", _Group * GROUPS)]
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """The last operation of a rank in one group. `number` counts the group's operations from 1."""
 
-    name: str
     members: str
     operation: str
     number: int
 
-    def __str__(self) -> str:
-        return f"{self.operation} no. {self.number} of group {self.name}"
-
 
 @dataclass(frozen=True)
 class Position:
-    """A position as another process reads it. `moves` changes with every update. `last`: the last collective."""
+    """A position as another process reads it. `moves` changes with every update. `last`: the group of the last
+    collective."""
 
     rank: int
     moves: int = 0
@@ -123,10 +120,10 @@ def read(path: Path, rank: int) -> Position | None:
         record = _Record.from_buffer_copy(path.read_bytes())
     except (OSError, ValueError):
         return None
-    used = [slot for slot in record.groups if slot.number]
     groups = {
-        slot.name.decode(): Collective(slot.name.decode(), slot.members.decode(), slot.operation.decode(), slot.number)
-        for slot in used
+        slot.name.decode(): Collective(slot.members.decode(), slot.operation.decode(), slot.number)
+        for slot in record.groups
+        if slot.number
     }
     last = record.groups[record.last].name.decode() if record.last >= 0 else ""
     phase, waiting = record.phase.decode(), bool(record.waiting)

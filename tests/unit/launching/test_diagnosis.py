@@ -9,7 +9,7 @@ def state(rank, *groups, waiting=True, **more):
     """`groups`: (name, members, operation, number), the last collective at the end."""
     known = {name: (members, operation, number) for name, members, operation, number in groups}
     here = {"step": 7, "phase": "training", "still_s": 60.0} | more
-    return RankState(rank, f"n{rank // 2}", waiting=waiting, groups=known, last=groups[-1][0], **here)
+    return RankState(rank, host=f"n{rank // 2}", waiting=waiting, groups=known, last=groups[-1][0], **here)
 
 
 def all_at(number, ranks=4):

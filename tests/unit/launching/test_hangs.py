@@ -69,6 +69,17 @@ def test_a_hang_of_one_node_is_none_of_the_run(tmp_path, monkeypatch):
     assert "rank 0 (node" in report and "rank 1 (node" in report
 
 
+def test_ranks_of_two_nodes_in_the_same_collective_do_not_disagree(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rft.launching.hangs.STACKS_S", 0.0)
+    monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
+    first, second = Ranks(tmp_path, 0, 2), Ranks(tmp_path, 1, 2)
+    for each in (first, second):
+        each.here.add_group("0", "0 world", "0,1"), each.here.collective("0", "all_reduce"), each.here.wait(True)
+        assert each.look(1) is None
+    assert second.look(60) is None
+    assert first.look(60).sentence.startswith("no rank has moved, and none is alone in it")
+
+
 def test_nccl_is_asked_for_its_last_collectives(tmp_path, monkeypatch):
     """As torch does it: a rank makes a pipe, and writes its file when somebody writes to the pipe."""
     monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)

@@ -20,7 +20,7 @@ def test_what_is_written_is_read(tmp_path):
     found = read(path, 3)
     assert (found.step, found.phase, found.micro_batch, found.waiting) == (12, "training", 2, True)
     assert first.phase == "start" and found.moves > first.moves
-    assert str(found.groups[found.last]) == "broadcast no. 2 of group 7 tensor"
+    assert found.last == "7 tensor" and found.groups[found.last] == ("2,3", "broadcast", 2)
     for number in range(2 * GROUPS):  # more than there is room for
         here.add_group(f"more {number}", "x", "0"), here.collective(f"more {number}", "send")
     assert len(read(path, 3).groups) <= GROUPS
