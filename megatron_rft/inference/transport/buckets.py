@@ -21,7 +21,7 @@ class Piece:
     """`length` bytes of a tensor, from its byte `start` on, stored at `offset` in the bucket."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str  # torch's name, such as bfloat16: a network sends pieces as JSON
     shape: tuple[int, ...]
     start: int
     offset: int
@@ -74,7 +74,8 @@ class Buckets:
                 if used + length > self.size:
                     pass_on()
                 self.slots[slot, used : used + length] = data[start : start + length]
-                pieces.append(Piece(name, tensor.dtype, tuple(tensor.shape), start, used, length))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                pieces.append(Piece(name, dtype, tuple(tensor.shape), start, used, length))
                 used += length
         if pieces:
             pass_on()
@@ -102,7 +103,8 @@ class Buckets:
             ready = []
             for piece in bucket.pieces:
                 if piece.start == 0:
-                    tensor = torch.empty(piece.shape, dtype=piece.dtype, device=content.device)
+                    dtype = getattr(torch, piece.dtype)
+                    tensor = torch.empty(piece.shape, dtype=dtype, device=content.device)
                     whole = as_bytes(tensor)
                 whole[piece.start : piece.start + piece.length] = content[piece.offset : piece.offset + piece.length]
                 if piece.start + piece.length == tensor.nbytes:

@@ -17,6 +17,7 @@ import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from datetime import timedelta
 
 import torch
@@ -132,7 +133,7 @@ def receive(link: Link) -> Iterator[tuple[str, Tensor]]:
 
 def announce(link: Link, full: Full | None) -> None:
     """Tell the receivers which bucket is broadcast next; None: the stream has ended."""
-    what = full and [full.slot, full.total, [_plain(piece) for piece in full.pieces]]
+    what = full and [full.slot, full.total, [astuple(piece) for piece in full.pieces]]
     words = json.dumps(what).encode()
     message = torch.frombuffer(bytearray(link.next_code(words) + words), dtype=torch.uint8)
     broadcast(link.control, torch.tensor([len(message)])).wait()
@@ -150,16 +151,7 @@ def next_announced(link: Link) -> Full | None:
     if (what := json.loads(words)) is None:
         return None
     slot, total, pieces = what
-    return Full(slot, tuple(_piece(*each) for each in pieces), total)
-
-
-def _plain(piece: Piece) -> list:
-    dtype = str(piece.dtype).removeprefix("torch.")
-    return [piece.name, dtype, piece.shape, piece.start, piece.offset, piece.length]
-
-
-def _piece(name: str, dtype: str, shape: list[int], start: int, offset: int, length: int) -> Piece:
-    return Piece(name, getattr(torch, dtype), tuple(shape), start, offset, length)
+    return Full(slot, tuple(Piece(*each) for each in pieces), total)
 
 
 def broadcast(group: dist.Backend, tensor: Tensor) -> dist.Work:
