@@ -18,9 +18,9 @@ from megatron_rft.commands.parser import parse
 from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import load
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.plan.activations import activations, compares
+from megatron_rft.plan.activations import compares
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import BYTES, GIB, state_of
+from megatron_rft.plan.memory import GIB, update_memory
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.shared_prompts import Group
 from tests.unit.plan.test_shipped_recipes import GPUS, MODELS, name, nodes_of, recipes
@@ -66,13 +66,10 @@ def rehearsed(worker: Worker, path: Path, layers: int) -> dict[str, float]:
 
 def planned(recipe: Recipe, s: Sizes, layout: Layout, tokens: int) -> float:
     """Return the plan's bytes of an update without a pipeline. `tokens`: of the largest micro-batch of a rank."""
-    state = state_of(recipe, s, layout, 0).total
-    if recipe.critic:
-        state += state_of(recipe, s, layout, 0, value_head=True).total
     batching = recipe.batching.model_copy(update={"micro_batch_tokens": tokens * layout.cp})
     keys = Group.of(recipe.trainer, batching, recipe.data, recipe.rollout, layout.cp, 0.5).keys
-    sections = BYTES[recipe.model.precision], recipe.megatron, batching, compares(recipe.algorithm), keys
-    return state + activations(*sections, s, layout, 0)
+    state, activations = update_memory(recipe, batching, keys, s, layout, 0)
+    return state.total + activations
 
 
 def at_full_depth(worker: Worker, path: Path, whole: bool = False) -> tuple[float, float]:

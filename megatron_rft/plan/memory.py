@@ -14,9 +14,10 @@ from typing import Any
 
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.sections import Rollout
+from megatron_rft.config.sections import Batching, Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.plan.activations import activations, compares
+from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.parameters import Sizes, buckets, owned, stage_chunks
@@ -24,7 +25,6 @@ from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.plan.vllm import choose
 from megatron_rft.utils.errors import ConfigError
 
-GIB = 1 << 30
 BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 SYNC_BUCKETS = 2 * (64 << 20)  # of an engine outside of the ranks (inference/transport/buckets.py)
 CUDA_CONTEXT = GIB // 2  # approximate, of another process on the rank's device
@@ -144,15 +144,9 @@ def share_of(recipe: Recipe) -> float:
     return recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(recipe)
 
 
-def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int, int]:
-    """Return the bytes of a rank's (policy's engine, refiner's engine, cache). `device`: its bytes, if known."""
-    each, cache = _each_engine(recipe, s, layout, device)
-    refiners = int(recipe.refines)
-    return each * (len(engines_of(recipe)) - refiners), each * refiners, cache
-
-
-def _each_engine(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
-    """Return (bytes of each engine with its weights, bytes of the largest additional cache)."""
+def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
+    """Return (bytes of each engine of a rank with its weights, bytes of the largest additional cache). `device`: its
+    bytes, if known."""
     rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
     element, whole = BYTES[rollout.dtype or recipe.model.precision], copy_of_model(recipe, s)
     if not lengths:
@@ -186,27 +180,34 @@ def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) ->
     return engines * (SYNC_BUCKETS + context)
 
 
+def update_memory(
+    recipe: Recipe, batching: Batching, keys: float | None, s: Sizes, layout: Layout, stage: int
+) -> tuple[State, int]:
+    """Return the training state of a rank of the stage, with the critic's, and the activations of an update. `keys`:
+    of shared prompts (shared_prompts.Group)."""
+    state = state_of(recipe, s, layout, stage)
+    if recipe.critic:
+        state += state_of(recipe, s, layout, stage, value_head=True)
+    second, element = compares(recipe.algorithm), BYTES[recipe.model.precision]
+    return state, activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
+
+
 def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
-    critic = recipe.critic is not None
     group = Group.of(recipe.trainer, recipe.batching, recipe.data, recipe.rollout, layout.cp)
     batching = recipe.batching
     if recipe.trainer == "rl":
         each = recipe.rollout.prompts_per_step * recipe.rollout.group_size * (1 + recipe.refines)
         batching = group.fill(batching, math.ceil(each / layout.dp))
-    sections = BYTES[recipe.model.precision], recipe.megatron, batching, compares(recipe.algorithm), group.keys
-    per_stage = []
-    for stage in range(layout.pp):
-        state = state_of(recipe, s, layout, stage)
-        if critic:
-            state += state_of(recipe, s, layout, stage, value_head=True)
-        kept = activations(*sections, s, layout, stage)
-        per_stage.append((state.total + kept, stage, state, kept))
-    _, stage, state, kept = max(per_stage, key=lambda each: each[:2])
-    engine, awake, cache = engine_memory(recipe, s, layout, device)
+    per_stage = [update_memory(recipe, batching, group.keys, s, layout, stage) for stage in range(layout.pp)]
+    stage = max(range(layout.pp), key=lambda i: (per_stage[i][0].total + per_stage[i][1], i))
+    state, kept = per_stage[stage]
+    per_engine, cache = engine_memory(recipe, s, layout, device)
+    awake = per_engine * recipe.refines
+    engine = per_engine * len(engines_of(recipe)) - awake
     measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
     copies = recipe.algorithm.uses_reference or measured
     teacher = recipe.algorithm.teacher_average is not None
-    weights = state.weights if not critic else state_of(recipe, s, layout, stage).weights
+    weights = state_of(recipe, s, layout, stage).weights if recipe.critic else state.weights
     host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
     offloads = recipe.rollout.offload_trainer
     host += state.optimizer * offloads

@@ -17,9 +17,8 @@ from megatron_rft.commands.parser import parse
 from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import load
 from megatron_rft.conversion import hf_shapes, load_config
-from megatron_rft.plan.activations import activations, compares
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import BYTES, gathered, state_of
+from megatron_rft.plan.memory import gathered, update_memory
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.shared_prompts import Group
 from megatron_rft.rehearsal import report
@@ -289,15 +288,11 @@ def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     """Compares the plan's bytes with the training phase's peak, for the tokens of the largest micro-batch."""
     options = load(EXAMPLES / recipe, [f"model.path={model_folder}", "model.initialise=random", *overrides])
     s, layout, number = Sizes.read(model_folder), Layout.of(options.megatron, gpus), stage["number"]
-    state = state_of(options, s, layout, number)
-    if options.critic:
-        state += state_of(options, s, layout, number, value_head=True)
     found, peak = stage["found"], stage["found"]["peaks"]["training"]
     tokens = found["largest"]["training"] * layout.cp
     batching = options.batching.model_copy(update={"micro_batch_tokens": tokens})
-    second, element = compares(options.algorithm), BYTES[options.model.precision]
     keys = Group.of(options.trainer, options.batching, options.data, options.rollout, layout.cp, 0.5).keys
-    estimate = activations(element, options.megatron, batching, second, keys, s, layout, number)
+    state, estimate = update_memory(options, batching, keys, s, layout, number)
     assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
     assert found["uploads"]["loading"][1] == pytest.approx(state.weights, rel=0.01)  # each weight once
     assert peak["parts"]["gradients"] == pytest.approx(state.gradients, rel=0.01)
