@@ -13,11 +13,9 @@ import json
 import os
 import shutil
 import time
-from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -27,9 +25,6 @@ from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import digest
 
 INDEX, OUTPUT = "index.json", "output.safetensors"
-RAW = {torch.float32: np.float32, torch.bfloat16: np.uint16}  # numpy has no bfloat16: its bits are mapped
-
-
 ABANDONED = 3600.0  # seconds without a new file after which an unfinished cache counts as left by a killed run
 
 
@@ -95,8 +90,8 @@ class HiddenCache:
                     f"algorithm.reference_cache: {path} is missing or torn: remove {folder} to make it again"
                 )
         self.dtype = getattr(torch, self.index["dtype"])
-        self.starts = [shard["start"] for shard in self.index["shards"].values()]
-        self.maps = [_mapped(folder / name, self.dtype) for name in self.index["shards"]]
+        self.starts = torch.tensor([shard["start"] for shard in self.index["shards"].values()])
+        self.shards = [_tensor(folder / name, "hidden") for name in self.index["shards"]]  # mapped, not read
 
     def _files(self) -> dict[str, dict[str, Any]]:
         return self.index["shards"] | {OUTPUT: self.index["output"]}
@@ -114,18 +109,16 @@ class HiddenCache:
 
     def rows(self, places: Tensor) -> Tensor:
         """[n] indices of tokens in the data set -> [n, H]"""
-        out = np.empty((len(places), self.index["hidden"]), dtype=RAW[self.dtype])
-        wanted = places.numpy()
-        shard = np.array([bisect_right(self.starts, place) - 1 for place in wanted], dtype=np.int64)
-        for number in np.unique(shard):
+        out = torch.empty(len(places), self.index["hidden"], dtype=self.dtype)
+        shard = torch.bucketize(places, self.starts, right=True) - 1
+        for number in shard.unique():
             chosen = shard == number
-            out[chosen] = self.maps[number][wanted[chosen] - self.starts[number]]
-        return torch.from_numpy(out).view(self.dtype)
+            out[chosen] = self.shards[number][places[chosen] - self.starts[number]]
+        return out
 
     def output_weight(self) -> Tensor:
         """[V, H]"""
-        with safe_open(self.folder / OUTPUT, "pt") as file:
-            return file.get_tensor("weight")
+        return _tensor(self.folder / OUTPUT, "weight")
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -137,9 +130,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def _mapped(path: Path, dtype: torch.dtype) -> np.memmap:
-    """The one tensor of a safetensors file, [n, H], without reading it."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))["hidden"]
-    return np.memmap(path, RAW[dtype], "r", offset=8 + length + header["data_offsets"][0], shape=tuple(header["shape"]))
+def _tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
