@@ -27,6 +27,7 @@ POINTS = [
     ["4.6692016091029906718", "-1.7548776662466927600", "2.6220575542921198104", "-3.2758229187218111597"],
 ]
 NAMES = {"i": sympy.I, "e": sympy.E}
+NO_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 class Unreadable(ValueError):
@@ -64,15 +65,14 @@ def proportional(reference: tuple[str, str], answer: tuple[str, str]) -> bool:
         return False
     if first.free_symbols != second.free_symbols or not first.free_symbols:
         return False
-    ratios = [_value(first / second, point) for point in _points(first)]
-    ratios = [ratio for ratio in ratios if ratio is not None]
+    ratios = [ratio for ratio in _values(first / second, _points(first)) if ratio is not None]
     return len(ratios) > 1 and ratios[0] != 0 and all(_exactly(ratio, ratios[0]) for ratio in ratios)
 
 
 def value(text: str) -> Fraction | None:
     """Return the value of a formula without symbols to 30 digits; None if it has no value or is not real."""
     try:
-        found = _value(read(text), {})
+        (found,) = _values(read(text), [{}])
     except Unreadable:
         return None
     return Fraction(str(sympy.re(found))) if found is not None and sympy.im(found) == 0 else None
@@ -95,7 +95,8 @@ def _irrational(wanted: Any) -> bool:
 def _agree(wanted: Any, got: Any, close: Callable) -> bool:
     if wanted == got:
         return True
-    pairs = [(_value(wanted, point), _value(got, point)) for point in _points(wanted + got)]
+    points = _points(wanted + got)
+    pairs = zip(_values(wanted, points), _values(got, points), strict=True)
     defined = [(a, b) for a, b in pairs if a is not None or b is not None]
     return bool(defined) and all(a is not None and b is not None and close(a, b) for a, b in defined)
 
@@ -110,12 +111,20 @@ def _points(formula: Any) -> list[dict]:
     ]
 
 
-def _value(formula: Any, point: dict) -> Any:
-    """Return the formula's value at a point, or None."""
+def _values(formula: Any, points: list[dict]) -> list:
+    """Return the formula's value at each point, or None. Integrals and sums are evaluated once."""
     try:
-        exact = formula.doit().subs(point).doit()
+        formula = formula.doit()
+    except NO_VALUE:
+        return [None] * len(points)
+    return [_value(formula, point) for point in points]
+
+
+def _value(formula: Any, point: dict) -> Any:
+    try:
+        exact = formula.subs(point).doit()
         found = exact if exact.is_Rational else exact.evalf(DIGITS)
-    except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError):
+    except NO_VALUE:
         return None
     if found in (sympy.oo, -sympy.oo):
         return found
