@@ -6,7 +6,6 @@ They make fewer passes over memory than megatron-core's eager versions, and save
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
@@ -32,9 +31,6 @@ class SwiGLU(torch.autograd.Function):
 
 class GatedActivation(MegatronModule):  # MegatronModule has the sharded_state_dict that checkpoints call
     """`SwiGLU` as the `activation_func` of megatron-core's feed-forward."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__(config=config)
 
     def forward(self, gate_up: Tensor) -> Tensor:
         return SwiGLU.apply(gate_up)

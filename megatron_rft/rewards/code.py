@@ -26,7 +26,7 @@ from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
 from megatron_rft.rewards.sandbox.pool import Sandbox
-from megatron_rft.rewards.sandbox.runner import CALL_LATE, Limits, Run, run_script, run_tests
+from megatron_rft.rewards.sandbox.runner import CALL_LATE, COMPILE_ERROR, Limits, Run, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
 
 DOES_NOT_COMPILE, RUNTIME_ERROR, NONE_PASSED = -1.0, -0.6, -0.3
@@ -226,7 +226,7 @@ def _all_tests(row: Limits) -> str:
 
 def _failure(ended: Run, limits: Limits, where: str, outcomes: list[str]) -> Score | None:
     """The tier of a run that did not end well."""
-    if not ended.compiled:
+    if ended.status == COMPILE_ERROR:
         return _tier(DOES_NOT_COMPILE, "does not compile", ended.errors, outcomes)
     if ended.timeout:
         reason = f"no result within {limits.cpu_s:g} s of computing and {limits.wall_s:g} s in all"

@@ -56,10 +56,6 @@ class Run:
     errors: str  # the end of its standard error
     cpu_s: float = 0.0
 
-    @property
-    def compiled(self) -> bool:
-        return self.status != COMPILE_ERROR
-
 
 @dataclass(frozen=True)
 class Tested:
