@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rft.data.fields import Row, check_characters, check_scalar
+from megatron_rft.data.adapters.mathematics import answer_text
+from megatron_rft.data.fields import Row, check_characters
 from megatron_rft.data.rendering import PromptFormat, encode, field_text, question_of, template_fields
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.utils.errors import DataError, did_you_mean
@@ -92,11 +93,7 @@ def reference_answer(value: Any) -> str:
     """
     if isinstance(value, list | tuple):
         return ", ".join(reference_answer(each) for each in value)
-    if value is None:
-        return ""
-    check_scalar(value)
-    value = int(value) if isinstance(value, float) and value.is_integer() else value
-    return str(value).rpartition("####")[2].strip()
+    return "" if value is None else answer_text(value).rpartition("####")[2].strip()
 
 
 def check_tokenizer(tokenizer: Any, vocabulary_size: int, model: str) -> None:
