@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rft.config.algorithms.sdpo import SDPO
 from megatron_rft.records import Prompt, Score
 
 
@@ -13,22 +14,17 @@ from megatron_rft.records import Prompt, Score
 class Feedback:
     """Builds the contexts for the responses of a group.
 
+    Of the sources in `options`, a wrong response gets all that are available, but the reference solution only if no
+    sibling is correct. A correct response gets only a correct sibling.
+
     Args:
-        sources: some of "sibling", "error", "solution". A wrong response gets all that are available, but the reference
-            solution only if no sibling is correct. A correct response gets only a correct sibling.
         encode: (problem, text of the prompt) -> token ids, through the chat template where prompts go through it.
         cut: truncates a text to the most tokens that feedback may have.
-        template: of the prompt, with {prompt} and {feedback}; `solution` and `error` are templates of a part, with {}.
-        solution_field: the row's field with the reference solution.
     """
 
-    sources: tuple[str, ...]
+    options: SDPO
     encode: Callable[[Prompt, str], list[int]]
     cut: Callable[[str], str]
-    template: str
-    solution: str
-    error: str
-    solution_field: str
 
     def __call__(self, prompt: Prompt, texts: list[str], scores: list[Score]) -> list[tuple[int, ...]]:
         return [self._context(prompt, self._parts(prompt, i, texts, scores)) for i in range(len(texts))]
@@ -37,19 +33,21 @@ class Feedback:
         if not parts:
             return ()
         feedback = self.cut("\n\n".join(parts))
-        return tuple(self.encode(prompt, self.template.format(prompt=prompt.question, feedback=feedback)))
+        asked = self.options.teacher_template.format(prompt=prompt.question, feedback=feedback)
+        return tuple(self.encode(prompt, asked))
 
     def _parts(self, prompt: Prompt, index: int, texts: list[str], scores: list[Score]) -> list[str]:
         """Return the parts of the feedback on response `index`. Its sibling is the next correct one in sample order."""
         right = [i for i, score in enumerate(scores) if score.error is None and score.right]
         others = sorted((i for i in right if i != index), key=lambda i: (i < index, i))
+        options, solution = self.options, prompt.fields.get(self.options.solution_field)
         parts = []
-        if "sibling" in self.sources and others:
-            parts.append(self.solution.format(texts[others[0]].strip()))
-        elif "solution" in self.sources and index not in right and prompt.fields.get(self.solution_field):
-            parts.append(self.solution.format(str(prompt.fields[self.solution_field]).strip()))
-        if "error" in self.sources and index not in right and scores[index].reason:
-            parts.append(self.error.format(scores[index].reason.strip()))
+        if "sibling" in options.feedback and others:
+            parts.append(options.solution_template.format(texts[others[0]].strip()))
+        elif "solution" in options.feedback and index not in right and solution:
+            parts.append(options.solution_template.format(str(solution).strip()))
+        if "error" in options.feedback and index not in right and scores[index].reason:
+            parts.append(options.error_template.format(scores[index].reason.strip()))
         return parts
 
 

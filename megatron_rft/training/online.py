@@ -202,15 +202,8 @@ def build_sampler(
 
 
 def build_feedback(options: Algorithm, tokenizer: Any, form: PromptFormat) -> Feedback:
-    return Feedback(
-        tuple(options.feedback),
-        partial(ask_again, tokenizer=tokenizer, form=form),
-        cutter(tokenizer, options.max_feedback_tokens),
-        options.teacher_template,
-        options.solution_template,
-        options.error_template,
-        options.solution_field,
-    )
+    ask = partial(ask_again, tokenizer=tokenizer, form=form)
+    return Feedback(options, ask, cutter(tokenizer, options.max_feedback_tokens))
 
 
 def check_solutions(options: Algorithm, prompts: PromptSet) -> None:

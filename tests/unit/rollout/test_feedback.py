@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_rft.config.algorithms.sdpo import SDPO
 from megatron_rft.data import arithmetic
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rollout.feedback import Feedback, cutter
@@ -13,15 +14,11 @@ SCORES = [Score(0.0, "5 is not 4"), Score(1.0), Score(1.0), Score(0.0)]
 
 def told(texts=TEXTS, scores=SCORES, prompt=PROMPT, sources=("sibling", "error", "solution"), limit=100) -> list[str]:
     """The contexts as text: this encoder returns code points."""
-    feedback = Feedback(
-        sources,
-        encode=lambda _, text: [ord(c) for c in text],
-        cut=lambda text: text[:limit],
-        template="{feedback} / {prompt}",
-        solution="right: {}",
-        error="wrong: {}",
-        solution_field="solution",
-    )
+    texts_around = {"solution_template": "right: {}", "error_template": "wrong: {}"}
+    used = {"solution_template": {"solution", "sibling"}, "error_template": {"error"}}
+    options = {name: text for name, text in texts_around.items() if used[name] & set(sources)}
+    section = SDPO(feedback=list(sources), teacher_template="{feedback} / {prompt}", **options)
+    feedback = Feedback(section, lambda _, text: [ord(c) for c in text], lambda text: text[:limit])
     return ["".join(map(chr, ids)) for ids in feedback(prompt, texts, scores)]
 
 
