@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rft.config.constraint import Constraint
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
@@ -81,9 +82,6 @@ class Refiner:
         encode: (problem, text of the prompt) -> token ids, through the chat template where prompts go through it.
         template: of the refiner's prompt, with {question}, {response} and perhaps {reward}.
         maximum: the largest reward; responses that have it are not refined. Infinity refines them too.
-        only_better: use only pairs whose refined response scores higher.
-        agreeing: also refine groups that the algorithm leaves out because their rewards are all equal.
-        share, first: refine this share of the responses that can be improved, at most the first so many of a group.
         draft: pass the response to the engine as a draft of its refinement (speculative decoding).
         most_tokens: the limit on the refiner's prompt and response together.
     """
@@ -95,13 +93,9 @@ class Refiner:
     template: str
     maximum: float
     seed: Callable[..., int]
-    only_better: bool = True
-    share: float = 1.0
-    first: int | None = None
+    options: Constraint
     draft: bool = True
-    overlap: bool = True
     most_tokens: int | None = None
-    agreeing: bool = False
 
     def choose(self, group: list, step: int, trained: list[bool]) -> tuple[list[Task], dict[int, str]]:
         """Return the responses of a group (rollouts of the sampler) to refine, and by sample why others are not."""
@@ -109,7 +103,7 @@ class Refiner:
         for rollout, worth in zip(group, trained, strict=True):
             reason = self._reason(rollout.score, worth)
             seed = self.seed(step, rollout.prompt_index, rollout.sample, rollout.prompt.index)
-            if reason is None and (seed % 1000003 >= self.share * 1000003 or len(tasks) == self.first):
+            if reason is None and (seed % 1000003 >= self.options.share * 1000003 or len(tasks) == self.options.first):
                 reason = NOT_CHOSEN
             task = None if reason else self._task(rollout, seed)
             if reason is None and self._too_long(task):
@@ -125,7 +119,7 @@ class Refiner:
             return GRADER_FAILED
         if not trained:
             return NOT_TRAINED
-        return AT_MAXIMUM if self.only_better and score.reward >= self.maximum else None
+        return AT_MAXIMUM if self.options.filter and score.reward >= self.maximum else None
 
     def _task(self, rollout: Any, seed: int) -> Task:
         asked = self.template.format(
@@ -166,7 +160,7 @@ class Refiner:
         original, ids = task.rollout, self._tokens(task.rollout, written, raw, text)
         before = original.response.token_ids
         distance = 0 if ids == before else edit_distance(before, ids)
-        better = score.reward > original.score.reward or not self.only_better
+        better = score.reward > original.score.reward or not self.options.filter
         kept = score.error is None and bool(ids) and better
         return Refined(ids, text, score, text == original.text, distance, len(written.token_ids), kept)
 
@@ -196,7 +190,7 @@ class Refining:
         """Add a scored group. Returns by sample why some of its responses are not refined."""
         tasks, left = self.refiner.choose(group, self.step, trained)
         self.waiting.extend(tasks)
-        if tasks and self.refiner.overlap:
+        if tasks and self.refiner.options.overlap:
             self.jobs.append(self.thread.submit(self._write))
         return left
 

@@ -253,7 +253,7 @@ class Sampler:
             for sample, each in enumerate(zip(group.responses, texts, scores, contexts, strict=True))
         ]
         if refining:
-            wanted = None if self.refiner.agreeing else keep
+            wanted = None if self.refiner.options.agreeing else keep
             left = refining.add(rollouts, worth_training(rollouts, wanted))
             rollouts = [replace(each, unrefined=left.get(each.sample, "")) for each in rollouts]
         return rollouts, time.perf_counter() - start

@@ -1,7 +1,6 @@
 """Builds the refiner of a dynamic constraint, measures its gradient norms, and writes examples for the report."""
 
 import json
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,15 +40,11 @@ def build_refiner(
         tokenizer,
         partial(ask_again, tokenizer=tokenizer, form=Problems.of(recipe).prompt_format("train")),
         options.template_text(recipe.reward.kind),
-        reward.maximum if options.filter else math.inf,
+        reward.maximum,
         partial(request_seed, recipe.run.seed, REFINER_STREAM),
-        only_better=options.filter,
-        share=options.share,
-        first=options.first,
-        draft=options.drafts(engines.kind(hf_config)),
-        overlap=options.overlap,
-        agreeing=options.agreeing,
-        most_tokens=engines.longest_refinement_of(hf_config),
+        options,
+        options.drafts(engines.kind(hf_config)),
+        engines.longest_refinement_of(hf_config),
     )
 
 

@@ -95,8 +95,8 @@ class Bench:
             TEMPLATE,
             self.reward.maximum if "skip" in measures else math.inf,
             lambda *parts: request_seed(0, 1, *parts),
+            Constraint(kind="dynamic", eta=1e-3, overlap="overlap" in measures),
             draft="draft" in measures,
-            overlap="overlap" in measures,
         )
 
     def step(self, measures: set[str] | None) -> dict[str, Any]:

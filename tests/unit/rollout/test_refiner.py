@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from megatron_rft.config.constraint import Constraint
 from megatron_rft.data import arithmetic
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
@@ -81,14 +82,18 @@ class Written:
             yield Group(request.id, (Response(ids(text), (), "stop", 0),))
 
 
-def refiner(says: dict[str, str] | None = None, **named) -> Refiner:
+def refiner(says: dict[str, str] | None = None, maximum: float = 1.0, draft=True, most_tokens=None, **named) -> Refiner:
     return Refiner(
         Written(says or {}),
         Sampling(20, stop_token_ids=(EOS,)),
         TOKENIZER,
         lambda prompt, text: list(ids(text, end=False)),
         "{question}[{response}]{reward}",
-        **{"maximum": 1.0, "seed": lambda *parts: request_seed(7, *parts)} | named,
+        maximum,
+        lambda *parts: request_seed(7, *parts),
+        Constraint(kind="dynamic", eta=1e-3, **named),
+        draft,
+        most_tokens,
     )
 
 
@@ -110,7 +115,7 @@ def test_who_is_refined():
         and refiner(draft=False).choose(group, 1, [True] * 7)[0][0].request.draft == ()
     )
     assert len(refiner(maximum=math.inf).choose(group, 1, [True] * 7)[0]) == 5  # 1.0 may be surpassed
-    assert len(refiner(only_better=False).choose(group, 1, [True] * 7)[0]) == 5  # and a copy of it learnt
+    assert len(refiner(filter=False).choose(group, 1, [True] * 7)[0]) == 5  # and a copy of it learnt
     tasks, left = refiner(first=2).choose(group, 1, [True] * 7)
     assert [task.key[1] for task in tasks] == [1, 2] and left[5] == NOT_CHOSEN
     tasks, left = refiner(most_tokens=22).choose(group, 1, [True] * 7)
@@ -150,7 +155,7 @@ class Digits:
         return [Score(float(min(sum(c.isdigit() for c in text), 2))) for text in texts]
 
 
-def sampled(overlap: bool, keep=None, group_size: int = 4, **named):
+def sampled(overlap: bool, keep=None, group_size: int = 4, maximum: float = 2.0, draft: bool = True, **named):
     """Two real engines with random weights and the tokenizer's characters."""
     policy, frozen = (build_engine(build_model("llama", seed=seed, scale=1.0)) for seed in (1, 2))
     sampling = Sampling(12, stop_token_ids=(2,))
@@ -160,10 +165,10 @@ def sampled(overlap: bool, keep=None, group_size: int = 4, **named):
         Digit(),
         lambda prompt, text: [3 + (ord(c) % 60) for c in text],
         "{question}{response}",
-        named.pop("maximum", 2.0),
+        maximum,
         lambda *parts: request_seed(7, *parts),
-        overlap=overlap,
-        **named,
+        Constraint(kind="dynamic", eta=1e-3, overlap=overlap, **named),
+        draft,
     )
     sampler = Sampler(policy, sampling, Digits(), Digit(), group_size=group_size, seed=1, refiner=some)
     prompts = [Prompt(i, (5 + i, 6), "p", "", question=f"{i}") for i in range(6)]
