@@ -112,9 +112,9 @@ def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on:
     samples = evaluator.samples(part)
     depends_on |= {
         "problems": hashlib.sha256("".join(map(repr, prompts)).encode()).hexdigest(),
-        "sampling": asdict(evaluator.sampling),
+        "sampling": asdict(evaluator.sampler.sampling),
         "samples": samples,
-        "seed": evaluator.seed,
+        "seed": evaluator.sampler.seed,
     }
 
     def note(answered: int, already: str = "") -> None:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -77,14 +78,36 @@ class EvalResult:
         return f"{with_error(self.pass_at_1, self.standard_error)} ({self.problems} problems)"
 
 
+@dataclass(frozen=True)
+class GradedSampler:
+    """Samples responses and grades them. (seed, name, problem, number) determine a response."""
+
+    engine: Engine
+    sampling: Sampling
+    tokenizer: Any
+    reward: Reward
+    samples: int = 1  # per problem
+    seed: int = 0
+
+    def __call__(self, prompts: list[Prompt], name: str) -> list[tuple[Prompt, int, Response, str, Score]]:
+        """Return the responses to each prompt, with their number, text and score, in the order in which the engine
+        finishes them."""
+        by_index = {prompt.index: prompt for prompt in prompts}
+        seed = partial(request_seed, self.seed, name)
+        requests = [Request(p.index, p.token_ids, self.samples, seed(p.index)) for p in prompts]
+        answered = [
+            (by_index[group.id], number, response)
+            for group in self.engine.generate(requests, self.sampling)
+            for number, response in enumerate(group.responses)
+        ]
+        texts = [self.tokenizer.decode(list(each.token_ids), skip_special_tokens=True) for _, _, each in answered]
+        scores = self.reward([prompt for prompt, _, _ in answered], texts) if answered else []
+        return [(*each, text, score) for each, text, score in zip(answered, texts, scores, strict=True)]
+
+
 def evaluate(
-    engine: Engine,
-    sampling: Sampling,
+    sampler: GradedSampler,
     prompts: list[Prompt],
-    reward: Reward,
-    tokenizer: Any,
-    samples: int = 1,
-    seed: int = 0,
     gather: Callable[[list], list] = lambda mine: mine,
     *,
     rank: int | None = 0,
@@ -93,7 +116,7 @@ def evaluate(
     name: str = "test",
     cache: EvaluationCache | None = None,
 ) -> EvalResult:
-    """Grade `samples` completions of each prompt.
+    """Evaluate on `prompts`.
 
     Args:
         gather: concatenates all ranks' lists, on every rank.
@@ -109,17 +132,16 @@ def evaluate(
     for start in range(0, most, batch):  # equally often on every rank: replacing a lost engine is collective
         part = todo[start : start + batch]
         new = [
-            _completion(prompt, number, response, text, score, reward.answer(prompt, text))
-            for prompt, number, response, text, score in graded(
-                engine, sampling, part, reward, tokenizer, samples, seed, name
-            )
+            _completion(prompt, number, response, text, score, sampler.reward.answer(prompt, text))
+            for prompt, number, response, text, score in sampler(part, name)
         ]
         if cache:
             cache.add([asdict(each) for each in new])
         completions += new
     everything = sorted(gather(completions), key=lambda each: (each.problem, each.sample))
+    samples = sampler.samples
     assert len(everything) == len(prompts) * samples, f"{len(everything)} completions of {len(prompts)} x {samples}"
-    return summarise(everything, name, samples, sampling.temperature, seed)
+    return summarise(everything, name, samples, sampler.sampling.temperature, sampler.seed)
 
 
 def summarise(completions: list[Completion], name: str, samples: int, temperature: float, seed: int) -> EvalResult:
@@ -149,30 +171,6 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
         seed=seed,
         completions=completions,
     )
-
-
-def graded(
-    engine: Engine,
-    sampling: Sampling,
-    prompts: list[Prompt],
-    reward: Reward,
-    tokenizer: Any,
-    samples: int,
-    seed: int,
-    name: str,
-) -> list[tuple[Prompt, int, Response, str, Score]]:
-    """`samples` responses to each prompt, with their number, text and score, in the order in which the engine finishes
-    them. (seed, name, problem, number) determine a response."""
-    by_index = {prompt.index: prompt for prompt in prompts}
-    requests = [Request(p.index, p.token_ids, samples, request_seed(seed, name, p.index)) for p in prompts]
-    answered = [
-        (by_index[group.id], number, response)
-        for group in engine.generate(requests, sampling)
-        for number, response in enumerate(group.responses)
-    ]
-    texts = [tokenizer.decode(list(response.token_ids), skip_special_tokens=True) for _, _, response in answered]
-    scores = reward([prompt for prompt, _, _ in answered], texts) if answered else []
-    return [(*each, text, score) for each, text, score in zip(answered, texts, scores, strict=True)]
 
 
 def _completion(

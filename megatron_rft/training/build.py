@@ -11,6 +11,7 @@ from megatron_rft.config import Model, Recipe, Rollout
 from megatron_rft.conversion import load_config
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer, eos_token_id
+from megatron_rft.evaluation.evaluate import GradedSampler
 from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
@@ -132,7 +133,8 @@ def build_evaluator(
     parts without a data source in the recipe."""
     options = recipe.evaluation
     sampling = build_sampling(recipe.rollout, tokenizer, options.max_response_tokens, options.temperature)
-    parts = options, Problems.of(recipe), sampling, recipe.run.seed, engine, tokenizer, reward
+    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.samples, recipe.run.seed)
+    parts = options, Problems.of(recipe), sampler
     if folder is not None:
         return Evaluator(*parts, folder)
     folder = Path(recipe.run.output_dir) / "evaluation"

@@ -2,17 +2,14 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_rft.config import Evaluation
 from megatron_rft.evaluation.cache import EvaluationCache
-from megatron_rft.evaluation.evaluate import EvalResult, evaluate, write
+from megatron_rft.evaluation.evaluate import EvalResult, GradedSampler, evaluate, write
 from megatron_rft.evaluation.passk import with_error
-from megatron_rft.inference.engine import Engine, Sampling
 from megatron_rft.records import Prompt
-from megatron_rft.rewards.base import Reward
 from megatron_rft.training.problems import Problems
 
 
@@ -22,11 +19,7 @@ class Evaluator:
 
     options: Evaluation
     problems: Problems
-    sampling: Sampling
-    seed: int
-    engine: Engine
-    tokenizer: Any
-    reward: Reward
+    sampler: GradedSampler
     folder: Path
     gather: Callable[[list], list] = list
     rank: int | None = 0  # among the ranks that drive an engine; None: this rank drives none
@@ -38,13 +31,8 @@ class Evaluator:
     ) -> EvalResult:
         """Evaluate the problems of a part, or `prompts`."""
         return evaluate(
-            self.engine,
-            self.sampling,
+            replace(self.sampler, samples=self.samples(part)),
             self.prompts(part) if prompts is None else prompts,
-            self.reward,
-            self.tokenizer,
-            self.samples(part),
-            self.seed,
             self.gather,
             rank=self.rank,
             world=self.world,
@@ -54,7 +42,7 @@ class Evaluator:
         )
 
     def prompts(self, part: str) -> list[Prompt]:
-        found = self.given[part] if part in self.given else self.problems.prompts(part, self.tokenizer).prompts
+        found = self.given[part] if part in self.given else self.problems.prompts(part, self.sampler.tokenizer).prompts
         return found[: self.options.limit]
 
     def samples(self, part: str) -> int:

@@ -21,11 +21,9 @@ from megatron_rft.conversion import fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.trajectories import Trajectory
-from megatron_rft.evaluation.evaluate import graded
-from megatron_rft.inference.engine import Engine, Sampling
+from megatron_rft.evaluation.evaluate import GradedSampler
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards import registry
-from megatron_rft.rewards.base import Reward
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.problems import Problems
@@ -36,14 +34,9 @@ from megatron_rft.utils.exit_codes import FINISHED
 
 @dataclass
 class Generator:
-    """Samples and grades responses with one worker's engine and grader."""
+    """Makes trajectories with one worker's engine and grader."""
 
-    engine: Engine
-    sampling: Sampling
-    tokenizer: Any
-    reward: Reward
-    seed: int
-    samples: int  # per problem
+    sampler: GradedSampler
     on_error: str  # reward.on_error
 
     def answers(self, prompts: list[Prompt]) -> list[Trajectory]:
@@ -52,15 +45,14 @@ class Generator:
         Raises:
             RunFailed: the grader failed and reward.on_error is "stop".
         """
-        sampled = self.engine, self.sampling, prompts, self.reward, self.tokenizer, self.samples, self.seed
-        found = [self._trajectory(*each) for each in graded(*sampled, "generate")]
+        found = [self._trajectory(*each) for each in self.sampler(prompts, "generate")]
         failed = [each for each in found if each.error is not None]
         if failed and self.on_error == "stop":
             raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
         return found
 
     def _trajectory(self, prompt: Prompt, sample: int, response: Response, text: str, score: Score) -> Trajectory:
-        right = score.reward >= self.reward.maximum if score.correct is None else score.correct
+        right = score.reward >= self.sampler.reward.maximum if score.correct is None else score.correct
         return Trajectory(
             problem=prompt.index,
             sample=sample,
@@ -117,8 +109,8 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
     engine = EngineBuilder.of(recipe).local(model_folder(recipe.model.path))(device)
     stack.enter_context(closing(engine))
     sampling = build.build_sampling(options, tokenizer)
-    on_error = recipe.reward.on_error
-    return Generator(engine, sampling, tokenizer, reward, recipe.run.seed, options.group_size, on_error)
+    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.group_size, recipe.run.seed)
+    return Generator(sampler, recipe.reward.on_error)
 
 
 def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def test_a_killed_evaluation_asks_only_what_is_left(recipe, model, capsys, tmp_p
 
 def test_samples_are_a_benchmarks_own(recipe):
     loaded = load(recipe)
-    evaluator = Evaluator(loaded.evaluation, Problems.of(loaded), None, 0, None, None, None, None)
+    evaluator = Evaluator(loaded.evaluation, Problems.of(loaded), None, None)
     assert (evaluator.samples("first"), evaluator.samples("second")) == (3, 2)
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_rft.data import arithmetic
 from megatron_rft.evaluation import evaluate
 from megatron_rft.evaluation.cache import EvaluationCache
-from megatron_rft.evaluation.evaluate import table, write
+from megatron_rft.evaluation.evaluate import GradedSampler, table, write
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.math import MathReward
@@ -41,10 +41,12 @@ class ScriptedEngine:
             yield Group(request.id, tuple(Response(each, (0.0,) * len(each), "stop", 0) for each in ids))
 
 
+def sampler(reward, engine=None, samples=4) -> GradedSampler:
+    return GradedSampler(engine or ScriptedEngine(), Sampling(8), TOKENIZER, reward, samples, seed=1)
+
+
 def run(**options):
-    return evaluate(
-        ScriptedEngine(), Sampling(8), PROMPTS, MathReward(workers=0), TOKENIZER, samples=4, seed=1, **options
-    )
+    return evaluate(sampler(MathReward(workers=0)), PROMPTS, **options)
 
 
 def test_the_result_does_not_depend_on_ranks_or_batches():
@@ -107,9 +109,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
         engine.dies_at = dies_at
         cache = EvaluationCache(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
         found = len(cache.completions)
-        reward = MathReward(workers=0)
-        options = dict(samples=4, seed=1, batch=2, cache=cache)
-        return found, evaluate(engine, Sampling(8), PROMPTS, reward, TOKENIZER, **options)
+        return found, evaluate(sampler(MathReward(workers=0), engine), PROMPTS, batch=2, cache=cache)
 
     with pytest.raises(KeyboardInterrupt):
         go(dies_at=14)  # in the third of four batches
@@ -130,7 +130,7 @@ def test_failed_gradings_are_counted_apart():
             scores = super().__call__(prompts, texts)
             return [Score(0.0, error="broken"), *scores[1:]]
 
-    result = evaluate(ScriptedEngine(), Sampling(8), PROMPTS, Failing(workers=0), TOKENIZER, samples=4, seed=1)
+    result = evaluate(sampler(Failing(workers=0)), PROMPTS)
     assert result.errors == 1 and [each.error for each in result.completions].count("broken") == 1
 
 
@@ -143,7 +143,7 @@ def test_request_seeds_are_stable():
 
 def test_no_problems():
     with pytest.raises(DataError, match="'test' has no problems"):
-        evaluate(ScriptedEngine(), Sampling(8), [], MathReward(workers=0), TOKENIZER)
+        evaluate(sampler(MathReward(workers=0)), [])
 
 
 class Tiers:
@@ -157,7 +157,7 @@ class Tiers:
 
 
 def test_accuracy_is_what_the_verifier_counts_and_not_its_partial_reward():
-    result = evaluate(ScriptedEngine(), Sampling(8), PROMPTS, Tiers(), TOKENIZER)
+    result = evaluate(sampler(Tiers(), samples=1), PROMPTS)
     assert result.pass_at_1 == pytest.approx(3 / 7)
     assert {(each.reward, each.correct) for each in result.completions} == {(4.0, 1.0), (-0.3, 0.0)}
 
