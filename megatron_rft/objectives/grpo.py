@@ -1,7 +1,5 @@
 """GRPO, and methods that centre or scale a response's advantage in another way."""
 
-from torch import Tensor
-
 from megatron_rft.config.algorithms import grpo as section
 from megatron_rft.objectives.advantages import group_centred, group_relative, leave_one_out
 from megatron_rft.objectives.policy_gradient import GroupRelative
@@ -12,9 +10,7 @@ class GRPO(GroupRelative):
     A.2)."""
 
     options: section.GRPO
-
-    def relative(self, rewards: Tensor, group: Tensor) -> Tensor:
-        return group_relative(rewards, group)
+    relative = staticmethod(group_relative)
 
 
 class DrGRPO(GroupRelative):
@@ -22,15 +18,11 @@ class DrGRPO(GroupRelative):
     length, which favours long wrong answers (arXiv:2503.20783)."""
 
     options: section.DrGRPO
-
-    def relative(self, rewards: Tensor, group: Tensor) -> Tensor:
-        return group_centred(rewards, group)
+    relative = staticmethod(group_centred)
 
 
 class RLOO(GroupRelative):
     """A response's baseline is the mean reward of the others; the KL is in the reward (arXiv:2402.14740)."""
 
     options: section.RLOO
-
-    def relative(self, rewards: Tensor, group: Tensor) -> Tensor:
-        return leave_one_out(rewards, group)
+    relative = staticmethod(leave_one_out)

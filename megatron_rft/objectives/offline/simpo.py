@@ -7,16 +7,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_rft.config.algorithms.offline import simpo as section
-from megatron_rft.objectives.base import Outputs
 from megatron_rft.objectives.offline.pairs import Pairwise, mean_logprobs
-from megatron_rft.records import Batch
 
 
 class SimPO(Pairwise):
     options: section.SimPO
-
-    def score(self, outputs: Outputs, batch: Batch) -> Tensor:
-        return mean_logprobs(outputs, batch)
+    score = staticmethod(mean_logprobs)
 
     def pair_loss(self, right: Tensor, wrong: Tensor) -> Tensor:
         return -logsigmoid(self.options.beta * (right - wrong) - self.options.gamma)
