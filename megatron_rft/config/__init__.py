@@ -6,7 +6,6 @@ from megatron_rft.config.resume import difference
 from megatron_rft.config.rewards import Reward
 from megatron_rft.config.sections import (
     Batching,
-    Checkpoint,
     Data,
     Evaluation,
     Faults,
@@ -14,8 +13,5 @@ from megatron_rft.config.sections import (
     Model,
     Optimizer,
     Rollout,
-    Run,
     Source,
-    Tracking,
-    Wandb,
 )
