@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rft.config import Recipe
 from megatron_rft.config.constraint import Constraint
@@ -83,8 +84,8 @@ class Examples:
     response. Tokens of a' beyond |a| are not part of the constraint and are left out.
     """
 
-    def __init__(self, options: Constraint, folder: Path, actor: Actor, tokenizer: Any, is_main: bool):
-        self.options, self.actor, self.tokenizer, self.is_main = options, actor, tokenizer, is_main
+    def __init__(self, options: Constraint, folder: Path, actor: Actor, tokenizer: Any):
+        self.options, self.actor, self.tokenizer, self.is_main = options, actor, tokenizer, dist.get_rank() == 0
         self.path = folder / EXAMPLES_FILE
 
     def resume(self, done: int) -> None:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rft import objectives
 from megatron_rft.config import Recipe, Rollout
 from megatron_rft.config.algorithms.base import Algorithm
@@ -62,8 +60,7 @@ def train(recipe: Recipe) -> int:
             refining = stack.enter_context(closing(engines.build_refining(hf_config)))
             models.push_reference(refining)
             refiner = dynamic_constraint.build_refiner(recipe, engines, refining, reward, tokenizer, hf_config)
-            is_main = dist.get_rank() == 0
-            examples = dynamic_constraint.Examples(recipe.constraint, run.folder, models.actor, tokenizer, is_main)
+            examples = dynamic_constraint.Examples(recipe.constraint, run.folder, models.actor, tokenizer)
         scheduler = RolloutScheduler(
             build_sampler(recipe, engine, reward, tokenizer, refiner, run.phases),
             weights,
