@@ -32,7 +32,6 @@ class FPA(OffRL):
         logprobs = outputs["logprobs"]
         factor = weights(outputs["extrapolated_logprobs"], batch)
         if self.options.fpa_on != "both":
-            assert self.options.fpa_on in ("correct", "incorrect"), self.options.fpa_on
             ahead = (batch.sequences["rewards"] > 0) == (self.options.fpa_on == "correct")
             factor = torch.where(send(ahead, factor.device), factor, weights(logprobs, batch))
         return factor.detach() * sequence_means(logprobs, batch)

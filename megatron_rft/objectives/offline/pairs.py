@@ -15,8 +15,6 @@ from megatron_rft.objectives.offline.base import Offline, log_ratios
 from megatron_rft.records import Batch, send
 from megatron_rft.utils.errors import DataError
 
-PAIRINGS = ("cover", "one", "all")
-
 
 def pair_up(rewards: list[float], groups: list[int], how: str = "cover") -> list[tuple[int, int]]:
     """Positions (right, wrong) of trajectories of the same problem, problem by problem.
@@ -26,7 +24,6 @@ def pair_up(rewards: list[float], groups: list[int], how: str = "cover") -> list
 
         rewards (+ - + -), one problem:   cover (0 1) (2 3)   one (0 1)   all (0 1) (0 3) (2 1) (2 3)
     """
-    assert how in PAIRINGS, how
     members: dict[int, tuple[list[int], list[int]]] = {}
     for position, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         members.setdefault(group, ([], []))[reward <= 0].append(position)
