@@ -32,9 +32,10 @@ def test_sequence_sums_and_means(make_batch):
 
 
 def test_zero_sequences_by_hand(make_batch):
-    """The third value is masked out; a sequence without tokens has no value that is not zero."""
-    batch = make_batch([2, 1, 1, 0], [0, 0, 0, 0], [0] * 4, response_mask=[1, 1, 0, 1])
-    assert zero_sequences(torch.tensor([0.0, -1e-9, 5.0, 0.0]), batch).tolist() == [False, True, True, True]
+    """The third value is masked out; the fourth sequence has no value that is not zero; the fifth's add up to zero."""
+    batch = make_batch([2, 1, 1, 0, 2], [0] * 5, [0] * 5, response_mask=[1, 1, 0, 1, 1, 1])
+    zero = zero_sequences(torch.tensor([0.0, -1e-9, 5.0, 0.0, 1.0, -1.0]), batch)
+    assert zero.tolist() == [False, True, True, True, False]
 
 
 def test_with_gradient_leaves_marked_sequences_out_unless_nothing_is_left(make_batch):
