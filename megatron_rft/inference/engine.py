@@ -116,8 +116,8 @@ class EngineOptions:
     """
 
     max_batch_sequences: int
-    max_tokens: int  # of a prompt and its response together
-    arguments: dict[str, Any]  # the section `vllm`
+    max_model_len: int  # tokens of a prompt and its response together
+    options: dict[str, Any]  # the section `vllm`
     gpu_share: float | None  # share of the device's memory; None: no other process uses the device
     keep_caches: bool  # rollout.cache_after_sync=keep
     sleeps: bool  # `sleep` must free device memory

@@ -107,8 +107,8 @@ class EngineBuilder:
         config = source if isinstance(source, PreTrainedConfig) else load_config(source)
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
-            max_tokens=self.longest(config),
-            arguments=without_predicted_output(self.vllm) if arguments is None else arguments,
+            max_model_len=self.longest(config),
+            options=without_predicted_output(self.vllm) if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
             sleeps=arguments is None,  # vLLM's sleep mode supports one engine per process: the policy's

@@ -1,4 +1,4 @@
-"""Builds vLLM's engine arguments, for an engine in this process and for a server's command line."""
+"""Builds vLLM's arguments and sampling parameters, for an engine in this process and for a server."""
 
 import copy
 import json
@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.conversion.mapping import head_dim
+from megatron_rft.inference.engine import Request, Sampling, limit, request_seed
 
 PREFILL_TOKENS = 8192  # in one forward pass
 CACHE_BYTES = 1 << 30  # default limit of the KV cache on the CPU
@@ -79,6 +80,21 @@ def command(
     options |= {} if torch.cuda.is_available() else {"enforce_eager": True}
     flags = [part for name, value in (options | arguments).items() for part in flag(name, value)]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+
+
+def sampling_parameters(request: Request, sample: int, sampling: Sampling) -> dict[str, Any]:
+    """Return vLLM's parameters for response number `sample` to a request."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": limit(request, sampling),
+        "seed": request_seed(request.seed, sample),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # only `stop_token_ids` end a response
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 def flag(name: str, value: Any) -> list[str]:

@@ -21,18 +21,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
-from megatron_rft.inference.engine import (
-    Engine,
-    EngineOptions,
-    Group,
-    Request,
-    Sampling,
-    check_requests,
-    limit,
-    request_seed,
-)
+from megatron_rft.inference.engine import Engine, EngineOptions, Group, Request, Sampling, check_requests
 from megatron_rft.inference.vllm import cpu_patches
-from megatron_rft.inference.vllm.arguments import cache_bytes, common, save_config, speculation
+from megatron_rft.inference.vllm.arguments import cache_bytes, common, sampling_parameters, save_config, speculation
 from megatron_rft.inference.vllm.proposer import PredictedOutput
 from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.plan.vllm import GPU_SHARE
@@ -49,17 +40,7 @@ STEPPING = Lock()  # only one engine of this process runs a step at a time
 def builder(
     source: PreTrainedConfig | str | Path, dtype: torch.dtype, options: EngineOptions
 ) -> Callable[[torch.device | str], Engine]:
-    return partial(
-        VLLMEngine,
-        source,
-        dtype,
-        max_model_len=options.max_tokens,
-        max_batch_sequences=options.max_batch_sequences,
-        options=options.arguments,
-        gpu_share=options.gpu_share,
-        keep_caches=options.keep_caches,
-        sleeps=options.sleeps,
-    )
+    return partial(VLLMEngine, source, dtype, **vars(options))
 
 
 class VLLMEngine(Engine):
@@ -198,16 +179,8 @@ class VLLMEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=limit(request, sampling),
-            seed=request_seed(request.seed, sample),
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # only `stop_token_ids` end a response
-            logprobs=0,
+            **sampling_parameters(request, sample, sampling),
             flat_logprobs=True,
-            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             # Above temperature 0 a draft keeps the distribution, but changes the tokens of a seed.
             extra_args={"draft": list(request.draft)} if request.draft and not sampling.temperature else None,

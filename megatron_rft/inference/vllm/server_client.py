@@ -31,11 +31,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatron_rft.inference.acceptance import Acceptance
-from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, limit, request_seed
+from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.transport.shared_memory import local_gpu
 from megatron_rft.inference.vllm import server_checks, token_check
-from megatron_rft.inference.vllm.arguments import command
+from megatron_rft.inference.vllm.arguments import command, sampling_parameters
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 
@@ -174,17 +174,7 @@ class ServerEngine(Engine):
             return request, sample, answer
 
     def _ask(self, request: Request, sample: int, sampling: Sampling, ended: queue.Queue, epoch: int) -> None:
-        parameters = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_tokens": limit(request, sampling),
-            "seed": request_seed(request.seed, sample),
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # only `stop_token_ids` end a response
-            "logprobs": 0,
-            "detokenize": False,
-        }
+        parameters = sampling_parameters(request, sample, sampling)
         body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
         try:
             (choice,) = self._call("POST", GENERATE, body, epoch=epoch)["choices"]

@@ -29,23 +29,18 @@ HANDOVER = "handover"
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):
-    pass
-
-
-@dataclass
 class Update(WeightTransferUpdateInfo):
     tensors: Iterable[tuple[str, Tensor]]
 
 
-class Receiver(WeightTransferEngine[Nothing, Update]):
+class Receiver(WeightTransferEngine[WeightTransferInitInfo, Update]):
     """The worker's side of the transfer."""
 
-    init_info_cls, update_info_cls = Nothing, Update
+    init_info_cls, update_info_cls = WeightTransferInitInfo, Update
     supports_draft_weight_update = False
     problems: list[str | None] = []  # of the last update
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
 
     @property

@@ -37,13 +37,8 @@ class Address(WeightTransferInitInfo):
     secret: str
 
 
-@dataclass
-class Listen(WeightTransferUpdateInfo):
-    pass
-
-
 class WireReceiver(Receiver):
-    init_info_cls, update_info_cls = Address, Listen
+    init_info_cls, update_info_cls = Address, WeightTransferUpdateInfo
     link: network.Link | None = None
 
     def init_transfer_engine(self, init_info: Address) -> None:
@@ -68,7 +63,7 @@ class WireReceiver(Receiver):
             self.link.close()
         self.link = None
 
-    def receive_weights(self, update_info: Listen) -> None:
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
         stream, failure = self.validator.checked(network.receive(self.link)), None
         try:
             self.load(stream)
