@@ -59,7 +59,8 @@ def diagnose(states: list[RankState]) -> Diagnosis:
     wait for and that waits for nobody; ranks in different collectives; the only rank; ranks that do not wait."""
     by_stop = [s for s in states if s.state in STOPPED_STATES] or [s for s in states if s.stopped]
     if by_stop:
-        return _named(by_stop, "is stopped" if by_stop[0].state in STOPPED_STATES else _engine(by_stop[0]))
+        waits = f"waits for a process of its own that is stopped ({', '.join(by_stop[0].stopped)})"
+        return _named(by_stop, "is stopped" if by_stop[0].state in STOPPED_STATES else waits)
     waits = missing(states)
     late = {other: what for some in waits.values() for other, what in some.items()}
     by_late = [s for s in states if s.rank in late and not s.waiting]
@@ -108,10 +109,6 @@ def _disagreement(states: list[RankState], found: list[RankState]) -> Diagnosis:
 def members_of(states: list[RankState]) -> set[int]:
     """Return all ranks of the groups that `states` are in."""
     return {rank for s in states if s.last in s.groups for rank in members(s.groups[s.last][0])}
-
-
-def _engine(state: RankState) -> str:
-    return f"waits for a process of its own that is stopped ({', '.join(state.stopped)})"
 
 
 def _place(state: RankState) -> str:

@@ -20,8 +20,8 @@ from pathlib import Path
 from megatron_rft.config.sections import Faults
 from megatron_rft.launching.diagnosis import STOPPED_STATES, Diagnosis, RankState, describe, diagnose
 from megatron_rft.launching.slurm import Node
-from megatron_rft.utils.files import write_atomically
-from megatron_rft.utils.position import Collective, Position, read, read_node
+from megatron_rft.utils.files import read_json, write_atomically
+from megatron_rft.utils.position import Collective, Position, read
 from megatron_rft.utils.processes import children, process_state
 
 LOOK_S, WRITE_S = 1.0, 5.0
@@ -91,11 +91,10 @@ class Watch:
         self.folder, self.node, self.pauses, self.clock = folder, node, Pauses(faults), clock
         self.host = host_name()
         self.temporary: Path | None = None  # the folder of the ranks' pipes for NCCL's flight recorder
-        self._moves: dict[int, int] = {}
         self._since: dict[int, float] = {}  # rank -> when it was last seen to move
         self._positions: dict[int, Position] = {}
         self._looked = self._written = -1e9
-        self._still = False
+        self._still = False  # whether all ranks of this node stand still
         self.hung: Diagnosis | None = None
         self._forget()
 
@@ -113,22 +112,22 @@ class Watch:
         self._looked = now
         for rank in numbers:
             self._see(rank, now)
-        still = self._still = self._hangs(now)
-        if still or now - self._written > WRITE_S:
+        self._still = self._hangs(now)
+        if self._still or now - self._written > WRITE_S:
             self._written = now
-            self._write(still)
-        if not still or not self._others_hang():
+            self._write()
+        if not self._still or not self._others_hang():
             return None
-        self.hung = self._explain(numbers)
+        self.hung = self._explain()
         return self.hung
 
     def _see(self, rank: int, now: float) -> None:
-        position = read(position_file(self.folder, rank), rank)
-        if position is None or position.moves == self._moves.get(rank):
+        position, before = read(position_file(self.folder, rank), rank), self._positions.get(rank)
+        if position is None or (before and position.moves == before.moves):
             return
-        if before := self._positions.get(rank):
+        if before:
             self.pauses.note(before.phase, now - self._since[rank])
-        self._moves[rank], self._since[rank], self._positions[rank] = position.moves, now, position
+        self._since[rank], self._positions[rank] = now, position
 
     def _hangs(self, now: float) -> bool:
         """Whether every rank of this node is still for longer than its phase's limit."""
@@ -150,21 +149,21 @@ class Watch:
     def _node_file(self, index: int) -> Path:
         return self.folder / f"node_{index}.json"
 
-    def _write(self, still: bool) -> None:
-        content = {"time": time.time(), "host": self.host, "still": still, "pauses": self.pauses.longest}
+    def _write(self) -> None:
+        content = {"time": time.time(), "host": self.host, "still": self._still, "pauses": self.pauses.longest}
         content["ranks"] = [asdict(state) for state in self._states()]
         with contextlib.suppress(OSError):  # a full disk is not this function's to report
             write_atomically(self._node_file(self.node.index), json.dumps(content))
 
     def _others_hang(self) -> bool:
-        others = [read_node(self._node_file(i)) for i in range(self.node.count) if i != self.node.index]
+        others = [read_json(self._node_file(i)) for i in range(self.node.count) if i != self.node.index]
         return all(other and other["still"] and time.time() - other["time"] < NFS_S for other in others)
 
-    def _explain(self, numbers: list[int]) -> Diagnosis:
+    def _explain(self) -> Diagnosis:
         self._ask_for_stacks()
         states = self._states()
         for index in range(self.node.count):
-            if index != self.node.index and (other := read_node(self._node_file(index))):
+            if index != self.node.index and (other := read_json(self._node_file(index))):
                 states += ranks_of(other)
         found = diagnose(states)
         if self.node.index == 0:

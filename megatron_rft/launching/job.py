@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
-from megatron_rft.utils.files import write_atomically
+from megatron_rft.utils.files import read_json, write_atomically
 
 RETRIES = 2  # extra starts allowed without a new checkpoint
 STATUS_TIMEOUT_S = 20.0  # wait for the other nodes' statuses; Slurm kills a step 30 s after its first failure
@@ -85,7 +85,7 @@ class Job:
         """Return the number of consecutive starts, up to this one, that have saved nothing new."""
         saved, count = self._saved(), 0
         for number in range(int(self.start.name.removeprefix("start_")), -1, -1):
-            if _read(self._start(number) / "before.json") != saved:
+            if read_json(self._start(number) / "before.json") != saved:
                 break
             count += 1
         return count
@@ -96,7 +96,7 @@ class Job:
         return sorted(path.name for path in found if path.suffix in ("", ".parquet"))  # others are incomplete
 
     def _statuses(self) -> dict[int, int]:
-        files = {node: _read(self.start / f"node_{node}.json") for node in range(self.nodes)}
+        files = {node: read_json(self.start / f"node_{node}.json") for node in range(self.nodes)}
         return {node: content["status"] for node, content in files.items() if content is not None}
 
     def _no_progress_message(self) -> str:
@@ -111,10 +111,3 @@ class Job:
 
 def _write(path: Path, content: object) -> None:
     write_atomically(path, json.dumps(content) + "\n")
-
-
-def _read(path: Path):
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -26,7 +26,7 @@ from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
-from megatron_rft.utils.files import temporary_folder, write_atomically
+from megatron_rft.utils.files import read_json, temporary_folder, write_atomically
 from megatron_rft.utils.position import STACKS, here, write_stacks_on_signal
 from megatron_rft.utils.processes import die_with, reserved_port
 
@@ -66,10 +66,7 @@ def write_exit(output_dir: str, status: int, message: str = "") -> bool:
 
 
 def read_exit(output_dir: str, rank: int) -> dict:
-    try:
-        return json.loads((ranks_folder(output_dir) / f"rank_{rank}.json").read_text())
-    except (OSError, ValueError):
-        return {"message": "", "time": time.time()}
+    return read_json(ranks_folder(output_dir) / f"rank_{rank}.json") or {"message": "", "time": time.time()}
 
 
 def die_with_launcher() -> None:

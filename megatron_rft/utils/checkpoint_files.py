@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_rft.utils.files import digest, write_atomically
+from megatron_rft.utils.files import digest, read_json, write_atomically
 
 DIGESTS = "digests.json"
 PARTIAL, DAMAGED = ".partial", ".damaged"
@@ -59,9 +59,7 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
     """
     if not has_digests(folder):
         return ""
-    try:
-        known = json.loads((folder / DIGESTS).read_text())
-    except (OSError, ValueError):
+    if (known := read_json(folder / DIGESTS)) is None:
         return f"{DIGESTS} cannot be read"
     for name, expected in sorted(known.items())[share::shares]:
         path = folder / name

@@ -44,6 +44,14 @@ def digest(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def read_json(path: Path) -> Any:
+    """Return the file's value; None if there is no file, or no JSON in it."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def read_json_lines(path: Path) -> list[Any]:
     """Return the value of each line; none if there is no file. A line that a kill left incomplete does not count."""
     found = []

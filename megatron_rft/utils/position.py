@@ -7,13 +7,14 @@ and makes no system call.
 
 import ctypes
 import faulthandler
-import json
 import mmap
 import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+from megatron_rft.utils.files import read_json
 
 GROUPS = 64  # a rank's groups and neighbours beyond these are not recorded
 STACKS = "MEGATRON_RFT_STACKS"  # folder of stacks, in the environment of a rank's engine processes
@@ -133,14 +134,7 @@ def read(path: Path, rank: int) -> Position | None:
 def read_nodes(folder: Path) -> list[dict]:
     """What the launcher of each node has written last (`launching/hangs.py`), by the node's number."""
     paths = sorted(folder.glob("node_*.json"), key=lambda path: int(path.stem.removeprefix("node_")))
-    return [node for path in paths if (node := read_node(path))]
-
-
-def read_node(path: Path) -> dict | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+    return [node for path in paths if (node := read_json(path))]
 
 
 def shortened(ranks: list[int]) -> str:

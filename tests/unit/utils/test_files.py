@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_rft.utils.files import record_shared_memory, temporary_folder
+from megatron_rft.utils.files import read_json, record_shared_memory, temporary_folder
 
 HOLD = """
 from megatron_rft.utils.files import temporary_folder
@@ -43,3 +43,12 @@ def test_a_killed_process_leaves_one_until_the_next_starts(tmp_path, monkeypatch
         alive.communicate("\n")
     record_shared_memory({"/dev/shm/of_a_run_without_such_a_folder"})
     assert [path.name for path in tmp_path.iterdir()] == ["megatron_rft_notes"]
+
+
+def test_json_that_is_absent_or_broken_has_no_value(tmp_path):
+    path = tmp_path / "node_0.json"
+    assert read_json(path) is None
+    path.write_text('{"still": tr')
+    assert read_json(path) is None
+    path.write_text('{"still": true}')
+    assert read_json(path) == {"still": True}
