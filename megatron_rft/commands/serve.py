@@ -7,7 +7,6 @@ lost server is restarted at its port, where the run waits for it. If a server ne
 import argparse
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from megatron_rft.inference.vllm import token_check
 from megatron_rft.inference.vllm.arguments import save_config
 from megatron_rft.inference.vllm.server_client import local_address
 from megatron_rft.inference.vllm.server_process import spawn, wait_for
+from megatron_rft.launching.hangs import host_name
 from megatron_rft.plan import check_writable
 from megatron_rft.plan.model_shape import shape_of
 from megatron_rft.plan.vllm import check_vllm, choose_for
@@ -83,7 +83,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     engines = EngineBuilder.of(recipe)
     arguments = engines.server_arguments(hf_config)
-    host = args.host or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    host = args.host or host_name()
     address = own_address(host)
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory()))

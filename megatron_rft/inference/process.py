@@ -197,11 +197,11 @@ class EngineProcess(Engine):
                     if rest[0] != self._done:
                         here.move()
                         self._done, self._last_progress = rest[0], self._last_message
-                elif name in ("group", "end"):
-                    self._last_progress = self._last_message
+                    continue
+                self._last_progress = self._last_message
+                if name in ("group", "end"):
                     groups.put((name, *rest))
                 else:
-                    self._last_progress = self._last_message
                     replies.put((name, rest[0] if rest else None))
         except (EOFError, OSError):
             groups.put(None)

@@ -24,21 +24,21 @@ def lines(folder: Path, now: float | None = None) -> list[str]:
     if not (folder / METRICS).is_file() and (folder / RECIPE).is_file():
         return [f"{folder}: no step has finished yet", *_nodes(folder, now)]
     run = read(folder)
-    finished = _finished(run, folder)
+    finished = _finished(run)
     nodes = [] if finished else _nodes(folder, now)
     return [_head(run, finished, now), *_numbers(run), *nodes, *_checkpoints(folder), *_notes(folder)]
 
 
 def ended(folder: Path) -> bool:
     try:
-        return _finished(read(folder), folder)
+        return _finished(read(folder))
     except UserError:
         return False
 
 
-def _finished(run: Run, folder: Path) -> bool:
+def _finished(run: Run) -> bool:
     """Whether the model was exported after the last step. A run that goes on with more steps has an older export."""
-    export = folder / "export"
+    export = run.folder / "export"
     return bool(run.curves.records) and export.is_dir() and export.stat().st_mtime >= _last(run)["time"]
 
 

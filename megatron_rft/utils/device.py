@@ -48,12 +48,14 @@ def check_torch_build() -> None:
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine is installed with its extension for torch. Without the extension, importing it
     and megatron-core fails."""
-    if importlib.util.find_spec("transformer_engine") is None:
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None:
         return False
     try:
         metadata.version("transformer-engine-torch")
     except metadata.PackageNotFoundError:  # NVIDIA's images have both in one distribution
-        return any(_package_folder("transformer_engine").glob("**/transformer_engine_torch*.so"))
+        folders = map(Path, spec.submodule_search_locations or ())
+        return any(file for folder in folders for file in folder.glob("**/transformer_engine_torch*.so"))
     return True
 
 
@@ -61,8 +63,3 @@ def has_fused_gradients() -> bool:
     """apex's kernel that adds gradients of weights to fp32 buffers; megatron-core asks for it beside Transformer Engine
     too."""
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-
-
-def _package_folder(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    return Path(next(iter(spec.submodule_search_locations or [os.devnull])))

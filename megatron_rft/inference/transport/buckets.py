@@ -109,7 +109,8 @@ class Buckets:
                 whole[piece.start : piece.start + piece.length] = content[piece.offset : piece.offset + piece.length]
                 if piece.start + piece.length == tensor.nbytes:
                     ready.append((piece.name, tensor))
-            synchronize(content)
+            if content.is_cuda:  # wait until the GPU has read the bucket, before another process may overwrite it
+                torch.cuda.synchronize(content.device)
             read()
             yield from ready
         if damaged:
@@ -141,9 +142,3 @@ def total(data: Tensor) -> int:
     words = len(data) // 8 * 8
     aligned = data[:words].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:words].clone().view(torch.int64)
     return (int(aligned.sum()) + int(data[words:].sum())) % 2**64
-
-
-def synchronize(tensor: Tensor) -> None:
-    """Wait until the GPU has read the bucket, before another process may overwrite it."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
