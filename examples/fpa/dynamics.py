@@ -8,7 +8,7 @@ damped          wrong trajectories of a batch whose weight is below 0.2
 gradient norms  of the part of right and of the part of wrong trajectories
 accuracy        on the held-out problems over steps; over lambda the best of each run, and its test accuracy
 
-Runs whose folders have the same name (seeds of a method) share a color and, over lambda, a point.
+Runs that differ only in their seed share a color and, over lambda, a point.
 """
 
 from collections import defaultdict
@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from megatron_rft.report.groups import grouped
 from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
 from megatron_rft.report.runs import Curves, Run, read, smooth
 from megatron_rft.utils.errors import DataError
@@ -37,10 +38,9 @@ class OfflineRun:
     tested: tuple[float, float] | None = None  # pass@1 on data.test when it was finished, and its standard error
 
     @classmethod
-    def of(cls, folder: Path) -> "OfflineRun":
-        run = read(folder)
+    def of(cls, run: Run, name: str) -> "OfflineRun":
         algorithm = run.recipe.get("algorithm") or {"name": None}
-        return cls(folder.name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run))
+        return cls(name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run))
 
     def weight(self, side: str) -> str:
         """The metric with the gradient weight of that side."""
@@ -83,7 +83,8 @@ def draw(folders: list[Path], path: Path) -> Path:
     Raises:
         UserError: a folder holds no run, or none of them is an offline run.
     """
-    runs = [OfflineRun.of(Path(folder)) for folder in folders]
+    groups = grouped([read(Path(folder)) for folder in folders])
+    runs = [OfflineRun.of(run, group.name) for group in groups for run in group.runs]
     if not any(name.startswith("dynamics/") for run in runs for record in run.curves.records for name in record):
         raise DataError(
             f"no offline run is among {', '.join(map(str, folders))}: `megatron-rft report` draws all others"

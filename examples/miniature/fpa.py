@@ -24,7 +24,7 @@ from examples.miniature import study  # noqa: E402
 
 RECIPES = study.EXAMPLES / "fpa" / "miniature"
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-RATES = (5e-5, 1e-4, 3e-4, 1e-3)
+RATES = {"short": (5e-5, 1e-4, 3e-4, 1e-3), "long": (5e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2), "smollm2": (1e-5,)}
 METHODS = {  # tables 1 and 2, figure 5
     "sft": "{name: rft}",
     "dpo": "{name: dpo}",
@@ -51,11 +51,9 @@ REGIMES = {
 
 def arms(regime: str) -> list[study.Arm]:
     """The arms; each is compared with Off-RL."""
-    recipe, rates = RECIPES / "common.yaml", RATES
-    if regime == "smollm2":
-        recipe, rates = study.SMOLLM2 / "fpa.yaml", (1e-5,)
+    recipe = study.SMOLLM2 / "fpa.yaml" if regime == "smollm2" else RECIPES / "common.yaml"
     return [
-        study.Arm(name, recipe, rates, (f"algorithm={how}",), None if name == "off_rl" else "off_rl")
+        study.Arm(name, recipe, RATES[regime], (f"algorithm={how}",), None if name == "off_rl" else "off_rl")
         for name, how in METHODS.items()
     ]
 

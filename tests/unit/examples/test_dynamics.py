@@ -7,12 +7,15 @@ import yaml
 
 from examples.figures import main
 from examples.fpa.dynamics import OfflineRun, ahead_of, draw, sweep
+from megatron_rft.report.runs import read
 
 
-def run(folder, name, future, **options):
+def run(folder, name, future, seed=0, **options):
     folder.mkdir()
     algorithm = {"name": name} | ({"extrapolation": 2.0} if future else {}) | options
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({"trainer": "offline", "algorithm": algorithm}))
+    (folder / "recipe.yaml").write_text(
+        yaml.safe_dump({"trainer": "offline", "algorithm": algorithm, "run": {"seed": seed}})
+    )
     lines = []
     for step in range(1, 30):
         line = {"step": step, "policy/grad_norm": 1.0 / step}
@@ -47,7 +50,7 @@ def test_one_figure_of_all_runs(tmp_path, capsys):
     ],
 )
 def test_what_a_run_weights_by_and_where_it_stands_over_lambda(tmp_path, name, options, weights, extrapolation):
-    found = OfflineRun.of(run(tmp_path / "run", name, name == "fpa", **options))
+    found = OfflineRun.of(read(run(tmp_path / "run", name, name == "fpa", **options)), name)
     assert tuple(found.weight(side) for side in ("correct", "incorrect")) == weights
     assert found.extrapolation == extrapolation
 
@@ -75,17 +78,17 @@ def test_accuracy_over_lambda_by_hand(tmp_path):
     folders = [run(tmp_path / "off_rl", "off_rl", False)]
     for seed, tested in enumerate(((0.3,), (0.3, 0.5))):
         (tmp_path / f"seed{seed}").mkdir()
-        folders.append(run(tmp_path / f"seed{seed}/fpa", "fpa", True))
+        folders.append(run(tmp_path / f"seed{seed}/fpa", "fpa", True, seed))
         for step, value in enumerate(tested):
             result = folders[-1] / f"evaluation/test_step_{step:06d}/results.json"
             result.parent.mkdir(parents=True)
             result.write_text(json.dumps([{"pass_at_1": value, "standard_error": 0.02}]))
-    found = sweep([OfflineRun.of(folder) for folder in folders])
+    found = sweep([OfflineRun.of(read(folder), "fpa") for folder in folders])
     assert found["held-out, best"] == [(0.0, 0.2, 0.01), (2.0, 0.2, 0.0)] and found["test"] == [(2.0, 0.5, 0.02)]
     text = draw(folders, tmp_path / "figure.svg").read_text()
     assert text.count("fpa, correct") == 1  # seeds share a line of the legend
 
 
 def test_how_far_fpa_is_ahead_of_off_rl(tmp_path):
-    runs = [OfflineRun.of(run(tmp_path / name, name, name == "fpa")) for name in ("off_rl", "fpa")]
+    runs = [OfflineRun.of(read(run(tmp_path / name, name, name == "fpa")), name) for name in ("off_rl", "fpa")]
     assert ahead_of(*runs) == [(step, 0.5) for step in range(1, 30)] and not ahead_of(runs[0], runs[0])
