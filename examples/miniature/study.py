@@ -79,7 +79,8 @@ class Study:
                 pass
 
     def train(self, arm: Arm, rate: float, seed: int) -> Path:
-        return train(arm.recipe, self.folder(arm, rate, seed), *self.shared, *arm.at(rate), f"run.seed={seed}")
+        own = f"run.seed={seed}", f"run.name={arm.name}"  # figures name the arms by it
+        return train(arm.recipe, self.folder(arm, rate, seed), *self.shared, *arm.at(rate), *own)
 
     def report(self, rates: dict[str, float]) -> str:
         folders = {arm.name: [self.folder(arm, rates[arm.name], seed) for seed in self.seeds] for arm in self.arms}

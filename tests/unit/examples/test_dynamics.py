@@ -86,7 +86,7 @@ def test_accuracy_over_lambda_by_hand(tmp_path):
     found = sweep([OfflineRun.of(read(folder), "fpa") for folder in folders])
     assert found["held-out, best"] == [(0.0, 0.2, 0.01), (2.0, 0.2, 0.0)] and found["test"] == [(2.0, 0.5, 0.02)]
     text = draw(folders, tmp_path / "figure.svg").read_text()
-    assert text.count("fpa, correct") == 1  # seeds share a line of the legend
+    assert text.count("FPA, correct") == 1  # seeds share a line of the legend
 
 
 def test_how_far_fpa_is_ahead_of_off_rl(tmp_path):
