@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rft.utils.errors import DataError
-from megatron_rft.utils.files import digest
+from megatron_rft.utils.files import digest, read_json
 
 INDEX, OUTPUT = "index.json", "output.safetensors"
 ABANDONED = 3600.0  # seconds without a new file after which an unfinished cache counts as left by a killed run
@@ -122,12 +122,11 @@ class HiddenCache:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / INDEX).read_text())
-    except (OSError, ValueError):
+    if (found := read_json(folder / INDEX)) is None:
         raise DataError(
             f"algorithm.reference_cache: {folder} is no whole cache of hidden states: it has no readable {INDEX}"
-        ) from None
+        )
+    return found
 
 
 def _tensor(path: Path, name: str) -> Tensor:

@@ -85,7 +85,6 @@ class Actor:
         self.config = self.models[0].config
         chunks = self.models if precision == "fp32" else [Float16Module(self.config, m) for m in self.models]
         self.device = parallel.device()
-        self.skips_zero_gradients = batching.skip_zero_advantages == "auto"
         self.optimizer = None
         self.chunks = chunks
         if optimizer is not None:

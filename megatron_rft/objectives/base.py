@@ -84,7 +84,7 @@ def with_gradient(batch: Batch) -> Batch:
     """The sequences of a mini-batch that are not marked as `no_gradient`; all if none of the others has a trained
     token (refined ones do not), since the metrics would be means over nothing."""
     marked = batch.sequences.get("no_gradient")
-    if marked is None or not trained_tokens(batch)[~marked].any():
+    if marked is None or not marked.any() or not trained_tokens(batch)[~marked].any():
         return batch
     return batch.select(~marked)
 

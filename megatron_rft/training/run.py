@@ -12,7 +12,6 @@ from megatron_rft.config import Recipe
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import State, Update, with_gradient
 from megatron_rft.plan.parameters import Sizes
@@ -71,6 +70,7 @@ class Run:
         self.checkpoint_every, self.validates = recipe.checkpoint.every, recipe.validates
         self.tests, self.evaluates_first = recipe.data.test is not None, recipe.trainer != "sft"
         self.compares_logprobs = not recipe.rollout.staleness
+        self.skips_zero_advantages = recipe.batching.skip_zero_advantages == "auto"
         self.folder, self.tokenizer_folder = Path(recipe.run.output_dir), tokenizer_folder(recipe.model)
         self.done, self.dropped = 0, dropped or {}
         self.stop = StopSignal()
@@ -157,15 +157,15 @@ class Run:
         if update is None:
             return
         (mini_batch,) = update.steps()
-        actor = self.models.trained[update.model]
-        batch, counts, measured = _computed(actor, update, mini_batch)
+        batch, counts, measured = self._computed(update, mini_batch)
         with self.phases("verification"):
+            actor = self.models.trained[update.model]
             self.foreseen = actor.backward(batch, update.loss, counts, update.outputs, measured=measured)
 
     def optimizer_step(self, update: Update, mini_batch: Batch, step: int) -> dict[str, float]:
         """Train on one mini-batch of `update`. Returns the gradient norms of the loss's parts if they are due."""
         actor, norms, found = self.models.trained[update.model], self.models.norms, {}
-        batch, counts, measured = _computed(actor, update, mini_batch)
+        batch, counts, measured = self._computed(update, mini_batch)
         second = self.models.second(update, batch)
         foreseen, self.foreseen = self.foreseen if update.foreseen else None, None
         if norms and norms.due(update, step):
@@ -190,6 +190,12 @@ class Run:
         self.averages.add(update.name, metrics)
         self.throughput.trained(batch, actor.layout.share_prompts)
         return found
+
+    def _computed(self, update: Update, mini_batch: Batch) -> tuple[Batch, dict[str, float], dict[str, float] | None]:
+        """The sequences to compute, the counts of the whole mini-batch, and those of the computed sequences if they are
+        fewer."""
+        batch = with_gradient(mini_batch) if self.skips_zero_advantages else mini_batch
+        return batch, update.counts(mini_batch), None if batch is mini_batch else update.counts(batch)
 
     def evaluation_due(self, step: int) -> bool:
         every = self.evaluation.every
@@ -283,12 +289,6 @@ class Run:
         self.checkpoints.close()
         if self.tracker is not None:
             self.tracker.close()
-
-
-def _computed(actor: Actor, update: Update, mini_batch: Batch) -> tuple[Batch, dict[str, float], dict[str, float]]:
-    """The sequences to compute, the counts of the whole mini-batch, and those of the computed sequences."""
-    batch = with_gradient(mini_batch) if actor.skips_zero_gradients else mini_batch
-    return batch, update.counts(mini_batch), update.counts(batch)
 
 
 def accuracy(prefix: str, summary: dict[str, float]) -> dict[str, float]:

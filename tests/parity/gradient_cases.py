@@ -113,7 +113,6 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
         forward_only_tokens=2 * budget,
         pack_sequences=not case.get("padded"),
         share_prompts="auto" if case.get("shared", 1) else "off",
-        skip_zero_advantages="auto" if "skip" in case else "off",
     )
     actors = {}
     for model in ("actor", "critic"):
@@ -128,7 +127,7 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
         for update in objective.prepare(batch, objective.init()).updates:
             (steps,) = update.steps()
             actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
-            computed = with_gradient(steps) if actor.skips_zero_gradients else steps
+            computed = with_gradient(steps) if "skip" in case else steps
             number = update.counts(steps), update.counts(computed)
             beside = second(update, computed, frozen)
             logged[key] = actor.backward(computed, update.loss, number[0], update.outputs, beside, number[1])
