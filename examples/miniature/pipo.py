@@ -45,6 +45,8 @@ def arms(regime: str) -> list[study.Arm]:
     for name in ("ppo", "grpo", "gspo", "dapo", "sdpo"):
         if name not in UNFIT.get(regime, ()):
             rates = RATES.get(name, OTHERS)
+            if regime == "off_policy":  # four epochs take four times the optimizer steps
+                rates = (rates[0] / 4, rates[0] / 2, *rates)
             found.append(study.Arm(name, RECIPES / f"{name}.yaml", rates))
             found.append(study.Arm(f"{name}_pipo", RECIPES / f"{name}_pipo.yaml", rates, (), name, KEYS))
     return found

@@ -1,16 +1,23 @@
 """Compares one whole GRPO step, including generation, with TRL's GRPOTrainer.
 
     pip install trl                      # without it our side runs alone
-    python tools/bench/grpo_vs_trl.py [--model FOLDER] [--prompts 16] [--group 8] [--tokens 64] [--steps 5]
+    python tools/bench/grpo_vs_trl.py [--model FOLDER] [--prompts 16] [--group 8] [--tokens 64] [--steps 5] [--best]
 
 Same model, weights, tokenizer, prompts, group size, reward, KL and clipping, fp32, one optimizer step a batch. Every
 response has exactly `--tokens` tokens on both sides (TRL: min_new_tokens, ours: no stop token). TRL's trainer runs as
 it is (transformers' generate, one batch, no gradient checkpointing, no logging, no process group); after each of
 its steps one of ours runs, so that other load on the machine meets both alike. Ratios above 1: ours is faster.
+
+`--best` adds a second table: each side in every precision and with every engine that runs on this machine (`WAYS`), one
+after the other, each in a process of its own, and the ratio of the fastest. The work is no longer equal: TRL in bf16
+keeps weights and AdamW's moments in bf16 alone, ours always has fp32 main parameters.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -19,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from setups import ADAMW, actor_like, set_threads
+from setups import ADAMW, DTYPES, actor_like, set_threads
 
 warnings.filterwarnings("ignore")
 
@@ -30,6 +37,7 @@ from megatron_rft.data import arithmetic  # noqa: E402
 from megatron_rft.inference import weight_sync  # noqa: E402
 from megatron_rft.inference.engine import Sampling  # noqa: E402
 from megatron_rft.inference.hf.engine import HFEngine  # noqa: E402
+from megatron_rft.inference.vllm.engine import VLLMEngine  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.objectives.grpo import GRPO  # noqa: E402
@@ -37,10 +45,16 @@ from megatron_rft.objectives.mismatch import mismatch  # noqa: E402
 from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
 
-SMALLEST = "--prompts 2 --group 2 --tokens 4 --steps 1 --hidden 32 --layers 1"  # tests/bench
+SMALLEST = "--prompts 2 --group 2 --tokens 4 --steps 1 --hidden 32 --layers 1 --best"  # tests/bench
 KL, CLIP, RATE = 0.001, 0.2, 1e-5
 LOGPROBS = frozenset({"logprobs"})
 WARM_UP = 2
+# Of each side: (precision, engine). autocast: weights in fp32, products in bf16. TRL's other engines are of no use on a
+# CPU: continuous batching takes 11 s a step at any size, and vLLM's packed weights refuse TRL's sync.
+WAYS = {
+    "TRL": (("fp32", "generate"), ("autocast", "generate"), ("bf16", "generate")),
+    "megatron_rft": (("fp32", "hf"), ("fp32", "vllm"), ("bf16", "hf"), ("bf16", "vllm")),
+}
 
 
 def reward_of(text: str) -> float:
@@ -56,12 +70,20 @@ class OurReward:
 class Ours:
     """Run the body of training/online.py's loop, timed by phase."""
 
-    def __init__(self, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace):
+    def __init__(self, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, way: tuple[str, str]):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         optimizer = {**ADAMW, "lr": RATE, "use_distributed_optimizer": True}
-        self.actor = actor_like(model, "fp32", micro_batch_tokens=args.micro_batch_tokens, optimizer=optimizer)
+        precision, engine = way
+        self.actor = actor_like(model, precision, micro_batch_tokens=args.micro_batch_tokens, optimizer=optimizer)
         self.reference = self.actor.snapshot()
-        self.engine = HFEngine(model.config, max_batch_sequences=args.prompts * args.group)
+        sequences = args.prompts * args.group
+        if engine == "vllm":
+            longest = args.tokens + max(len(tokenizer.encode(text)) for text in texts)
+            self.engine = VLLMEngine(
+                model.config, DTYPES[precision], max_model_len=longest, max_batch_sequences=sequences
+            )
+        else:
+            self.engine = HFEngine(model.config, DTYPES[precision], max_batch_sequences=sequences)
         weight_sync.push(self.actor.stream(), self.engine, version=0)
         self.objective = GRPO(Options(clip_low=CLIP, clip_high=CLIP, kl_coefficient=KL))
         sampling = Sampling(max_tokens=args.tokens)
@@ -108,7 +130,8 @@ class Ours:
 class Alternate(TrainerCallback):
     """Runs one of our steps after each step of TRL. TRL's time is from the end of our step to the end of TRL's."""
 
-    ours: Ours  # set later: TRL's trainer has to find no process group when it is made, or it wraps its model in DDP
+    # Set later: TRL's trainer has to find no process group when it is made, or it wraps its model in DDP.
+    ours: Ours | None = None
 
     def __init__(self):
         self.times: dict[str, list[float]] = {"TRL": [], "megatron_rft": []}
@@ -116,7 +139,9 @@ class Alternate(TrainerCallback):
 
     def on_step_end(self, *_, **__) -> None:
         self.times["TRL"].append(time.perf_counter() - self.left)
-        self.our_step()
+        self.left = time.perf_counter()
+        if self.ours is not None:
+            self.our_step()
 
     def our_step(self) -> None:
         begin = time.perf_counter()
@@ -125,17 +150,18 @@ class Alternate(TrainerCallback):
         self.times["megatron_rft"].append(self.left - begin)
 
 
-def trl_trainer(model: Path, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, callback: Alternate):
-    """Create TRL's GRPOTrainer; None if TRL is not installed."""
-    if find_spec("trl") is None:
-        return None
+def trl_trainer(
+    model: Path, folder: Path, tokenizer, texts: list[str], args: argparse.Namespace, way: tuple[str, str], callback
+):
+    """Create TRL's GRPOTrainer."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
+    precision, _ = way
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
-        bf16=False,
+        bf16=precision == "autocast",
         gradient_checkpointing=False,
         per_device_train_batch_size=args.prompts * args.group,
         gradient_accumulation_steps=1,
@@ -159,7 +185,7 @@ def trl_trainer(model: Path, folder: Path, tokenizer, texts: list[str], args: ar
         seed=0,
     )
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES.get(precision, torch.float32)),
         reward_funcs=lambda completions, **_: [reward_of(text) for text in completions],
         args=config,
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
@@ -174,6 +200,75 @@ def write_model(folder: Path, hidden: int, layers: int) -> Path:
     arithmetic.write_model_folder(folder, hidden_size=hidden, **shape)
     AutoModelForCausalLM.from_config(arithmetic.qwen3_config(hidden, **shape)).save_pretrained(folder)
     return folder
+
+
+def measure(model: Path, args: argparse.Namespace, ways: dict[str, tuple[str, str]]) -> Alternate:
+    """Run the steps of the sides in `ways`, in turns where there are two."""
+    callback = Alternate()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        texts = [row["question"] + "\n" for row in arithmetic.rows("train", 2000)]
+        trainer = None
+        if "TRL" in ways:
+            trainer = trl_trainer(model, Path(folder), tokenizer, texts, args, ways["TRL"], callback)
+        if "megatron_rft" in ways:
+            callback.ours = Ours(model, tokenizer, texts, args, ways["megatron_rft"])
+        callback.left = time.perf_counter()
+        if trainer is not None:
+            trainer.train()
+        else:
+            for _ in range(args.steps + WARM_UP):
+                callback.our_step()
+    if callback.ours is not None:
+        callback.ours.engine.close()
+        parallel.shutdown()
+    callback.times = {side: callback.times[side][WARM_UP:] for side in ways}
+    return callback
+
+
+def side_by_side(model: Path, args: argparse.Namespace, sides: list[str]) -> None:
+    """Print the first table: equal work, in turns."""
+    done = measure(model, args, {side: WAYS[side][0] for side in sides})
+    parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    print(
+        f"{parameters / 1e6:.1f} M parameters, {args.prompts} x {args.group} x {args.tokens} tokens, "
+        f"{args.threads} thread(s), {args.steps} steps, old log-probs: {args.old_logprobs}"
+    )
+    print("| side | seconds per step: min | median | generated tokens/s (median) |\n| --- | --- | --- | --- |")
+    generated = args.prompts * args.group * args.tokens
+    for side in WAYS:
+        if side not in sides:
+            print(f"| {side} | left out: `pip install trl` | | |")
+            continue
+        least, middle = shortest(done.times[side])
+        print(f"| {side} | {least:.2f} | {middle:.2f} | {generated / middle:,.0f} |")
+    if len(sides) == 2:
+        ratios = [a / b for a, b in zip(*(shortest(done.times[side]) for side in WAYS), strict=True)]
+        print(f"ours: {ratios[0]:.2f}x by the fastest steps, {ratios[1]:.2f}x by the median")
+    phases = {name: statistics.median(values[WARM_UP:]) for name, values in done.ours.phases.items()}
+    print("ours by phase: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items()))
+
+
+def best(model: Path, sides: list[str]) -> None:
+    """Print the second table: every way of each side, in a process of its own."""
+    print("\n| side | precision | engine | seconds per step: min | median |\n| --- | --- | --- | --- | --- |")
+    medians: dict[str, list[float]] = {side: [] for side in WAYS}
+    for side, way in [(name, way) for name in sides for way in WAYS[name]]:
+        line = [sys.executable, *sys.argv, "--model", str(model), "--way", side, *way]
+        run = subprocess.run(line, capture_output=True, text=True)
+        if run.returncode:
+            reason = (run.stderr.strip().splitlines() or ["no message"])[-1]
+            print(f"| {side} | {' | '.join(way)} | left out: {reason[:80].replace('|', '/')} | |", flush=True)
+            continue
+        least, middle = json.loads(run.stdout.splitlines()[-1])
+        print(f"| {side} | {' | '.join(way)} | {least:.2f} | {middle:.2f} |", flush=True)
+        medians[side].append(middle)
+    if all(medians.values()):
+        print(f"each at its best: {min(medians['TRL']) / min(medians['megatron_rft']):.2f}x by the median")
+
+
+def shortest(seconds: list[float]) -> tuple[float, float]:
+    return min(seconds), statistics.median(seconds)
 
 
 def main() -> None:
@@ -195,42 +290,20 @@ def main() -> None:
         default="rollout",
         help="rollout: no pass for them, as TRL makes none when every batch gets one step; recompute: our default",
     )
+    parser.add_argument("--best", action="store_true", help="the second table: each side in all its ways")
+    parser.add_argument("--way", nargs=3, help=argparse.SUPPRESS)  # of one process of --best
     args = parser.parse_args()
     set_threads(args.threads)
+    sides = [side for side in WAYS if side != "TRL" or find_spec("trl")]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = args.model or write_model(folder / "model", args.hidden, args.layers)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        texts = [row["question"] + "\n" for row in arithmetic.rows("train", 2000)]
-        callback = Alternate()
-        trainer = trl_trainer(model, folder, tokenizer, texts, args, callback)
-        ours = callback.ours = Ours(model, tokenizer, texts, args)
-        callback.left = time.perf_counter()
-        if trainer is not None:
-            trainer.train()
-        else:
-            for _ in range(args.steps + WARM_UP):
-                callback.our_step()
-        parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
-    parallel.shutdown()
-
-    generated = args.prompts * args.group * args.tokens
-    times = {name: values[WARM_UP:] for name, values in callback.times.items()}
-    print(
-        f"{parameters / 1e6:.1f} M parameters, {args.prompts} x {args.group} x {args.tokens} tokens, "
-        f"{args.threads} thread(s), {args.steps} steps, old log-probs: {args.old_logprobs}"
-    )
-    print("| side | seconds per step: min | median | generated tokens/s (median) |\n| --- | --- | --- | --- |")
-    for name, values in times.items():
-        if not values:
-            print(f"| {name} | left out: `pip install trl` | | |")
-            continue
-        middle = statistics.median(values)
-        print(f"| {name} | {min(values):.2f} | {middle:.2f} | {generated / middle:,.0f} |")
-    if trainer is not None:
-        ratios = [f(times["TRL"]) / f(times["megatron_rft"]) for f in (min, statistics.median)]
-        print(f"ours: {ratios[0]:.2f}x by the fastest steps, {ratios[1]:.2f}x by the median")
-    print("ours by phase: " + ", ".join(f"{k} {statistics.median(v[WARM_UP:]):.2f} s" for k, v in ours.phases.items()))
+        model = args.model or write_model(Path(name), args.hidden, args.layers)
+        if args.way:
+            side, *way = args.way
+            print(json.dumps(shortest(measure(model, args, {side: tuple(way)}).times[side])))
+            return
+        side_by_side(model, args, sides)
+        if args.best:
+            best(model, sides)
 
 
 if __name__ == "__main__":
