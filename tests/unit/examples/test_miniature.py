@@ -70,6 +70,21 @@ def test_the_interval_by_hand():
     assert study.interval([1.0])[1] == float("inf")
 
 
+def test_spikes_and_falls_of_runs_by_hand(tmp_path):
+    folders = [tmp_path / f"seed_{seed}" for seed in (0, 1)]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        recipe = {"run": {"name": "grpo", "seed": seed}, "rollout": {"group_size": 2}}
+        (folder / "recipe.yaml").write_text(json.dumps(recipe))
+        steps = [(0.5, 1.0), (0.75, 1.0), (0.25 + seed / 4, 4.0 + 2 * seed)]  # reward, gradient norm
+        rows = [{"step": i, "reward/mean": r, "policy/grad_norm": n} for i, (r, n) in enumerate(steps, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = pipo.stability(folders).splitlines()[-1].split(" | ")
+    # eta(p) of two responses is 1 / (2 p (1-p)): 2, 2.67, 2.67 and 2, 2.67, 2. Falls: 0.5 and 0.25.
+    assert row[0] == "| grpo" and row[1] == "0.38, 0.54, 0.75"
+    assert row[2] == "2.33" and row[3:] == ["1.000", "5.0", "0.375 |"]
+
+
 def test_the_shared_part_of_a_wrong_trajectory():
     assert fpa._shared([1, 2, 3, 4], [[1, 2, 9], [7, 7, 3]]) == 0.75
 
