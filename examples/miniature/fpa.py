@@ -1,12 +1,14 @@
 """FPA in miniature: the offline methods on one set of trajectories, each at its own best rate.
 
-    python examples/miniature/fpa.py [--regime long] [--only off_rl fpa] [--seeds 0 1 2 3 4]
+    python examples/miniature/fpa.py [--regime long|entangled] [--only off_rl fpa] [--seeds 0 1 2 3 4]
 
 A small model is warm-started on imperfect worked answers and answers 640 problems eight times; every method learns from
 these answers. Seeds are those of the data's order. The regimes:
 
-    short   1.5 passes from a model that is right in 45% of its answers, the best checkpoint (the paper's table 1)
-    long    600 steps from one with a shorter warm start, without early stopping: where Off-RL falls back (figure 3)
+    short      1.5 passes from a model that is right in 45% of its answers, the best checkpoint (the paper's table 1)
+    long       600 steps from one with a shorter warm start, without early stopping: where Off-RL falls back (figure 3)
+    entangled  as short, from one that makes its mistakes in the last step: right and wrong trajectories differ in two
+               tokens
 
 `--regime smollm2 --seeds 0 1 2` is SmolLM2-135M-Instruct (examples/smollm2) on its own answers, one pass at one rate.
 
@@ -14,6 +16,8 @@ these answers. Seeds are those of the data's order. The regimes:
 problem as well: where it is high, penalising the wrong one also penalises the right one.
 """
 
+import json
+import random
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +28,9 @@ from examples.miniature import study  # noqa: E402
 
 RECIPES = study.EXAMPLES / "fpa" / "miniature"
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-RATES = {"short": (5e-5, 1e-4, 3e-4, 1e-3), "long": (5e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2), "smollm2": (1e-5,)}
+SHORT = (5e-5, 1e-4, 3e-4, 1e-3)
+RATES = {"short": SHORT, "long": (*SHORT, 3e-3, 1e-2), "entangled": SHORT, "smollm2": (1e-5,)}
+LATE_SLIPS = 0.6  # of the demonstrations of `entangled`
 METHODS = {  # tables 1 and 2, figure 5
     "sft": "{name: rft}",
     "dpo": "{name: dpo}",
@@ -41,10 +47,11 @@ METHODS = {  # tables 1 and 2, figure 5
     "fpa_lambda_5": "{name: fpa, extrapolation: 5.0}",
     "fpa_lambda_10": "{name: fpa, extrapolation: 10.0}",
 }
-EPOCHS = {"short": 5.0, "long": 3.0}  # of the warm start
+EPOCHS = {"short": 5.0, "long": 3.0, "entangled": 5.0}  # of the warm start
 REGIMES = {
     "short": [],
     "long": ["run.steps=600", "run.epochs=null", "evaluation.every=50", "evaluation.patience=null"],
+    "entangled": [],
     "smollm2": [],
 }
 
@@ -77,8 +84,25 @@ def warm_start(out: Path, regime: str) -> Path:
 
     if not (out / "model").exists():
         arithmetic.write_model_folder(out / "model", **MODEL)
-    options = (f"model.path={out / 'model'}", f"run.epochs={EPOCHS[regime]}", "optimizer.lr=5e-3", "data.test=null")
+    options = [f"model.path={out / 'model'}", f"run.epochs={EPOCHS[regime]}", "optimizer.lr=5e-3", "data.test=null"]
+    if regime == "entangled":
+        rows = late_slips(arithmetic.rows("train"), random.Random(0))
+        demonstrations = out / "late_slips.jsonl"
+        demonstrations.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options.append(f"data.train={demonstrations}")
     return study.train(study.EXAMPLES / "quickstart/sft.yaml", out / f"{regime}_warm", *options) / "export"
+
+
+def late_slips(rows: list[dict], rng: random.Random) -> list[dict]:
+    """Make the last step of a share LATE_SLIPS of the worked answers wrong, by 1 or 2."""
+    found = []
+    for row in rows:
+        work, _, value = row["answer"].rpartition("\n#### ")
+        if rng.random() < LATE_SLIPS:
+            wrong = int(value) + rng.choice((1, 2) if int(value) < 2 else (-2, -1, 1, 2))
+            row = row | {"answer": f"{work.removesuffix(value)}{wrong}\n#### {wrong}"}
+        found.append(row)
+    return found
 
 
 def entanglement(store: Path) -> float:

@@ -1,6 +1,7 @@
 """The studies in miniature: their arms, the search and the intervals, on folders as runs leave them."""
 
 import json
+import random
 
 import pytest
 
@@ -87,6 +88,18 @@ def test_spikes_and_falls_of_runs_by_hand(tmp_path):
 
 def test_the_shared_part_of_a_wrong_trajectory():
     assert fpa._shared([1, 2, 3, 4], [[1, 2, 9], [7, 7, 3]]) == 0.75
+
+
+def test_late_slips_change_the_last_step_alone():
+    rows = [{"question": f"q{i}", "answer": f"1 (1) +1=2 (2) +{i}={2 + i}\n#### {2 + i}"} for i in range(8)] * 50
+    wrong = 0
+    for before, after in zip(rows, fpa.late_slips(rows, random.Random(0)), strict=True):
+        value = int(before["answer"].rpartition(" ")[2])
+        given = int(after["answer"].rpartition(" ")[2])
+        wrong += given != value
+        assert abs(given - value) <= 2 and given >= 0 and before["question"] == after["question"]
+        assert after["answer"] == before["answer"].removesuffix(f"{value}\n#### {value}") + f"{given}\n#### {given}"
+    assert 0.5 < wrong / 400 < 0.7
 
 
 def test_one_reward_in_ten_is_the_other_way_round_and_the_accuracy_is_not():
