@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rft.data import arithmetic
 from megatron_rft.plan.vllm import unusable
-from tests.fork_server import ENVIRONMENT
+from tests.fork_server import ENVIRONMENT, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "tools/bench").glob("*.py") if "__main__" in path.read_text())
@@ -66,16 +66,17 @@ def test_it_prints_its_table(script, model, tmp_path):
     rows = [{"problem": "Add.", "answer": answer} for answer in ("\\frac{1}{2}", "(1, 2)", "12")]
     (tmp_path / "math500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = smallest(script).format(model=model, rows=tmp_path, out=tmp_path / "out").split()
-    done = subprocess.run(
+    process = Forked(
         [sys.executable, str(script), *words],
         env=os.environ | ENVIRONMENT,
-        capture_output=True,  # apart: warnings come in the middle of tables
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,  # apart: warnings come in the middle of tables
         text=True,
-        timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = tables(done.stdout)
-    assert found and all(found), f"no table:\n{done.stdout[-3000:]}"
+    output, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, output[-3000:] + errors[-3000:]
+    found = tables(output)
+    assert found and all(found), f"no table:\n{output[-3000:]}"
     for row in (row for table in found for row in table):
         assert any(re.search(r"\d", cell) for cell in row[1:]) or "left out" in row[1], row
 

@@ -14,6 +14,7 @@ keeps weights and AdamW's moments in bf16 alone, ours always has fp32 main param
 """
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -251,6 +252,7 @@ def side_by_side(model: Path, args: argparse.Namespace, sides: list[str]) -> Non
 
 def best(model: Path, sides: list[str]) -> None:
     """Print the second table: every way of each side, in a process of its own."""
+    gc.collect()  # what the first table needed
     print("\n| side | precision | engine | seconds per step: min | median |\n| --- | --- | --- | --- | --- |")
     medians: dict[str, list[float]] = {side: [] for side in WAYS}
     for side, way in [(name, way) for name in sides for way in WAYS[name]]:
