@@ -62,21 +62,34 @@ class Forked(subprocess.Popen):
 
 
 class ForkedHere(subprocess.Popen):
-    """The same in a process that was forked from the server, for the ranks that it starts. Other commands start as
-    usual."""
+    """The same in a process that was forked from the server, for the runs and ranks that it starts. Other commands
+    start as usual."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
-        if is_rank(args, env) and set(rest[3:9]) == {-1}:  # it writes to where its launcher does
-            self.pid = fork(lambda: become(args, env))
-            self._child_created = True
-        else:
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+        if not is_ours(args, env):
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+        pipes = rest[3:9]
+        self.pid = fork(lambda: redirected(args, dict(os.environ if env is None else env), cwd, pipes))
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
 
 
-def is_rank(command: object, environment: dict[str, str] | None) -> bool:
-    """Whether the command is `python -m megatron_rft ...` or `python SCRIPT ...` with a rank in the environment."""
-    ours = isinstance(command, list) and command[0] == sys.executable and "RANK" in (environment or {})
-    return ours and (command[1:3] == ["-m", "megatron_rft"] or command[1].endswith(".py"))
+def is_ours(command: object, environment: dict[str, str] | None) -> bool:
+    """Whether the command is `python -m megatron_rft ...`, or `python SCRIPT ...` with a rank in the environment."""
+    if not isinstance(command, list) or command[0] != sys.executable:
+        return False
+    return command[1:3] == ["-m", "megatron_rft"] or (command[1].endswith(".py") and "RANK" in (environment or {}))
+
+
+def redirected(command: list[str], environment: dict[str, str], folder: str | None, pipes: tuple[int, ...]) -> None:
+    """`become`, with the pipes of a Popen, two each for stdin, stdout and stderr (-1: none)."""
+    for number, given in ((1, pipes[3]), (2, pipes[5])):
+        if given != -1:
+            os.dup2(given, number)
+    for each in {*pipes} - {-1, 1, 2}:
+        os.close(each)
+    os.chdir(folder or os.getcwd())
+    become(command, environment)
 
 
 class Server:

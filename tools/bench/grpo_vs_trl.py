@@ -54,7 +54,7 @@ WARM_UP = 2
 # CPU: continuous batching takes 11 s a step at any size, and vLLM's packed weights refuse TRL's sync.
 WAYS = {
     "TRL": (("fp32", "generate"), ("autocast", "generate"), ("bf16", "generate")),
-    "megatron_rft": (("fp32", "hf"), ("fp32", "vllm"), ("bf16", "hf"), ("bf16", "vllm")),
+    "megatron_rft": (("fp32", "hf"), ("bf16", "hf"), ("bf16", "vllm")),
 }
 
 
