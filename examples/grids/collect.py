@@ -3,12 +3,12 @@
 Reads evaluation/export/results.json and metrics.jsonl, which runs and `megatron-rft evaluate` write.
 """
 
-import json
 import math
 from pathlib import Path
 from statistics import fmean, stdev
 
 from examples.grids.grid import Column, Row, Run, Table
+from megatron_rft.utils.files import read_json, read_json_lines
 
 Value = tuple[float, float]  # a number and its standard error, in the table's unit
 MISSING = "missing"
@@ -55,10 +55,7 @@ def _value(asked: Table, run: Run, column: Column) -> Value | None:
 
 def results(folder: Path) -> dict[str, dict]:
     """The results by benchmark; empty without a finished evaluation."""
-    try:
-        return {each["name"]: each for each in json.loads((folder / "results.json").read_text(encoding="utf-8"))}
-    except (OSError, ValueError):
-        return {}
+    return {each["name"]: each for each in read_json(folder / "results.json") or []}
 
 
 def joined(parts: list[dict], metric: str) -> Value | None:
@@ -79,23 +76,20 @@ def hours(folder: Path) -> Value | None:
     """The hours of all steps of a finished run."""
     if not (folder / "export").is_dir():
         return None
-    return sum(line.get("seconds/step") or 0.0 for line in metrics(folder)) / 3600, 0.0
+    return sum(line.get("seconds/step") or 0.0 for line in read_json_lines(folder / "metrics.jsonl")) / 3600, 0.0
 
 
 def held_out(folder: Path) -> Value | None:
     """The best evaluation after the first step of a finished run, in %."""
-    found = [line for line in metrics(folder) if line["step"] and line.get("evaluation/pass@1") is not None]
+    found = [
+        line
+        for line in read_json_lines(folder / "metrics.jsonl")
+        if line["step"] and line.get("evaluation/pass@1") is not None
+    ]
     if not found or not (folder / "export").is_dir():
         return None
     best = max(found, key=lambda line: line["evaluation/pass@1"])
     return 100 * best["evaluation/pass@1"], 100 * (best.get("evaluation/pass@1_se") or 0.0)
-
-
-def metrics(folder: Path) -> list[dict]:
-    try:
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return []
 
 
 def _mean(values: list[Value | None]) -> Value | None:
@@ -120,7 +114,11 @@ def _notes(asked: Table) -> list[str]:
     runs = asked.all_runs()
     asks = bool(asked.parts)
     found = {run.folder: results(run.folder / "evaluation" / "export") for run in runs}
-    missing = [str(folder) for folder, there in found.items() if not (there if asks else metrics(folder))]
+    missing = [
+        str(folder)
+        for folder, there in found.items()
+        if not (there if asks else read_json_lines(folder / "metrics.jsonl"))
+    ]
     lines = [f"Missing, {len(missing)} of {len(runs)} runs: {', '.join(missing)}"] if missing else []
     known = set().union(*found.values())
     absent = [part for column in asked.columns for part in column.parts if known and part not in known]
