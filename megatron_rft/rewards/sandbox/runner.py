@@ -134,8 +134,9 @@ def _collect(server: Server, numbers: set[int], wall_s: float) -> dict[int, dict
 
 
 def _read(ended: dict, out: int, err: int, limits: Limits) -> Run:
-    # The kernel counts CPU time against the limit in ticks, which differs a little from the reported time.
-    late = ended["timeout"] or (ended["code"] == -9 and ended["cpu_s"] >= 0.7 * math.ceil(limits.cpu_s))
+    # The kernel counts CPU time against the limit in ticks. Where the machine, or its host, is busy, a tick may count
+    # for far more than the process had of it, and far more than the reported time.
+    late = ended["timeout"] or (ended["code"] == -9 and ended["cpu_s"] >= 0.25 * math.ceil(limits.cpu_s))
     size = os.fstat(err).st_size
     errors = os.pread(err, MAX_ERROR_CHARS, max(size - MAX_ERROR_CHARS, 0)).decode(errors="replace")
     output = os.pread(out, limits.output_mb << 20, 0).decode(errors="replace")

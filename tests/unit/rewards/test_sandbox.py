@@ -14,7 +14,7 @@ import pytest
 
 from megatron_rft.commands import doctor
 from megatron_rft.rewards.registry import build
-from megatron_rft.rewards.sandbox import launch, pool
+from megatron_rft.rewards.sandbox import launch, pool, runner
 from megatron_rft.rewards.sandbox.launch import SandboxError
 from megatron_rft.rewards.sandbox.pool import Sandbox
 from megatron_rft.rewards.sandbox.runner import Limits, run_script, run_tests
@@ -196,3 +196,13 @@ def test_bubblewrap_is_called_where_it_was_found(monkeypatch, tmp_path):
 
 def test_the_doctor_says_what_holds():
     assert "no network" in doctor.sandbox() or "refused" in doctor.sandbox()
+
+
+@pytest.mark.parametrize(
+    ("code", "cpu_s", "late"), [(-9, 0.95, True), (-9, 0.4, True), (-9, 0.02, False), (-11, 0.95, False)]
+)
+def test_a_kill_after_much_computing_is_the_limit_of_computing(code, cpu_s, late):
+    """On a busy machine the kernel's ticks, by which it kills, and the reported time are far apart."""
+    with runner._file("") as out, runner._file("") as err:
+        ended = runner._read({"timeout": False, "code": code, "cpu_s": cpu_s}, out, err, runner.Limits(cpu_s=1.0))
+    assert ended.timeout is late
