@@ -69,7 +69,13 @@ class ForkedHere(subprocess.Popen):
         if not is_ours(args, env):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
         pipes = rest[3:9]
-        self.pid = fork(lambda: redirected(args, dict(os.environ if env is None else env), cwd, pipes))
+        request = {
+            "command": args,
+            "environment": dict(os.environ if env is None else env),
+            "folder": cwd or os.getcwd(),
+        }
+        outputs = [own if given == -1 else given for own, given in ((1, pipes[3]), (2, pipes[5]))]
+        self.pid = fork(lambda: detached(request, outputs, [each for each in pipes if each != -1]))
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -79,17 +85,6 @@ def is_ours(command: object, environment: dict[str, str] | None) -> bool:
     if not isinstance(command, list) or command[0] != sys.executable:
         return False
     return command[1:3] == ["-m", "megatron_rft"] or (command[1].endswith(".py") and "RANK" in (environment or {}))
-
-
-def redirected(command: list[str], environment: dict[str, str], folder: str | None, pipes: tuple[int, ...]) -> None:
-    """`become`, with the pipes of a Popen, two each for stdin, stdout and stderr (-1: none)."""
-    for number, given in ((1, pipes[3]), (2, pipes[5])):
-        if given != -1:
-            os.dup2(given, number)
-    for each in {*pipes} - {-1, 1, 2}:
-        os.close(each)
-    os.chdir(folder or os.getcwd())
-    become(command, environment)
 
 
 class Server:
@@ -152,10 +147,11 @@ def orphan(request: dict, descriptors: list[int], connection: socket.socket) -> 
     return pid
 
 
-def detached(request: dict, descriptors: list[int], others: list[int]) -> None:
-    for number, given in enumerate(descriptors, start=1):
+def detached(request: dict, outputs: list[int], others: list[int]) -> None:
+    """`become`, with `outputs` as stdout and stderr."""
+    for number, given in enumerate(outputs, start=1):
         os.dup2(given, number)
-    for each in (*descriptors, *others):
+    for each in {*outputs, *others} - {1, 2}:
         os.close(each)
     os.chdir(request["folder"])
     become(request["command"], request["environment"])

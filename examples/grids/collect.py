@@ -76,20 +76,20 @@ def hours(folder: Path) -> Value | None:
     """The hours of all steps of a finished run."""
     if not (folder / "export").is_dir():
         return None
-    return sum(line.get("seconds/step") or 0.0 for line in read_json_lines(folder / "metrics.jsonl")) / 3600, 0.0
+    return sum(line.get("seconds/step") or 0.0 for line in metrics(folder)) / 3600, 0.0
 
 
 def held_out(folder: Path) -> Value | None:
     """The best evaluation after the first step of a finished run, in %."""
-    found = [
-        line
-        for line in read_json_lines(folder / "metrics.jsonl")
-        if line["step"] and line.get("evaluation/pass@1") is not None
-    ]
+    found = [line for line in metrics(folder) if line["step"] and line.get("evaluation/pass@1") is not None]
     if not found or not (folder / "export").is_dir():
         return None
     best = max(found, key=lambda line: line["evaluation/pass@1"])
     return 100 * best["evaluation/pass@1"], 100 * (best.get("evaluation/pass@1_se") or 0.0)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return read_json_lines(folder / "metrics.jsonl")
 
 
 def _mean(values: list[Value | None]) -> Value | None:
@@ -114,11 +114,7 @@ def _notes(asked: Table) -> list[str]:
     runs = asked.all_runs()
     asks = bool(asked.parts)
     found = {run.folder: results(run.folder / "evaluation" / "export") for run in runs}
-    missing = [
-        str(folder)
-        for folder, there in found.items()
-        if not (there if asks else read_json_lines(folder / "metrics.jsonl"))
-    ]
+    missing = [str(folder) for folder, there in found.items() if not (there if asks else metrics(folder))]
     lines = [f"Missing, {len(missing)} of {len(runs)} runs: {', '.join(missing)}"] if missing else []
     known = set().union(*found.values())
     absent = [part for column in asked.columns for part in column.parts if known and part not in known]

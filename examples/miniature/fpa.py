@@ -25,6 +25,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.fpa import dynamics  # noqa: E402
 from examples.miniature import study  # noqa: E402
+from megatron_rft.data import arithmetic  # noqa: E402
 
 RECIPES = study.EXAMPLES / "fpa" / "miniature"
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -80,8 +81,6 @@ def start(out: Path, regime: str) -> tuple[list[str], Path]:
 
 
 def warm_start(out: Path, regime: str) -> Path:
-    from megatron_rft.data import arithmetic
-
     if not (out / "model").exists():
         arithmetic.write_model_folder(out / "model", **MODEL)
     options = [f"model.path={out / 'model'}", f"run.epochs={EPOCHS[regime]}", "optimizer.lr=5e-3", "data.test=null"]
@@ -99,7 +98,7 @@ def late_slips(rows: list[dict], rng: random.Random) -> list[dict]:
     for row in rows:
         work, _, value = row["answer"].rpartition("\n#### ")
         if rng.random() < LATE_SLIPS:
-            wrong = int(value) + rng.choice((1, 2) if int(value) < 2 else (-2, -1, 1, 2))
+            wrong = arithmetic.slipped(int(value), rng)
             row = row | {"answer": f"{work.removesuffix(value)}{wrong}\n#### {wrong}"}
         found.append(row)
     return found

@@ -102,9 +102,14 @@ def _work(start: int, steps: list[tuple[str, int]], slip: float, rng: random.Ran
     for number, (operator, operand) in enumerate(steps, start=1):
         value = apply(value, operator, operand)
         if rng.random() < slip:
-            value += rng.choice((1, 2) if value < 2 else (-2, -1, 1, 2))
+            value = slipped(value, rng)
         text += f" ({number}) {operator}{operand}={value}"
     return f"{text}\n#### {value}"
+
+
+def slipped(value: int, rng: random.Random) -> int:
+    """A wrong result, off by 1 or 2 and not negative."""
+    return value + rng.choice((1, 2) if value < 2 else (-2, -1, 1, 2))
 
 
 # ------------------------------------------------------------------------------------- tokenizer and model folder

@@ -61,7 +61,8 @@ def tables(output: str) -> list[list[list[str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_it_prints_its_table(script, model, tmp_path):
-    if "VLLMEngine(" in script.read_text() and "--engine" not in script.read_text() and unusable():
+    text = script.read_text()
+    if "VLLMEngine(" in text and not ("--engine" in text or "unusable()" in text) and unusable():
         pytest.skip(unusable())
     rows = [{"problem": "Add.", "answer": answer} for answer in ("\\frac{1}{2}", "(1, 2)", "12")]
     (tmp_path / "math500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,11 +14,8 @@ keeps weights and AdamW's moments in bf16 alone, ours always has fp32 main param
 """
 
 import argparse
-import gc
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -28,6 +25,7 @@ from pathlib import Path
 
 import torch
 from setups import ADAMW, DTYPES, actor_like, set_threads
+from sides import each
 
 warnings.filterwarnings("ignore")
 
@@ -43,6 +41,7 @@ from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.objectives.grpo import GRPO  # noqa: E402
 from megatron_rft.objectives.mismatch import mismatch  # noqa: E402
+from megatron_rft.plan.vllm import unusable  # noqa: E402
 from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
 
@@ -199,6 +198,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> Path:
     """A Qwen3-shaped model with random weights and a tokenizer for arithmetic."""
     shape = {"intermediate_size": 4 * hidden, "num_hidden_layers": layers}
     arithmetic.write_model_folder(folder, hidden_size=hidden, **shape)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(arithmetic.qwen3_config(hidden, **shape)).save_pretrained(folder)
     return folder
 
@@ -250,21 +250,19 @@ def side_by_side(model: Path, args: argparse.Namespace, sides: list[str]) -> Non
     print("ours by phase: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items()))
 
 
-def best(model: Path, sides: list[str]) -> None:
-    """Print the second table: every way of each side, in a process of its own."""
-    gc.collect()  # what the first table needed
+def every_way(sides: list[str]) -> dict[str, list[float]]:
+    """Run every way of each side in a process of its own: "side,precision,engine" -> fastest and median seconds."""
+    found = [(side, *way) for side in sides for way in WAYS[side] if way[1] != "vllm" or not unusable()]
+    return each(tuple(map(",".join, found)))
+
+
+def best(found: dict[str, list[float]]) -> None:
+    """Print the second table."""
     print("\n| side | precision | engine | seconds per step: min | median |\n| --- | --- | --- | --- | --- |")
     medians: dict[str, list[float]] = {side: [] for side in WAYS}
-    for side, way in [(name, way) for name in sides for way in WAYS[name]]:
-        line = [sys.executable, *sys.argv, "--model", str(model), "--way", side, *way]
-        run = subprocess.run(line, capture_output=True, text=True)
-        if run.returncode:
-            reason = (run.stderr.strip().splitlines() or ["no message"])[-1]
-            print(f"| {side} | {' | '.join(way)} | left out: {reason[:80].replace('|', '/')} | |", flush=True)
-            continue
-        least, middle = json.loads(run.stdout.splitlines()[-1])
-        print(f"| {side} | {' | '.join(way)} | {least:.2f} | {middle:.2f} |", flush=True)
-        medians[side].append(middle)
+    for way, (least, middle) in found.items():
+        print(f"| {way.replace(',', ' | ')} | {least:.2f} | {middle:.2f} |")
+        medians[way.split(",")[0]].append(middle)
     if all(medians.values()):
         print(f"each at its best: {min(medians['TRL']) / min(medians['megatron_rft']):.2f}x by the median")
 
@@ -293,19 +291,20 @@ def main() -> None:
         help="rollout: no pass for them, as TRL makes none when every batch gets one step; recompute: our default",
     )
     parser.add_argument("--best", action="store_true", help="the second table: each side in all its ways")
-    parser.add_argument("--way", nargs=3, help=argparse.SUPPRESS)  # of one process of --best
+    parser.add_argument("--side", help=argparse.SUPPRESS)  # of one process of --best
     args = parser.parse_args()
     set_threads(args.threads)
     sides = [side for side in WAYS if side != "TRL" or find_spec("trl")]
     with tempfile.TemporaryDirectory() as name:
         model = args.model or write_model(Path(name), args.hidden, args.layers)
-        if args.way:
-            side, *way = args.way
+        if args.side:
+            side, *way = args.side.split(",")
             print(json.dumps(shortest(measure(model, args, {side: tuple(way)}).times[side])))
             return
+        found = every_way(sides) if args.best else {}  # first: this process is still small
         side_by_side(model, args, sides)
-        if args.best:
-            best(model, sides)
+        if found:
+            best(found)
 
 
 if __name__ == "__main__":
