@@ -7,7 +7,9 @@
 3. Result: the mean of each arm, and of the difference from the arm that it is compared with, with the 95% interval of
    Student's t over seeds. An interval that contains 0 shows nothing.
 
-Writes rates.json, table.md and curves.png into the output folder. Restarted, it keeps finished runs.
+Writes rates.json, table.md and curves.png into OUT/REGIME. Restarted, it keeps finished runs. `--rates` has other rates
+for all arms, for example one above the best: a single one needs no search. Results go into OUT/REGIME/rates_LR, so that
+they do not replace those of the study.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -52,6 +54,11 @@ class Study:
     seeds: tuple[int, ...] = SEEDS
     search_seeds: tuple[int, ...] = SEARCH_SEEDS
     jobs: int = 1  # runs at the same time
+    results: Path | None = None  # a folder for the tables, default: out
+
+    @property
+    def tables(self) -> Path:
+        return self.results or self.out
 
     def run(self) -> str:
         """Run all missing runs, then write the table."""
@@ -67,7 +74,7 @@ class Study:
             folders = {rate: [self.folder(arm, rate, seed) for seed in self.search_seeds] for rate in arm.rates}
             scores = {rate: fmean(map(final, runs)) for rate, runs in folders.items()} if arm in searched else {}
             rates[arm.name] = max(scores, key=scores.get) if scores else arm.rates[0]
-            note(self.out / "rates.json", arm.name, {f"{rate:g}": score for rate, score in scores.items()})
+            note(self.tables / "rates.json", arm.name, {f"{rate:g}": score for rate, score in scores.items()})
         return rates
 
     def folder(self, arm: Arm, rate: float, seed: int) -> Path:
@@ -85,7 +92,7 @@ class Study:
     def report(self, rates: dict[str, float]) -> str:
         folders = {arm.name: [self.folder(arm, rates[arm.name], seed) for seed in self.seeds] for arm in self.arms}
         text = table(self.arms, rates, {name: [final(each) for each in runs] for name, runs in folders.items()})
-        (self.out / "table.md").write_text(text)
+        (self.tables / "table.md").write_text(text)
         return text
 
 
@@ -176,10 +183,21 @@ def parser(doc: str, out: str, regimes: Iterable[str]) -> argparse.ArgumentParse
     top.add_argument("--regime", choices=list(regimes), default=next(iter(regimes)), help="default: %(default)s")
     top.add_argument("--only", nargs="+", metavar="ARM", help="these arms (default: all)")
     top.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N", help="up to ten")
+    top.add_argument("--rates", type=float, nargs="+", metavar="LR", help="of all arms; with one there is no search")
     top.add_argument("--search-seeds", type=int, nargs="+", default=list(SEARCH_SEEDS), metavar="N")
     top.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at once; default: %(default)s")
     top.add_argument("overrides", nargs="*", default=[], metavar="section.option=value", help="of every run")
     return top
+
+
+def check_overrides(out: Path, overrides: list[str]) -> None:
+    """Refuse a folder whose finished runs, which would be kept, had other options."""
+    path, given = out / "overrides.json", sorted(overrides)
+    before = json.loads(path.read_text()) if path.exists() else {"overrides": given}
+    if before["overrides"] != given:
+        was = " ".join(before["overrides"]) or "none"
+        raise SystemExit(f"{out} has runs with other overrides ({was}): give another folder with --out")
+    note(path, "overrides", given)
 
 
 def main(
@@ -191,9 +209,14 @@ def main(
             f"--only: there is no {', '.join(sorted(unknown))}. There are: {', '.join(a.name for a in arms)}"
         )
     chosen = [arm for arm in arms if not args.only or arm.name in args.only]
+    out = results = args.out / args.regime
+    if args.rates:
+        chosen = [replace(arm, rates=tuple(args.rates)) for arm in chosen]
+        results = out / "_".join(["rates", *(f"{rate:g}" for rate in args.rates)])
+    check_overrides(out, args.overrides)
     options, seeds = [*shared, *args.overrides], (tuple(args.seeds), tuple(args.search_seeds))
-    study = Study(args.out / args.regime, chosen, options, *seeds, args.jobs)
+    study = Study(out, chosen, options, *seeds, args.jobs, results)
     print(study.run())
     rates = study.search()
     folders = [study.folder(arm, rates[arm.name], seed) for arm in chosen for seed in study.seeds]
-    print(draw(folders, study.out / "curves.png"))
+    print(draw(folders, study.tables / "curves.png"))

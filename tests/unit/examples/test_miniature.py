@@ -65,6 +65,24 @@ def test_each_arm_gets_its_own_best_rate_and_the_difference_is_paired(made):
     assert (made.out / "table.md").read_text() == text
 
 
+def test_one_rate_for_all_arms_needs_no_search_and_replaces_no_table(made, capsys):
+    before = made.run()
+    parser = study.parser("", "out", [made.out.name])
+    args = parser.parse_args(["--out", str(made.out.parent), "--rates", "1", "--seeds", "0", "1"])
+    study.main(args, made.arms, [], lambda folders, path: (len(folders), path.parent.name))
+    table = (made.out / "rates_1" / "table.md").read_text()
+    assert "| base | 1 | 0.350 |" in table and "| more | 1 | 0.700 |" in table  # 0.3, 0.4; 0.6, 0.8
+    assert (made.out / "table.md").read_text() == before
+    assert "(4, 'rates_1')" in capsys.readouterr().out
+
+
+def test_other_overrides_do_not_get_the_results_of_finished_runs(tmp_path):
+    study.check_overrides(tmp_path, ["a.b=1"])
+    study.check_overrides(tmp_path, ["a.b=1"])
+    with pytest.raises(SystemExit, match=r"runs with other overrides \(a.b=1\)"):
+        study.check_overrides(tmp_path, [])
+
+
 def test_the_interval_by_hand():
     mean, half = study.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0 and half == pytest.approx(2.776 * 1.5811388 / 5**0.5, rel=1e-6)
