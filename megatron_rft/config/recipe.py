@@ -237,7 +237,7 @@ class Recipe(s.Section):
     def _check_offline(self):
         if self.evaluation.patience and not self.evaluation.every:
             raise at("evaluation.patience", "does nothing while evaluation.every is 0")
-        for key in ("prompt_template", "chat", "overlong", "prompt_field", "answer_field"):
+        for key in ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field"):
             if self.data.differs(key) and not self.data.test:
                 raise at(f"data.{key}", "does nothing without data.test: the trajectories have their prompts")
 

@@ -24,6 +24,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
 
 ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "refining", "validation", "test")
+CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 FOREIGN = {".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xlsx", ".yaml", ".yml"}
 
 
@@ -294,6 +295,8 @@ class Data(Section):
     None: the adapter's, or the unchanged prompt field."""
     chat: bool = False
     """Format the prompt with the tokenizer's chat template, as the user's turn."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Variables of the chat template. {enable_thinking: false}: Qwen3 answers without thinking first."""
     max_prompt_tokens: Count = 512
     overlong: Literal["drop", "error"] = "drop"
     """drop: leave longer prompts out, and report their number. error: end the run."""
@@ -311,6 +314,12 @@ class Data(Section):
         for key in ("prompt_field", "answer_field"):
             if self.differs(key) and all(source.adapter or getattr(source, key) for source in sources):
                 raise at(key, "does nothing: every data set here has its own, or an adapter with its fields")
+        if self.chat_template_kwargs and not self.chat:
+            raise at("chat_template_kwargs", "does nothing without chat: true")
+        if taken := CHAT_ARGUMENTS & self.chat_template_kwargs.keys():
+            raise at(
+                f"chat_template_kwargs.{min(taken)}", "is set by the program: give variables of the template alone"
+            )
         _check_template(self.prompt_template)
         return self
 

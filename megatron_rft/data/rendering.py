@@ -2,7 +2,8 @@
 
 import re
 import string
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ class PromptFormat:
     answer_field: str = "answer"
     prompt_template: str | None = None  # format string, or one's name in TEMPLATES; None: the prompt field as it is
     chat: bool = False  # through the tokenizer's chat template, as the user's turn
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     max_prompt_tokens: int = 512
     overlong: Literal["drop", "error"] = "drop"
     answered: bool = True  # rows need an answer; false where tests or a reward model grade
@@ -47,12 +49,13 @@ class PromptFormat:
 
 
 class Question(NamedTuple):
-    """A question: the text of the last turn, the turns before it, and the reason for using a chat template ("": none
-    is used)."""
+    """A question: the text of the last turn, the turns before it, the reason for using a chat template ("": none is
+    used), and the variables that the template gets."""
 
     text: str
     history: list[dict[str, str]]
     chat: str
+    variables: Mapping[str, Any] = {}
 
     def rendered(self, tokenizer: Any) -> str:
         """As the model reads it."""
@@ -61,7 +64,10 @@ class Question(NamedTuple):
             return as_text(messages)
         if tokenizer.chat_template is None:
             raise DataError(f"{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for name in self.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise DataError(f"data.chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
 
 
 def question_of(row: Row, form: PromptFormat, place: str) -> Question:
@@ -74,7 +80,7 @@ def question_of(row: Row, form: PromptFormat, place: str) -> Question:
     row = row if last is None else row | {form.prompt_field: last}
     text = field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
     check_characters(text, place)
-    return Question(text, history, _why_chat(form, last, place))
+    return Question(text, history, _why_chat(form, last, place), form.chat_template_kwargs)
 
 
 def _why_chat(form: PromptFormat, last: str | None, place: str) -> str:
@@ -95,7 +101,7 @@ def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat)
     """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
     place = f"row {prompt.index + 1}"
     history, last = form.turns(prompt.fields, place)
-    asked = Question(question, history, _why_chat(form, last, place))
+    asked = Question(question, history, _why_chat(form, last, place), form.chat_template_kwargs)
     return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
 
 

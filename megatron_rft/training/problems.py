@@ -49,16 +49,17 @@ class Problems:
     def prompt_format(self, part: str) -> PromptFormat:
         """The format of a part's prompts. An adapter has its own field names and template."""
         data, source = self.data, self.source(part)
-        common = dict(chat=data.chat, max_prompt_tokens=data.max_prompt_tokens, overlong=data.overlong)
+        shared = ("chat", "chat_template_kwargs", "max_prompt_tokens", "overlong")
+        common = {name: getattr(data, name) for name in shared}
         if source.adapter is None:
             prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
             return PromptFormat(prompt, answer, source.prompt_template or data.prompt_template, **common)
         known = DATASETS[source.adapter]
         # data.prompt_template ("Solve this math problem ...") does not fit benchmarks of another kind.
-        shared = None if part in self.benchmarks and known.reward != "math" else data.prompt_template
+        template = None if part in self.benchmarks and known.reward != "math" else data.prompt_template
         return PromptFormat(
             answer_field="solution" if self.learns_answers and part == "train" else "answer",
-            prompt_template=source.prompt_template or shared or known.template,
+            prompt_template=source.prompt_template or template or known.template,
             answered=known.reward not in ("code", "model"),
             adapted=True,
             **common,

@@ -73,6 +73,11 @@ def test_a_plan_says_what_it_reads_and_what_it_has_not_checked(recipe, tmp_path)
         ),
         ("data.train=math_perturb", "the Hugging Face hub does not have math_perturb in this form: give"),
         ("data.train=hub:math", "'hub:math' is no hub name: write hub:organisation/name"),
+        ("data.chat_template_kwargs={enable_thinking: false}", "chat_template_kwargs: does nothing without chat: true"),
+        (
+            "data={train: a.jsonl, chat: true, chat_template_kwargs: {tools: x}}",
+            "chat_template_kwargs.tools: is set by",
+        ),
         ("data.train={path: a.jsonl, files: b}", "files: does nothing for a file"),
         ("data.train={path: a.parquet, subset: b}", "subset: does nothing for a file"),
         ("data.train={path: d, files: '*.jsonl', split: dev}", "split: does nothing together with files"),

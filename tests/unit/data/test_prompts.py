@@ -73,6 +73,17 @@ def test_chat_template(tokenizer):
     assert prompt_set(ROWS, talking, PromptFormat(chat=True), "rows").prompts[0].text == "user: 3+4\nbot: "
 
 
+def test_variables_of_the_chat_template(tokenizer):
+    talking = arithmetic.tokenizer()
+    talking.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is false %} off{% endif %}"
+    form = PromptFormat(chat=True, chat_template_kwargs={"enable_thinking": False})
+    prompt = prompt_set(ROWS, talking, form, "rows").prompts[0]
+    assert prompt.text == "3+4 off"
+    assert talking.decode(ask_again(prompt, "5", talking, form)).endswith("5 off")
+    with pytest.raises(DataError, match="the tokenizer's chat template does not read 'enable_thinkin'"):
+        prompt_set(ROWS, talking, replace(form, chat_template_kwargs={"enable_thinkin": False}), "rows")
+
+
 def test_templates_by_name_and_by_text(tokenizer):
     boxed = prompt_set(ROWS, tokenizer, PromptFormat(prompt_template="boxed"), "rows").prompts[0].text
     assert boxed == "3+4 Let's think step by step and output the final answer within \\boxed{}."
