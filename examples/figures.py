@@ -32,7 +32,7 @@ def of_table(kind: str, table: Any, out: Path) -> str:
     """Draw the figure of a grid's finished runs (examples/grids). Returns its path and the missing runs."""
     if kind == "scaling":
         return str(scaling(GROUP_SIZES, out))
-    folders = [run.folder for run in table.all_runs()]
+    folders = [run.folder for run in table.all_runs() if run.trained]
     if kind == "heatmap":
         return "\n".join(f"megatron-rft heatmap {folder}" for folder in folders)
     there = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]

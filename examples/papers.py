@@ -7,7 +7,8 @@
     python examples/papers.py pipo table1 --model 4b --collect runs  # the table of the runs in there, missing ones too
 
 The grids are in examples/grids. Tables share runs: a run's folder is named after its recipe, options and seed. Commands
-resume unfinished runs; finished runs take seconds.
+resume unfinished runs and evaluations; finished ones take seconds. Overrides of an evaluation's sampling, such as
+evaluation.samples=1, are for the evaluations alone, whose results then have a folder of their own.
 """
 
 import argparse
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from examples.grids import collect, grid  # noqa: E402
 
 STAGES = ("generate", "train", "evaluate")
+SAMPLING = tuple(f"evaluation.{name}=" for name in ("samples", "temperature", "max_response_tokens", "limit"))
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def _generate(table: grid.Table, run: grid.Run, keys: list[str]) -> list[Job]:
 
 
 def _train(table: grid.Table, run: grid.Run, keys: list[str]) -> list[Job]:
+    keys = [key for key in keys if not key.startswith(SAMPLING)]
     return [Job(_name(run.folder), "train", run.recipe, _keys(run, keys))] if run.trained else []
 
 
@@ -101,7 +104,9 @@ def _evaluate(table: grid.Table, run: grid.Run, keys: list[str]) -> list[Job]:
         ]
     if not table.parts:
         return []
-    given = [] if run.trained else ["--model", run.model, "--out", f"{run.folder}/evaluation/export"]
+    given = [] if run.trained else ["--model", run.model]
+    if given or table.evaluation != "export":
+        given += ["--out", f"{run.folder}/evaluation/{table.evaluation}"]
     return [Job(_name(run.folder), "evaluate", run.recipe, asked + given)]
 
 
@@ -118,6 +123,11 @@ def _benchmarks(table: grid.Table) -> list[str]:
             more = "".join(f", {key}: {value}" for key, value in about.items() if key != "path")
             added.append(f"evaluation.benchmarks.{name}={{path: {table.files / about['path']}{more}}}")
     return added + (["data.test=null"] if table.parts and "test" not in table.parts else [])
+
+
+def evaluation_name(keys: list[str]) -> str:
+    """The folder of evaluations with other sampling is named after it."""
+    return "-".join(["export", *(grid.label(key) for key in sorted(keys) if key.startswith(SAMPLING))])
 
 
 def _name(folder: Path) -> str:
@@ -144,7 +154,8 @@ def after(table: grid.Table, args: argparse.Namespace) -> list[str]:
     if table.content.get("figure") == "heatmap":
         return [shlex.join(["megatron-rft", "heatmap", str(run.folder)]) for run in table.all_runs()]
     seeds = ["--seeds", *map(str, args.seeds)] if args.seeds else []
-    words = [args.paper, args.table, "--model", table.model, *seeds, "--collect", str(args.runs)]
+    sampling = [key for key in args.keys if key.startswith(SAMPLING)]
+    words = [args.paper, args.table, *sampling, "--model", table.model, *seeds, "--collect", str(args.runs)]
     return [shlex.join(["python", "examples/papers.py", *words])]
 
 
@@ -168,12 +179,12 @@ def submit(tables: list[grid.Table], args: argparse.Namespace) -> int:
 
 def gather(tables: list[grid.Table], args: argparse.Namespace) -> int:
     for table in tables:
+        if table.columns:
+            print(collect.table(table))
         if kind := table.content.get("figure"):
             from examples import figures
 
             print(figures.of_table(kind, table, args.out or Path(f"{args.table}.png")))
-        else:
-            print(collect.table(table))
     return 0
 
 
@@ -200,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
             "runs": args.collect or args.runs,
             "files": args.files or (args.collect and Path("FILES")),
             "chosen_seeds": tuple(args.seeds),
+            "evaluation": evaluation_name(args.keys),
         }
         tables = grid.tables(args.paper, args.table, args.model, **where)
         if args.collect:

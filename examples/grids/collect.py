@@ -11,7 +11,7 @@ from examples.grids.grid import Column, Row, Run, Table
 from megatron_rft.utils.files import read_json, read_json_lines
 
 Value = tuple[float, float]  # a number and its standard error, in the table's unit
-MISSING = "missing"
+MISSING, NOT_REACHED = "missing", "not reached"
 
 
 def table(asked: Table) -> str:
@@ -24,9 +24,13 @@ def table(asked: Table) -> str:
         of_seeds = [_values(asked, row, seed) for seed in asked.seeds(row)]
         cells = [_cell([values[number] for values in of_seeds], column) for number, column in enumerate(columns)]
         paper = row.cells(asked.model)
-        cells = [f"{cell} ({paper[number]})" if paper else cell for number, cell in enumerate(cells)]
+        cells = [_beside(cell, paper[number] if paper else "-") for number, cell in enumerate(cells)]
         lines.append("| " + " | ".join([row.method, *cells]) + " |")
     return "\n".join([*lines, *_notes(asked)]) + "\n"
+
+
+def _beside(cell: str, paper: str) -> str:
+    return cell if paper == "-" else f"{cell} ({paper})"
 
 
 def _values(asked: Table, row: Row, seed: int) -> list[Value | None]:
@@ -46,9 +50,11 @@ def _values(asked: Table, row: Row, seed: int) -> list[Value | None]:
 def _value(asked: Table, run: Run, column: Column) -> Value | None:
     if column.kind == "hours":
         return hours(run.folder)
+    if column.kind == "hours_to":
+        return hours_to(run.folder, column.accuracy)
     if column.kind == "held_out":
         return held_out(run.folder)
-    found = results(run.folder / "evaluation" / "export")
+    found = results(run.folder / "evaluation" / asked.evaluation)
     parts = [found[part] for part in column.parts if part in found]
     return joined(parts, asked.content.get("metric", "pass@1")) if parts else None
 
@@ -73,10 +79,27 @@ def joined(parts: list[dict], metric: str) -> Value | None:
 
 
 def hours(folder: Path) -> Value | None:
-    """The hours of all steps of a finished run."""
+    """The hours of all steps of a finished run, without its evaluations."""
+    return (max(clock(metrics(folder)).values()), 0.0) if (folder / "export").is_dir() else None
+
+
+def hours_to(folder: Path, accuracy: float) -> Value | None:
+    """The hours until an evaluation of a finished run reaches `accuracy`, in %; infinite if none does."""
+    lines = metrics(folder)
     if not (folder / "export").is_dir():
         return None
-    return sum(line.get("seconds/step") or 0.0 for line in metrics(folder)) / 3600, 0.0
+    reached = [line["step"] for line in lines if 100 * (line.get("evaluation/pass@1") or 0.0) >= accuracy]
+    return clock(lines)[reached[0]] if reached else math.inf, 0.0
+
+
+def clock(lines: list[dict]) -> dict[int, float]:
+    """Hours since the start of training by step, without evaluations."""
+    found, total = {0: 0.0}, 0.0
+    for line in lines:
+        if line["step"]:
+            total += ((line.get("seconds/step") or 0.0) - (line.get("seconds/evaluation") or 0.0)) / 3600
+            found[line["step"]] = total
+    return found
 
 
 def held_out(folder: Path) -> Value | None:
@@ -103,9 +126,12 @@ def _cell(of_seeds: list[Value | None], column: Column) -> str:
     if not there:
         return MISSING
     means = [mean for mean, _ in there]
-    error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else there[0][1]
     few = f", {len(there)} of {len(of_seeds)} seeds" if len(there) < len(of_seeds) else ""
-    shown = f"{fmean(means):.1f}" if column.kind == "hours" and not error else f"{fmean(means):.1f} ± {error:.1f}"
+    if math.inf in means:
+        return f"{NOT_REACHED}{few}"
+    error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else there[0][1]
+    timed = column.kind in ("hours", "hours_to")
+    shown = f"{fmean(means):.1f}" if timed and not error else f"{fmean(means):.1f} ± {error:.1f}"
     return shown + few
 
 
@@ -113,7 +139,7 @@ def _notes(asked: Table) -> list[str]:
     """Notes on runs without results and benchmarks that no run evaluated."""
     runs = asked.all_runs()
     asks = bool(asked.parts)
-    found = {run.folder: results(run.folder / "evaluation" / "export") for run in runs}
+    found = {run.folder: results(run.folder / "evaluation" / asked.evaluation) for run in runs}
     missing = [str(folder) for folder, there in found.items() if not (there if asks else metrics(folder))]
     lines = [f"Missing, {len(missing)} of {len(runs)} runs: {', '.join(missing)}"] if missing else []
     known = set().union(*found.values())

@@ -11,9 +11,9 @@ Fields of PAPER.yaml:
                      `figure`, what draws it; `checkpoints`, the steps at which its curves are evaluated
 
 A column is a list of benchmarks whose problems it joins ("test" is the recipe's data.test), with a `domain` if columns
-have different runs; or `mean`, of the columns since the last mean; or `hours`; or `held_out`,
-the best pass@1 on the held-out problems. A row is a method: its recipe and options, `trained: false` for the model that
-training starts from, and the paper's numbers in the order of the columns.
+have different runs; or `mean`, of the columns since the last mean; or `hours` of training; or `{hours_to: 73}`, until a
+validation in the run reaches 73%; or `held_out`, the best validation in the run. A row is a method: its recipe and
+options, `trained: false` for the model that training starts from, and the paper's numbers in the order of the columns.
 """
 
 import difflib
@@ -34,9 +34,10 @@ class GridError(ValueError):
 @dataclass(frozen=True)
 class Column:
     name: str
-    kind: str  # parts, mean, hours or held_out
+    kind: str  # parts, mean, hours, hours_to or held_out
     parts: tuple[str, ...] = ()
     domain: str = ""
+    accuracy: float = 0.0  # of hours_to, in %
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Row:
     options: list[str] = field(default_factory=list)
     trained: bool = True
     store: bool = True
-    paper: Any = ""  # cells, separated by spaces; by model where the table has several
+    paper: Any = ""  # cells, separated by spaces, "-" for none; by model where the table has several
 
     def cells(self, model: str) -> list[str]:
         text = self.paper.get(model, "") if isinstance(self.paper, dict) else self.paper
@@ -77,6 +78,7 @@ class Table:
     runs: Path = Path("runs")
     files: Path | None = None
     chosen_seeds: tuple[int, ...] = ()
+    evaluation: str = "export"  # name of the evaluation's folder in a run
 
     @property
     def columns(self) -> list[Column]:
@@ -106,7 +108,7 @@ class Table:
         recipe = Path(self._filled(row.recipe, domain))
         apart = "" if "{domain}" in row.recipe else domain
         seeded = f"seed_{seed}" if row.trained else ""
-        name = "-".join([recipe.stem if row.trained else "base", *map(_label, named)])
+        name = "-".join([recipe.stem if row.trained else "base", *map(label, named)])
         folder = self.runs / recipe.parent / seeded / apart / name
         options = [*self.paper["options"], *self.content.get("options", []), *named]
         found = {"recipe": EXAMPLES / recipe, "folder": folder, "trained": row.trained, "domain": domain}
@@ -164,10 +166,12 @@ def one_of(what: str, name: str, known: Any) -> str:
 def _column(name: str, given: Any) -> Column:
     if isinstance(given, str):
         return Column(name, given)
+    if "hours_to" in given:
+        return Column(name, "hours_to", accuracy=given["hours_to"])
     given = given if isinstance(given, dict) else {"parts": given}
     return Column(name, "parts", tuple(given["parts"]), given.get("domain", ""))
 
 
-def _label(option: str) -> str:
+def label(option: str) -> str:
     name, _, value = option.partition("=")
     return f"{name.rpartition('.')[2]}_{value}"

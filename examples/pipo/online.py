@@ -13,6 +13,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from examples.grids.collect import clock
 from megatron_rft.report.groups import Group, grouped
 from megatron_rft.report.pictures import COLORS
 from megatron_rft.report.runs import Run, read, smooth
@@ -63,11 +64,7 @@ def accuracy(run: Run) -> Points:
 
 def hours(run: Run) -> Points:
     """Hours since the start, by step."""
-    total, found = 0.0, {0: 0.0}
-    for step, seconds in zip(*run.curves.of("seconds/step"), strict=True):
-        total += seconds / 3600
-        found[step] = total
-    return found
+    return clock(run.curves.records)
 
 
 def lines_of(folders: list[Path]) -> list[Line]:

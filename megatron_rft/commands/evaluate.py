@@ -1,25 +1,27 @@
 """`megatron-rft evaluate`: evaluates a model on a recipe's problems and benchmarks, in one process.
 
 The weights come from a Hugging Face folder or a Megatron checkpoint, which is read into the engine without conversion.
-The same command resumes a killed evaluation and reuses completions that were made under the same conditions.
+The same command resumes a killed evaluation and reuses completions that were made under the same conditions. Results on
+other benchmarks stay in the folder.
 """
 
 import argparse
 import hashlib
 import json
-from contextlib import closing
-from dataclasses import asdict, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megatron_rft import __version__
 from megatron_rft.commands.convert import find_source
 from megatron_rft.config import Recipe, Reward, load
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.conversion.convert import Source
-from megatron_rft.evaluation.cache import EvaluationCache
-from megatron_rft.evaluation.evaluate import EvalResult, table, write
+from megatron_rft.data.prompts import PromptSet
+from megatron_rft.evaluation.cache import EvaluationCache, conditions
+from megatron_rft.evaluation.evaluate import EvalResult, reread, table, write
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
 from megatron_rft.plan import check, check_writable, make_folder
@@ -29,8 +31,12 @@ from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
+from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.files import digest
+
+Weights = list[list[str | int]]
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
@@ -62,21 +68,66 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
     # Load all data sets before the first evaluation, so that errors in any of them show at the start.
     found = {part: problems.prompts(part, tokenizer) for part in parts}
     make_folder(folder, "--out")
+    model = weights(source.path)
+    evaluator = build.build_evaluator(recipe, None, tokenizer, None, folder)  # engine and rewards: below
+    asked = {part: Asked.of(recipe, part, found[part], evaluator, model) for part in parts}
     results = []
-    with closing(build_engine(EngineBuilder.of(recipe), source)) as engine:
-        for part, asked in found.items():
-            adapter = problems.source(part).adapter if part in recipe.evaluation.benchmarks else None
-            section = reward_of(recipe.reward, adapter)
-            with closing(registry.build(section)) as reward:
-                evaluator = build.build_evaluator(recipe, engine, tokenizer, reward, folder)
-                depends_on = {"weights": weights(source.path), "reward": section.model_dump()}
-                depends_on["dtype"] = recipe.rollout.dtype or recipe.model.precision
-                result = _measure(evaluator, part, asked.prompts[: recipe.evaluation.limit], depends_on)
-                results.append(replace(result, left_out=asked.dropped))
-    write(results, folder)
-    for part in parts:
-        _part_file(folder, part).unlink(missing_ok=True)
+    with ExitStack() as stack:
+        engine = None
+        if not all(each.answered for each in asked.values()):
+            engine = stack.enter_context(closing(build_engine(EngineBuilder.of(recipe), source)))
+        for part, each in asked.items():
+            with closing(registry.build(each.reward)) as reward:
+                sampler = replace(evaluator.sampler, engine=engine, reward=reward)
+                result = replace(evaluator, sampler=sampler).measure(part, each.prompts, each.cache)
+                results.append(replace(result, left_out=each.left_out))
+    write([*results, *others(folder, parts, model)], folder)
     return results
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The problems of one part, its reward, and the completions that are there already."""
+
+    prompts: list[Prompt]
+    left_out: dict[str, int]
+    reward: Reward
+    cache: EvaluationCache
+
+    @classmethod
+    def of(cls, recipe: Recipe, part: str, found: PromptSet, evaluator: Evaluator, model: Weights) -> "Asked":
+        benchmark = part in recipe.evaluation.benchmarks
+        reward = reward_of(recipe.reward, evaluator.problems.source(part).adapter if benchmark else None)
+        prompts, samples = found.prompts[: recipe.evaluation.limit], evaluator.samples(part)
+        depends_on = {
+            "megatron_rft": __version__,
+            "weights": model,
+            "dtype": recipe.rollout.dtype or recipe.model.precision,
+            "reward": reward.model_dump(),
+            "code": code_of(reward),
+            "problems": hashlib.sha256("".join(map(repr, prompts)).encode()).hexdigest(),
+            "sampling": asdict(evaluator.sampler.sampling),
+            "samples": samples,
+            "seed": evaluator.sampler.seed,
+        }
+
+        def note(answered: int, already: str = "") -> None:
+            print(f"{part}: {answered} of {len(prompts)} problems are answered{already}", flush=True)
+
+        cache = EvaluationCache(evaluator.folder, part, depends_on, samples, note)
+        if cache.completions:
+            note(len(cache.completions), " already")
+        return cls(prompts, found.dropped, reward, cache)
+
+    @property
+    def answered(self) -> bool:
+        return len(self.cache.completions) == len(self.prompts)
+
+
+def others(folder: Path, parts: list[str], model: Weights) -> list[EvalResult]:
+    """Earlier results in `folder`, of this model, on other benchmarks."""
+    same = [name for name, known in conditions(folder).items() if known["weights"] == model and name not in parts]
+    return [result for name in same if (result := reread(folder, name))]
 
 
 def build_engine(engines: EngineBuilder, source: Source) -> Engine:
@@ -102,29 +153,17 @@ def reward_of(own: Reward, adapter: str | None) -> Reward:
     return Reward(kind=known.reward, **({"rules": known.rules} if known.rules else {}))
 
 
-def weights(folder: Path) -> list[tuple[str, int, int]]:
+def weights(folder: Path) -> Weights:
     """Name, size and modification time of each weight file: a cache key of the model's weights."""
     stats = [(file.name, file.stat()) for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.distcp")])]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def _measure(evaluator: Evaluator, part: str, prompts: list[Prompt], depends_on: dict[str, Any]) -> EvalResult:
-    samples = evaluator.samples(part)
-    depends_on |= {
-        "problems": hashlib.sha256("".join(map(repr, prompts)).encode()).hexdigest(),
-        "sampling": asdict(evaluator.sampler.sampling),
-        "samples": samples,
-        "seed": evaluator.sampler.seed,
-    }
-
-    def note(answered: int, already: str = "") -> None:
-        print(f"{part}: {answered} of {len(prompts)} problems are answered{already}", flush=True)
-
-    cache = EvaluationCache(_part_file(evaluator.folder, part), depends_on, samples, note)
-    if cache.completions:
-        note(len(cache.completions), " already")
-    return evaluator.measure(part, prompts, cache)
-
-
-def _part_file(folder: Path, part: str) -> Path:
-    return folder / f"{part}.part.jsonl"
+def code_of(reward: Reward) -> dict[str, str]:
+    """Digests of the user's code in a reward: its option `function` -> SHA-256 of the file."""
+    own = [reward.function] if reward.function else []
+    files = {name: file for name in own if (file := user_code.source(name)) and file.is_file()}
+    found = {name: digest(file)["sha256"] for name, file in files.items()}
+    for part in (*reward.parts, *reward.kinds.values()):
+        found |= code_of(part)
+    return found

@@ -7,7 +7,6 @@ from pydantic import Field
 from megatron_rft.config.sections import Count, Section
 
 UNUSED_IN_TRAINING = (
-    "data.validation",
     "rollout.prompts_per_step",
     "rollout.group_size",
     "rollout.temperature",

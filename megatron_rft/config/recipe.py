@@ -103,7 +103,7 @@ class Recipe(s.Section):
 
     @property
     def validates(self) -> bool:
-        """Whether the run evaluates during training; an offline run uses the held-out problems of its store."""
+        """Whether the run evaluates during training; an offline run has the held-out problems of its store."""
         return self.evaluation.every > 0 if self.trainer == "offline" else self.data.validation is not None
 
     @model_validator(mode="before")
@@ -238,8 +238,9 @@ class Recipe(s.Section):
         if self.evaluation.patience and not self.evaluation.every:
             raise at("evaluation.patience", "does nothing while evaluation.every is 0")
         for key in ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field"):
-            if self.data.differs(key) and not self.data.test:
-                raise at(f"data.{key}", "does nothing without data.test: the trajectories have their prompts")
+            if self.data.differs(key) and not (self.data.test or self.data.validation):
+                why = "does nothing without data.test or data.validation: the trajectories have their prompts"
+                raise at(f"data.{key}", why)
 
     def _check_ratio(self):
         """Refuse options of the ratio and its clip if there is no ratio or it is always 1."""

@@ -284,7 +284,7 @@ class Source(Section):
 class Data(Section):
     train: Source
     validation: Source | None = None
-    """Evaluated every evaluation.every steps."""
+    """Evaluated every evaluation.every steps. Offline, None: the held-out problems of the store."""
     test: Source | None = None
     """Evaluated before the first step and after the last."""
     prompt_field: str = "question"

@@ -1,7 +1,9 @@
-"""Stores completions while an evaluation runs, so that a killed evaluation continues where it stopped.
+"""Stores completions while an evaluation runs: a killed evaluation continues where it stopped, a finished one is not
+repeated.
 
-The first line of `NAME.part.jsonl` has everything that the completions depend on (weights, problems, sampling,
-verifier). If any of it has changed, the stored completions are discarded. A problem counts when it is complete.
+NAME.jsonl has the completions, `conditions.json` everything that they depend on (weights, problems, sampling,
+verifier), by name. If any of it has changed, the stored completions are discarded. A problem counts when it is complete
+and its grader has not failed.
 """
 
 import json
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.utils.files import read_json_lines, write_atomically
+from megatron_rft.utils.files import read_json, read_json_lines, write_atomically
 
 Row = dict[str, Any]  # a graded completion, with its `problem`
 
@@ -20,7 +22,8 @@ class EvaluationCache:
     """Completions of an earlier start are reused if its `depends_on` (JSON) was the same. `note` is called with the
     number of answered problems whenever it grows."""
 
-    path: Path
+    folder: Path
+    name: str
     depends_on: dict[str, Any]
     samples: int
     note: Callable[[int], None] = lambda _: None
@@ -28,28 +31,43 @@ class EvaluationCache:
 
     def __post_init__(self):
         self.depends_on = json.loads(json.dumps(self.depends_on))  # tuples become lists, as in the file
-        self.completions = self._read()
+        known = conditions(self.folder)
+        self.completions = self._read() if known.get(self.name) == self.depends_on else {}
         # Rewritten, without an incomplete last line and without completions of another evaluation.
-        lines = [{"depends_on": self.depends_on}, *(each for many in self.completions.values() for each in many)]
-        write_atomically(self.path, "".join(map(_line, lines)))
+        lines = map(_line, (each for many in self.completions.values() for each in many))
+        write_atomically(completions_file(self.folder, self.name), "".join(lines))
+        write_atomically(_conditions_file(self.folder), json.dumps(known | {self.name: self.depends_on}, indent=1))
 
     def add(self, completions: list[Row]) -> None:
         """Store all completions of some problems. They are on disk when this returns."""
         for each in completions:
             self.completions.setdefault(each["problem"], []).append(each)
-        with self.path.open("a", encoding="utf-8") as file:
+        with completions_file(self.folder, self.name).open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, completions)))
         self.note(len(self.completions))
 
     def _read(self) -> dict[int, list[Row]]:
         found: dict[int, list[Row]] = {}
-        for number, row in enumerate(read_json_lines(self.path)):
-            if number == 0:
-                if row != {"depends_on": self.depends_on}:
-                    return {}
-                continue
+        for row in read_json_lines(completions_file(self.folder, self.name)):
             found.setdefault(row["problem"], []).append(row)
-        return {problem: many for problem, many in found.items() if len(many) == self.samples}
+        return {
+            problem: many
+            for problem, many in found.items()
+            if len(many) == self.samples and not any(row.get("error") for row in many)
+        }
+
+
+def conditions(folder: Path) -> dict[str, Any]:
+    """What the completions in `folder` depend on, by the name of their evaluation."""
+    return read_json(_conditions_file(folder)) or {}
+
+
+def completions_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.jsonl"
+
+
+def _conditions_file(folder: Path) -> Path:
+    return folder / "conditions.json"
 
 
 def _line(row: Row) -> str:

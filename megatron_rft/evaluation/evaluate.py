@@ -7,13 +7,13 @@ for every layout, because a completion depends only on (seed, name, problem, its
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rft.evaluation.cache import EvaluationCache
+from megatron_rft.evaluation.cache import EvaluationCache, completions_file
 from megatron_rft.evaluation.passk import (
     breakdown,
     ks_up_to,
@@ -26,6 +26,7 @@ from megatron_rft.inference.engine import Engine, Request, Sampling, request_see
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import read_json, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,20 @@ def write(results: list[EvalResult], folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for result in results:
         lines = (json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in result.completions)
-        (folder / f"{result.name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        completions_file(folder, result.name).write_text("".join(lines), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps([_finite(each.summary()) for each in results], indent=2) + "\n")
     (folder / "results.md").write_text(table(results) + "\n", encoding="utf-8")
+
+
+def reread(folder: Path, name: str) -> EvalResult | None:
+    """A result that `write` has written; None if there is none, or its completions have changed."""
+    found = [each for each in read_json(folder / "results.json") or [] if each["name"] == name]
+    rows = read_json_lines(completions_file(folder, name))
+    if not found or len(rows) != found[0]["problems"] * found[0]["samples"]:
+        return None
+    parts = (found[0][key] for key in ("samples", "temperature", "seed"))
+    result = summarise([Completion(**row) for row in rows], name, *parts)
+    return replace(result, left_out=found[0]["left_out"])
 
 
 def _finite(value: Any) -> Any:

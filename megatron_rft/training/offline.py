@@ -1,7 +1,7 @@
 """Offline training on a store of trajectories, with any method of objectives/offline.
 
-Every rank holds all trajectories (token ids and a few numbers each) and draws the same examples. Validation uses the
-store's held-out problems; the run exports the model with the best validation.
+Every rank holds all trajectories (token ids and a few numbers each) and draws the same examples. Validation uses
+data.validation, or the store's held-out problems; the run exports the model with the best validation.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
 from megatron_rft.megatron.balance import Costs
 from megatron_rft.objectives.offline.base import part_of
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, Prompt
 from megatron_rft.training import build, loop
 from megatron_rft.training.grad_norms import GradientNorms
 from megatron_rft.training.offline_reference import OfflineModels, Reference, ReferenceSource
@@ -32,7 +32,9 @@ def train(recipe: Recipe) -> int:
     tokenizer, hf_config = build.load_model_files(recipe.model)
     path = recipe.data.train.path
     stored = store.read(path)
-    check_store(stored, path, fingerprint.of_tokenizer(build.tokenizer_folder(recipe.model)), recipe.evaluation.every)
+    own = {} if recipe.data.validation else {"validation": stored.held_out}
+    held_out = stored.held_out if own and recipe.evaluation.every else None
+    check_store(stored, path, fingerprint.of_tokenizer(build.tokenizer_folder(recipe.model)), held_out)
     options, objective = recipe.algorithm, objectives.build(recipe.algorithm)
     data = objective.annotate(store.to_batch(stored.train))
     examples = objective.examples(data)
@@ -47,24 +49,24 @@ def train(recipe: Recipe) -> int:
     reference = Reference(source, actor, data)
     models = OfflineModels(actor, objective.needs, gradient_norms(options.part_norms_every), reference)
     with ExitStack() as stack:
-        evaluator, weights = build_evaluator(recipe, hf_config, tokenizer, models, stack, validation=stored.held_out)
+        evaluator, weights = build_evaluator(recipe, hf_config, tokenizer, models, stack, **own)
         run = stack.enter_context(closing(Run(recipe, models, stream, steps, evaluator)))
         batches = StoredBatches(stream, size, partial(draw, reference.data(data)), weights, run.phases)
         return loop.train(run, batches, models, objective)
 
 
-def check_store(stored: Stored, path: str, tokenizer: str, evaluation_every: int) -> None:
-    """Check that the trajectories are of this tokenizer (by fingerprint), and that held-out problems exist if the
-    recipe evaluates."""
+def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None) -> None:
+    """Check that the trajectories are of this tokenizer (by fingerprint), and that there are held-out problems if the
+    run evaluates on them (None: it does not)."""
     if stored.index["facts"]["tokenizer_fingerprint"] != tokenizer:
         raise DataError(
             f"data.train: the trajectories in {path} are tokens of another tokenizer, that of "
             f"{stored.index['facts']['model']}. Set model.tokenizer to it, or generate trajectories with this one"
         )
-    if evaluation_every and not stored.held_out:
+    if held_out is not None and not held_out:
         raise DataError(
             f"evaluation.every: the store {path} holds no problems out for validation (generation.held_out). Set "
-            "evaluation.every to 0, or generate with a larger share"
+            "evaluation.every to 0, give data.validation, or generate with a larger share"
         )
 
 

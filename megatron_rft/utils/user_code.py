@@ -30,6 +30,15 @@ def load(named: str, option: str) -> Any:
     return getattr(imported, name)
 
 
+def source(named: str) -> Path | None:
+    """The file of the code that `load` loads, if it has one."""
+    module = named.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module)
+    spec = importlib.util.find_spec(module)
+    return Path(spec.origin) if spec and spec.has_location else None
+
+
 def _import(module: str, option: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

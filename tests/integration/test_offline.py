@@ -123,6 +123,15 @@ def test_killed_and_resumed_it_is_the_same_run(undisturbed, folder, tmp_path):
     assert_same_run(out, undisturbed)
 
 
+def test_validation_on_other_problems_than_the_held_out_ones(folder, tmp_path):
+    write_data(tmp_path / "own.jsonl", 5)
+    options = [f"data.validation={tmp_path}/own.jsonl", "run.steps=2", "evaluation.every=2"]
+    status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/run", *options)
+    assert status == 0, output[-3000:]
+    (result,) = json.loads((tmp_path / "run/evaluation/validation_step_000002/results.json").read_text())
+    assert result["problems"] == 5  # 12 are held out
+
+
 def test_cached_hidden_states_train_the_same_model(folder, tmp_path):
     """Bit for bit without shared prompts, which change the rounding."""
     cache, alone = tmp_path / "cache", "batching.share_prompts=off"

@@ -1,6 +1,8 @@
 """`megatron-rft evaluate` with an untrained model: benchmarks through their adapters, and resuming after a kill."""
 
 import json
+import shutil
+import sys
 
 import pytest
 
@@ -49,8 +51,8 @@ def recipe(tmp_path, model):
     return path
 
 
-def evaluate(recipe, model, capsys) -> str:
-    assert cli.main(["evaluate", str(recipe), "--model", str(model)]) == 0
+def evaluate(recipe, model, capsys, *overrides) -> str:
+    assert cli.main(["evaluate", str(recipe), "--model", str(model), *overrides]) == 0
     return capsys.readouterr().out
 
 
@@ -60,6 +62,7 @@ def test_benchmarks_with_their_own_samples_subjects_and_levels(recipe, model, ca
     assert "| first: level | problems | pass@1 |\n| --- | --- | --- |\n| 1 | 3 |" in told
     (folder,) = (tmp_path / "run" / "evaluation").iterdir()
     assert sorted(file.name for file in folder.iterdir()) == [
+        "conditions.json",
         "first.jsonl",
         "results.json",
         "results.md",
@@ -76,6 +79,7 @@ def test_a_killed_evaluation_asks_only_what_is_left(recipe, model, capsys, tmp_p
     whole = told[told.index("| benchmark") :]
     (folder,) = (tmp_path / "run" / "evaluation").iterdir()
     results = (folder / "results.json").read_text()
+    shutil.rmtree(folder)
     measure = Evaluator.measure
 
     def killed(self, part, *more):
@@ -86,12 +90,40 @@ def test_a_killed_evaluation_asks_only_what_is_left(recipe, model, capsys, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "measure", killed)
         assert main(["evaluate", str(recipe), "--model", str(model)]) == 130
-    assert (folder / "first.part.jsonl").is_file() and "already" not in capsys.readouterr().out
+    assert not (folder / "results.json").exists() and "already" not in capsys.readouterr().out
     if retrained:
         (model / "model.safetensors").touch()
     told = evaluate(recipe, model, capsys)
     assert ("first: 5 of 5 problems are answered already" in told) is not retrained
     assert told.endswith(whole) and (folder / "results.json").read_text() == results
+
+
+def test_a_finished_evaluation_is_not_repeated_and_other_benchmarks_stay(recipe, model, capsys, tmp_path, monkeypatch):
+    evaluate(recipe, model, capsys)
+    (folder,) = (tmp_path / "run" / "evaluation").iterdir()
+    before = {file.name: file.read_text() for file in folder.iterdir()}
+    with monkeypatch.context() as patch:  # no engine is built
+        patch.setattr(standalone, "build_engine", None)
+        evaluate(recipe, model, capsys)
+        assert {file.name: file.read_text() for file in folder.iterdir()} == before
+        evaluate(recipe, model, capsys, "evaluation.benchmarks.first=null")
+    names = [each["name"] for each in json.loads((folder / "results.json").read_text())]
+    assert names == ["second", "first"]
+    assert json.loads((folder / "results.json").read_text())[::-1] == json.loads(before["results.json"])
+    told = evaluate(recipe, model, capsys, "evaluation.benchmarks.first.samples=1")  # asked anew
+    assert "| first | 5 | 1 |" in told and "first: 5 of 5 problems are answered already" not in told
+    (model / "model.safetensors").touch()  # another model: nothing of the old one's results stays
+    evaluate(recipe, model, capsys, "evaluation.benchmarks.first=null")
+    assert [each["name"] for each in json.loads((folder / "results.json").read_text())] == ["second"]
+
+
+def test_changed_code_of_the_users_reward_grades_anew(recipe, model, capsys, tmp_path):
+    code = tmp_path / "mine.py"
+    own = f"reward={{kind: own, function: '{code}:grade'}}"
+    for reward in (0.25, 0.75):
+        code.write_text(f"def grade(prompt, text):\n    return {reward}\n")
+        sys.modules.pop(f"user:{code}", None)
+        assert f"| second | 3 | 2 | {reward:.3f}" in evaluate(recipe, model, capsys, own)
 
 
 def test_samples_are_a_benchmarks_own(recipe):

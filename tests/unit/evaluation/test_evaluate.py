@@ -107,19 +107,19 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     def go(dies_at=None, **depends_on):
         engine = ScriptedEngine()
         engine.dies_at = dies_at
-        cache = EvaluationCache(tmp_path / "toy.part.jsonl", {"weights": [("a", 1)]} | depends_on, 4)
+        cache = EvaluationCache(tmp_path, "toy", {"weights": [("a", 1)]} | depends_on, 4)
         found = len(cache.completions)
         return found, evaluate(sampler(MathReward(workers=0), engine), PROMPTS, batch=2, cache=cache)
 
     with pytest.raises(KeyboardInterrupt):
         go(dies_at=14)  # in the third of four batches
-    path = tmp_path / "toy.part.jsonl"
+    path = tmp_path / "toy.jsonl"
     path.write_text(path.read_text() + '{"problem": 14, "sam')  # a line that was torn
     found, result = go()
     assert found == 4 and result == run()
     assert go()[0] == 7
     for line in (4, 1):  # a problem that lacks a sample is asked again; so is all after the first torn line
-        path.write_text("\n".join(path.read_text().splitlines()[: 1 + 4 * 2 + line]))
+        path.write_text("\n".join(path.read_text().splitlines()[: 4 * 2 + line]))
         assert go()[0] == (3 if line == 4 else 2)
     assert go(seed=2)[0] == 0 and go(seed=2)[0] == 7  # other conditions: nothing is taken over
 
@@ -163,6 +163,11 @@ def test_accuracy_is_what_the_verifier_counts_and_not_its_partial_reward():
 
 
 def test_line_separators_in_a_completion_are_no_ends_of_lines(tmp_path):
-    path, row = tmp_path / "toy.part.jsonl", {"problem": 0, "text": "one\u2028two\u0085three\nfour"}
-    EvaluationCache(path, {}, 1).add([row])
-    assert EvaluationCache(path, {}, 1).completions == {0: [row]}
+    row = {"problem": 0, "text": "one\u2028two\u0085three\nfour"}
+    EvaluationCache(tmp_path, "toy", {}, 1).add([row])
+    assert EvaluationCache(tmp_path, "toy", {}, 1).completions == {0: [row]}
+
+
+def test_problems_whose_grader_failed_are_asked_again(tmp_path):
+    EvaluationCache(tmp_path, "toy", {}, 1).add([{"problem": 0, "error": "no sandbox"}, {"problem": 1, "error": None}])
+    assert list(EvaluationCache(tmp_path, "toy", {}, 1).completions) == [1]

@@ -44,6 +44,8 @@ def test_the_papers_numbers_fit_the_columns_and_a_mean_is_that_of_its_columns(en
             assert not cells or len(cells) == len(table.columns), row
             since = []
             for column, cell in zip(table.columns, cells, strict=False):
+                if cell == "-":
+                    continue
                 number = float(cell.partition("±")[0])
                 if column.kind == "mean":
                     assert number == pytest.approx(sum(since) / len(since), abs=0.11), row
@@ -186,12 +188,43 @@ def test_a_column_of_two_benchmarks_counts_problems():
 
 def test_hours_and_held_out_of_a_run(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
-    lines = [{"step": 0, "evaluation/pass@1": 0.9}, {"step": 1, "seconds/step": 1800, "evaluation/pass@1": 0.5}]
+    lines = [{"step": 0, "evaluation/pass@1": 0.3}, {"step": 1, "seconds/step": 1800, "evaluation/pass@1": 0.5}]
     lines += [{"step": 2, "seconds/step": 5400, "evaluation/pass@1": 0.6, "evaluation/pass@1_se": 0.01}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert collect.hours(tmp_path / "run") == (2.0, 0.0) and collect.held_out(tmp_path / "run") == (60.0, 1.0)
+    lines[-1] |= {"seconds/evaluation": 1800}  # which is no training
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert collect.hours(tmp_path / "run") == (1.5, 0.0) and collect.held_out(tmp_path / "run") == (60.0, 1.0)
+    assert collect.hours_to(tmp_path / "run", 50) == (0.5, 0.0) and collect.hours_to(tmp_path / "run", 60) == (1.5, 0)
+    assert collect.hours_to(tmp_path / "run", 73) == (float("inf"), 0.0)
     shutil.rmtree(tmp_path / "run/export")  # not finished
     assert collect.hours(tmp_path / "run") is None and collect.held_out(tmp_path / "run") is None
+
+
+def test_accuracy_over_hours_beside_the_papers(finished, tmp_path, capsys):
+    for name, step_seconds, accuracy in (("fpa-validation_math500-patience_null", 3600, 0.74), ("grpo", 36000, 0.5)):
+        folder = tmp_path / "fpa/qwen3_4b_base/seed_42" / name
+        shutil.copytree(finished, folder)
+        row = {"step": 1, "seconds/step": step_seconds, "evaluation/pass@1": accuracy}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    out = tmp_path / "figure6.svg"
+    text = "\n".join(lines(capsys, "fpa", "figure6", "--collect", str(tmp_path), "--out", str(out)))
+    found = rows_of(text)
+    assert found["FPA"] == ["74.0 ± 0.0", "1.0 (2)", "1.0"]
+    assert found["GRPO"] == ["50.0 ± 0.0", "not reached (21)", "10.0"]
+    assert text.endswith(str(out)) and "<svg" in out.read_text()
+
+
+def test_other_sampling_has_results_of_its_own(runs, capsys):
+    greedy = ("evaluation.samples=1", "evaluation.temperature=0.0")
+    *rest, after = lines(capsys, "pipo", "table1", "--model", "4b", *greedy, "--runs", str(runs))
+    trained, evaluated = ([line for line in rest if f"megatron-rft {each}" in line] for each in ("train", "evaluate"))
+    assert not any("evaluation.samples" in line for line in trained) and greedy[0] in after
+    name = "export-samples_1-temperature_0.0"
+    assert all(f"evaluation/{name}" in line and "evaluation.samples=1" in line for line in evaluated)
+    folder = runs / "pipo/qwen3_4b_base/seed_42/grpo/evaluation"
+    shutil.copytree(folder / "export", folder / name)
+    text = "\n".join(lines(capsys, "pipo", "table1", *greedy, "--model", "4b", "--collect", str(runs)))
+    assert rows_of(text)["GRPO"][0] == "60.0 ± 5.0 (79.3)" and "Missing, 8 of 9" in text
 
 
 def test_a_figure_of_what_is_there(runs, tmp_path, capsys):
