@@ -12,7 +12,7 @@ from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.adapters.common import conversation
 from megatron_rft.data.fields import Fields, Row, check_characters, check_scalar, is_nan
 from megatron_rft.records import Prompt
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import DataError, first_line
 
 INDEX = re.compile(r"\[[^\]]*\]")  # in a template: {meta[level]}
 
@@ -50,11 +50,12 @@ class PromptFormat:
 
 class Question(NamedTuple):
     """A question: the text of the last turn, the turns before it, the reason for using a chat template ("": none is
-    used), and the variables that the template gets."""
+    used), its row, and the variables that the template gets."""
 
     text: str
     history: list[dict[str, str]]
     chat: str
+    place: str
     variables: Mapping[str, Any] = {}
 
     def rendered(self, tokenizer: Any) -> str:
@@ -67,7 +68,13 @@ class Question(NamedTuple):
         for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
                 raise DataError(f"data.chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+        except Exception as error:  # a template is a program: it refuses turns by an exception, and may have any bug
+            raise DataError(
+                f"{self.place}: the tokenizer's chat template fails ({first_line(error)}): change the row, or set "
+                "model.tokenizer to one whose template takes it"
+            ) from None
 
 
 def question_of(row: Row, form: PromptFormat, place: str) -> Question:
@@ -80,7 +87,7 @@ def question_of(row: Row, form: PromptFormat, place: str) -> Question:
     row = row if last is None else row | {form.prompt_field: last}
     text = field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
     check_characters(text, place)
-    return Question(text, history, _why_chat(form, last, place), form.chat_template_kwargs)
+    return Question(text, history, _why_chat(form, last, place), place, form.chat_template_kwargs)
 
 
 def _why_chat(form: PromptFormat, last: str | None, place: str) -> str:
@@ -101,7 +108,7 @@ def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat)
     """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
     place = f"row {prompt.index + 1}"
     history, last = form.turns(prompt.fields, place)
-    asked = Question(question, history, _why_chat(form, last, place), form.chat_template_kwargs)
+    asked = Question(question, history, _why_chat(form, last, place), place, form.chat_template_kwargs)
     return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
 
 

@@ -84,6 +84,26 @@ def test_variables_of_the_chat_template(tokenizer):
         prompt_set(ROWS, talking, replace(form, chat_template_kwargs={"enable_thinkin": False}), "rows")
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if messages|length > 1 %}{{ raise_exception('No system role') }}{% endif %}", "No system role"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ messages[-1]['content'] + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_a_chat_template_that_fails_is_named_with_its_row(tokenizer, template, reason):
+    rows = [{"question": "3+4", "answer": "7", "history": []}, {"question": "3+4", "answer": "7", "history": ASKED}]
+    failing = arithmetic.tokenizer()
+    failing.chat_template = template
+    form = PromptFormat(chat=True, adapted=True)
+    with pytest.raises(DataError, match=f"row [12]: the tokenizer's chat template fails .{reason}.*model.tokenizer"):
+        prompt_set(rows, failing, form, "rows")
+    second = prompt_set(rows, tokenizer, PromptFormat(adapted=True), "rows").prompts[1]
+    with pytest.raises(DataError, match=f"row 2: the tokenizer's chat template fails .{reason}"):
+        ask_again(second, "5", failing, form)
+
+
 def test_templates_by_name_and_by_text(tokenizer):
     boxed = prompt_set(ROWS, tokenizer, PromptFormat(prompt_template="boxed"), "rows").prompts[0].text
     assert boxed == "3+4 Let's think step by step and output the final answer within \\boxed{}."
