@@ -1,5 +1,6 @@
 """Shared by adapters: writing a row with our field names (see `adapters/__init__.py`), and conversations."""
 
+import json
 from typing import Any
 
 from megatron_rft.data.fields import Fields, Row
@@ -23,16 +24,20 @@ def conversation(messages: list[Any], fields: Fields) -> tuple[list[dict[str, st
     """[{role, content}] -> the turns before the last, and the last user turn's text.
 
     Raises:
-        DataError: a message has no role and content, its content is no text, or the last turn is not the user's.
+        DataError: a message has no role and content, one is not text (only an assistant's turn of tool calls may have
+            null content), or the last turn is not the user's.
     """
     turns = []
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise fields.wrong(f"a message has a role and a content, not {str(message)[:60]}")
-        content = message["content"] or ""
-        if not isinstance(content, str):
-            raise fields.wrong(f"the content of a message is text, not {str(content)[:60]}")
-        turns.append({"role": str(message["role"]), "content": content})
+        role, content = message["role"], message["content"]
+        if content is None and role == "assistant" and message.get("tool_calls"):
+            content = ""
+        for name, value in (("role", role), ("content", content)):
+            if not isinstance(value, str):
+                raise fields.wrong(f"the {name} of a message is text, not {json.dumps(value, default=str)[:60]}")
+        turns.append({"role": role, "content": content})
     if not turns or turns[-1]["role"] != "user":
         raise fields.wrong("its messages do not end with the user's turn")
     return turns[:-1], turns[-1]["content"]

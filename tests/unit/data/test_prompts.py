@@ -128,6 +128,14 @@ def test_an_adapters_history_comes_before_the_question(tokenizer):
     assert own[0].text == "3+4" and own[0].fields["history"] == ASKED
 
 
+def test_a_turn_of_tool_calls_may_have_null_content(tokenizer):
+    called = [TALKED[1], {"role": "assistant", "content": None, "tool_calls": [{}]}, TALKED[1]]
+    talking = arithmetic.tokenizer()
+    talking.chat_template = TEMPLATE
+    (prompt,) = prompt_set([{"question": called, "answer": "7"}], talking, PromptFormat(), "rows").prompts
+    assert prompt.text == "user: Hi|assistant: |user: Hi|bot:"
+
+
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}|{% endfor %}bot:"
 
 
@@ -163,6 +171,10 @@ def test_a_list_of_messages_is_rendered_by_the_chat_template(tokenizer):
         ({"question": ["1"]}, {}, "row 2: the field 'question': a message has a role and a content, not 1"),
         ({"question": TALKED}, {}, "row 2: the field 'question': its messages do not end with the user's turn"),
         ({"question": [{"role": "user", "content": ["1"]}]}, {}, "row 2: .* the content of a message is text, not"),
+        ({"question": [{"role": "user", "content": None}]}, {}, "row 2: .* the content of a message is text, not null"),
+        ({"question": [{"role": "user", "content": 0}]}, {}, "row 2: .* the content of a message is text, not 0"),
+        ({"question": [{"role": None, "content": "1"}]}, {}, "row 2: .* the role of a message is text, not null"),
+        ({"question": [{"role": "assistant", "content": None}]}, {}, "row 2: .* the content of a message is text"),
         ({"answer": {"value": 1}}, {}, "row 2: the field 'answer' is an object, .*data.answer_field"),
         ({"answer": [{"value": 1}]}, {}, "row 2: the field 'answer' is an object"),
         ({"answer": float("nan")}, {}, "row 2: the field 'answer' is NaN"),
