@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_rft.config.messages import Place, explain
 from megatron_rft.config.recipe import UNUSED, Recipe
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError, first_line
 
 COMMAND_LINE = "the command line"
 DATA_SETS = (("data",), ("evaluation", "benchmarks"))  # in these sections an entry NAME is short for {path: NAME}
@@ -24,13 +24,22 @@ Layers = list[tuple[str, dict]]  # (origin, content), the strongest last
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number (YAML 1.1 requires 1.0e-6) and a duplicate key is an error."""
+    """YAML in which 1e-6 is a number (YAML 1.1 requires 1.0e-6) and a duplicate key is an error. Errors have a line."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for twice in {str(key) for key in keys if keys.count(key) > 1}:
-            raise ConfigError(f"{node.start_mark.name}, line {node.start_mark.line + 1}: {twice!r} is given twice")
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{str(key)!r} is given twice", problem_mark=node.value[number][0].start_mark
+                )
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node, deep=False):
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # a date that does not exist, or an integer with too many digits for int()
+            raise yaml.constructor.ConstructorError(problem=first_line(error), problem_mark=node.start_mark) from None
 
 
 _Loader.add_implicit_resolver(
@@ -66,9 +75,22 @@ def dump(recipe: Recipe) -> str:
     return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True, width=120)
 
 
+def _parsed(text: str, name: str, fix: str = "") -> Any:
+    """The value of YAML; `name` is that of the text in errors."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{name}: its values are nested more deeply than can be read") from None
+    except yaml.reader.ReaderError as error:
+        line, problem = text.count("\n", 0, error.position), f"the character {chr(error.character)!r} is not allowed"
+    except yaml.MarkedYAMLError as error:
+        line, problem = error.problem_mark.line, error.problem
+    raise ConfigError(f"{name} is not valid YAML (line {line + 1}: {problem}){fix}")
+
+
 def _read(path: Path) -> dict:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = _parsed(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"no recipe can be read at {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -76,8 +98,6 @@ def _read(path: Path) -> dict:
         raise ConfigError(
             f"{path}:{line}: not UTF-8 text (byte 0x{error.object[error.start]:02x}): save the recipe as UTF-8"
         ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path} is not a recipe: its top level must be sections such as `run:` and `model:`")
     return content or {}
@@ -105,9 +125,11 @@ def parse_override(text: str) -> dict:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{text!r} is not an override: write section.option=value")
     try:
-        nested: Any = yaml.load(value, _Loader)
-    except yaml.YAMLError:
-        raise ConfigError(f"the value of the override {text!r} is not valid YAML; quote it") from None
+        text.encode()
+    except UnicodeEncodeError:  # Python keeps other bytes of an argument as lone surrogates
+        raise ConfigError(f"the override {text!r} is not UTF-8 text: set the terminal to UTF-8") from None
+    shown = text if len(text) <= 100 else f"{text[:100]}..."
+    nested = _parsed(value, f"the value of the override {shown!r}", "; quote it")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested

@@ -157,6 +157,13 @@ class TestLoading:
         ("data.train={path: a.jsonl, split: test}", "split: does nothing for a file"),
         ("no-equals-sign", "is not an override"),
         ("run.steps=[", "is not valid YAML"),
+        ("run.steps=" + "[" * 100_000, "[...': its values are nested more deeply than can be read"),
+        ("run.steps=" + "9" * 6000, "9...' is not valid YAML (line 1: Exceeds the limit"),
+        (
+            "run={steps: 1, steps: 2}",
+            "the override 'run={steps: 1, steps: 2}' is not valid YAML (line 1: 'steps' is giv",
+        ),
+        ("run.name=\udcff", "is not UTF-8 text"),
     ],
 )
 def test_a_refusal_names_option_value_and_fix(recipe, override, words):
@@ -177,6 +184,9 @@ def test_error_names_the_file_it_stands_in(recipe):
 def test_a_key_given_twice_is_refused(recipe):
     recipe.write_text(recipe.read_text() + "run: {steps: 3}\n")
     assert "'run' is given twice" in refusal(recipe)
+    (recipe.parent / "child.yaml").write_text("base: rl.yaml\n")
+    line = recipe.read_text().count("\n")
+    assert refusal(recipe.parent / "child.yaml").startswith(f"{recipe} is not valid YAML (line {line}: 'run' is given")
 
 
 def test_unreadable_recipes(tmp_path):
@@ -185,6 +195,23 @@ def test_unreadable_recipes(tmp_path):
     assert "is not a recipe" in refusal(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("run: {steps: 3\n")
     assert "line 2" in refusal(tmp_path / "broken.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("run: {steps: 3", "is not valid YAML (line 2: expected ',' or '}'"),
+        ("run: " + "[" * 100_000, ": its values are nested more deeply"),
+        ("run: {steps: 3}\nseed: " + "9" * 6000, "is not valid YAML (line 2: Exceeds the limit"),
+        ("run: 2024-13-01", "is not valid YAML (line 1: month must be in 1..12)"),
+        ("run:\n  name: a\0", "is not valid YAML (line 2: the character '\\x00' is not allowed)"),
+    ],
+)
+def test_broken_yaml_is_named_with_file_and_line(tmp_path, text, problem):
+    (tmp_path / "broken.yaml").write_text(text + "\n")
+    (tmp_path / "child.yaml").write_text("base: broken.yaml\n")
+    told = refusal(tmp_path / "child.yaml")
+    assert str(tmp_path / "broken.yaml") in told and problem in told and "\n" not in told
 
 
 class TestPassthrough:
