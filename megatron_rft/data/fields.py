@@ -13,22 +13,26 @@ from typing import Any
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 Row = dict[str, Any]
-KINDS = {dict: "an object", bytes: "bytes", float: "NaN"}
+KINDS = {dict: "an object", bytes: "bytes"}
 
 
-def is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def not_finite(value: Any) -> str:
+    """ "NaN", "Infinity" or "-Infinity" if the value is that number, else ""."""
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else ""
 
 
 def check_scalar(value: Any) -> None:
     """Refuses a value that is neither text nor a number.
 
     Raises:
-        ValueError: it is null, NaN, a list or an object. The message says which, and continues the name of the field.
+        ValueError: it is null, NaN, infinite, a list or an object. The message says which, and continues the name of
+            the field.
     """
     if value is None:
         raise ValueError("is null, not text or a number")
-    if isinstance(value, dict | list | tuple | bytes) or is_nan(value):
+    if not_finite(value):
+        raise ValueError(f"is {not_finite(value)}, not text or a finite number")
+    if isinstance(value, dict | list | tuple | bytes):
         raise ValueError(f"is {KINDS.get(type(value), 'a list')}, not text or a number: {str(value)[:60]}")
 
 
@@ -62,7 +66,7 @@ class Fields:
                 f"no field {' or '.join(repr(self.inside + name) for name in names)}; "
                 f"it has {', '.join(map(repr, self.row)) or 'none'}.{did_you_mean(names[0], self.row)}"
             )
-        if is_nan(value):
+        if not_finite(value):
             raise self._kind(names, "a number", value)
         return value
 
@@ -86,6 +90,16 @@ class Fields:
         if not isinstance(value, list):
             raise self._kind(names, "a list", value)
         return value
+
+    def texts(self, *names: str) -> list[str]:
+        """A list of texts and numbers, as text."""
+        values = self.items(*names)
+        for value in values:
+            try:
+                check_scalar(value)
+            except ValueError as error:
+                raise self.wrong(f"a value of {self.inside}{self._name(names)} {error}") from None
+        return list(map(str, values))
 
     def object(self, *names: str) -> "Fields":
         """The fields of an object, or of JSON text of one."""

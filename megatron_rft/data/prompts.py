@@ -89,7 +89,7 @@ def reference_answer(value: Any) -> str:
     ".0"; a list of one is that one; several values are joined by commas, as they are written in an answer.
 
     Raises:
-        ValueError: it is an object or NaN.
+        ValueError: it is an object, NaN or infinite.
     """
     if isinstance(value, list | tuple):
         return ", ".join(reference_answer(each) for each in value)

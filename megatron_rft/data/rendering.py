@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.adapters.common import conversation
-from megatron_rft.data.fields import Fields, Row, check_characters, check_scalar, is_nan
+from megatron_rft.data.fields import Fields, Row, check_characters, check_scalar, not_finite
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
 
@@ -81,7 +81,7 @@ def question_of(row: Row, form: PromptFormat, place: str) -> Question:
     """The chat template formats a list of messages, regardless of `form.chat`.
 
     Raises:
-        DataError: a field in use is null, NaN, not text, or has characters that no tokenizer accepts.
+        DataError: a field in use is null, NaN, infinite, not text, or has characters that no tokenizer accepts.
     """
     history, last = form.turns(row, place)
     row = row if last is None else row | {form.prompt_field: last}
@@ -149,13 +149,13 @@ def _check_no_attribute(name: str) -> None:
 
 
 class _Formatter(string.Formatter):
-    """`str.format` without attributes of the values, and without null or NaN as text."""
+    """`str.format` without attributes of the values, and without null, NaN or infinity as text."""
 
     def get_field(self, field_name, args, kwargs):
         _check_no_attribute(field_name)
         value, first = super().get_field(field_name, args, kwargs)
-        if value is None or is_nan(value):
-            raise ValueError(f"{field_name!r} is {'null' if value is None else 'NaN'}")
+        if value is None or not_finite(value):
+            raise ValueError(f"{field_name!r} is {not_finite(value) or 'null'}")
         return value, first
 
 

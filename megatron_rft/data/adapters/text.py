@@ -21,10 +21,10 @@ def sciknoweval(fields: Fields) -> Row:
     if not fields.has("choices"):
         return _prepared(fields)
     choices = fields.object("choices")
-    labels, texts = choices.items("label"), choices.items("text")
+    labels, texts = choices.texts("label"), choices.texts("text")
     if len(labels) != len(texts):
         raise choices.wrong(f"its choices have {len(labels)} labels and {len(texts)} texts: each text needs a label")
-    options = dict(zip(map(str, labels), map(str, texts), strict=True))
+    options = dict(zip(labels, texts, strict=True))
     key = str(fields.maybe("answerKey") or "").strip()
     if not options or key not in options:
         return unusable("not a multiple choice")

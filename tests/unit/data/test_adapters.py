@@ -419,10 +419,11 @@ class TestBadRows:
         with pytest.raises(DataError, match="there is no adapter 'maths'.*Did you mean 'math'"):
             load_rows(tmp_path / "a.jsonl", adapter="maths")
 
-    def test_minus_infinity_in_a_row_is_a_number(self, tmp_path, adapt):
+    def test_minus_infinity_in_a_row_is_a_number_but_no_answer(self, tmp_path, adapt):
         (tmp_path / "a.jsonl").write_text('{"x": -Infinity}\n')
         assert load_rows(tmp_path / "a.jsonl") == [{"x": float("-inf")}]
-        assert adapt("amc23", problem="?", answer=float("-inf"))["answer"] == "-inf"
+        with pytest.raises(DataError, match=r"\(is -Infinity, not text or a finite number\)"):
+            adapt("amc23", problem="?", answer=float("-inf"))
 
 
 @pytest.mark.parametrize(
@@ -432,6 +433,16 @@ class TestBadRows:
             "sciknoweval",
             {"question": "?", "choices": {"label": ["A", "B"], "text": ["x"]}, "answerKey": "A"},
             "its choices have 2 labels and 1 texts",
+        ),
+        (
+            "sciknoweval",
+            {"question": "?", "choices": {"label": ["A", "B"], "text": ["x", None]}, "answerKey": "A"},
+            "a value of choices.text is null, not text or a number",
+        ),
+        (
+            "sciknoweval",
+            {"question": "?", "choices": {"label": ["A", ["B"]], "text": ["x", 1]}, "answerKey": "A"},
+            "a value of choices.label is a list, not text or a number: ..B",
         ),
         (
             "humaneval_plus",

@@ -178,6 +178,10 @@ def test_a_list_of_messages_is_rendered_by_the_chat_template(tokenizer):
         ({"answer": {"value": 1}}, {}, "row 2: the field 'answer' is an object, .*data.answer_field"),
         ({"answer": [{"value": 1}]}, {}, "row 2: the field 'answer' is an object"),
         ({"answer": float("nan")}, {}, "row 2: the field 'answer' is NaN"),
+        ({"answer": float("inf")}, {}, "row 2: the field 'answer' is Infinity, not text or a finite number"),
+        ({"answer": [float("-inf")]}, {}, "row 2: the field 'answer' is -Infinity"),
+        ({"question": float("inf")}, {}, "row 2: the field 'question' is Infinity"),
+        ({"level": float("inf")}, {"prompt_template": "{level}"}, "row 2: data.prompt_template .*'level' is Infinity"),
         ({"level": None}, {"prompt_template": "{level}{question}"}, "row 2: data.prompt_template .*'level' is null"),
         ({"level": []}, {"prompt_template": "{level[0]}"}, "row 2: data.prompt_template .*fails: IndexError"),
     ],
@@ -240,6 +244,7 @@ def test_demonstrations_end_with_eos(tokenizer):
         (["$3$"], "$3$"),
         ([1, 2], "1, 2"),
         (None, ""),
+        ("infinity", "infinity"),
     ],
 )
 def test_reference_answers(value, expected):
