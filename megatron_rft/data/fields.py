@@ -7,6 +7,7 @@ names.
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_rft.utils.errors import DataError, did_you_mean
 
 Row = dict[str, Any]
 KINDS = {dict: "an object", bytes: "bytes"}
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of half a character
 
 
 def not_finite(value: Any) -> str:
@@ -43,6 +45,12 @@ def check_characters(text: str, place: str) -> None:
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])[1:-1]
         raise DataError(f"{place}: its text has half of a character, {half} (a lone surrogate): remove it") from None
+
+
+def check_escapes(json_text: str, value: Any, place: str) -> None:
+    """Refuses lone surrogates that JSON's escapes have put into `value`, which was read from `json_text`."""
+    if SURROGATE.search(json_text):
+        check_characters(json.dumps(value, ensure_ascii=False), place)
 
 
 class Fields:
@@ -114,9 +122,11 @@ class Fields:
         if not isinstance(value, str):
             return value
         try:
-            return json.loads(value)
+            found = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise self.wrong(f"{self.inside}{self._name(names)} is not JSON ({error}): {value[:60]!r}") from None
+        check_escapes(value, found, self.place)
+        return found
 
     def wrong(self, problem: str) -> DataError:
         return DataError(f"{self.place}: {problem}")

@@ -164,6 +164,6 @@ def _filled(template: str, row: Row, place: str) -> str:
         return _Formatter().vformat(template, (), row)
     except DataError:
         raise
-    except (AttributeError, KeyError, IndexError, ValueError, TypeError) as error:
+    except (AttributeError, LookupError, MemoryError, OverflowError, TypeError, ValueError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise DataError(f"{place}: data.prompt_template {template!r} fails: {reason}") from None

@@ -15,11 +15,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.data.fields import Row, check_characters
+from megatron_rft.data.fields import Row, check_escapes
 from megatron_rft.utils.errors import DataError
 
 WHITESPACE = re.compile(r"[ \t\r\n]*")
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of half a character
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
 AS_WRITTEN = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # bytes that are not UTF-8 become lone surrogates
 
 
@@ -123,8 +123,7 @@ def _decoded(text: str, at: int, file: Path, place: str, line: int = 1) -> tuple
     except ValueError:  # int() of too long a text
         limit = sys.get_int_max_str_digits()
         raise DataError(f"{place}: an integer has more than {limit} digits: write it as text, in quotes") from None
-    if SURROGATE.search(text, at, end):
-        check_characters(json.dumps(value, ensure_ascii=False), place)
+    check_escapes(text[at:end], value, place)
     return value, end
 
 
@@ -134,8 +133,8 @@ def _skip(text: str, at: int) -> int:
 
 def _not_json(error: json.JSONDecodeError, file: Path, line: int = 1) -> DataError:
     shown = error.doc.splitlines()[error.lineno - 1 : error.lineno] or [""]
-    place = f"{file}:{line + error.lineno - 1}"
-    return DataError(f"{place}: not JSON ({error.msg}, column {error.colno}): {shown[0].strip()[:60]}")
+    seen = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown[0].strip()[:60])
+    return DataError(f"{file}:{line + error.lineno - 1}: not JSON ({error.msg}, column {error.colno}): {seen}")
 
 
 def _no_rows(file: Path) -> DataError:
@@ -149,14 +148,27 @@ def _checked(lines: Iterable[str], file: Path) -> Iterator[str]:
 
 
 def _check_encoding(text: str, file: Path, line: int = 1) -> None:
-    """Refuses bytes that are not UTF-8."""
+    """Refuses bytes that are not UTF-8, and UTF-16 without a byte order mark, whose first letter has a byte of 0."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        byte = ord(text[error.start]) - 0xDC00
-        line += text.count("\n", 0, error.start)
-        guess = "UTF-16" if error.start == 0 and byte in (0xFE, 0xFF) else "LATIN1"
-        raise DataError(
-            f"{file}:{line}: not UTF-8 text (byte 0x{byte:02x}): save it as UTF-8, for example by `iconv -f {guess} "
-            f"-t UTF-8` if it is {guess}"
-        ) from None
+        raise _not_utf_8(text, error.start, file, line) from None
+    if line == 1 and "\0" in text[:2]:
+        raise _not_utf_8(text, text.index("\0"), file, line)
+
+
+def _not_utf_8(text: str, at: int, file: Path, line: int) -> DataError:
+    """The error about the character at a position of `text`, which begins at `line` of the file."""
+    start = text[:8].encode(errors="surrogateescape") if line == 1 else b""
+    for mark, program in COMPRESSED.items():
+        if start.startswith(mark):
+            return DataError(f"{file}: it is not text but compressed by {program}: unpack it")
+    little, big = start[1:2] == b"\0", start[:1] == b"\0"
+    marked = start[:1] in (b"\xfe", b"\xff")
+    guess = "UTF-16" if marked else "UTF-16LE" if little else "UTF-16BE" if big else "LATIN1"
+    byte = text[at].encode(errors="surrogateescape")[0]
+    line += text.count("\n", 0, at)
+    return DataError(
+        f"{file}:{line}: not UTF-8 text (byte 0x{byte:02x}): save it as UTF-8, for example by `iconv -f {guess} "
+        f"-t UTF-8` if it is {guess}"
+    )

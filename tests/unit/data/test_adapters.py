@@ -457,6 +457,7 @@ class TestBadRows:
         ),
         ("math500", {"problem": "?", "answer": {"value": 1}}, "is an object, not text or a number"),
         ("aime25", {"problem": "?", "answer": float("nan")}, "is NaN"),
+        ("math", {"problem": "?", "reward_model": '{"ground_truth": "\\ud83d"}'}, r"half of a character, \\ud83d"),
         ("gsm8k", {"question": "?", "answer": float("nan")}, "answer is not a number but float: nan"),
         ("apps", {"question": "?", "input_output": '{"inputs": ["1"], "outputs": 3}'}, None),  # unusable, and counted
     ],

@@ -183,6 +183,7 @@ def test_a_list_of_messages_is_rendered_by_the_chat_template(tokenizer):
         ({"question": float("inf")}, {}, "row 2: the field 'question' is Infinity"),
         ({"level": float("inf")}, {"prompt_template": "{level}"}, "row 2: data.prompt_template .*'level' is Infinity"),
         ({"level": None}, {"prompt_template": "{level}{question}"}, "row 2: data.prompt_template .*'level' is null"),
+        ({}, {"prompt_template": "{question:9999999999999999}"}, "row 1: data.prompt_template .*fails: MemoryError"),
         ({"level": []}, {"prompt_template": "{level[0]}"}, "row 2: data.prompt_template .*fails: IndexError"),
     ],
 )
