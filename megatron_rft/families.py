@@ -70,3 +70,7 @@ def family_of(hf_config: Any) -> Family:
         known = ", ".join(f"{name} ({f.architecture})" for name, f in FAMILIES.items())
         raise DataError(f"model_type {hf_config.model_type!r} is not supported. Supported: {known}")
     return family
+
+
+def head_dim(hf_config: Any) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads

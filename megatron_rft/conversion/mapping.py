@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rft.families import DENSE, EXPERTS, TRANSFORMER_ENGINE, family_of
+from megatron_rft.families import DENSE, EXPERTS, TRANSFORMER_ENGINE, family_of, head_dim
 
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -26,10 +26,6 @@ EXPERT = re.compile(
     r"mlp\.experts\."
     r"(?:local_experts\.(?P<local>\d+)\.(?P<local_part>.+\.weight)|(?P<grouped_part>.+\.weight)(?P<grouped>\d+))"
 )
-
-
-def head_dim(hf_config: Any) -> int:
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def is_mixture(hf_config: Any, layer: int) -> bool:

@@ -20,8 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rft.config.gpu_defaults import fusions
 from megatron_rft.conversion import padded_vocab
-from megatron_rft.conversion.mapping import head_dim, is_mixture
-from megatron_rft.families import family_of
+from megatron_rft.conversion.mapping import is_mixture
+from megatron_rft.families import family_of, head_dim
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.packing import SharedPrompts
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine

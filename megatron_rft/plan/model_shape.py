@@ -5,9 +5,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from megatron_rft.families import ARCHITECTURES
+from megatron_rft.families import ARCHITECTURES, head_dim
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
@@ -105,5 +106,5 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         expert_ffn=config.get("moe_intermediate_size") or 0,
         max_positions=config["max_position_embeddings"],
         vocabulary=config["vocab_size"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        head_dim=head_dim(SimpleNamespace(**config)),
     )

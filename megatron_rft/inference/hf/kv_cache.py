@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from megatron_rft.conversion.mapping import head_dim
+from megatron_rft.families import head_dim
 
 ATTENTION = "megatron_rft_shared_prefix"
 FIRST_COLUMNS = 64

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megatron_rft.conversion.mapping import head_dim
+from megatron_rft.families import head_dim
 from megatron_rft.inference.engine import Request, Sampling, limit, request_seed
 
 PREFILL_TOKENS = 8192  # in one forward pass
