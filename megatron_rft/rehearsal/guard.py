@@ -11,10 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from megatron_rft.utils.errors import UserError
+from megatron_rft.utils.files import replacing
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TESTED = {(2, 13)}  # versions of torch; the guard uses interfaces that torch does not promise to keep
@@ -69,23 +69,23 @@ def library(folder: Path | None = None) -> Path:
 
 def _build(root: Path, path: Path) -> None:
     program = compiler()
+    options = ["-std=c++20", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu"]
+    command = [program, str(SOURCE), *options, f"-Wl,-rpath,{root}/lib"]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".so")
+        with replacing(path) as new:
+            new.touch()  # whether the folder can be written; the compiler would fail with another message
+            done = subprocess.run([*command, "-o", str(new)], capture_output=True, text=True)
+            if done.returncode:
+                new.unlink(missing_ok=True)
+                reason = next(
+                    (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-300:]
+                )
+                raise UserError(f"{program} cannot compile {SOURCE}, which needs C++20 (g++ 10 or newer): {reason}")
     except OSError as error:
         raise UserError(
             f"{path.parent} cannot be written ({error.strerror}), and rehearse keeps a small library there: set "
             "XDG_CACHE_HOME to another folder"
         ) from None
-    os.close(handle)
-    options = ["-std=c++20", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu"]
-    command = [program, str(SOURCE), *options, f"-Wl,-rpath,{root}/lib", "-o", partial]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        os.unlink(partial)
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-300:])
-        raise UserError(f"{program} cannot compile {SOURCE}, which needs C++20 (g++ 10 or newer): {reason}")
-    os.replace(partial, path)
 
 
 def load() -> None:

@@ -112,6 +112,12 @@ def test_without_a_compiler_one_sentence_says_so(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file cannot be written .*: set XDG_CACHE_HOME"):
+        guard.library(tmp_path / "file")
+
+
 def test_another_torch_is_refused(monkeypatch):
     monkeypatch.setattr(guard, "TESTED", {(1, 0)})
     with pytest.raises(UserError, match="tested with torch 1.0 only"):
