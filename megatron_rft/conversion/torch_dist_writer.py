@@ -2,6 +2,9 @@
 
 Ranks of any parallel layout can read them. Parameters are split into one chunk per tensor-parallel rank of the expected
 layout: ranks read whole chunks, so each of them then reads only its own part.
+
+`torch.distributed.checkpoint.save` is not used: its FileSystemWriter sorts the tensors by size (with several files, or
+where it sees a GPU), so that a planner could not make one parameter at a time, and it cannot limit the size of a file.
 """
 
 import io

@@ -43,8 +43,8 @@ class Search:
         return sorted(fitting, key=lambda each: each.seconds.most)
 
     def _layouts(self) -> list[Layout]:
-        """Return layouts with tensor parallelism inside a node and limited contexts and pipelines. Experts are whole,
-        or cut like the other matrices."""
+        """Return layouts with tensor parallelism inside a node and limited contexts and pipelines. The matrices of an
+        expert are split over as many ranks as the other matrices, or not at all."""
         found = {self.own: None}
         for layout in possible(self.own.world, self.s):
             if layout.tp > NODE or layout.cp > LONGEST_CONTEXT or layout.pp > LONGEST_PIPELINE:

@@ -10,7 +10,8 @@ its JSON) in the field `tests`, else the reference answer itself. Its `kind` is 
     stdin    inputs, outputs: texts; the program reads standard input and writes standard output
     call     name, inputs (lists of arguments), outputs: the values of a function, or of a method of `class Solution`
     assert   code: Python with asserts, each of which is a test; setup: Python before it, which only the tests see;
-             names: what is the program's in them (a name that the tests do not define is so anyway)
+             names: functions and classes that the tests take from the program, even if `setup` defines them too; names
+             that nothing defines always come from the program
 
 and any kind may have a `preamble`: Python that precedes the program (imports and helpers that its prompt shows).
 """

@@ -3,8 +3,8 @@
     RLLA      the reference response itself, with its <think>, <tool_call> and <response>
     API-Bank, SDPO  JSON: [{"name": ..., "parameters": {...}}]
     BFCL      JSON: [{name: {parameter: [accepted values]}}], [] where no function fits the request
-              (irrelevance), "any" where some call is wanted, whichever (relevance); the functions' descriptions are
-              the field `function`, as there
+              (irrelevance), "any" where any call is right (relevance); the field `function` has the descriptions of
+              the functions, as in BFCL
 
 The tools of RLLA and API-Bank are written into the system turn.
 """
@@ -74,7 +74,8 @@ def api_bank(fields: Fields) -> Row:
 
 
 def sdpo_tools(fields: Fields) -> Row:
-    """SDPO's tool rows, raw (prompt, answer) or as its preprocess.py gives them: [{Action, Action_Input}] is right."""
+    """SDPO's tool rows, raw (prompt, answer) or as its preprocess.py writes them. The reference is a list of calls,
+    [{Action, Action_Input}]."""
     if fields.has("reward_model"):
         history, question = conversation(fields.items("prompt"), fields)
         answer = fields.object("reward_model").get("ground_truth")
