@@ -38,7 +38,7 @@ def check_scalar(value: Any) -> None:
         raise ValueError(f"is {KINDS.get(type(value), 'a list')}, not text or a number: {str(value)[:60]}")
 
 
-def check_characters(text: str, place: str) -> None:
+def check_characters(text: str, place: object) -> None:
     """Refuses lone surrogates (half of a character, as \\ud83d alone): no tokenizer and no file takes them."""
     try:
         text.encode()
@@ -57,7 +57,7 @@ class Fields:
     """`place` names adapter, file and row for messages; `file` is the row's file, whose name may carry information.
     Several names in a call are one field's names in several editions."""
 
-    def __init__(self, row: Row, place: str, file: Path, inside: str = ""):
+    def __init__(self, row: Row, place: object, file: Path, inside: str = ""):
         self.row, self.place, self.file, self.inside = row, place, file, inside
 
     def has(self, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rft.data.adapters.mathematics import answer_text
 from megatron_rft.data.fields import Row, check_characters
 from megatron_rft.data.rendering import PromptFormat, encode, field_text, question_of, template_fields
+from megatron_rft.data.rows import Rows
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.utils.errors import DataError, did_you_mean
 
@@ -21,6 +22,19 @@ class PromptSet:
 
     prompts: list[Prompt]
     dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row's place in messages; it is looked up when a message is formatted."""
+
+    rows: list[Row]
+    index: int
+    source: str
+
+    def __str__(self) -> str:
+        found = self.rows.place(self.index) if isinstance(self.rows, Rows) else None
+        return found or f"{self.source}: row {self.index + 1}"
 
 
 @dataclass(frozen=True)
@@ -62,16 +76,16 @@ def demonstrations(
         raise DataError(f"{source}: the field {form.answer_field!r} is null in every row: there is nothing to learn")
     if len(answered) < len(prompts):
         dropped["empty answer"] = len(prompts) - len(answered)
-    texts = [_response(rows[prompt.index], form, f"{source}: row {prompt.index + 1}") for prompt in answered]
+    texts = [_response(rows[prompt.index], form, Place(rows, prompt.index, source)) for prompt in answered]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     found = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
     if max_response_tokens is None:
         return found, dropped
     lengths = [len(each.response_ids) for each in found]
     kept = [each for each in found if len(each.response_ids) <= max_response_tokens]
-    numbers = [each.prompt.index for each in found]
+    places = [Place(rows, each.prompt.index, source) for each in found]
     limit = ("response", "rollout.max_response_tokens", max_response_tokens)
-    _check_lengths(lengths, numbers, *limit, form.overlong, source)
+    _check_lengths(lengths, places, *limit, form.overlong, source)
     if len(kept) < len(found):
         dropped["response too long"] = len(found) - len(kept)
     return kept, dropped
@@ -118,14 +132,14 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
     indexed = [(index, row) for index, row in enumerate(rows) if not form.adapted or "unusable" not in row]
     if not indexed:
         raise DataError(f"{source}: none of its {len(rows)} rows can be used: {', '.join(unusable)}")
-    _check_fields(indexed, form, source)
-    places = [f"{source}: row {index + 1}" for index, _ in indexed]
+    places = [Place(rows, index, source) for index, _ in indexed]
+    _check_fields([row for _, row in indexed], places, form)
     questions = [question_of(row, form, place) for (_, row), place in zip(indexed, places, strict=True)]
     texts = [question.rendered(tokenizer) for question in questions]
     encoded = encode(texts, tokenizer, [bool(question.chat) for question in questions])
     lengths = [len(ids) for ids in encoded]
     limit = ("prompt", "data.max_prompt_tokens", form.max_prompt_tokens)
-    _check_lengths(lengths, [index for index, _ in indexed], *limit, form.overlong, source)
+    _check_lengths(lengths, places, *limit, form.overlong, source)
     prompts = [
         Prompt(index, tuple(ids), text, _answer(row, form, place), _rest(row, form), question.text)
         for (index, row), place, question, text, ids in zip(indexed, places, questions, texts, encoded, strict=True)
@@ -140,7 +154,7 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
     return prompts, {reason: count for reason, count in reasons.items() if count}
 
 
-def _answer(row: Row, form: PromptFormat, place: str) -> str:
+def _answer(row: Row, form: PromptFormat, place: Place) -> str:
     """An adapter has already extracted the answer, so a "####" in it belongs to the answer."""
     value = row[form.answer_field]
     if form.adapted:
@@ -151,7 +165,7 @@ def _answer(row: Row, form: PromptFormat, place: str) -> str:
         raise DataError(f"{place}: the field {form.answer_field!r} {error} (data.answer_field)") from None
 
 
-def _response(row: Row, form: PromptFormat, place: str) -> str:
+def _response(row: Row, form: PromptFormat, place: Place) -> str:
     text = field_text(row, form.answer_field, place)
     check_characters(text, place)
     return text
@@ -162,25 +176,25 @@ def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != form.prompt_field or form.has_messages(row)}
 
 
-def _check_fields(rows: list[tuple[int, Row]], form: PromptFormat, source: str) -> None:
+def _check_fields(rows: list[Row], places: list[Place], form: PromptFormat) -> None:
     """Checks that every row has every field that the recipe names."""
     template = form.template
     wanted = {form.answer_field: "data.answer_field"}
     wanted |= {name: "data.prompt_template" for name in template_fields(template)} if template else {}
     wanted |= {} if template else {form.prompt_field: "data.prompt_field"}
-    for index, row in rows:
+    for row, place in zip(rows, places, strict=True):
         for name, option in wanted.items():
             if name not in row:
                 raise DataError(
-                    f"{source}: row {index + 1} has no field {name!r} ({option}); it has {', '.join(map(repr, row))}."
+                    f"{place} has no field {name!r} ({option}); it has {', '.join(map(repr, row))}."
                     f"{did_you_mean(name, row)}"
                 )
 
 
 def _check_lengths(
-    lengths: list[int], rows: list[int], what: str, option: str, limit: int, overlong: str, source: str
+    lengths: list[int], places: list[Place], what: str, option: str, limit: int, overlong: str, source: str
 ) -> None:
-    """Refuses a data set whose prompts are all too long or, with `overlong` error, any of them. `rows` count from 0."""
+    """Refuses a data set whose prompts are all too long or, with `overlong` error, any of them."""
     long = sum(length > limit for length in lengths)
     if long == len(lengths):
         raise DataError(
@@ -188,8 +202,8 @@ def _check_lengths(
             f"{min(lengths)} tokens, the longest {max(lengths)}: set {option} to at least {min(lengths)}"
         )
     if long and overlong == "error":
-        first = next(row for row, length in zip(rows, lengths, strict=True) if length > limit)
+        first = next(place for place, length in zip(places, lengths, strict=True) if length > limit)
         raise DataError(
-            f"{source}: {long} of {len(lengths)} {what}s are longer than {option}={limit}, first that of row "
-            f"{first + 1} (longest: {max(lengths)}): raise it, or leave them out with data.overlong=drop"
+            f"{source}: {long} of {len(lengths)} {what}s are longer than {option}={limit}, first that of "
+            f"{first} (longest: {max(lengths)}): raise it, or leave them out with data.overlong=drop"
         )

@@ -14,6 +14,7 @@ from megatron_rft.data.fields import Fields, Row, check_characters, check_scalar
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
 
+CHAT_IS_SET = "data.chat is set"
 INDEX = re.compile(r"\[[^\]]*\]")  # in a template: {meta[level]}
 
 
@@ -40,12 +41,14 @@ class PromptFormat:
         used = self.template is None or self.prompt_field in template_fields(self.template)
         return used and not self.adapted and isinstance(row.get(self.prompt_field), list)
 
-    def turns(self, row: Row, place: str) -> tuple[list[dict[str, str]], str | None]:
+    def turns(self, row: Row, place: object) -> tuple[list[dict[str, str]], str | None]:
         """The turns before the last, and the last one's text, if the prompt is a list of messages."""
         if not self.has_messages(row):
             return row.get("history", []) if self.adapted else [], None
-        fields = Fields(row, f"{place}: the field {self.prompt_field!r}", Path())
-        return conversation(row[self.prompt_field], fields)
+        try:
+            return conversation(row[self.prompt_field], Fields(row, f"the field {self.prompt_field!r}", Path()))
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
 
 
 class Question(NamedTuple):
@@ -55,7 +58,7 @@ class Question(NamedTuple):
     text: str
     history: list[dict[str, str]]
     chat: str
-    place: str
+    place: object
     variables: Mapping[str, Any] = {}
 
     def rendered(self, tokenizer: Any) -> str:
@@ -64,7 +67,8 @@ class Question(NamedTuple):
         if not self.chat:
             return as_text(messages)
         if tokenizer.chat_template is None:
-            raise DataError(f"{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
+            where = "" if self.chat == CHAT_IS_SET else f"{self.place}: "
+            raise DataError(f"{where}{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
         for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
                 raise DataError(f"data.chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
@@ -77,8 +81,8 @@ class Question(NamedTuple):
             ) from None
 
 
-def question_of(row: Row, form: PromptFormat, place: str) -> Question:
-    """The chat template formats a list of messages, regardless of `form.chat`.
+def question_of(row: Row, form: PromptFormat, place: object) -> Question:
+    """The chat template formats a list of messages, regardless of `form.chat`. `place` is formatted into errors only.
 
     Raises:
         DataError: a field in use is null, NaN, infinite, not text, or has characters that no tokenizer accepts.
@@ -87,11 +91,11 @@ def question_of(row: Row, form: PromptFormat, place: str) -> Question:
     row = row if last is None else row | {form.prompt_field: last}
     text = field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
     check_characters(text, place)
-    return Question(text, history, _why_chat(form, last, place), place, form.chat_template_kwargs)
+    return Question(text, history, _why_chat(form, last), place, form.chat_template_kwargs)
 
 
-def _why_chat(form: PromptFormat, last: str | None, place: str) -> str:
-    return "data.chat is set" if form.chat else "" if last is None else f"{place}: the prompt is a list of messages"
+def _why_chat(form: PromptFormat, last: str | None) -> str:
+    return CHAT_IS_SET if form.chat else "" if last is None else "the prompt is a list of messages"
 
 
 def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int]]:
@@ -108,7 +112,7 @@ def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat)
     """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
     place = f"row {prompt.index + 1}"
     history, last = form.turns(prompt.fields, place)
-    asked = Question(question, history, _why_chat(form, last, place), place, form.chat_template_kwargs)
+    asked = Question(question, history, _why_chat(form, last), place, form.chat_template_kwargs)
     return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
 
 
@@ -120,7 +124,7 @@ def as_text(messages: list[dict[str, str]]) -> str:
     return text + "\n\nAssistant:" if speakers else text
 
 
-def field_text(row: Row, name: str, place: str) -> str:
+def field_text(row: Row, name: str, place: object) -> str:
     """A text or a number, as text."""
     try:
         check_scalar(row[name])
@@ -159,7 +163,7 @@ class _Formatter(string.Formatter):
         return value, first
 
 
-def _filled(template: str, row: Row, place: str) -> str:
+def _filled(template: str, row: Row, place: object) -> str:
     try:
         return _Formatter().vformat(template, (), row)
     except DataError:

@@ -2,10 +2,9 @@
 arithmetic; through an adapter where one is named. No tokenizer, no torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from megatron_rft.config.datasets import ARITHMETIC, HUB, SUFFIXES
 from megatron_rft.data import arithmetic, hub
@@ -18,6 +17,19 @@ from megatron_rft.utils.errors import DataError
 
 READERS = {".parquet": table, ".arrow": table, ".jsonl": json_lines, ".json": json_file, ".csv": csv_file}
 assert set(READERS) == set(SUFFIXES)
+
+
+class Rows(list[Row]):
+    """The first rows of files."""
+
+    def __init__(self, rows: Iterable[Row], files: list[Path]):
+        super().__init__(rows)
+        self.files = files
+
+    def place(self, index: int) -> str:
+        """The file and line of a row, for an error. It reads the file again: millions of places would take memory."""
+        places = (place for file in self.files for place, _ in READERS[file.suffix](file))
+        return next(islice(places, index, None))
 
 
 def load_rows(
@@ -38,8 +50,7 @@ def load_rows(
     if str(path) == ARITHMETIC:
         return arithmetic.rows(split or part, limit)
     found = find_files(str(path), Choice(part, split, subset, files))
-    rows: Iterator[Any] = (row for file in found for row in _rows(file, adapter))
-    rows = list(islice(rows, limit))
+    rows = Rows(islice((row for file in found for row in _rows(file, adapter)), limit), found)
     if not rows:
         raise DataError(f"{path}: the data set is empty")
     return rows

@@ -1,11 +1,13 @@
 """Reads the problems of a recipe's data sources and formats them as prompts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rft.config import Data, Recipe, Source
 from megatron_rft.config.datasets import DATASETS
-from megatron_rft.data.prompts import PromptSet, prompt_set
+from megatron_rft.data.prompts import Demonstration, PromptSet, demonstrations, prompt_set
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
 from megatron_rft.utils.errors import DataError
@@ -31,9 +33,8 @@ class Problems:
         return f"{'evaluation.benchmarks' if part in self.benchmarks else 'data'}.{part}"
 
     def rows(self, part: str) -> list[Row]:
-        """Raises DataError, naming the part."""
         source = self.source(part)
-        try:
+        with self._named(part):
             return load_rows(
                 source.path,
                 source.split,
@@ -43,8 +44,6 @@ class Problems:
                 files=source.files,
                 part="test" if part in self.benchmarks else part,
             )
-        except DataError as error:
-            raise DataError(f"{self.location(part)}: {error}") from None
 
     def prompt_format(self, part: str) -> PromptFormat:
         """The format of a part's prompts. An adapter has its own field names and template."""
@@ -66,5 +65,20 @@ class Problems:
         )
 
     def prompts(self, part: str, tokenizer: Any) -> PromptSet:
-        source = f"{self.location(part)}: {self.source(part).path}"
-        return prompt_set(self.rows(part), tokenizer, self.prompt_format(part), source)
+        rows = self.rows(part)
+        with self._named(part):
+            return prompt_set(rows, tokenizer, self.prompt_format(part), self.source(part).path)
+
+    def demonstrations(self, tokenizer: Any, limit: int) -> tuple[list[Demonstration], dict[str, int]]:
+        """The answers of data.train to learn; `limit` is the most tokens of one."""
+        rows = self.rows("train")
+        with self._named("train"):
+            return demonstrations(rows, tokenizer, self.prompt_format("train"), self.data.train.path, limit)
+
+    @contextmanager
+    def _named(self, part: str) -> Iterator[None]:
+        """Put the part's name in front of a DataError."""
+        try:
+            yield
+        except DataError as error:
+            raise DataError(f"{self.location(part)}: {error}") from None

@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing
 
 from megatron_rft import objectives
 from megatron_rft.config import Recipe
-from megatron_rft.data.prompts import as_batch, demonstrations
+from megatron_rft.data.prompts import as_batch
 from megatron_rft.data.stream import Stream
 from megatron_rft.training import build, loop
 from megatron_rft.training.engines import EngineBuilder
@@ -19,11 +19,7 @@ def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs or a signal. Returns the exit status."""
     EngineBuilder.of(recipe).check_gpus()
     tokenizer, hf_config = build.load_model_files(recipe.model)
-    problems, limit = Problems.of(recipe), recipe.rollout.max_response_tokens
-    form = problems.prompt_format("train")
-    found, dropped = demonstrations(
-        problems.rows("train"), tokenizer, form, f"data.train: {recipe.data.train.path}", limit
-    )
+    found, dropped = Problems.of(recipe).demonstrations(tokenizer, recipe.rollout.max_response_tokens)
     stream, size = Stream(found, recipe.run.seed, recipe.data.shuffle), recipe.algorithm.batch_sequences
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(found) / size)
     models = Models(build.build_actor(recipe, hf_config, steps))

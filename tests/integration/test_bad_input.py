@@ -59,13 +59,13 @@ def one_sentence(error: str) -> bool:
             b'{"question": "1", "question": "2", "answer": "1"}',
             "train.jsonl:2: one object has the key 'question' twice",
         ),
-        (b'{"question": null, "answer": "1"}', "train.jsonl: row 2: the field 'question' is null"),
-        (b'{"question": "1", "answer": {"value": 1}}', "train.jsonl: row 2: the field 'answer' is an object"),
-        (b'{"question": "1", "answer": NaN}', "train.jsonl: row 2: the field 'answer' is NaN"),
-        (b'{"question": ["1"], "answer": "1"}', "train.jsonl: row 2: the field 'question': a message has a role"),
+        (b'{"question": null, "answer": "1"}', "train.jsonl:2: the field 'question' is null"),
+        (b'{"question": "1", "answer": {"value": 1}}', "train.jsonl:2: the field 'answer' is an object"),
+        (b'{"question": "1", "answer": NaN}', "train.jsonl:2: the field 'answer' is NaN"),
+        (b'{"question": ["1"], "answer": "1"}', "train.jsonl:2: the field 'question': a message has a role"),
         (
             b'{"question": [{"role": "user", "content": "1"}], "answer": "1"}',
-            "train.jsonl: row 2: the prompt is a list of messages, but the tokenizer has no chat template",
+            "train.jsonl:2: the prompt is a list of messages, but the tokenizer has no chat template",
         ),
     ],
 )

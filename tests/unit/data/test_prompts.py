@@ -1,5 +1,7 @@
+import json
 from dataclasses import replace
 
+import pyarrow.parquet
 import pytest
 
 from megatron_rft.data import arithmetic
@@ -11,6 +13,7 @@ from megatron_rft.data.prompts import (
     reference_answer,
 )
 from megatron_rft.data.rendering import PromptFormat, ask_again
+from megatron_rft.data.rows import Rows, load_rows
 from megatron_rft.utils.errors import DataError
 
 ROWS = [
@@ -40,11 +43,51 @@ def test_long_prompts_are_dropped_and_counted_or_refused(tokenizer):
     kept = prompt_set(ROWS[::-1], tokenizer, PromptFormat(max_prompt_tokens=2), "rows")
     assert [prompt.index for prompt in kept.prompts] == [1] and kept.dropped == {"prompt too long": 1}
     with pytest.raises(
-        DataError, match=r"1 of 2 prompts are longer than data.max_prompt_tokens=2, first that of row 2 "
+        DataError, match=r"1 of 2 prompts are longer than data.max_prompt_tokens=2, first that of rows: row 2 "
     ):
         prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=2, overlong="error"), "rows")
     with pytest.raises(DataError, match="all 2 prompts .* the shortest has 2 tokens.* to at least 2"):
         prompt_set(ROWS, tokenizer, PromptFormat(max_prompt_tokens=1), "rows")
+
+
+MESSAGES = [{"role": "user", "content": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "message"),
+    [
+        ({"question": None}, {}, ": the field 'question' is null"),
+        ({"question": [1]}, {}, ": the field 'question': a message has a role"),
+        ({"question": MESSAGES}, {}, ": the prompt is a list of messages, but the tokenizer has no chat template"),
+        ({"answer": {}}, {}, ": the field 'answer' is an object"),
+        ({}, {"prompt_template": "{level}"}, " has no field 'level'"),
+        ({"question": "3+4+5"}, {"max_prompt_tokens": 2, "overlong": "error"}, " .longest: 3.: raise it"),
+    ],
+)
+def test_a_row_of_a_folder_is_named_by_its_file_and_line(tokenizer, tmp_path, row, form, message):
+    good = json.dumps({"question": "3+4", "answer": "7"} | ({"level": 1} if form.get("prompt_template") else {}))
+    (tmp_path / "a.jsonl").write_text(f"{good}\n" * 2)
+    (tmp_path / "b.jsonl").write_text("\n\n" + json.dumps({"question": "3+4", "answer": "7"} | row))
+    with pytest.raises(DataError, match=rf"b\.jsonl:3{message}"):
+        prompt_set(load_rows(tmp_path), tokenizer, PromptFormat(**form), "folder")
+
+
+def test_a_row_to_learn_and_one_of_parquet_are_named_by_their_file(tokenizer, tmp_path):
+    rows = [{"question": "1", "answer": "1"}, {"question": "1", "answer": ["2"]}]
+    (tmp_path / "a.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match=r"a\.jsonl:3: the field 'answer' is a list"):
+        demonstrations(load_rows(tmp_path / "a.jsonl"), tokenizer, PromptFormat(), "file")
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["1", None], "answer": ["1", "2"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: the field 'question' is null"):
+        prompt_set(load_rows(tmp_path / "a.parquet"), tokenizer, PromptFormat(), "file")
+
+
+def test_places_of_good_rows_are_not_looked_up(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": MESSAGES, "answer": "1"}))
+    talking = arithmetic.tokenizer()
+    talking.chat_template = TEMPLATE
+    monkeypatch.setattr(Rows, "place", None)
+    assert prompt_set(load_rows(tmp_path / "a.jsonl"), talking, PromptFormat(), "file").prompts
 
 
 def test_missing_fields_list_what_there_is(tokenizer):
