@@ -6,7 +6,8 @@ weight          the weight of each gradient: pi^(1/|y|), for FPA pi_hat^(1/|y|)
 ratio           of wrong trajectories: pi_hat / pi within a run of FPA, and pi_hat of that run / pi of Off-RL's
 damped          wrong trajectories of a batch whose weight is below 0.2
 gradient norms  of the part of right and of the part of wrong trajectories
-accuracy        on the held-out problems over steps; over lambda the best of each run, and its test accuracy
+accuracy        on the held-out problems (or data.validation) over steps; over lambda the best of each run, its test
+                accuracy, and its mean over the benchmarks of `megatron-rft evaluate`
 
 Runs that differ only in their seed share a color and, over lambda, a point.
 """
@@ -24,6 +25,7 @@ from megatron_rft.report.groups import grouped
 from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
 from megatron_rft.report.runs import Curves, Run, read, smooth
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import read_json
 
 COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, GREY)
 SIDES = (("correct", "-"), ("incorrect", "--"))
@@ -36,11 +38,12 @@ class OfflineRun:
     extrapolation: float | None  # lambda of FPA on all trajectories; Off-RL's is 0, other methods have none
     looks_ahead: frozenset[str] = frozenset()  # sides that are weighted by the predicted policy, pi_hat
     tested: tuple[float, float] | None = None  # pass@1 on data.test when it was finished, and its standard error
+    average: tuple[float, float] | None = None  # the same of all benchmarks that `megatron-rft evaluate` measured
 
     @classmethod
     def of(cls, run: Run, name: str) -> "OfflineRun":
         algorithm = run.recipe.get("algorithm") or {"name": None}
-        return cls(name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run))
+        return cls(name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run), _average(run))
 
     def weight(self, side: str) -> str:
         """The metric with the gradient weight of that side."""
@@ -75,6 +78,15 @@ def _tested(run: Run) -> tuple[float, float] | None:
     if len(results) < 2:  # only the start was tested
         return None
     return results[-1][1]["pass_at_1"], results[-1][1]["standard_error"]
+
+
+def _average(run: Run) -> tuple[float, float] | None:
+    results = read_json(run.folder / "evaluation/export/results.json") or []
+    found = [(each["pass_at_1"], each["standard_error"] or 0.0) for each in results if each["pass_at_1"] is not None]
+    if not found:
+        return None
+    means, errors = zip(*found, strict=True)
+    return fmean(means), sum(error**2 for error in errors) ** 0.5 / len(errors)
 
 
 def draw(folders: list[Path], path: Path) -> Path:
@@ -188,7 +200,7 @@ def _accuracy(axes: Axes, run: OfflineRun, color: str) -> None:
 
 def _sweep(axes: Axes, runs: list[OfflineRun]) -> None:
     found = sweep(runs)
-    for (label, points), color, marker in zip(found.items(), (BLUE, ORANGE), "os", strict=False):
+    for (label, points), color, marker in zip(found.items(), (BLUE, ORANGE, GREEN), "os^", strict=False):
         places, means, errors = zip(*points, strict=True)
         axes.errorbar(places, means, yerr=errors, color=color, marker=marker, markersize=4, capsize=3, label=label)
     if found:
@@ -201,14 +213,16 @@ def _sweep(axes: Axes, runs: list[OfflineRun]) -> None:
 
 def sweep(runs: list[OfflineRun]) -> dict[str, list[tuple[float, float, float]]]:
     """(lambda, pass@1, standard error), a mean over the runs of each lambda: of their best evaluations on the held-out
-    problems, and of their tests."""
-    best, tested = defaultdict(list), defaultdict(list)
+    problems, of their tests, and of their means over benchmarks."""
+    best, tested, average = defaultdict(list), defaultdict(list), defaultdict(list)
     for run in runs:
         if run.extrapolation is not None and run.best:
             best[run.extrapolation].append(run.best)
         if run.extrapolation is not None and run.tested:
             tested[run.extrapolation].append(run.tested)
-    found = {"held-out, best": best, "test": tested}
+        if run.extrapolation is not None and run.average:
+            average[run.extrapolation].append(run.average)
+    found = {"held-out, best": best, "test": tested, "benchmarks": average}
     return {label: [(at, *_mean(of[at])) for at in sorted(of)] for label, of in found.items() if of}
 
 

@@ -43,7 +43,7 @@ class Constraint(Section):
     """Learn only refined responses that score higher than the original. false is the paper's ablation."""
     agreeing: bool = False
     """Also refine groups of equal rewards that the algorithm would leave out (dapo). Groups with a pair are then
-    trained on."""
+    trained on, by their pairs alone. Only with mode loss."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Refine this share of the responses, chosen by run.seed."""
     first: Count | None = None
@@ -91,6 +91,9 @@ class Constraint(Section):
                     raise at(name, "does nothing while eta is 0: the pairs are not trained on")
         if self.mode == "reward" and self.differs("per"):
             raise at("per", "does nothing with mode reward: each response has its own penalty")
+        if self.agreeing and self.mode == "reward":
+            why = "penalties would be all that differs in such a group: refined responses lose and the others gain"
+            raise at("agreeing", f"with mode reward, {why}. Use mode: loss")
         if self.norms_every and (not self.eta or self.mode == "reward"):
             raise at("norms_every", "the loss has only one part: eta is 0, or the constraint is in the reward")
         if self.differs("examples") and not self.examples_every:

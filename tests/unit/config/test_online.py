@@ -97,6 +97,10 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
             ["constraint={kind: dynamic, eta: 0.1, agreeing: true}", "algorithm={name: dapo, filter_groups: false}"],
             "dapo leaves no group out",
         ),
+        (
+            ["constraint={kind: dynamic, eta: 0.1, mode: reward, agreeing: true}", "algorithm.name=dapo"],
+            "constraint.agreeing: with mode reward, penalties would be all that differs in such a group",
+        ),
         (["algorithm={name: sdpo, importance_cap: 0.5}"], "algorithm.importance_cap: 0.5 is not at least 1"),
         (
             ["algorithm={name: sdpo, importance_cap: 2}", "algorithm.mini_batch_prompts=8"],

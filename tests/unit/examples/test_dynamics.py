@@ -83,8 +83,12 @@ def test_accuracy_over_lambda_by_hand(tmp_path):
             result = folders[-1] / f"evaluation/test_step_{step:06d}/results.json"
             result.parent.mkdir(parents=True)
             result.write_text(json.dumps([{"pass_at_1": value, "standard_error": 0.02}]))
+    benchmarks = [{"pass_at_1": 0.2, "standard_error": 0.03}, {"pass_at_1": 0.6, "standard_error": 0.04}]
+    (folders[0] / "evaluation/export").mkdir(parents=True, exist_ok=True)
+    (folders[0] / "evaluation/export/results.json").write_text(json.dumps(benchmarks))
     found = sweep([OfflineRun.of(read(folder), "fpa") for folder in folders])
     assert found["held-out, best"] == [(0.0, 0.2, 0.01), (2.0, 0.2, 0.0)] and found["test"] == [(2.0, 0.5, 0.02)]
+    assert found["benchmarks"] == [(0.0, pytest.approx(0.4), pytest.approx(0.025))]  # sqrt(0.03^2 + 0.04^2) / 2
     text = draw(folders, tmp_path / "figure.svg").read_text()
     assert text.count("FPA, correct") == 1  # seeds share a line of the legend
 
