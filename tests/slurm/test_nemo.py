@@ -102,6 +102,16 @@ def test_two_nodes_without_a_container_told_to_stop_on_the_way(cluster, nemo, sl
     assert len(list(job.folder.glob("start_*"))) == 2
 
 
+@pytest.mark.slow
+def test_the_runs_of_a_papers_figure(cluster, nemo, slurm, tmp_path):
+    keys = [key for key in tiny_keys(tmp_path, run__steps=2, **LAYOUT) if not key.startswith("run.output_dir=")]
+    command = [nemo[0], ROOT / "examples/papers.py", "pipo", "figure3b", *keys, "--stage", "train"]
+    status, output = cluster.run(*command, "--runs", tmp_path / "runs", "--submit", *slurm, "--nproc", 1)
+    assert status == 0 and output.count(": SUCCEEDED; its log") == 2, output[-3000:]
+    found = [path.parent.name for path in (tmp_path / "runs/pipo/qwen3_4b_base/seed_42").glob("*/export")]
+    assert sorted(found) == ["grpo", "grpo_pipo"]
+
+
 def submitted(cluster, before: set[int], workspace: Path) -> SlurmJob:
     """The one new job. NeMo-Run's imports take 5 to 15 seconds before it submits."""
     deadline = time.monotonic() + 900
