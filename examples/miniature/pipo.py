@@ -28,7 +28,7 @@ from megatron_rft.report.groups import grouped  # noqa: E402
 from megatron_rft.report.runs import Run, read, smooth  # noqa: E402
 
 RECIPES = study.EXAMPLES / "pipo" / "tiny"
-RATES = {"ppo": (1e-4, 2e-4, 4e-4), "sdpo": (5e-5, 1e-4, 2e-4, 4e-4)}
+RATES = {"ppo": (1e-4, 2e-4, 4e-4)}
 OTHERS = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 FLIPPED = Path(__file__).with_name("flipped.py")
 REGIMES = {

@@ -237,6 +237,8 @@ class Recipe(s.Section):
     def _check_offline(self):
         if self.evaluation.patience and not self.evaluation.every:
             raise at("evaluation.patience", "does nothing while evaluation.every is 0")
+        if self.data.validation and not self.evaluation.every:
+            raise at("data.validation", "does nothing while evaluation.every is 0")
         for key in ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field"):
             if self.data.differs(key) and not (self.data.test or self.data.validation):
                 why = "does nothing without data.test or data.validation: the trajectories have their prompts"

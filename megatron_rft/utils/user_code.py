@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,13 +36,20 @@ def source(named: str) -> Path | None:
     module = named.rpartition(":")[0]
     if module.endswith(".py"):
         return Path(module)
-    spec = importlib.util.find_spec(module)
-    return Path(spec.origin) if spec and spec.has_location else None
+    _search_working_directory()
+    with suppress(ImportError, ValueError):  # `load` says what is wrong
+        spec = importlib.util.find_spec(module)
+        return Path(spec.origin) if spec and spec.has_location else None
+    return None
+
+
+def _search_working_directory() -> None:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def _import(module: str, option: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _search_working_directory()
     try:
         return _import_file(Path(module), option) if module.endswith(".py") else importlib.import_module(module)
     except ConfigError:

@@ -65,6 +65,7 @@ def test_refused(recipe):
     assert "unless reference is cached_hidden" in refusal(offline, "algorithm.reference_cache=x")
     assert "while kl_coefficient is 0" in refusal(offline, "algorithm.kl_aggregation=token_mean")
     assert "evaluation.every is 0" in refusal(offline, "evaluation.patience=2")
+    assert "data.validation: does nothing while" in refusal(offline, "data.validation=math500", "evaluation.every=0")
     assert "does nothing with trainer offline" in refusal(offline, "rollout.temperature=0.7")
     assert "fpq" in refusal(offline, "algorithm.name=fpq")
     generate = recipe("generate")

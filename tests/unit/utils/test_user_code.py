@@ -22,6 +22,13 @@ def test_of_a_file_and_of_a_module(folder):
     assert user_code.load("module_of_test:value", "x") == 3
 
 
+def test_the_file_of_code(folder):
+    (folder / "other_module_of_test.py").write_text("value = 3\n")
+    assert user_code.source("other_module_of_test:value") == folder / "other_module_of_test.py"
+    assert str(user_code.source("sub/mine.py:Thing")) == "sub/mine.py"
+    assert user_code.source("sys:path") is None and user_code.source("no.where:value") is None
+
+
 @pytest.mark.parametrize(
     ("named", "problem"),
     [
