@@ -11,6 +11,7 @@ import json
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,9 +69,9 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
     # Load all data sets before the first evaluation, so that errors in any of them show at the start.
     found = {part: problems.prompts(part, tokenizer) for part in parts}
     make_folder(folder, "--out")
-    model = weights(source.path)
+    model = {"weights": weights(source.path), "dtype": recipe.rollout.dtype or recipe.model.precision}
     evaluator = build.build_evaluator(recipe, None, tokenizer, None, folder)  # engine and rewards: below
-    asked = {part: Asked.of(recipe, part, found[part], evaluator, model) for part in parts}
+    asked = {part: Asked.of(part, found[part], evaluator, recipe.reward, model) for part in parts}
     results = []
     with ExitStack() as stack:
         engine = None
@@ -81,7 +82,7 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
                 sampler = replace(evaluator.sampler, engine=engine, reward=reward)
                 result = replace(evaluator, sampler=sampler).measure(part, each.prompts, each.cache)
                 results.append(replace(result, left_out=each.left_out))
-    write([*results, *others(folder, parts, model)], folder)
+    write([*results, *others(folder, parts, model["weights"])], folder)
     return results
 
 
@@ -95,14 +96,14 @@ class Asked:
     cache: EvaluationCache
 
     @classmethod
-    def of(cls, recipe: Recipe, part: str, found: PromptSet, evaluator: Evaluator, model: Weights) -> "Asked":
-        benchmark = part in recipe.evaluation.benchmarks
-        reward = reward_of(recipe.reward, evaluator.problems.source(part).adapter if benchmark else None)
-        prompts, samples = found.prompts[: recipe.evaluation.limit], evaluator.samples(part)
+    def of(cls, part: str, found: PromptSet, evaluator: Evaluator, own: Reward, model: dict[str, Any]) -> "Asked":
+        """`own`: the recipe's reward; `model`: what its answers depend on."""
+        problems, samples = evaluator.problems, evaluator.samples(part)
+        reward = reward_of(own, problems.source(part).adapter if part in problems.benchmarks else None)
+        prompts = found.prompts[: evaluator.options.limit]
         depends_on = {
             "megatron_rft": __version__,
-            "weights": model,
-            "dtype": recipe.rollout.dtype or recipe.model.precision,
+            **model,
             "reward": reward.model_dump(),
             "code": code_of(reward),
             "problems": hashlib.sha256("".join(map(repr, prompts)).encode()).hexdigest(),
