@@ -7,6 +7,7 @@
 Overrides such as `rollout.group_size=8` or `pipo=null` are applied last. Their values are YAML.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -78,7 +79,11 @@ def dump(recipe: Recipe) -> str:
 def _parsed(text: str, name: str, fix: str = "") -> Any:
     """The value of YAML; `name` is that of the text in errors."""
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        json.dumps(value, default=str, skipkeys=True)
+        return value
+    except ValueError:  # of json: a circular reference
+        raise ConfigError(f"{name}: an alias (*name) stands within its own value") from None
     except RecursionError:
         raise ConfigError(f"{name}: its values are nested more deeply than can be read") from None
     except yaml.reader.ReaderError as error:

@@ -154,7 +154,7 @@ def test_what_is_wrong_with_the_last_benchmark_shows_before_the_first(recipe, mo
     broken = f"evaluation.benchmarks.second.path={tmp_path}/none.jsonl"
     assert cli.main(["evaluate", str(recipe), "--model", str(model), broken]) == 2
     told = capsys.readouterr().err
-    assert f"evaluation.benchmarks.second: {tmp_path}/none.jsonl: row 1 has no field 'answer'" in told
+    assert f"evaluation.benchmarks.second: {tmp_path}/none.jsonl:1 has no field 'answer'" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -201,6 +201,7 @@ def test_unreadable_recipes(tmp_path):
     ("text", "problem"),
     [
         ("run: {steps: 3", "is not valid YAML (line 2: expected ',' or '}'"),
+        ("run: &run {name: *run}", ": an alias (*name) stands within its own value"),
         ("run: " + "[" * 100_000, ": its values are nested more deeply"),
         ("run: {steps: 3}\nseed: " + "9" * 6000, "is not valid YAML (line 2: Exceeds the limit"),
         ("run: 2024-13-01", "is not valid YAML (line 1: month must be in 1..12)"),
