@@ -5,7 +5,7 @@
 #     bash tests/run.sh all                   everything: at most 30 minutes
 #     bash tests/run.sh tests/unit -k grpo    arguments go to pytest
 #
-# Four workers for two cores: one of them mostly waits, for Slurm. `-n 0` as last argument runs all in one process.
+# Three workers: one of them mostly waits, for Slurm. `-n 0` as last argument runs all in one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case "${1:-}" in
@@ -27,4 +27,4 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 ruff check .
 ruff format --check .
-exec python -m pytest -n 4 --no-loadscope-reorder --durations=10 "${chosen[@]}"
+exec python -m pytest -n 3 --no-loadscope-reorder --durations=10 "${chosen[@]}"

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron.collectives import count_collectives
+from megatron_rft.megatron.gloo_device import share_gloo_device
 from megatron_rft.utils.errors import ConfigError, UserError
 
 PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host, each in a gloo group with its own limit
@@ -41,6 +42,8 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
+    else:
+        share_gloo_device()
     if not dist.is_initialized():
         _connect(faults)
     _check_world(megatron)
