@@ -217,6 +217,9 @@ def main(arguments: list[str] | None = None) -> int:
         if args.collect:
             return gather(tables, args)
         return show(tables, args) if args.submit is None else submit(tables, args)
+    except ModuleNotFoundError as error:
+        print(f"error: this needs {error.name}: use the Python of an environment that trains", file=sys.stderr)
+        return 2
     except ValueError as error:  # GridError, and what a drawing says of a folder without a run
         print(f"error: {error}", file=sys.stderr)
         return 2

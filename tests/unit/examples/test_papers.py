@@ -232,3 +232,12 @@ def test_a_figure_of_what_is_there(runs, tmp_path, capsys):
     (said, missing) = lines(capsys, "pipo", "figure4", "--collect", str(runs), "--out", str(out))
     assert said == str(out) and "<svg" in out.read_text() and missing.startswith("Missing, 14 of 18 runs: ")
     assert lines(capsys, "pipo", "figure3a", "--collect", str(runs), "--out", str(tmp_path / "a.png"))
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
+    def gather(*_):
+        raise ModuleNotFoundError(name="matplotlib")
+
+    monkeypatch.setattr(papers, "gather", gather)
+    assert papers.main(["pipo", "figure3a", "--collect", "runs"]) == 2
+    assert capsys.readouterr().err.startswith("error: this needs matplotlib: ")
