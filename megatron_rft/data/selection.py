@@ -2,7 +2,7 @@
 
 Publishers put the split into the file's name ("train-00000-of-00004.parquet", "data/test.jsonl"), and a subset into the
 folder's ("main/test-00000-of-00001.parquet"). A name is split into words; information that is not in a word is not
-guessed.
+guessed. `datasets` also selects by name, but only where it loads a whole data set; hub.py says why files are read here.
 """
 
 import re
