@@ -21,11 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from examples.grids.collect import mean, results
 from megatron_rft.report.groups import grouped
 from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
 from megatron_rft.report.runs import Curves, Run, read, smooth
 from megatron_rft.utils.errors import DataError
-from megatron_rft.utils.files import read_json
 
 COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, GREY)
 SIDES = (("correct", "-"), ("incorrect", "--"))
@@ -81,12 +81,8 @@ def _tested(run: Run) -> tuple[float, float] | None:
 
 
 def _average(run: Run) -> tuple[float, float] | None:
-    results = read_json(run.folder / "evaluation/export/results.json") or []
-    found = [(each["pass_at_1"], each["standard_error"] or 0.0) for each in results if each["pass_at_1"] is not None]
-    if not found:
-        return None
-    means, errors = zip(*found, strict=True)
-    return fmean(means), sum(error**2 for error in errors) ** 0.5 / len(errors)
+    found = results(run.folder / "evaluation/export").values()
+    return mean([(r["pass_at_1"], r["standard_error"] or 0.0) for r in found if r["pass_at_1"] is not None])
 
 
 def draw(folders: list[Path], path: Path) -> Path:
@@ -214,15 +210,11 @@ def _sweep(axes: Axes, runs: list[OfflineRun]) -> None:
 def sweep(runs: list[OfflineRun]) -> dict[str, list[tuple[float, float, float]]]:
     """(lambda, pass@1, standard error), a mean over the runs of each lambda: of their best evaluations on the held-out
     problems, of their tests, and of their means over benchmarks."""
-    best, tested, average = defaultdict(list), defaultdict(list), defaultdict(list)
+    found: dict[str, dict[float, list]] = {name: defaultdict(list) for name in ("held-out, best", "test", "benchmarks")}
     for run in runs:
-        if run.extrapolation is not None and run.best:
-            best[run.extrapolation].append(run.best)
-        if run.extrapolation is not None and run.tested:
-            tested[run.extrapolation].append(run.tested)
-        if run.extrapolation is not None and run.average:
-            average[run.extrapolation].append(run.average)
-    found = {"held-out, best": best, "test": tested, "benchmarks": average}
+        for of, measured in zip(found.values(), (run.best, run.tested, run.average), strict=True):
+            if run.extrapolation is not None and measured:
+                of[run.extrapolation].append(measured)
     return {label: [(at, *_mean(of[at])) for at in sorted(of)] for label, of in found.items() if of}
 
 

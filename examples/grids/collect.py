@@ -39,7 +39,7 @@ def _values(asked: Table, row: Row, seed: int) -> list[Value | None]:
     since: list[Value | None] = []
     for column in asked.columns:
         if column.kind == "mean":
-            values.append(_mean(since))
+            values.append(mean(since))
             since = []
         else:
             since.append(_value(asked, asked.run(row, column.domain, seed), column))
@@ -115,7 +115,8 @@ def metrics(folder: Path) -> list[dict]:
     return read_json_lines(folder / "metrics.jsonl")
 
 
-def _mean(values: list[Value | None]) -> Value | None:
+def mean(values: list[Value | None]) -> Value | None:
+    """The mean of independent values and its error; None if there is none, or one is missing."""
     if not values or None in values:
         return None
     return fmean(mean for mean, _ in values), math.sqrt(sum(error**2 for _, error in values)) / len(values)

@@ -8,7 +8,7 @@ other benchmarks stay in the folder.
 import argparse
 import hashlib
 import json
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
         if not all(each.answered for each in asked.values()):
             engine = stack.enter_context(closing(build_engine(EngineBuilder.of(recipe), source)))
         for part, each in asked.items():
-            with closing(registry.build(each.reward)) as reward:
+            with nullcontext() if each.answered else closing(registry.build(each.reward)) as reward:
                 sampler = replace(evaluator.sampler, engine=engine, reward=reward)
                 result = replace(evaluator, sampler=sampler).measure(part, each.prompts, each.cache)
                 results.append(replace(result, left_out=each.left_out))
@@ -162,9 +162,8 @@ def weights(folder: Path) -> Weights:
 
 def code_of(reward: Reward) -> dict[str, str]:
     """Digests of the user's code in a reward: its option `function` -> SHA-256 of the file."""
-    own = [reward.function] if reward.function else []
-    files = {name: file for name in own if (file := user_code.source(name)) and file.is_file()}
-    found = {name: digest(file)["sha256"] for name, file in files.items()}
+    file = user_code.source(reward.function) if reward.function else None
+    found = {reward.function: digest(file)["sha256"]} if file and file.is_file() else {}
     for part in (*reward.parts, *reward.kinds.values()):
         found |= code_of(part)
     return found

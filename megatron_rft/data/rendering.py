@@ -69,9 +69,7 @@ class Question(NamedTuple):
         if tokenizer.chat_template is None:
             where = "" if self.chat == CHAT_IS_SET else f"{self.place}: "
             raise DataError(f"{where}{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
-        for name in self.variables:
-            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                raise DataError(f"data.chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
+        _check_variables(str(tokenizer.chat_template), tuple(self.variables))
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
         except Exception as error:  # a template is a program: it refuses turns by an exception, and may have any bug
@@ -79,6 +77,13 @@ class Question(NamedTuple):
                 f"{self.place}: the tokenizer's chat template fails ({first_line(error)}): change the row, or set "
                 "model.tokenizer to one whose template takes it"
             ) from None
+
+
+@lru_cache
+def _check_variables(chat_template: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not re.search(rf"\b{re.escape(name)}\b", chat_template):
+            raise DataError(f"data.chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
 
 
 def question_of(row: Row, form: PromptFormat, place: object) -> Question:

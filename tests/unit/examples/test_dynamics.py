@@ -83,7 +83,8 @@ def test_accuracy_over_lambda_by_hand(tmp_path):
             result = folders[-1] / f"evaluation/test_step_{step:06d}/results.json"
             result.parent.mkdir(parents=True)
             result.write_text(json.dumps([{"pass_at_1": value, "standard_error": 0.02}]))
-    benchmarks = [{"pass_at_1": 0.2, "standard_error": 0.03}, {"pass_at_1": 0.6, "standard_error": 0.04}]
+    measured = {"a": (0.2, 0.03), "b": (0.6, 0.04)}
+    benchmarks = [{"name": name, "pass_at_1": p, "standard_error": e} for name, (p, e) in measured.items()]
     (folders[0] / "evaluation/export").mkdir(parents=True, exist_ok=True)
     (folders[0] / "evaluation/export/results.json").write_text(json.dumps(benchmarks))
     found = sweep([OfflineRun.of(read(folder), "fpa") for folder in folders])
