@@ -112,7 +112,15 @@ def transformer_engine_problem(cuda: bool) -> str | None:
     except Exception as error:  # a missing library or symbol raises OSError or RuntimeError
         reason = str(error).partition("\n")[0]
         return f"installed, but cannot be imported ({reason}): {TRANSFORMER_ENGINE_INSTALL}"
+    if cuda and not found("flash_attn") and _capability() < (9, 0):
+        return "installed; its attention needs compute capability 9.0 or flash-attn: torch's attention is used instead"
     return None if cuda else "installed, but not used without a GPU"
+
+
+def _capability() -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability()
 
 
 def slurm_problem() -> str | None:

@@ -277,14 +277,22 @@ class Recipe(s.Section):
                 "Transformer Engine does not load the scales of `delayed` from a checkpoint, and would start with "
                 "scales of 1: leave it out, or choose blockwise, mxfp8 or tensorwise",
             )
-        own = self.pipo is not None and self.pipo.optimizer_state == "own"
+        own, optimizer = self.pipo is not None and self.pipo.optimizer_state == "own", self.optimizer.model_extra or {}
         for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-            if own and (self.optimizer.model_extra or {}).get(name):
+            if own and optimizer.get(name):
                 raise at(
                     "pipo.optimizer_state",
                     f"own moments do not work with optimizer.{name}, which stores the weights' fp32 copies with the "
                     "moments: leave one of the two out",
                 )
+        if optimizer.get("optimizer_cpu_offload") and not (
+            optimizer.get("use_precision_aware_optimizer") and self.model.precision != "fp32"
+        ):
+            raise at(
+                "optimizer.optimizer_cpu_offload",
+                "needs optimizer.use_precision_aware_optimizer=true and model.precision bf16 or fp8: otherwise "
+                "megatron-core would not take the loaded weights over to the host, and step 1 would overwrite them",
+            )
         if self.model.precision != "fp8":
             for name in sorted(self.megatron.model_fields_set | set(self.megatron.model_extra)):
                 if name == "fp8" or name.startswith("fp8_"):

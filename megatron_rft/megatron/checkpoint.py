@@ -128,6 +128,8 @@ class Checkpointer:
         """Wait until all saves are finished."""
         with self._disk_may_fail():
             while self.queue.get_num_unfinalized_calls():
+                self.queue.async_calls[0].async_caller.is_current_async_call_done(blocking=True, no_dist=True)
+                parallel.barrier("checkpoint")  # megatron-core waits for the other ranks' writers in a step's group
                 self.queue.maybe_finalize_async_calls(blocking=True)
 
     @contextmanager

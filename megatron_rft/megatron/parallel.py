@@ -33,7 +33,8 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
     ranks wait for each other. On GPUs NCCL applies the limit of a step: its watchdog ends the process.
 
     Raises:
-        ConfigError: the ranks cannot connect, or their number does not fit the layout.
+        ConfigError: this rank sees no GPU of its own, the ranks cannot connect, or their number does not fit the
+            layout.
     """
     faults = faults or Faults()
     count_collectives()
@@ -41,6 +42,7 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
         # megatron-core overlaps their communication with matrix products, and relies on the order of their launches
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
+        _check_own_gpu()
         torch.cuda.set_device(device())
     else:
         share_gloo_device()
@@ -57,6 +59,18 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
         distributed_timeout_minutes=max(1, math.ceil(faults.step_limit_s / 60)),
     )
     manual_seed(seed)
+
+
+def _check_own_gpu() -> None:
+    """Check that this process sees the GPU of its local rank. Slurm can hide those of other tasks, but a rank also
+    uses the others: for engines, and to share memory with them."""
+    local, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= visible:
+        raise ConfigError(
+            f"rank {local} of this node finds no GPU: of {os.environ.get('LOCAL_WORLD_SIZE', 'several')} ranks here it "
+            f"sees {visible} GPU(s). A node needs one for each rank, and each rank must see all of them: use "
+            "--gpus-per-node, without --gpus-per-task and --gpu-bind"
+        )
 
 
 def _connect(faults: Faults) -> None:

@@ -1,4 +1,5 @@
 """The layer spec: Transformer Engine's layers if it is installed and there is a GPU, else torch's attention and norm.
+Torch's attention also stands in where Transformer Engine has no fused kernel (`has_fused_attention`).
 
 Both use megatron-core's ModuleSpec; nothing is patched. The torch spec supports right-padded batches, packed sequences
 (thd), packed sequences that share prompts, and context parallelism, on any device. Attention over packed sequences runs
@@ -6,12 +7,14 @@ in buckets of similar length; with context parallelism it runs under one mask wi
 """
 
 import functools
+import importlib.util
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -32,6 +35,14 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and is_installed()
 
 
+def has_fused_attention(config: TransformerConfig) -> bool:
+    """Whether Transformer Engine has a fused kernel for packed sequences: cuDNN's from compute capability 9.0 on, or
+    that of the package flash-attn. Neither computes in fp32. Its remaining kernel stores every score."""
+    if config.params_dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0) or importlib.util.find_spec("flash_attn") is not None
+
+
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the layers of this rank's pipeline stage (and virtual stage `vp_stage`), dense or mixture of experts."""
     with_te = has_transformer_engine()
@@ -39,9 +50,11 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     if with_te:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-        shared = with_shared_prompts(TEDotProductAttention)
+        given = config.attention_backend is not AttnBackend.auto
+        fused = given or has_fused_attention(config)
+        attention = with_shared_prompts(TEDotProductAttention) if fused else TorchAttention
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = shared
+            layer.submodules.self_attention.submodules.core_attention = attention
         return block
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -179,7 +179,7 @@ def save_folder(
         with _disk_may_be_full(writer, full):
             writer.finish(hf_config, tokenizer_folder)
     outcome = [full]
-    dist.broadcast_object_list(outcome)
+    dist.broadcast_object_list(outcome, group=parallel.host_group("checkpoint"))  # rank 0 may write for an hour
     if outcome[0]:
         raise RunFailed(outcome[0][0])
 

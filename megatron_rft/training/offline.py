@@ -36,7 +36,7 @@ def train(recipe: Recipe) -> int:
     held_out = stored.held_out if own and recipe.evaluation.every else None
     check_store(stored, path, fingerprint.of_tokenizer(build.tokenizer_folder(recipe.model)), held_out)
     options, objective = recipe.algorithm, objectives.build(recipe.algorithm)
-    data = objective.annotate(store.to_batch(stored.train))
+    data = objective.annotate(stored.train)
     examples = objective.examples(data)
     cost = Costs(data, not recipe.batching.why_not_shared(recipe.megatron.context_parallel_size))
     check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)

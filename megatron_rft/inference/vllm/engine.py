@@ -170,8 +170,8 @@ class VLLMEngine(Engine):
 
     def _step(self) -> list[Any]:
         """Run one step. The lock protects global state of vLLM's forward pass; `fork_rng` protects the trainer's random
-        generator, from which vLLM draws."""
-        with STEPPING, torch.random.fork_rng(devices=[]):
+        generator, from which vLLM draws. CUDA's current device is that of a thread, and 0 in the refiner's."""
+        with STEPPING, torch.random.fork_rng(devices=[]), torch.accelerator.device_index(self.device.index):
             return self.llm.step()
 
     def _add(self, request: Request, sample: int, sampling: Sampling) -> None:

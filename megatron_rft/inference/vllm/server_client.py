@@ -22,7 +22,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -190,16 +190,13 @@ class ServerEngine(Engine):
         # Pause even without unfinished requests: another thread may be about to send one.
         self._call("POST", "/pause?mode=keep" + ("&clear_cache=false" if self.keep_caches else ""))
         self._call("POST", "/start_weight_update")
-        with ThreadPoolExecutor(1) as thread:
-            update = thread.submit(self._call, "POST", "/update_weights", {"update_info": {}})
+        with ThreadPoolExecutor(1) as thread:  # without a limit: the answer comes when the whole stream is loaded
+            update = thread.submit(self._call, "POST", "/update_weights", {"update_info": {}}, self._epoch)
             try:
-                network.send(self.link, stream)
-            except RuntimeError as error:
-                if isinstance(error, RunFailed):
-                    raise
-                update.result()  # raises the server's own error, if it has one
-                raise EngineLost(f"{self.name} was lost while it got weights ({error})") from None
-            update.result()
+                self._send(stream, update)
+            except BaseException:
+                self._hang_up()  # the thread would wait for ever
+                raise
         self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
         for problem in (each["problem"] for each in self._rpc("rft_problem")):
             if problem:
@@ -208,6 +205,23 @@ class ServerEngine(Engine):
             self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
         self._call("POST", "/resume")
         self.weight_version = version
+
+    def _send(self, stream: Iterable[tuple[str, Tensor]], update: Future) -> None:
+        """Send the stream, each part of it within the limit of the link, and wait for the answer `update`."""
+        try:
+            network.send(self.link, stream)
+        except RuntimeError as error:
+            if isinstance(error, RunFailed):
+                raise
+            self._wait_for(update)  # raises the server's own error, if it has one
+            raise EngineLost(f"{self.name} was lost while it got weights ({error})") from None
+        self._wait_for(update)
+
+    def _wait_for(self, answer: Future) -> None:
+        done, _ = wait([answer], self.silence_timeout_s)
+        if not done:
+            raise EngineLost(f"{self.name} does not answer: timed out")
+        answer.result()
 
     def checksums(self) -> dict[str, int]:
         return {name: value and int(value) for name, value in self._rpc("rft_checksums")[0].items()}

@@ -147,6 +147,7 @@ class TestLoading:
         (["model.precision=fp8", "megatron.fp8_recipe=delayed"], "does not load the scales"),
         (["pipo.optimizer_state=own", "optimizer.use_precision_aware_optimizer=true"], "leave one of the two out"),
         (["pipo.optimizer_state=own", "optimizer.optimizer_cpu_offload=true"], "leave one of the two out"),
+        (["optimizer.optimizer_cpu_offload=true"], "needs optimizer.use_precision_aware_optimizer=true"),
         ("megatron.fp8_param_gather=true", "keeps the weights themselves in FP8"),
         ("megatron.delay_wgrad_compute=true", "needs megatron-core's schedule"),
         ("megatron.recompute_method=block", "does nothing unless recompute_granularity is full"),

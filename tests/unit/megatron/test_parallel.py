@@ -70,6 +70,15 @@ def test_tensor_parallel_ranks_have_one_connection_to_their_gpu(monkeypatch):
         parallel.shutdown()
 
 
+def test_a_rank_that_sees_only_one_gpu_of_its_node(monkeypatch):
+    """srun --gpus-per-task=1: CUDA would say `invalid device ordinal`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r"rank 3 of this node .* of 8 ranks here it sees 1 GPU.* --gpus-per-node"):
+        parallel.initialize(Megatron())
+
+
 def test_every_wait_has_its_own_limit():
     parallel.shutdown()
     limits = {"start_limit_s": 61.0, "step_limit_s": 62.0, "generation_limit_s": 63.0, "checkpoint_limit_s": 64.0}

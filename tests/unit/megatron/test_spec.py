@@ -1,5 +1,7 @@
 """The torch spec's attention: buckets of packed sequences against one sequence at a time, forward and backward."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,3 +57,19 @@ def test_the_context_mask_is_causal_within_a_sequence():
         [0, 0, 1, 0, 0, 0, 0, 0],
         [0, 0, 1, 1, 0, 0, 1, 1],
     ]
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, flash_attn, expected",
+    [
+        ((9, 0), torch.bfloat16, False, True),
+        ((10, 0), torch.bfloat16, False, True),
+        ((9, 0), torch.float32, True, False),
+        ((8, 0), torch.bfloat16, False, False),
+        ((8, 9), torch.bfloat16, True, True),
+    ],
+)
+def test_where_transformer_engine_has_a_fused_kernel(monkeypatch, capability, dtype, flash_attn, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(spec.importlib.util, "find_spec", lambda name: name == "flash_attn" and flash_attn or None)
+    assert spec.has_fused_attention(SimpleNamespace(params_dtype=dtype)) is expected

@@ -3,6 +3,7 @@
 import json
 import queue
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from megatron_rft.inference.vllm import server_client
 from megatron_rft.inference.vllm.arguments import command, flag
 from megatron_rft.inference.vllm.server_client import ServerEngine, local_address
 from megatron_rft.training.engines import EngineBuilder
-from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.errors import ConfigError, RunFailed
 from tests.integration.tiny import wait_until
 
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -30,10 +31,17 @@ FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_d
 
 
 @contextmanager
-def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "", dies: str = "", lacks: str = ""):
+def answering(
+    facts: dict | str,
+    hangs: tuple[str, ...] = (),
+    metrics: str = "",
+    dies: str = "",
+    lacks: str = "",
+    sent: threading.Event | None = None,
+):
     """A server that answers only questions about itself. It never answers `hangs`, lacks `lacks`, and its engine dies
-    when it is asked for `dies`: the request fails, and later the server reports that it is broken. Returns (its URL,
-    its requests)."""
+    when it is asked for `dies`: the request fails, and later the server reports that it is broken. It answers
+    /update_weights when all is `sent`. Returns (its URL, its requests)."""
     asked: list[str] = []
     over = threading.Event()
 
@@ -48,6 +56,8 @@ def answering(facts: dict | str, hangs: tuple[str, ...] = (), metrics: str = "",
             if self.path in hangs:
                 over.wait()
                 return
+            if self.path == "/update_weights" and sent:
+                sent.wait()
             if self.path == "/collective_rpc":
                 about = facts if b"rft_facts" in body else {"problem": None}
                 answer = about if isinstance(about, str) else json.dumps({"results": [about]})
@@ -141,6 +151,39 @@ def test_nothing_is_generated_while_weights_arrive(monkeypatch):
     assert asked[0] == "/pause?mode=keep" and asked[-1] == "/resume"
     assert asked.index("/update_weights") < asked.index("/finish_weight_update") < len(asked) - 2
     assert engine.weight_version == 1
+
+
+def test_weights_may_take_longer_than_the_limit_of_silence(monkeypatch):
+    """Each part has that limit, in the link."""
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+    sent = threading.Event()
+
+    def send(group, stream):
+        time.sleep(3)
+        sent.set()
+
+    monkeypatch.setattr(network, "send", send)
+    with answering(FACTS, sent=sent) as (url, _):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32, silence_timeout_s=1.0)
+        engine.load_weights(iter([]), version=1)
+        assert engine.weight_version == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_that_never_says_that_it_has_the_weights(monkeypatch, fails):
+    monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
+
+    def send(group, stream):
+        if fails:
+            raise RunFailed("the trainer's own error")
+
+    monkeypatch.setattr(network, "send", send)
+    with answering(FACTS, hangs=("/update_weights",)) as (url, _):
+        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine.silence_timeout_s = 1.0
+        with pytest.raises(RunFailed, match="own error" if fails else "does not answer: timed out"):
+            engine.load_weights(iter([]), version=1)
+        assert not engine._open
 
 
 @pytest.mark.parametrize("dies", ["/update_weights", "/finish_weight_update"])
