@@ -143,6 +143,10 @@ class Recipe(s.Section):
             raise at("evaluation.every", "does nothing without data.validation")
         if self.rollout.offload_trainer and self.trainer != "rl" and not (self.validates or self.data.test):
             raise at("rollout.offload_trainer", "does nothing without an engine, and nothing is evaluated")
+        if self.trainer != "rl" and self.batching.differs("skip_zero_advantages"):
+            raise at(
+                "batching.skip_zero_advantages", f"does nothing with trainer {self.trainer}: there are no advantages"
+            )
         self._check_mismatch()
         self._check_length()
         self._check_precision()
@@ -187,6 +191,12 @@ class Recipe(s.Section):
         return self.algorithm.corrects_sampling or not (self.algorithm.has_ratio or self.pipo)
 
     @property
+    def one_step(self) -> bool:
+        """Whether a sampled batch gets one policy step."""
+        prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
+        return (algorithm.mini_batch_prompts or prompts) == prompts and algorithm.epochs == 1
+
+    @property
     def trains_while_sampling(self) -> bool:
         """Whether engines outside the ranks generate while the trainer works on earlier batches or on PIPO's
         verification."""
@@ -228,6 +238,8 @@ class Recipe(s.Section):
             why = "rollout.staleness: responses come from older weights"
         elif self.algorithm.old_logprobs == "rollout":
             why = "algorithm.old_logprobs rollout: the trainer computes no log-probs to compare"
+        elif self.algorithm.name == "sdpo" and not (self.one_step or self.algorithm.importance_cap or self.pipo):
+            why = "several steps of sdpo for a batch without importance_cap: no pass comes before the first"
         for key in ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch"):
             if why and self.faults.differs(key):
                 raise at(f"faults.{key}", f"does nothing with {why}")
@@ -239,6 +251,15 @@ class Recipe(s.Section):
             raise at("evaluation.patience", "does nothing while evaluation.every is 0")
         if self.data.validation and not self.evaluation.every:
             raise at("data.validation", "does nothing while evaluation.every is 0")
+        for key in type(self.data.train).model_fields:
+            if key != "path" and self.data.train.differs(key):
+                raise at(
+                    f"data.train.{key}", "does nothing with a store of trajectories: generate one with this option"
+                )
+        if self.data.limit:
+            raise at(
+                "data.limit", "does nothing with a store of trajectories: set data.validation.limit, data.test.limit"
+            )
         for key in ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field"):
             if self.data.differs(key) and not (self.data.test or self.data.validation):
                 why = "does nothing without data.test or data.validation: the trajectories have their prompts"
@@ -246,9 +267,8 @@ class Recipe(s.Section):
 
     def _check_ratio(self):
         """Refuse options of the ratio and its clip if there is no ratio or it is always 1."""
-        prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
-        one_step = (algorithm.mini_batch_prompts or prompts) == prompts and algorithm.epochs == 1
-        on_policy = one_step and algorithm.old_logprobs == "recompute"
+        algorithm = self.algorithm
+        on_policy = self.one_step and algorithm.old_logprobs == "recompute"
         clips = ("clip_low", "clip_high", "dual_clip")
         if algorithm.has_ratio:
             self._refuse(clips if on_policy else (), ON_POLICY)

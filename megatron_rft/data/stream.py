@@ -22,6 +22,13 @@ class Stream(Generic[Item]):
         self.position = 0
         self._order: tuple[int, list[int]] = (-1, [])  # of the epoch last drawn from
 
+    def digest(self) -> str:
+        """A digest of all items, in their order in the data set."""
+        found = hashlib.sha256()
+        for item in self.items:
+            found.update(repr(item).encode())
+        return found.hexdigest()
+
     def next(self, count: int) -> list[Item]:
         drawn = []
         for place in range(self.position, self.position + count):

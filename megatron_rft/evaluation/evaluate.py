@@ -24,7 +24,7 @@ from megatron_rft.evaluation.passk import (
 )
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
-from megatron_rft.rewards.base import Reward
+from megatron_rft.rewards.base import Reward, finite
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import read_json, read_json_lines
 
@@ -89,6 +89,7 @@ class GradedSampler:
     reward: Reward
     samples: int = 1  # per problem
     seed: int = 0
+    on_nonfinite: str = "stop"  # reward.on_nonfinite
 
     def __call__(self, prompts: list[Prompt], name: str) -> list[tuple[Prompt, int, Response, str, Score]]:
         """Return the responses to each prompt, with their number, text and score, in the order in which the engine
@@ -103,7 +104,10 @@ class GradedSampler:
         ]
         texts = [self.tokenizer.decode(list(each.token_ids), skip_special_tokens=True) for _, _, each in answered]
         scores = self.reward([prompt for prompt, _, _ in answered], texts) if answered else []
-        return [(*each, text, score) for each, text, score in zip(answered, texts, scores, strict=True)]
+        return [
+            (prompt, number, response, text, finite(score, self.on_nonfinite, name, prompt, number, text))
+            for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True)
+        ]
 
 
 def evaluate(

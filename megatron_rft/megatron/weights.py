@@ -162,9 +162,14 @@ def open_folder(path: str | Path, hf_config: Any) -> HFFolder:
 
 
 def save_folder(
-    tensors: Iterator[tuple[str, Tensor]], path: str | Path, hf_config: Any, tokenizer_folder: str | Path | None = None
+    tensors: Iterator[tuple[str, Tensor]],
+    path: str | Path,
+    hf_config: Any,
+    tokenizer_folder: str | Path | None = None,
+    beside: dict[str, str] | None = None,
 ) -> None:
-    """Write a `stream` to an HF folder that transformers can load. Rank 0 writes; all ranks return together.
+    """Write a `stream` to an HF folder that transformers can load, and the texts `beside` it by file name. Rank 0
+    writes; all ranks return together.
 
     Raises:
         RunFailed: the disk is full, on every rank. The new folder is removed; an older one stays.
@@ -177,6 +182,8 @@ def save_folder(
                 writer.add(name, tensor)
     if writer and not full:
         with _disk_may_be_full(writer, full):
+            for name, text in (beside or {}).items():
+                (writer.partial / name).write_text(text)
             writer.finish(hf_config, tokenizer_folder)
     outcome = [full]
     dist.broadcast_object_list(outcome, group=parallel.host_group("checkpoint"))  # rank 0 may write for an hour

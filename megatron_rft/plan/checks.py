@@ -59,8 +59,12 @@ def check(
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
-    optimizer_steps = recipe.run.steps and recipe.run.steps * steps_per_batch
-    check_schedule(recipe.optimizer, optimizer_steps)
+    batches, alone = recipe.run.steps, recipe.critic.warmup_steps if recipe.critic else 0
+    optimizer_steps = batches and (batches - alone) * steps_per_batch
+    check_schedule("optimizer", recipe.optimizer.lr_warmup_steps, recipe.optimizer, optimizer_steps)
+    if recipe.critic:
+        total = batches and batches * steps_per_batch
+        check_schedule("critic", recipe.critic.lr_warmup_steps, recipe.optimizer, total)
     on_gpu = bool(gpu_gib) or device.has_cuda_device()
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     lines = [
@@ -311,11 +315,10 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
         lines.append(f"critic: as many steps at {recipe.critic.lr:g}{alone}")
     if recipe.pipo:
         pipo = recipe.pipo
-        late = ": never in this run" if recipe.run.steps <= pipo.window else ""
+        first = pipo.window + 1 + (recipe.critic.warmup_steps if recipe.critic else 0)
+        late = ": never in this run" if recipe.run.steps < first else ""
         when = ", most of it during generation" if recipe.trains_while_sampling and not recipe.rollout.staleness else ""
-        lines.append(
-            f"pipo: one verification step more, from step {pipo.window + 1} on{late}, at {pipo.learning_rate:g}{when}"
-        )
+        lines.append(f"pipo: one verification step more, from step {first} on{late}, at {pipo.learning_rate:g}{when}")
     if recipe.constraint and recipe.constraint.kind != "none":
         lines.append(_constraint_line(recipe))
     return lines, parts * epochs
@@ -351,11 +354,12 @@ def _generation(recipe: Recipe) -> list[str]:
     ]
 
 
-def check_schedule(optimizer: Optimizer, total: int | None) -> None:
+def check_schedule(section: str, warmup: int, optimizer: Optimizer, total: int | None) -> None:
+    """`total`: the optimizer steps of the section's model; None if the run's length is in epochs."""
     end = optimizer.lr_decay_steps or total
-    if end is not None and optimizer.lr_warmup_steps > end:
+    if end is not None and warmup > end:
         name = "lr_decay_steps" if optimizer.lr_decay_steps else "the run's optimizer steps"
-        raise ConfigError(f"optimizer.lr_warmup_steps: {optimizer.lr_warmup_steps} is beyond {name}, {end}")
+        raise ConfigError(f"{section}.lr_warmup_steps: {warmup} is beyond {name}, {end}")
 
 
 def _schedule_line(optimizer: Optimizer, run: Run, total: int | None) -> str:

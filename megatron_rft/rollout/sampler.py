@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rft.inference.engine import Engine, Group, Request, Sampling, request_seed
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
-from megatron_rft.rewards.base import Reward
+from megatron_rft.rewards.base import Reward, finite
 from megatron_rft.rollout import refiner as refinement
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
 from megatron_rft.utils.errors import RunFailed
@@ -169,7 +169,10 @@ class Sampler:
         parts = [pending.local()] + ([pending.retry()] if pending.retry else [])
         step, results = pending.step, self.gather(parts)
         rollouts = sorted((r for result in results for r in result.rollouts), key=lambda r: (r.prompt_index, r.sample))
-        rollouts = [self._checked(rollout, step) for rollout in rollouts]
+        when = f"step {step}"
+        rollouts = [
+            replace(r, score=finite(r.score, self.on_nonfinite, when, r.prompt, r.sample, r.text)) for r in rollouts
+        ]
         failed = [rollout for rollout in rollouts if rollout.score.error is not None]
         if failed and (self.on_error == "stop" or len(failed) == len(rollouts)):
             worst = failed[0]  # all ranks have the same rollouts, so all of them stop
@@ -190,20 +193,6 @@ class Sampler:
                 f"step {step}: the grader failed on {len(failed)} refined responses, first on problem "
                 f"{failed[0].prompt.index}: {failed[0].refined.score.error}"
             )
-
-    def _checked(self, rollout: Rollout, step: int) -> Rollout:
-        """Handle a reward that is not finite, which would make all advantages of the group NaN."""
-        score = rollout.score
-        if score.error is not None or math.isfinite(score.reward + score.shaping):
-            return rollout
-        what = f"the reward is {score.reward:g}" + (f", its shaping {score.shaping:g}" if score.shaping else "")
-        if self.on_nonfinite == "stop":
-            raise RunFailed(
-                f"step {step}: {what} on response {rollout.sample} to problem {rollout.prompt.index} "
-                f"({rollout.prompt.text[:80]!r}), which begins {rollout.text[:80]!r}. A reward must be finite; "
-                "reward.on_nonfinite=drop leaves such responses out"
-            )
-        return replace(rollout, score=replace(score, reward=0.0, shaping=0.0, error=what))
 
     def _graded(
         self, prompts: dict[int, Prompt], step: int, keep: Keep | None, requests: list[Request], generate: Generate

@@ -133,7 +133,8 @@ def build_evaluator(
     parts without a data source in the recipe."""
     options = recipe.evaluation
     sampling = build_sampling(recipe.rollout, tokenizer, options.max_response_tokens, options.temperature)
-    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.samples, recipe.run.seed)
+    seed, on_nonfinite = recipe.run.seed, recipe.reward.on_nonfinite
+    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.samples, seed, on_nonfinite)
     parts = options, Problems.of(recipe), sampler
     if folder is not None:
         return Evaluator(*parts, folder)

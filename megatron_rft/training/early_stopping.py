@@ -1,5 +1,6 @@
 """Early stopping: the best evaluation so far, the number of evaluations since, and its model."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import torch
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import State
+from megatron_rft.utils.files import read_json
 
 PREFIX = "selection."
+EVALUATION = "evaluation.json"  # in the best model's folder
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Selection:
 
 
 class BestModel:
-    """Keeps the model of the best evaluation in `folder`, in Hugging Face format."""
+    """Keeps the model of the best evaluation in `folder`, in Hugging Face format, with its step and accuracy."""
 
     def __init__(self, actor: Actor, folder: Path, tokenizer_folder: Path, patience: int | None):
         self.actor, self.folder, self.tokenizer_folder = actor, folder, tokenizer_folder
@@ -56,12 +59,14 @@ class BestModel:
         """Saves the actor's current weights if their evaluation is a new best. Collective."""
         self.selection = self.selection.judged(accuracy, step)
         if self.selection.step == step:
-            weights.save_folder(self.actor.stream(), self.folder, self.actor.hf_config, self.tokenizer_folder)
+            beside = {EVALUATION: json.dumps({"step": step, "pass@1": accuracy})}
+            weights.save_folder(self.actor.stream(), self.folder, self.actor.hf_config, self.tokenizer_folder, beside)
 
-    def load(self) -> int | None:
-        """Loads the best weights into the actor and returns their step; None, without change, if nothing was
-        evaluated."""
+    def load(self) -> tuple[int, float] | None:
+        """Loads the best weights into the actor, and returns their step and accuracy; None, without change, if nothing
+        was evaluated. After a kill the folder can be of a later step than the checkpoint's selection."""
         if not self.selection.step:
             return None
         self.actor.load(weights.open_folder(self.folder, self.actor.hf_config))
-        return self.selection.step
+        found = read_json(self.folder / EVALUATION)
+        return found["step"], found["pass@1"]

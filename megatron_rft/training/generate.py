@@ -109,7 +109,8 @@ def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
     engine = EngineBuilder.of(recipe).local(model_folder(recipe.model.path))(device)
     stack.enter_context(closing(engine))
     sampling = build.build_sampling(options, tokenizer)
-    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.group_size, recipe.run.seed)
+    seed, on_nonfinite = recipe.run.seed, recipe.reward.on_nonfinite
+    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.group_size, seed, on_nonfinite)
     return Generator(sampler, recipe.reward.on_error)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rft.config import Recipe
+from megatron_rft.config import Model, Recipe
+from megatron_rft.conversion import fingerprint
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
 from megatron_rft.megatron import parallel, weights
@@ -73,6 +74,7 @@ class Run:
         self.skips_zero_advantages = recipe.batching.skip_zero_advantages == "auto"
         self.folder, self.tokenizer_folder = Path(recipe.run.output_dir), tokenizer_folder(recipe.model)
         self.done, self.dropped = 0, dropped or {}
+        self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop = StopSignal()
         self.phases, self.averages = Phases(), Averages()
         self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
@@ -95,11 +97,12 @@ class Run:
     def restore(self, state: State) -> State:
         """Load the newest intact checkpoint, if any. Returns the objective's state, else `state`. Sets `done`, the
         number of finished steps."""
-        path, damaged = self.checkpoints.newest_intact()
+        path, warnings = self.checkpoints.newest_intact()
         if path is not None:
             facts, state = self.checkpoints.load(path)
             self.done, self.stream.position = facts["step"], facts["position"]
             self.guard.total = facts["skipped_steps"]
+            warnings += changed(facts.get("inputs", {}), self.inputs, self.done)
         if self.best:
             self.best.selection, state = self.best.selection.out_of(state)
         self.tracker = Tracker(
@@ -111,7 +114,7 @@ class Run:
             name=self.options.name,
             resolved=self.resolved,
         )
-        for told in damaged:
+        for told in warnings:
             self.tracker.note(told)
         if path is not None:
             self.tracker.note(f"resumed after step {self.done}, from {path}")
@@ -253,7 +256,7 @@ class Run:
         self.tracker.sync()
         if self.best:
             state = self.best.selection.into(state)
-        facts = {"position": self.stream.position, "skipped_steps": self.guard.total}
+        facts = {"position": self.stream.position, "skipped_steps": self.guard.total, "inputs": self.inputs}
         self.checkpoints.save(step, facts, state)
 
     # ---- end
@@ -261,13 +264,13 @@ class Run:
     def conclude(self, publish: Callable[[int, bool], object], before: dict[str, float] | None) -> None:
         """Test and export the best model, or the last. `publish`: `Batches.publish`. `before`: the test result of the
         initial model."""
-        step = self.best.load() if self.best else None
-        if step:
-            best = self.best.selection.best
+        step = self.total_steps
+        if self.best and (found := self.best.load()):
+            step, best = found
             self.tracker.note(f"the best model is that of step {step}: validation pass@1 {best:.3f}")
         after = None
         if self.evaluator and self.tests:
-            publish(step or self.total_steps, True)
+            publish(step, True)
             with self.phases("evaluation"):
                 after = self.evaluator("test", self.total_steps)
         actor = self.models.actor
@@ -293,3 +296,19 @@ class Run:
 
 def accuracy(prefix: str, summary: dict[str, float]) -> dict[str, float]:
     return {f"{prefix}/pass@1": summary["pass_at_1"], f"{prefix}/pass@1_se": summary["standard_error"]}
+
+
+def inputs(model: Model, stream: Stream) -> dict[str, str]:
+    """Digests of what every start of a run reads again, by option."""
+    paths = {"model.path": model.path, "model.reference": model.reference}
+    models = {name: fingerprint.of_model(model_folder(path)) for name, path in paths.items() if path}
+    return models | {"data.train": stream.digest()}
+
+
+def changed(saved: dict[str, str], now: dict[str, str], step: int) -> list[str]:
+    """A sentence about each input that differs from that of a checkpoint."""
+    return [
+        f"{name} is no longer what it was in the checkpoint of step {step}: the run goes on with what is there now"
+        for name in now
+        if name in saved and saved[name] != now[name]
+    ]

@@ -220,3 +220,15 @@ def rank_pid(launcher: int, rank: int) -> int:
         if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
             return int(child)
     raise AssertionError(f"no rank {rank} among {children}")
+
+
+def test_a_resume_says_what_has_changed_under_the_run(tmp_path):
+    recipe = write_recipe(tmp_path)
+    assert train(recipe, "run.steps=1")[0] == 0
+    status, output = train(recipe, "run.steps=2")
+    assert status == 0 and "is no longer" not in output, output[-3000:]
+    rows = (tmp_path / "train.jsonl").read_text().splitlines(True)
+    (tmp_path / "train.jsonl").write_text("".join(reversed(rows)))
+    status, output = train(recipe, "run.steps=3")
+    assert status == 0 and "data.train is no longer what it was in the checkpoint of step 2" in output, output[-3000:]
+    assert "model.path is no longer" not in output

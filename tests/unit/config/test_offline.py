@@ -68,6 +68,9 @@ def test_refused(recipe):
     assert "data.validation: does nothing while" in refusal(offline, "data.validation=math500", "evaluation.every=0")
     assert "does nothing with trainer offline" in refusal(offline, "rollout.temperature=0.7")
     assert "fpq" in refusal(offline, "algorithm.name=fpq")
+    for option in ("data.train.split=test", "data.train.limit=2", "data.train.prompt_field=text", "data.limit=2"):
+        assert f"{option.partition('=')[0]}: does nothing with a store" in refusal(offline, option)
+    assert "does nothing with trainer offline" in refusal(offline, "batching.skip_zero_advantages=off")
     generate = recipe("generate")
     for option in ("algorithm.name=fpa", "optimizer.lr=1e-5", "evaluation.every=3"):
         assert "does nothing with trainer generate" in refusal(generate, option)

@@ -58,6 +58,14 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         (["algorithm.name=ppo"], "critic: is missing: ppo trains a separate value model"),
         (["algorithm.name=ppo", "critic.warmup_steps=2"], "critic.lr: is required"),
         (["algorithm.name=ppo", "critic={lr: 1e-5, warmup_steps: 20}"], "leaves the policy no step: the run has 20"),
+        (
+            ["algorithm.name=ppo", "critic={lr: 1e-5, warmup_steps: 15}", "optimizer.lr_warmup_steps=11"],
+            "optimizer.lr_warmup_steps: 11 is beyond the run's optimizer steps, 10",
+        ),
+        (
+            ["algorithm.name=ppo", "critic={lr: 1e-5, lr_warmup_steps: 41}"],
+            "critic.lr_warmup_steps: 41 is beyond the run's optimizer steps, 40",
+        ),
         (["critic.lr=1e-5"], "critic: does nothing with algorithm grpo"),
         (["algorithm={name: sdpo, feedback: []}"], "algorithm.feedback: is empty"),
         (["algorithm={name: sdpo, feedback: [luck]}"], "'luck' is not one of"),
@@ -76,6 +84,10 @@ def test_a_group_of_one_has_nothing_to_compare(recipe, name):
         (["algorithm={name: dapo, overlong_coefficient: 2}"], "does nothing while overlong_buffer is 0"),
         (["algorithm.mini_batch_prompts=null", "algorithm.clip_low=0.1"], "one on-policy step, whose ratio is 1"),
         (["algorithm={name: sdpo, clip_high: 0.1}"], "does nothing without pipo"),
+        (
+            ["algorithm={name: sdpo}", "faults.on_mismatch=stop"],
+            "faults.on_mismatch: does nothing with several steps of sdpo",
+        ),
         (["algorithm={name: sdpo, old_logprobs: rollout}"], "does nothing without pipo"),
         (["algorithm={name: sdpo, feedback: [error], solution_template: 'a {}'}"], "does nothing while feedback is"),
         (["algorithm.name=sdpo", "model.reference=x"], "does nothing without a KL to it"),

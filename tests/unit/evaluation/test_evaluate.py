@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +17,7 @@ from megatron_rft.evaluation.evaluate import GradedSampler, table, write
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.math import MathReward
-from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.errors import DataError, RunFailed
 
 TOKENIZER = arithmetic.tokenizer()
 PROMPTS = [
@@ -65,6 +67,21 @@ def test_the_result_does_not_depend_on_ranks_or_batches():
     with ThreadPoolExecutor(3) as ranks:
         results = list(ranks.map(on_rank, range(3)))
     assert results == [run()] * 3
+
+
+def test_a_reward_that_is_no_number_is_an_error_or_ends_the_run():
+    """Planted on the second response to each problem."""
+
+    class Broken(MathReward):
+        def __call__(self, prompts, texts):
+            scores = super().__call__(prompts, texts)
+            return [Score(math.nan) if i % 4 == 1 else score for i, score in enumerate(scores)]
+
+    with pytest.raises(RunFailed, match=r"test: the reward is nan on response 1 to problem \d+ .*on_nonfinite=drop"):
+        evaluate(sampler(Broken(workers=0)), PROMPTS)
+    result = evaluate(replace(sampler(Broken(workers=0)), on_nonfinite="drop"), PROMPTS)
+    assert result.errors == 7 and 0 < result.pass_at_1 < 1
+    assert {each.error for each in result.completions} == {None, "the reward is nan"}
 
 
 def test_numbers_and_files(tmp_path):

@@ -1,8 +1,11 @@
 """Early stopping by hand, and through a checkpoint's state."""
 
+from types import SimpleNamespace
+
 import torch
 
-from megatron_rft.training.early_stopping import Selection
+from megatron_rft.training import early_stopping
+from megatron_rft.training.early_stopping import BestModel, Selection
 
 
 def test_by_hand():
@@ -25,3 +28,23 @@ def test_goes_through_a_state_beside_the_objectives():
     found, rest = Selection(patience=3).out_of(selection.into({"mine": torch.ones(2)}))
     assert found == selection and list(rest) == ["mine"]
     assert Selection(patience=3).out_of({}) == (Selection(patience=3), {})
+
+
+def test_the_folder_says_which_evaluation_its_model_is_of(tmp_path, monkeypatch):
+    """A run was killed between an evaluation and the next checkpoint, and did not evaluate that step again."""
+    loaded = []
+    actor = SimpleNamespace(stream=lambda: iter(()), hf_config=None, load=loaded.append)
+    monkeypatch.setattr(early_stopping.weights, "save_folder", write)
+    monkeypatch.setattr(early_stopping.weights, "open_folder", lambda folder, config: (folder / "model").read_text())
+    killed, resumed = (BestModel(actor, tmp_path / "best", tmp_path, None) for _ in range(2))
+    assert killed.load() is None
+    killed.judge(0.2, 8)
+    resumed.selection = killed.selection
+    killed.judge(0.3, 10)
+    assert resumed.load() == killed.load() == (10, 0.3) and len(loaded) == 2
+
+
+def write(stream, folder, config, tokenizer_folder, beside):
+    folder.mkdir(exist_ok=True)
+    for name, text in (beside | {"model": "weights"}).items():
+        (folder / name).write_text(text)
