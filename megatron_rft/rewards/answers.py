@@ -18,7 +18,7 @@ from megatron_rft.rewards.equivalence.structure import RELATION, unevaluated, va
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s${}]+)")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 # Between two boxes of one list: "or", "and", commas, delimiters; not "no, it is".
 JOINED = re.compile(
     r"(?:\s|[$,;.:/&*()\[\]|~-]|\\[()\[\],;!: ]|\\\\|\\q?quad|\\text\{\s*(?:or|and)\s*\}"

@@ -21,6 +21,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from megatron_rft.records import Prompt, Score
@@ -33,7 +34,8 @@ from megatron_rft.utils.errors import ConfigError
 DOES_NOT_COMPILE, RUNTIME_ERROR, NONE_PASSED = -1.0, -0.6, -0.3
 FIELDS = {"stdin": ("inputs", "outputs"), "call": ("name", "inputs", "outputs"), "assert": ("code",)}
 PYTHON = ("python", "python3", "py", "py3")
-OPENING = re.compile(r"^(?P<indent>[ \t>]*).*?(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+#.-]*)[^`\n]*$")
+# Possessive, and with a bound, because the time of a search may not grow with the square of the line's length.
+OPENING = re.compile(r"^(?P<indent>[ \t>]*+).{0,1000}?(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+#.-]*+)[^`\n]*+$")
 MOST_ENDS = 20  # fences that are tried as the end of a block
 SHOWN = 400  # characters of an input or output in a reason
 
@@ -136,7 +138,7 @@ def extract_code(text: str, names: Sequence[str] = ()) -> str:
     tagged = [body for language, body in blocks if language in PYTHON]
     untagged = [body for language, body in blocks if not language]
     chosen = tagged or untagged or [body for _, body in blocks] or [text]
-    defines = re.compile(rf"^\s*(?:(?:async )?def|class) (?:{'|'.join(map(re.escape, names))})\b", re.MULTILINE)
+    defines = re.compile(rf"^[^\S\n]*+(?:(?:async )?def|class) (?:{'|'.join(map(re.escape, names))})\b", re.MULTILINE)
     return ([body for body in chosen if names and defines.search(body)] or chosen)[-1]
 
 
@@ -148,8 +150,9 @@ def fenced(text: str) -> list[tuple[str, str]]:
         place += 1
         if opening is None:
             continue
-        ends = [k for k in range(place, len(lines)) if _closes(lines[k], opening["fence"])] or [len(lines)]
-        bodies = [_unindented(lines[place:end], opening["indent"]) for end in ends[:MOST_ENDS]]
+        closing = (k for k in range(place, len(lines)) if _closes(lines[k], opening["fence"]))
+        ends = list(islice(closing, MOST_ENDS)) or [len(lines)]
+        bodies = [_unindented(lines[place:end], opening["indent"]) for end in ends]
         language = opening["language"].lower()
         # A fence may stand within a text of the program: the first that leaves Python is the end.
         chosen = 0 if language not in (*PYTHON, "") else next((k for k, body in enumerate(bodies) if _parses(body)), 0)

@@ -29,17 +29,21 @@ from dataclasses import dataclass
 from typing import Any
 
 TAG = r"<\|?(?:tool_call|function_?call)s?\|?>"
-TAGGED = re.compile(TAG + r"(.*?)<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
+# What a tag encloses holds no second opening tag: otherwise tags that are never closed would take quadratic time.
+TAGGED = re.compile(TAG + rf"((?:(?!{TAG}).)*?)" + r"<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
 FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 LLAMA = re.compile(
     r"<\|python_(?:tag|start)\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|<\|python_end\|>|(?=<\|python_tag\|>)|\Z)", re.DOTALL
 )
 MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{))?")
 OPENED = re.compile(r"<(?:function=|invoke name=)")
-FUNCTION = re.compile(r"<(?:function=|invoke name=\"?)([^>\s\"]+)\"?>(.*?)</(?:function|invoke)>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter(?:=| name=\"?)([^>\s\"]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
+FUNCTION = re.compile(
+    rf"<(?:function=|invoke name=\"?)([^<>\s\"]+)\"?>((?:(?!{OPENED.pattern}).)*?)</(?:function|invoke)>", re.DOTALL
+)
+PARAMETER = re.compile(r"<parameter(?:=| name=\"?)([^<>\s\"]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
+CLOSED = "</parameter>"
 NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>)")
-PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL)
 ACTION = re.compile(r"^[ \t>*]*Action[ \t*]*:[ \t*]*`?([\w.-]+)`?[ \t]*$", re.MULTILINE)
 INPUT = re.compile(r"\s*[ \t>*]*Action[ _]Input[ \t*]*:[ \t*]*\s*(?:`{1,3}\w*)?\s*")
 HEADER = re.compile(r"(?:<｜tool▁sep｜>|\bto=functions\.|<\|tool_call_begin\|>functions\.)([\w.-]+)[^{]*")
@@ -119,12 +123,14 @@ def _functions(text: str) -> list[Call] | None:
         return None
     if opened > len(found):
         raise Malformed("a <function=...> is not closed")
-    return [
-        Call(name, {key: _value(value) for key, value in PARAMETER.findall(content)})
-        if PARAMETER.search(content)
-        else _call({"name": name, "arguments": content.strip()})
-        for name, content in found
-    ]
+    return [_function(name, content) for name, content in found]
+
+
+def _function(name: str, content: str) -> Call:
+    closed = content[: content.rfind(CLOSED) + len(CLOSED)]  # a search behind it would take quadratic time in vain
+    if parameters := PARAMETER.findall(closed):
+        return Call(name, {key: _value(value) for key, value in parameters})
+    return _call({"name": name, "arguments": content.strip()})
 
 
 def _keyed(text: str) -> list[Call] | None:

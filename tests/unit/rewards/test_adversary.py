@@ -1,9 +1,16 @@
 """Responses that try to get a reward without an answer, each with its correct verdict."""
 
+import time
+
 import pytest
 
 from megatron_rft.records import Prompt
+from megatron_rft.rewards.answers import final_answer
+from megatron_rft.rewards.choice import ChoiceReward, FormatReward
+from megatron_rft.rewards.code import extract_code
 from megatron_rft.rewards.math import MathReward
+from megatron_rft.rewards.tools.verifier import ToolReward
+from tests.unit.rewards.test_math import HOSTILE
 
 SUM = ("What is 57 + 87?", "144")
 SOLVE = ("Solve $x^2 - 5x + 6 = 0$ for the larger $x$.", "3")
@@ -161,3 +168,25 @@ def test_no_trick_is_rewarded_where_any_number_counts(reward):
     reward.how = "marked"
     no_words = ("maybe 144.", "not 144.", "be 144.", "it 144?", "143 and 144.", "is wrong.", "least 144.")
     assert [text for text in wrong if not text.endswith(no_words)] == []  # `any` reads no words
+
+
+def scored(reward):
+    return lambda text: reward([Prompt(0, (1,), "", "[]", {"tools": []})], [text])
+
+
+READERS = {
+    "math": lambda text: final_answer(text, "any", SUM[0]),
+    "code": lambda text: extract_code(text, ["f"]),
+    **{f"tool, {rules}": scored(ToolReward(rules)) for rules in ("rlla", "exact", "bfcl")},
+    "choice": scored(ChoiceReward()),
+    "format": scored(FormatReward(["think", "answer"])),
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_no_response_takes_long_to_read(read, text):
+    """The trainer's own thread reads it, without a deadline; a time that is quadratic in the length takes longer."""
+    started = time.thread_time()
+    read(text)
+    assert time.thread_time() - started < 2

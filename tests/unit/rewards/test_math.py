@@ -102,6 +102,17 @@ HOSTILE = {
     "roots in roots": r"\boxed{" + r"\sqrt{" * 150 + "4" + "}" * 150 + "}",
     "brackets": r"\boxed{" + "(" * 400 + "1" + ")" * 400 + "}",
     "a factorial": r"\boxed{1000000!}",
+    "spaces": " " * 10**5,
+    "newlines": "\n" * 10**5,
+    "fences": "```\n" * 25000,
+    "fences in one line": "~~~ " * 25000 + "`",
+    "a language that is none": "~~~" + "a" * 10**5 + "`",
+    "open answers": "<answer>" * 12000,
+    "open calls": "<tool_call>" * 9000,
+    "open functions": "<function=f>" * 8000,
+    "open names": "<function=" * 10**4,
+    "open parameters": "<function=f>" + "<parameter=a>" * 8000 + "</function>",
+    "open arguments": "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 3000 + "</tool_call>",
 }
 
 
