@@ -76,7 +76,11 @@ class Call:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Compare values from JSON: 1 equals 1.0 and does not equal true."""
+    """Compare values from JSON: 1 equals 1.0 and does not equal true, also within lists and objects."""
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(value, b[key]) for key, value in a.items())
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 

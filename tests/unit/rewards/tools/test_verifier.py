@@ -266,6 +266,28 @@ def test_exactly_the_calls_of_the_reference():
         assert grade(wrong) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("reference", "given", "same"),
+    [
+        ("true", "true", True),
+        ("true", "1", False),
+        ("1", "1.0", True),
+        ("[true]", "[1]", False),
+        ("[0, 1]", "[false, true]", False),
+        ("[[true], [1]]", "[[true], [1.0]]", True),
+        ("[1]", "[1, 1]", False),
+        ('{"b": [true]}', '{"b": [true]}', True),
+        ('{"b": [true]}', '{"b": [1]}', False),
+        ('{"b": 1}', '{"c": 1}', False),
+    ],
+)
+@pytest.mark.parametrize("rules", ["exact", "rlla"])
+def test_true_is_not_one_at_any_depth(rules, reference, given, same):
+    wanted, made = (f'[{{"name": "f", "arguments": {{"a": {value}}}}}]' for value in (reference, given))
+    (score,) = ToolReward(rules)([Prompt(0, (1,), "", wanted)], [made])
+    assert score.correct is same and score.error is None
+
+
 def test_a_broken_reference_is_an_error():
     for rules, answer in (("rlla", "<tool_call>{</tool_call>"), ("bfcl", "no JSON")):
         assert ToolReward(rules)([Prompt(3, (1,), "", answer)], ["x"])[0].error.startswith("the reference of problem 3")
