@@ -3,6 +3,7 @@
 import re
 
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.answers import final_answer
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.tools.rlla import has_sections
 
@@ -10,7 +11,14 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 STATED = re.compile(
     r"(?:\b(?:answer|(?:correct|right|best|final|my) (?:option|choice))\b[*_]*(?:\s+(?:is|should be|must be|would be))?"
+    r"(?:\s+(?:therefore|thus|hence|then|clearly|indeed|(?:most )?likely)\b)?"
     r"|\b(?:i choose|choose|it's|it is)\b|答案是?)\s*[:：=]?[*_\s]*(?:(?:option|choice)\b)?",
+    re.IGNORECASE,
+)
+# Within tags or a box: what may precede the letter.
+LEAD = re.compile(
+    r"(?:\\text\w*\{)?(?:the\s+)?(?:(?:correct|right|best|final)\s+)?"
+    rf"(?:{STATED.pattern}|(?:option|choice)\b)",
     re.IGNORECASE,
 )
 CONFIRMED = re.compile(r"\b([A-Z])[)*_$`\"'.]*\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b")
@@ -21,9 +29,16 @@ OPTION = re.compile(
 )
 # Another letter behind it: "A or B", "A, B", "A. B. C."; not the words A and I.
 ANOTHER = re.compile(
-    r"(?:(?:[,/&|]|\b(?i:or|and|also|maybe)\b)\s*(?:(?i:option)\s*)?|\\text\b|[\s{}])*\(?(?![AI]\s+[a-z])[A-Z]"
+    r"(?:(?:[,/&|]|\b(?i:or|and|also|as well as|maybe|perhaps|possibly|otherwise|else)\b)"
+    r"\s*(?:(?i:option)\s*)?|\\text\b|[\s{}])*\(?(?![AI]\s+[a-z])[A-Z]"
     r"(?=[\s.,:;)/*$}\]]|\Z)"
 )
+# Within tags or a box: another option behind "A. text", and any other letter behind a bare A, but the words A and I.
+LISTED = re.compile(
+    r"(?:^|;)[\s*(]*[A-Z](?:[.:)*]|\s*$)|[\s,]\(?[A-Z][:)]|\b(?i:option|answer is)\s+\(?[A-Z]\b", re.MULTILINE
+)
+OTHER = re.compile(r"(?<!\d)[\s;,:|/=→–—-][({*$]*(?![AI]\s+[a-z])[A-J](?=[\s.,;:!?)\]}*$]|\Z)")
+DENIED = re.compile(r"[\s,(]*(?:(?:is|can)\s*)?(?:not|n't|wrong|incorrect|false)\b")
 A_WORD = re.compile(r"\s+(?!(?:because|since|as|is|so|but|which)\b)[a-z]")  # "A cat", "I think"
 TAIL = 2000  # characters at the end in which an answer is looked for
 
@@ -33,16 +48,30 @@ def chosen(text: str) -> str | None:
     if several letters are named there."""
     text = text.rpartition("</think>")[2][-TAIL:]
     if "<answer>" in text:
-        found = TAGGED.findall(text)
-        return option(found[-1]) if found and text.rstrip().endswith("</answer>") else None
-    if boxes := BOXED.findall(text):
-        return option(boxes[-1])
+        found, rest = TAGGED.findall(text), text.rpartition("</answer>")[2]
+        return _marked(found[-1]) if found and not rest.strip(" \t\r\n.`") else None
+    if "\\boxed" in text:
+        return _marked(final_answer(text, "boxed") or "")
     for match in reversed(list(STATED.finditer(text))):
         if letter := option(text[match.end() :]):
             return letter
     if confirmed := CONFIRMED.findall(text):
         return confirmed[-1]
     return option(text.strip().rpartition("\n")[2], alone=True)
+
+
+def _marked(text: str) -> str | None:
+    """Return the option within tags or a box: "B", "B. Paris", "Option B", "The answer is B"; None if it names several
+    or says that it is wrong. A bare letter may stand beside no other; after "B." follows the option's own text."""
+    text = BOXED.sub(r"\1", text).strip()
+    lead = LEAD.match(text)
+    text = text[lead.end() :] if lead else text
+    letter, found = option(text), OPTION.match(text)
+    if letter is None:
+        return None
+    rest = text[found.end("marks") :]
+    several = (LISTED if set(found["marks"]) & set(".:)") else OTHER).search(rest)
+    return None if several or DENIED.match(rest) else letter
 
 
 def option(text: str, *, alone: bool = False) -> str | None:
