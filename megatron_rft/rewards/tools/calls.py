@@ -3,19 +3,23 @@
 One parser for each format, tried in this order; the first whose marker is in the text reads it:
 
     <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>       Hermes, Qwen; one or more, each with one or more;
-                                                                      <|tool_call|>, <functioncall>, <function_call>
+                                                                      <|tool_call|>, <functioncall>, <function_call>;
+                                                                      also in a code fence within the tag;
                                                                       GLM: f<arg_key>a</arg_key><arg_value>1</arg_value>
     <|python_tag|>{"name": "f", "parameters": {"a": 1}}               Llama 3: JSON, or Python calls, up to <|eom_id|>;
                                                                       Llama 4: <|python_start|>[f(a=1)]<|python_end|>
     [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]               Mistral; also [TOOL_CALLS]f[ARGS]{"a": 1}
     <function=f>{"a": 1}</function>                                   Llama 3.1, Qwen3-Coder (<parameter=a>);
-                                                                      <invoke name="f"><parameter name="a">
+                                                                      <invoke name="f"><parameter name="a">;
+                                                                      DeepSeek-V3.2's <｜DSML｜invoke name="f">
     Action: f / Action Input: {"a": 1}                                ReAct, on lines of their own
-    <｜tool▁sep｜>f {"a": 1}, to=functions.f <|message|>{"a": 1}        DeepSeek; gpt-oss; Kimi (functions.f:0)
+    <｜tool▁sep｜>f {"a": 1}, to=functions.f <|message|>{"a": 1}        DeepSeek; gpt-oss; Kimi (functions.f:0);
+                                                                      DeepSeek-V3.1: f<｜tool▁sep｜>{"a": 1}
     {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}  OpenAI's message, or the list alone
     [{"name": "f", "parameters": {"a": 1}}, {"f": {"a": 1}}]          JSON or Python literals, also in a code fence
     [f(a=1), g.h(b="x")]                                              Python calls with keyword arguments; also after
-                                                                      "functools" (Phi-4), as may JSON
+                                                                      "functools" (Phi-4), as may JSON, and printed in
+                                                                      a tool_code fence (Gemma)
 
 The last three may follow prose, from the beginning of a line or sentence on or after a colon, and JSON may also precede
 it. A marker without a readable call is an attempt at one.
@@ -31,7 +35,9 @@ from typing import Any
 TAG = r"<\|?(?:tool_call|function_?call)s?\|?>"
 # What a tag encloses holds no second opening tag: otherwise tags that are never closed would take quadratic time.
 TAGGED = re.compile(TAG + rf"((?:(?!{TAG}).)*?)" + r"<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
-FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(r"^print\((.*)\)[ \t]*$", re.MULTILINE)
+DSML = "｜DSML｜"  # the prefix of DeepSeek-V3.2's tags
 LLAMA = re.compile(
     r"<\|python_(?:tag|start)\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|<\|python_end\|>|(?=<\|python_tag\|>)|\Z)", re.DOTALL
 )
@@ -40,13 +46,18 @@ OPENED = re.compile(r"<(?:function=|invoke name=)")
 FUNCTION = re.compile(
     rf"<(?:function=|invoke name=\"?)([^<>\s\"]+)\"?>((?:(?!{OPENED.pattern}).)*?)</(?:function|invoke)>", re.DOTALL
 )
-PARAMETER = re.compile(r"<parameter(?:=| name=\"?)([^<>\s\"]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
+PARAMETER = re.compile(
+    r"<parameter(?:=| name=\"?)([^<>\s\"]+)\"?(?: string=\"(true|false)\")?>\n?(.*?)\n?</parameter>", re.DOTALL
+)
 CLOSED = "</parameter>"
 NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>)")
 PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL)
 ACTION = re.compile(r"^[ \t>*]*Action[ \t*]*:[ \t*]*`?([\w.-]+)`?[ \t]*$", re.MULTILINE)
 INPUT = re.compile(r"\s*[ \t>*]*Action[ _]Input[ \t*]*:[ \t*]*\s*(?:`{1,3}\w*)?\s*")
-HEADER = re.compile(r"(?:<｜tool▁sep｜>|\bto=functions\.|<\|tool_call_begin\|>functions\.)([\w.-]+)[^{]*")
+HEADER = re.compile(
+    r"(?:<｜tool▁call▁begin｜>(?=[\w.-]+<｜tool▁sep｜>\s*\{)|<｜tool▁sep｜>|\bto=functions\.|<\|tool_call_begin\|>functions\.)"
+    r"([\w.-]+)[^{]*"
+)
 MARKERS = re.compile(
     r"</?\|?/?\s*(?:tool_?calls?|function_?calls?|invoke|tools?)\b|<\|python_(?:tag|start)\|>|\[TOOL_CALLS\]"
     r"|</?function\b|^[ \t>*]*Action(?:[ _]Input)?[ \t*]*:|[<｜]tool▁|\bto=functions\.|\bfunctools\["
@@ -86,7 +97,7 @@ def equal(a: Any, b: Any) -> bool:
 
 def tool_calls(text: str) -> list[Call]:
     """Return the calls of a response, possibly none. Raises Malformed."""
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition("</think>")[2].replace(DSML, "")
     for parse in (_tagged, _llama, _mistral, _functions, _headed, _bare):
         calls = parse(text)
         if calls is not None:
@@ -102,7 +113,13 @@ def _tagged(text: str) -> list[Call] | None:
         return None
     if opened > len(tagged):
         raise Malformed("a <tool_call> is not closed")
-    return [call for part in tagged for call in (_functions(part) or _keyed(part) or _several(part))]
+    return [call for part in tagged for call in (_functions(part) or _keyed(part) or _several(_unfenced(part)))]
+
+
+def _unfenced(text: str) -> str:
+    """Return the content of the fence that is the whole text, or the text."""
+    fence = FENCE.fullmatch(text.strip())
+    return fence[2] if fence else text
 
 
 def _llama(text: str) -> list[Call] | None:
@@ -133,7 +150,7 @@ def _functions(text: str) -> list[Call] | None:
 def _function(name: str, content: str) -> Call:
     closed = content[: content.rfind(CLOSED) + len(CLOSED)]  # a search behind it would take quadratic time in vain
     if parameters := PARAMETER.findall(closed):
-        return Call(name, {key: _value(value) for key, value in parameters})
+        return Call(name, {key: text if kind == "true" else _value(text) for key, kind, text in parameters})
     return _call({"name": name, "arguments": content.strip()})
 
 
@@ -177,7 +194,8 @@ def _with_arguments(name: str, text: str, place: int) -> Call:
 def _bare(text: str) -> list[Call] | None:
     """Return JSON or Python calls in the last fence, in the whole text, or after prose."""
     fenced = FENCE.findall(text)
-    text = (fenced[-1] if fenced else text).strip()
+    language, text = fenced[-1] if fenced else ("", text)
+    text = (PRINTED.sub(r"\1", text) if language == "tool_code" else text).strip()
     for start in [0, *(match.end() for match in BARE.finditer(text))][:MOST_STARTS]:
         try:
             calls = _several(text[start:])

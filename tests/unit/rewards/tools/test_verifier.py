@@ -63,6 +63,17 @@ F = Call("f", {"a": 1})
         ('{"name": "f", "arguments": {"a": 1}}\n\nThis looks it up.', [F]),
         ("f(a=1)\ng()", [F, Call("g", {})]),
         ("result = f(a=1)", [F]),
+        ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+         "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>", [F, Call("g", {})]),
+        ('<tool_call>\n```json\n{"name": "f", "arguments": {"a": 1}}\n```\n</tool_call>', [F]),
+        ("```tool_code\nprint(f(a=1))\n```", [F]),
+        ("```tool_code\nprint(f(a=1))\nprint(g())\n```", [F, Call("g", {})]),
+        ("```tool_code\nf(a=1)\n```", [F]),
+        ("```python\nprint(f(a=1))\n```", []),  # a program
+        ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">1'
+         '</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', [F]),
+        ('<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1'
+         "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", [Call("f", {"a": "1"})]),
         ("I cannot do that.", []),
         ("[1, 2]", []),  # JSON, and no call
         ('{"name": 3}', []),
@@ -99,6 +110,9 @@ def test_the_forms_of_calls(text, calls):
         '<tool_call {"name": "f", "arguments": {"a": 1}}>',
         '<tool_calls>[{"name": "f", "arguments": {"a": 1}]',
         "<|python_tag|>import os",
+        "<tool_call>```json\n{\n```</tool_call>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f">',
         "[TOOL_CALLS] f",
         "<function=f>{",
         "Action: f\nObservation: 3",
