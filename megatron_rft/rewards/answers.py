@@ -72,6 +72,9 @@ INLINE = r"(?:\$\$?[^$]+\$\$?|\\\((?:(?!\\\)).)+\\\))"
 LIST = re.compile(rf"{INLINE}(?:(?:,|\s|and|or)+{INLINE})+\Z", re.DOTALL)
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
 COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b.*", re.IGNORECASE)
+OPERATOR = re.compile(r"[+\-^!]|\\(?:frac|sqrt|cdot|[dt]?binom|sin|cos|tan|log|ln|times|sum|prod|int)(?![a-z])|/")
+ARGUMENT = re.compile(r"(?:\\[a-zA-Z]+|[\^_}\]\\])\s*$")  # before a brace that does more than group
+BRACKETS = re.compile(r"\A\(((?:[^()]|\([^()]*\))*)\)\Z")  # around a whole formula
 LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
 HEDGES = re.compile(
@@ -124,10 +127,7 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
         return False
     if _recalculates(question, answer, reference):
         return True
-    if not re.search(
-        r"[+\-^!]|\\(?:frac|sqrt|cdot|binom|sin|cos|tan|log|ln|times|sum|prod|int)(?![a-z])|/",
-        answer.lstrip("-"),
-    ):
+    if not OPERATOR.search(answer.lstrip("-")):
         return False
     if re.search(r"[,;=<>]|\\text|\\cup", answer) or not _contains(question, answer):
         return False
@@ -135,6 +135,23 @@ def is_echo(answer: str, reference: str, question: str) -> bool:
     if plain and value and value.value == plain.value:  # a probability of 1/2 that the question speaks of
         return value.value.denominator == 1 or "decimal" in question or squeeze(answer) != squeeze(f"{plain.value}")
     return True
+
+
+def repeated(answer: str, reference: str, question: str) -> list[str]:
+    """Return formulas of the question that stand inside the answer and not in the reference: x + x of (x + x) + 0.
+
+    If one of them is equal to the reference, the answer is the question in disguise.
+    """
+    answer, reference = (_formula(split(one_spelling(text), RELATION)[-1]) for text in (answer, reference))
+    if number(answer):
+        return []
+    members = [
+        BRACKETS.sub(r"\1", _formula(member))
+        for piece in PROSE.sub("?", one_spelling(question)).split("?")
+        for member in split(piece.strip(" .:"), rf"{RELATION}|[,;]")[::2]
+    ]
+    formulas = [each for each in members if OPERATOR.search(each.lstrip("-")) and not number(each)]
+    return sorted({each for each in formulas if _stands_in(each, answer) and not _stands_in(each, reference)})
 
 
 def _recalculates(question: str, answer: str, reference: str) -> bool:
@@ -159,11 +176,26 @@ def vote(answer: str) -> str:
 
 def _contains(question: str, answer: str) -> bool:
     """Return whether a formula occurs as a separate one: 7 + 8 does not occur in 57 + 87."""
-    question, answer = squeeze(PROSE.sub("?", question)), squeeze(answer).strip("()")
-    if not re.search(r"\W|_", answer):
-        return False
-    pattern = rf"(?<![\w.\\]){re.escape(answer)}(?![\w^]|\.\d)"
-    return re.search(pattern, question) is not None
+    answer = _formula(answer).strip("()")
+    return re.search(r"\W|_", answer) is not None and _stands_in(answer, _formula(PROSE.sub("?", question)))
+
+
+def _stands_in(part: str, text: str) -> bool:
+    return re.search(rf"(?<![\w.\\]){re.escape(part)}(?![\w^]|\.\d)", text) is not None
+
+
+def _formula(text: str) -> str:
+    """Squeeze a formula, without the braces that only group: {57} + 87."""
+    kept, arguments = "", []
+    for letter in text:
+        keep = True
+        if letter == "{":
+            keep = ARGUMENT.search(kept[-20:]) is not None
+            arguments.append(keep)
+        elif letter == "}" and arguments:
+            keep = arguments.pop()
+        kept += letter if keep else ""
+    return squeeze(kept)
 
 
 def _last_box(text: str) -> tuple[int, str | None] | None:

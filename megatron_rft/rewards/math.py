@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 import megatron_rft
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo, vote
+from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo, repeated, vote
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.equivalence.worker import judge
 from megatron_rft.utils.errors import ConfigError
@@ -29,7 +29,7 @@ WORKER = "megatron_rft.rewards.equivalence.worker"
 ROOT = Path(megatron_rft.__file__).parents[1]
 NOTHING = "the response marks no answer"
 TAIL = 400  # last characters of the problem, which contain the question
-Question = tuple[str, str, str]  # reference, answer, problem
+Question = tuple[str, ...]  # reference, answer, problem, formulas of the problem that stand in the answer
 
 
 class MathReward(Reward):
@@ -72,7 +72,7 @@ class MathReward(Reward):
             return verdict(same)
         if is_echo(answer, reference, asked):
             return Score(0.0, "the answer repeats the question or leaves a sum to be done")
-        return reference, answer, asked[-TAIL:]
+        return reference, answer, asked[-TAIL:], *repeated(answer, reference, asked)
 
     def close(self) -> None:
         if self._threads is not None:
@@ -160,7 +160,7 @@ def verdict(correct: bool) -> Score:
 def _graded(ask: Callable[..., Score], question: Question) -> Score:
     """Ask the algebra, after an error once more. If it fails again and grades another answer to the same reference, the
     answer is at fault and wrong: as an error, 9^(9^9) would be a way out of training."""
-    reference, _, text = question
+    reference, _, text, *_ = question
     score = ask(*question)
     if score.error is not None:
         score = ask(*question)

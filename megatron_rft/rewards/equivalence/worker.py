@@ -19,17 +19,27 @@ class UnreadableReference(ValueError):
     """The reference answer has nothing to compare with."""
 
 
-def judge(reference: str, answer: str, question: str = "") -> bool:
-    """Return whether `answer` is equivalent to `reference`. `question` shows whether a percentage is asked for."""
-    from megatron_rft.rewards.equivalence.algebra import Unreadable
+def judge(reference: str, answer: str, question: str = "", *repeated: str) -> bool:
+    """Return whether `answer` is equivalent to `reference`. `question` shows whether a percentage is asked for.
+
+    `repeated` are the question's formulas inside the answer. If one of them is the reference's value, the answer is
+    wrong: (57 + 87)^1 only repeats 57 + 87.
+    """
+    from megatron_rft.rewards.equivalence.algebra import Unreadable, equal
+    from megatron_rft.rewards.equivalence.latex import one_spelling
     from megatron_rft.rewards.equivalence.structure import equivalent
 
     if not reference.strip():
         raise UnreadableReference("the reference answer is empty")
     try:
-        return equivalent(reference, answer, question)
+        if not equivalent(reference, answer, question):
+            return False
     except Unreadable:  # a reference that is not a formula equals only the same text
         return False
+    try:
+        return not any(equal(one_spelling(reference), formula) for formula in repeated)
+    except Unreadable:
+        return True
 
 
 def limit(seconds: float) -> None:

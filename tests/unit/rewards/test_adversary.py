@@ -17,6 +17,9 @@ SOLVE = ("Solve $x^2 - 5x + 6 = 0$ for the larger $x$.", "3")
 EXPAND = ("Expand $(x+1)(x-2)$.", "x^2-x-2")
 BOTH = ("Find all real $x$ with $x^2=9$.", "-3, 3")
 ANGLE = (r"What is $\cos(207^\circ)$, to three decimals?", "-0.891")
+SIMPLIFY = ("Simplify $90r - 44r$.", "46r")
+FACTOR = ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)")
+HANDSHAKES = ("Each of $n$ guests greets the $n-1$ others once. How many greetings are there?", r"\frac{n^2-n}{2}")
 
 WRONG = [
     # the question, as it is, in another order, or inside of something
@@ -43,6 +46,20 @@ WRONG = [
     (SUM, r"\boxed{\binom{57}{1} + \binom{87}{1}}"),
     (SUM, r"\boxed{57 + 87 \cdot e^0}"),
     (SUM, r"\boxed{58 + 86}"),
+    (SIMPLIFY, r"\boxed{{90r - 44r}}"),
+    (SIMPLIFY, r"\boxed{{}90r - 44r}"),
+    (SIMPLIFY, r"\boxed{-(-(90r - 44r))}"),
+    (SIMPLIFY, r"\boxed{(90r-44r)^{2-1}}"),
+    (SIMPLIFY, r"\boxed{90r - 44r + 0x}"),
+    (FACTOR, r"\boxed{{ab+5b+2a+10}}"),
+    (FACTOR, r"\boxed{(ab+5b+2a+10)+0}"),
+    (EXPAND, r"\boxed{\left((x+1)(x-2)\right)\cdot 1}"),
+    (EXPAND, r"\boxed{{(x+1)(x-2)}}"),
+    (("Compute $5!$.", "120"), r"\boxed{{5!}}"),
+    (("Compute $5!$.", "120"), r"\boxed{5!+0}"),
+    (("Evaluate $\\log_2 8$.", "3"), r"\boxed{{\log_2 8}}"),
+    (("Evaluate $\\log_2 8$.", "3"), r"\boxed{\frac{2(\log_2 8)}{2}}"),
+    (("Compute $\\dbinom{5}{2}$.", "10"), r"\boxed{\dbinom{5}{2}}"),
     # every number
     (SUM, " ".join(map(str, range(100, 200)))),
     (SUM, r"\boxed{" + ", ".join(map(str, range(100, 200))) + "}"),
@@ -132,6 +149,9 @@ RIGHT = [
     (SOLVE, r"\boxed{x = 3}"),
     (EXPAND, r"\boxed{x^2 - x - 2}"),
     (EXPAND, "The answer is $-2 - x + x^2$."),
+    (HANDSHAKES, r"\boxed{\frac{n(n-1)}{2}}"),  # a formula of the question, but not its answer
+    (SIMPLIFY, r"\boxed{90r - 44r = 46r}"),
+    (FACTOR, r"\boxed{(b+2)(a+5)}"),
     (BOTH, r"\boxed{3} and \boxed{-3}"),
     (BOTH, r"\boxed{\pm 3}"),
     (BOTH, r"x = 3 or x = -3, so \boxed{x = 3 \text{ or } x = -3}"),

@@ -97,6 +97,8 @@ def test_what_a_response_says_of_the_question():
         ("2x = 6", "x = 3", "Solve $2x=6$.", True),
         ("x = 3", "3", "Is $x = 3$ a solution, or $x = 4$?", False),
         ("-3", "-3", "", False),
+        ("{90r-44r}", "46r", "Simplify $90r-44r$.", True),  # braces that only group
+        ("{5!}", "120", "Compute $5!$.", True),
     ],
 )
 def test_what_repeats_the_question(answer, reference, question, echo):
