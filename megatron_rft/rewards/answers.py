@@ -11,6 +11,7 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 
 import re
 from collections import Counter
+from fractions import Fraction
 
 from megatron_rft.rewards.equivalence.latex import one_spelling, split, squeeze
 from megatron_rft.rewards.equivalence.rationals import number
@@ -161,9 +162,15 @@ def _recalculates(question: str, answer: str, reference: str) -> bool:
     """
     if number(reference) is None or "frac" in reference or "/" in reference:
         return False
-    numbers = [Counter(re.findall(r"\d+(?:\.\d+)?", text)) for text in (answer, reference)]
-    formulas = [Counter(re.findall(r"\d+(?:\.\d+)?", each)) for each in FORMULA.findall(question)]
+    numbers = [_numbers(text) for text in (answer, reference)]
+    formulas = [_numbers(each) for each in FORMULA.findall(question)]
     return any(each <= numbers[0] and not each <= numbers[1] for each in formulas if each.total() > 1)
+
+
+def _numbers(text: str) -> Counter[Fraction]:
+    """Return the values of all numbers: 57.0, 057 and 5700% are 57."""
+    found = map(number, re.findall(r"\d+(?:\.\d+)?\s*%?", text, re.ASCII))
+    return Counter(each.value for each in found if each)
 
 
 def vote(answer: str) -> str:

@@ -24,6 +24,7 @@ MATRIX = re.compile(
 )
 LETTER = re.compile(r"\(?\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?")
 WORDS = re.compile(r"(?:\\text\{)?\s*([A-Za-z][A-Za-z' -]+)\}?(?:\s+[A-Z])?")
+PLAIN_MEMBER = re.compile(r"[({\s]*\d[\d.,]*\s*%?[)}\s]*")  # of a sum
 FILLER_WORDS = (
     "the final answer is are value values of so thus therefore hence result equals equal we get total a an it "
     "solution solutions sum there approximately about "
@@ -337,10 +338,15 @@ def _formulas(wanted: str, got: str, percent: bool) -> bool:
 
 
 def unevaluated(got: str, wanted: str) -> bool:
-    """A sum or product of plain numbers, where the reference is its value: 57 + 87 for 144. A power is a value, and so
-    are a quotient and a mixed number where the reference is a fraction."""
+    """A sum or product of plain numbers, where the reference is its value: 57 + 87 for 144; also a sum with two plain
+    members and others, 57 + 87 + 0^2. A power is a value, and so are a quotient and a mixed number where the reference
+    is a fraction."""
     reference, got = number(without_unit(wanted)[0]), re.sub(r"\^(?:\{\s*1\s*\}|1(?!\d))", "", got)
-    if not reference or number(got) or re.search(r"[a-zA-Z!^]", re.sub(r"\\(?:cdot|frac|div)(?![a-z])", "", got)):
+    if not reference or number(got):
+        return False
+    if sum(PLAIN_MEMBER.fullmatch(member) is not None for member in split(got, r"[+\-]")[::2]) > 1:
+        return True
+    if re.search(r"[a-zA-Z!^]", re.sub(r"\\(?:cdot|frac|div)(?![a-z])", "", got)):
         return False
     if reference.value.denominator > 1 and re.fullmatch(r"\d+ ?\+ ?\\frac\{\d+\}\{\d+\}", got):
         return False
