@@ -1,9 +1,9 @@
 r"""What a response gives as its answer. Text only: nothing here imports sympy.
 
     boxed    only the last \boxed{...}
-    marked   a box; else "#### ..."; else <answer>...</answer>; else "the answer is ..."; else the last line, where it
-             is a bare value or says one ("57 + 87 = 144.", "She has 12 apples."); else what the response says that a
-             formula of the question is
+    marked   a box; else "#### ..." that is no heading; else <answer>...</answer>; else "the answer is ..."; else the
+             last line, where it is a bare value or says one ("57 + 87 = 144.", "She has 12 apples."); else what the
+             response says that a formula of the question is
     any      as marked, else the last number or formula
 
 Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with several values. Code blocks are no prose.
@@ -68,6 +68,14 @@ QUOTED = re.compile(r"^'([^']+)'$")
 FORMULA = re.compile(
     r"(?<![\w.^{}\\])[-(]*\d[\d.]*(?:[\s()]*(?:[-+*/^]|\\cdot)[\s(-]*\d[\d.]*)+(?![\w^.]|\s*\\)"  # of numbers alone
 )
+HASHES = re.compile(r"(?<!#)#{4,}((?:(?!####)[^\n])+)")
+# After "####" and no answer: "Step 1: add", "Verification of x = 3", "Final Answer".
+HEADING = re.compile(
+    r"[*_\s]*(?:(?:step|part|case|method|approach|solution|example)\s*(?:\d|[A-Z]\b)"
+    r"|(?:verif|check|expla|justif|proof|remark|note\b|summary|alternative)"
+    r"|(?:(?:the\s+)?(?:final\s+)?(?:answer|result|solution)|conclusion|step|part|case)s?[*_:\s]*$)",
+    re.IGNORECASE,
+)
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 INLINE = r"(?:\$\$?[^$]+\$\$?|\\\((?:(?!\\\)).)+\\\))"
 LIST = re.compile(rf"{INLINE}(?:(?:,|\s|and|or)+{INLINE})+\Z", re.DOTALL)
@@ -93,11 +101,11 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
     """Return the response's answer as written; None if it has none, or ends inside the box."""
     thoughts, closed, said = text.rpartition("</think>")
     text = said if closed and said.strip() else text
-    box, hashes = _last_box(text), text.rfind("####")
-    if how == "boxed" or (box is not None and box[0] > hashes):
+    box = _last_box(text)
+    if how != "boxed" and (found := _hashed(text[box[0] :] if box else text, value=box is not None)):
+        return found
+    if box or how == "boxed":
         return (box[1] or None) if box else None
-    if hashes >= 0:
-        return _clean(text[hashes:].lstrip("#").strip(" \t").partition("\n")[0]) or None
     prose = FENCED.sub("\n", text)
     if tagged := TAGGED.findall(prose):
         return _clean(tagged[-1])
@@ -220,6 +228,13 @@ def _last_box(text: str) -> tuple[int, str | None] | None:
             break
         values.append(_clean(before[1]))
     return place, ", ".join(dict.fromkeys(reversed(values)))
+
+
+def _hashed(text: str, *, value: bool) -> str | None:
+    """Return the last answer after "####" that is no heading; `value`: words, as in "#### Paris", are no answer."""
+    lines = [match[1].strip() for match in HASHES.finditer(text)]
+    lines = [line for line in lines if line and not HEADING.match(line)]
+    return next((_clean(line) for line in reversed(lines) if not value or re.search(r"\d|\\[a-zA-Z]", line)), None)
 
 
 def _content(text: str, match: re.Match) -> tuple[str | None, int]:
