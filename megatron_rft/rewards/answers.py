@@ -77,6 +77,8 @@ HEADING = re.compile(
     re.IGNORECASE,
 )
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# Mathematics over several lines between \[ and \] or $$ and $$, without an empty line.
+DISPLAY = re.compile(r"\\\[(?:(?!\n\s*\n|\\\[).)*?\\\]|\$\$(?:(?!\n\s*\n).)*?\$\$", re.DOTALL)
 INLINE = r"(?:\$\$?[^$]+\$\$?|\\\((?:(?!\\\)).)+\\\))"
 LIST = re.compile(rf"{INLINE}(?:(?:,|\s|and|or)+{INLINE})+\Z", re.DOTALL)
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
@@ -109,7 +111,7 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
     prose = FENCED.sub("\n", text)
     if tagged := TAGGED.findall(prose):
         return _clean(tagged[-1])
-    prose = prose[-TAIL:]
+    prose = DISPLAY.sub(lambda display: re.sub(r"\s*\n\s*", " ", display[0]), prose[-TAIL:])
     stated = _stated(prose)
     if stated and not re.search(r"\d", stated) and not number(stated) and FORMULA.fullmatch(question.strip()):
         stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by words
