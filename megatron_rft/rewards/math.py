@@ -2,7 +2,8 @@
 
 `answers.py` reads the answer and detects answers that only repeat the question. Integers and equal texts are compared
 here, thousands per second; `equivalence` compares the rest, in separate processes with a hard time limit, because
-nothing else stops sympy. An answer on which the grader dies twice is wrong; a reference on which it dies is an error.
+nothing else stops sympy. An answer that takes longer than the limit, or on which the grader dies twice, is wrong; a
+reference on which it dies is an error.
 """
 
 import importlib.util
@@ -28,6 +29,7 @@ LONGEST = 1000  # characters of an answer that may be right, or four times its r
 WORKER = "megatron_rft.rewards.equivalence.worker"
 ROOT = Path(megatron_rft.__file__).parents[1]
 NOTHING = "the response marks no answer"
+TOO_LONG = "grading took longer than reward.timeout_s="
 TAIL = 400  # last characters of the problem, which contain the question
 Question = tuple[str, ...]  # reference, answer, problem, formulas of the problem that stand in the answer
 
@@ -130,7 +132,7 @@ class VerifyProcess:
         code = self.process.wait()
         self.close()
         if code in (-signal.SIGPROF, -signal.SIGALRM):
-            return f"grading took longer than reward.timeout_s={self.timeout_s:g}"
+            return f"{TOO_LONG}{self.timeout_s:g}"
         return f"the grading process ended with status {code}"
 
     def close(self) -> None:
@@ -158,11 +160,12 @@ def verdict(correct: bool) -> Score:
 
 
 def _graded(ask: Callable[..., Score], question: Question) -> Score:
-    """Ask the algebra, after an error once more. If it fails again and grades another answer to the same reference, the
-    answer is at fault and wrong: as an error, 9^(9^9) would be a way out of training."""
+    """Ask the algebra, after an error once more, unless it ran out of time, which it would again. If it fails and
+    grades another answer to the same reference, the answer is at fault and wrong: as an error, 9^(9^9) would be a way
+    out of training."""
     reference, _, text, *_ = question
     score = ask(*question)
-    if score.error is not None:
+    if score.error is not None and not score.error.startswith(TOO_LONG):
         score = ask(*question)
     if score.error is not None and ask(reference, "0", text).error is None:
         return Score(0.0, f"the answer cannot be graded: {score.error}")

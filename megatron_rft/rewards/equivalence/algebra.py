@@ -12,6 +12,8 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
+from megatron_rft.rewards.equivalence.rationals import Number, number
+
 CONFIG = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 DIGITS = 30
 EXACT = sympy.Float("1e-18", DIGITS)  # relative
@@ -19,6 +21,10 @@ ROUNDED = sympy.Float("1e-6", DIGITS)  # absolute; below 0.001 the numbers must 
 DECIMAL = re.compile(r"(\d*)\.(\d+)", re.ASCII)
 DIFFERENTIAL = re.compile(r"\\int|\\frac\{d(?:\^\{?\d\}?)?[a-z]?\}\{d")
 D = re.compile(r"\\[a-zA-Z]+|d(?=[a-zA-Z])")  # de is d times e
+FACTORIAL = re.compile(r"(\d{1,4000})\s*!", re.ASCII)
+ARGUMENT = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+BINOMIAL = re.compile(rf"\\[dt]?binom\s*{ARGUMENT}\s*{ARGUMENT}")
+LARGEST_FACTORIAL, LARGEST_CHOICE = 300_000, 100_000  # computed in less than a second
 # Values for symbols, by their order. Irrational, so that no two formulas agree by accident; some are negative.
 POINTS = [
     ["1.6180339887498948482", "2.7320508075688772935", "0.5772156649015328606", "3.3166247903553998491"],
@@ -49,12 +55,25 @@ def read(text: str) -> Any:
 def equal(reference: str, answer: str) -> bool:
     """Return whether two formulas are equal. Raises Unreadable if the reference is not a formula."""
     wanted = read(reference)
+    if any(each not in reference for each in endless(answer)):
+        return False
     try:
         got = read(answer)
     except Unreadable:
         return False
     close = _nearly if DECIMAL.search(reference) or (DECIMAL.search(answer) and not _irrational(wanted)) else _exactly
     return _agree(wanted, got, close)
+
+
+def endless(text: str) -> list[str]:
+    """Return the parts of a formula that would hold the grader until its time limit: 1000000!."""
+    factorials = [found[0] for found in FACTORIAL.finditer(text) if int(found[1]) > LARGEST_FACTORIAL]
+    binomials = [found[0] for found in BINOMIAL.finditer(text) if _is_wide(number(found[1]), number(found[2]))]
+    return factorials + binomials
+
+
+def _is_wide(among: Number | None, chosen: Number | None) -> bool:
+    return bool(among and chosen) and min(chosen.value, among.value - chosen.value) > LARGEST_CHOICE
 
 
 def proportional(reference: tuple[str, str], answer: tuple[str, str]) -> bool:

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rft.config.rewards import Reward
-from megatron_rft.records import Prompt
+from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.answers import compare_exactly
+from megatron_rft.rewards.equivalence.algebra import endless
 from megatron_rft.rewards.equivalence.worker import judge
-from megatron_rft.rewards.math import MathReward
+from megatron_rft.rewards.math import TOO_LONG, MathReward, _graded
 from megatron_rft.rewards.registry import build
 from megatron_rft.utils.errors import ConfigError
 
@@ -114,6 +115,29 @@ HOSTILE = {
     "open parameters": "<function=f>" + "<parameter=a>" * 8000 + "</function>",
     "open arguments": "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 3000 + "</tool_call>",
 }
+
+
+def test_a_time_limit_is_not_tried_twice():
+    asked = []
+
+    def ask(*question: str) -> Score:
+        asked.append(question[1])
+        return Score(0.0) if question[1] == "0" else Score(0.0, error=f"{TOO_LONG}5")
+
+    assert _graded(ask, ("7", "9^{9^{9}}", "")).error is None and asked == ["9^{9^{9}}", "0"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "correct"),
+    [
+        ("7", r"1000000!", False),
+        ("7", r"\binom{10^8}{5\cdot 10^7}", False),
+        ("5000", r"\frac{5000!}{4999!}", True),
+        ("4999950000", r"\binom{100000}{2}", True),
+    ],
+)
+def test_numbers_that_hold_the_grader_are_not_computed(reference, answer, correct):
+    assert bool(endless(answer)) is not correct and judge(reference, answer) is correct
 
 
 def test_a_reference_that_hangs_is_an_error():
