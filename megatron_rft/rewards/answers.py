@@ -20,9 +20,10 @@ from megatron_rft.rewards.equivalence.structure import RELATION, unevaluated, va
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s${}]+)")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-# Between two boxes of one list: "or", "and", commas, delimiters; not "no, it is".
+# Between two boxes of one list: "or", "and", commas, delimiters, "x_2 =", "2."; not "no, it is".
 JOINED = re.compile(
-    r"(?:\s|[$,;.:/&*()\[\]|~-]|\\[()\[\],;!: ]|\\\\|\\q?quad|\\text\{\s*(?:or|and)\s*\}"
+    r"(?:(?<![A-Za-z\\])[A-Za-z](?:_\{?\w+\}?)?\s*=|\\(?:cup|[lc]?dots)(?![a-z])|\n\s*\(?\d+[.)]\s"
+    r"|\s|[$,;.:/&*()\[\]|~-]|\\[()\[\],;!: ]|\\\\|\\q?quad|\\text\{\s*(?:or|and)\s*\}"
     r"|\bbut (?=maybe|perhaps|possibly)"
     r"|\b(?:or|and|also|maybe|perhaps|possibly|alternatively|either|it|could|might|may|be|is|equivalently)\b)*",
     re.IGNORECASE,

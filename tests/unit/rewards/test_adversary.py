@@ -96,6 +96,9 @@ WRONG = [
     (SUM, r"\boxed{143} or \boxed{144}"),
     (SUM, r"\boxed{144}, \boxed{143}"),
     (SUM, r"\boxed{143} \boxed{144} \boxed{145}"),
+    (SUM, r"$x=\boxed{142}$ or $x=\boxed{143}$ or $x=\boxed{144}$"),
+    (SUM, r"$\boxed{143} \cup \boxed{144}$"),
+    (SUM, r"$\boxed{143}, \ldots, \boxed{144}$"),
     (SUM, r"$\boxed{143}$ and maybe $\boxed{144}$"),
     (SUM, r"It is \boxed{144}. No, it is \boxed{145}."),  # the last one counts
     (SUM, r"\boxed{144} and so \boxed{14"),  # open
@@ -160,6 +163,7 @@ RIGHT = [
     (SIMPLIFY, r"\boxed{90r - 44r = 46r}"),
     (FACTOR, r"\boxed{(b+2)(a+5)}"),
     (BOTH, r"\boxed{3} and \boxed{-3}"),
+    (BOTH, r"$x=\boxed{3}$ or $x=\boxed{-3}$"),
     (BOTH, r"\boxed{\pm 3}"),
     (BOTH, r"x = 3 or x = -3, so \boxed{x = 3 \text{ or } x = -3}"),
     (ANGLE, r"\boxed{\cos(207^\circ) \approx -0.891}"),

@@ -10,6 +10,12 @@ from megatron_rft.rewards.answers import compare_exactly, final_answer, is_echo,
         (r"\boxed{1} no, \boxed{2}", "2"),  # the last one counts
         (r"\boxed{5} or \boxed{7}", "5, 7"),  # one answer with two values
         (r"$\boxed{5}$ and $\boxed{5}$", "5"),
+        (r"$x = \boxed{-2}$ or $x = \boxed{1}$", "-2, 1"),
+        (r"$x_1=\boxed{1}$, $x_{2} = \boxed{-2}$", "1, -2"),
+        ("1. $\\boxed{1}$\n2. $\\boxed{-2}$", "1, -2"),
+        (r"$\boxed{7} \cup \boxed{8}$", "7, 8"),
+        (r"$\boxed{7}, \ldots, \boxed{8}$", "7, 8"),
+        (r"$n = \boxed{7}$, so $x = \boxed{8}$", "8"),
         (r"\boxed{1}. So the answer is not that but \boxed{2}", "2"),
         (r"\boxed{1} but maybe \boxed{2}?", "1, 2"),
         ("\\boxed{1} then\n#### 2", "2"),
