@@ -23,6 +23,8 @@ WORDS = re.compile(r"\\(?:text|mbox|textbf|textrm|textit|textsf|texttt|mathrm|ma
 FONTS = re.compile(
     r"\\(?:mathbf|mathit|mathcal|boldsymbol|bm|vec|overrightarrow|hat|widehat|boxed|fbox)\s*\{([^{}]*)\}"
 )
+# "3 cm", "3.5 hours": a number and a unit inside one text command; not "1st" or "4:30 PM".
+MEASURED = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)(?:\s+(?=[a-zA-Z])|(?!st|nd|rd|th)(?=[a-zA-Z]{2}))([a-zA-Z][^\d]*)")
 ONE = r"(\d|[a-zA-Z]|\\[a-zA-Z]+)"
 MOD = r"(?:\\[pb]?mod|\\text\{\s*mod\s*\}|\bmod\b)\s*\{?(\w+)\}?"
 RENAMED = [
@@ -114,10 +116,12 @@ def _plain_characters(text: str) -> str:
 
 
 def _words(match: re.Match) -> str:
-    """Rewrite a text command: one letter is a name, as in \\mathrm{i}; others are words."""
+    """Rewrite a text command: one letter is a name, as in \\mathrm{i}; others are words, or a number and its unit."""
     content = match[1].strip()
     if not re.search(r"[a-zA-Z]", content):
         return f" {content} "
+    if measured := MEASURED.fullmatch(content):
+        return rf" {measured[1]} \text{{{measured[2]}}} "
     if match[0].startswith(r"\operatorname") or len(content) == 1:
         return f"\\{content} " if len(content) > 1 else f" {content} "
     return f"\\text{{{content}}}"
