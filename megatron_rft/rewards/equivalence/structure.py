@@ -23,6 +23,10 @@ MATRIX = re.compile(
     r"\\begin\{(p|b|B|v|V|small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\w*(?:matrix|array)\}", re.S
 )
 LETTER = re.compile(r"\(?\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?")
+# After the first letter, a second choice: (A) (B), A. B., A: B:, A) or (B); not (A) X = 3.
+SECOND_LETTER = re.compile(
+    r"[\s).:,;}]*(?:\\text\{)?\s*(?:(?:or|and)\b[\s(}]*(?:\\text\{)?[\s(]*[A-Z](?![A-Za-z(])|\(?[A-Z]\s*[).:])"
+)
 WORDS = re.compile(r"(?:\\text\{)?\s*([A-Za-z][A-Za-z' -]+)\}?(?:\s+[A-Z])?")
 PLAIN_MEMBER = re.compile(r"[({\s]*\d[\d.,]*\s*%?[)}\s]*")  # of a sum
 FILLER_WORDS = (
@@ -102,6 +106,8 @@ def _words(wanted: str, got: str, percent: bool) -> bool | None:
     """Compare choices and words; None if the reference is mathematics."""
     if found := LETTER.fullmatch(wanted):
         letter = re.match(r"\(?(?:\\text\{)?\s*\(?([A-Z])(?:\)|\.|:|\s*\}|$)", got)
+        if letter and SECOND_LETTER.match(got, letter.end(1)):
+            return False
         return letter[1] == found[1] if letter else None
     if WORDS.fullmatch(wanted) and (len(wanted) > 3 or "text" in wanted or wanted.lower() in ("yes", "no")):
         first, second = (re.sub(r"\\text|[{}]|\b(the|an?)\b", " ", text.lower()).split() for text in (wanted, got))
