@@ -19,8 +19,9 @@ from megatron_rft.rewards.equivalence.units import differ, without_unit
 SEVERAL = r",(?!\d{3}(?!\d))|,\s|;|\\text\{\s*(?:,?\s*(?:and|or)),?\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])"
 COMMAS = r",|;"
 RELATION = r"\\approx(?![a-z])|=|\\equiv(?![a-z])"
-MATRIX = re.compile(
-    r"\\begin\{(p|b|B|v|V|small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\w*(?:matrix|array)\}", re.S
+MATRIX = re.compile(  # also between its own brackets: ( \begin{array}{cc} ... \end{array} )
+    r"[(\[]?\s*\\begin\{(p|b|B|v|V|small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\w*(?:matrix|array)\}\s*[)\]]?",
+    re.S,
 )
 LETTER = re.compile(r"\(?\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?")
 # After the first letter, a second choice: (A) (B), A. B., A: B:, A) or (B); not (A) X = 3.
