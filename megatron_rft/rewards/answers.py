@@ -25,7 +25,7 @@ JOINED = re.compile(
     r"(?:(?<![A-Za-z\\])[A-Za-z](?:_\{?\w+\}?)?\s*=|\\(?:cup|[lc]?dots)(?![a-z])|\n\s*\(?\d+[.)]\s"
     r"|\s|[$,;.:/&*()\[\]|~-]|\\[()\[\],;!: ]|\\\\|\\q?quad|\\text\{\s*(?:or|and)\s*\}"
     r"|\bbut (?=maybe|perhaps|possibly)"
-    r"|\b(?:or|and|also|maybe|perhaps|possibly|alternatively|either|it|could|might|may|be|is|equivalently)\b)*",
+    r"|\b(?:or|and|also|maybe|perhaps|possibly|alternatively|either|it|could|might|may|be|is|equivalently)\b)*+",
     re.IGNORECASE,
 )
 MARK = re.compile(
