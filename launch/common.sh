@@ -208,9 +208,9 @@ check_stage() { # COMMAND RECIPE KEY...
     nodes="$(number_of nodes N)"
     nodes="${nodes:-$(sed -n 's/^#SBATCH.*--nodes=\([0-9]*\).*/\1/p' "launch/$(basename "$0")")}"
     [ -n "$gpus" ] && [ -z "${LAUNCH_IMAGE:-}" ] || return 0
-    (eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main' 2>/dev/null) || return 0
+    (set +u && eval "$LAUNCH_SETUP" && python -c 'import megatron_rft.commands.main' 2>/dev/null) || return 0
     [ -n "${LAUNCH_NPROC:-}" ] || memory=(--gpu-gib "${LAUNCH_GPU_GIB:-80}")
-    (eval "$LAUNCH_SETUP" &&
+    (set +u && eval "$LAUNCH_SETUP" &&
         exec python -m megatron_rft plan "$recipe" "${memory[@]}" --nproc $((nodes * gpus)) "${keys[@]}") || exit 2
 }
 
@@ -222,6 +222,6 @@ number_of() { # OPTION [LETTER]: the N of --OPTION=[type:]N, --OPTION N or -LETT
 
 if [ -z "${LAUNCH_SETUP:-}" ]; then
     export LAUNCH_SETUP=:
-    [ -n "${LAUNCH_IMAGE:-}" ] || [ ! -e "$here/.venv/bin/activate" ] || LAUNCH_SETUP=". $here/.venv/bin/activate"
+    [ -n "${LAUNCH_IMAGE:-}" ] || [ ! -e "$here/.venv/bin/activate" ] || printf -v LAUNCH_SETUP '. %q' "$here/.venv/bin/activate"
 fi
 if [ -n "$in_job" ]; then run_job "$@"; else submit "$@"; fi

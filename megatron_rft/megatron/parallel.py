@@ -19,7 +19,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron.collectives import count_collectives
 from megatron_rft.megatron.gloo_device import share_gloo_device
+from megatron_rft.utils.device import has_cuda_device
 from megatron_rft.utils.errors import ConfigError, UserError
+from megatron_rft.utils.network_interface import name_for_gloo
 
 PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host, each in a gloo group with its own limit
 _host_groups: dict[str, dist.ProcessGroup] = {}
@@ -33,7 +35,7 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
     ranks wait for each other. On GPUs NCCL applies the limit of a step: its watchdog ends the process.
 
     Raises:
-        ConfigError: this rank sees no GPU of its own, the ranks cannot connect, or their number does not fit the
+        ConfigError: torch does not find this rank's GPU, the ranks cannot connect, or their number does not fit the
             layout.
     """
     faults = faults or Faults()
@@ -44,6 +46,11 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
     if torch.cuda.is_available():
         _check_own_gpu()
         torch.cuda.set_device(device())
+    elif has_cuda_device():
+        raise ConfigError(
+            f"this machine has an NVIDIA GPU, but torch {torch.__version__} finds none: `megatron-rft doctor` says why "
+            "(CUDA_VISIBLE_DEVICES= computes on the CPU)"
+        )
     else:
         share_gloo_device()
     if not dist.is_initialized():
@@ -79,6 +86,8 @@ def _connect(faults: Faults) -> None:
     if "RANK" not in os.environ:
         _set_single_rank_environment()
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        name_for_gloo(os.environ.get("MASTER_ADDR", ""))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=faults.start_limit_s), **alone)

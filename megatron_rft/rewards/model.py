@@ -69,6 +69,9 @@ class ServerReward(Reward):
 
     def __init__(self, url: str, timeout_s: float = 60.0, batch: int = 64):
         self.url, self.timeout_s, self.batch = url, timeout_s, batch
+        # A server of the cluster is not behind the proxy that its nodes have for the internet.
+        proxies = None if url.startswith("https:") else {}
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         scores: list[Score] = []
@@ -91,7 +94,7 @@ class ServerReward(Reward):
 
     def _post(self, body: dict[str, Any]) -> list[float]:
         request = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+        with self.opener.open(request, timeout=self.timeout_s) as response:
             rewards = json.load(response)["rewards"]
         if len(rewards) != len(body["responses"]):
             raise ValueError(f"{len(rewards)} rewards for {len(body['responses'])} responses")

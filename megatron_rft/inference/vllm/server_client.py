@@ -15,6 +15,7 @@ import http.client
 import json
 import queue
 import re
+import resource
 import secrets
 import shlex
 import socket
@@ -38,8 +39,8 @@ from megatron_rft.inference.vllm import server_checks, token_check
 from megatron_rft.inference.vllm.arguments import command, sampling_parameters
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
+from megatron_rft.utils.network_interface import name_for_gloo
 
-CONNECTIONS = 128  # requests at one time; more of them wait in this process
 GENERATE, PING = "/inference/v1/generate", "/is_paused"  # answered by the engine itself, unlike /health
 ANSWER_S = 30.0  # timeout of a health check
 DYING_S = 10  # a server notices that its engine is dead after at most this time
@@ -106,6 +107,9 @@ class ServerEngine(Engine):
             raise ConfigError(f"{where} {problem}")
         self.rounds = server_checks.rounds(facts)
         self.workers = int(facts["workers"])
+        self.sequences = int(facts["sequences"]) * int(facts["replicas"])  # more requests wait in this process
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request is a connection
         self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in each)])
 
     def _without_token_ids(self) -> str | None:
@@ -125,6 +129,8 @@ class ServerEngine(Engine):
     def _connect(self) -> None:
         """Form the process group for weights: this process and the server's workers."""
         host, size, limit_s = local_address(self.url), 1 + self.workers, self.silence_timeout_s
+        if not host.startswith("127."):
+            name_for_gloo(urlsplit(self.url).hostname)
         store = network.rendezvous(host, size, limit_s)
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         address = {"host": host, "port": store.port, "size": size, "shapes": shapes, "timeout_s": limit_s}
@@ -147,7 +153,7 @@ class ServerEngine(Engine):
         answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
         ended, epoch = queue.Queue(), self._epoch
         single = [(request, sample) for request in requests for sample in range(request.n)]
-        with ThreadPoolExecutor(min(CONNECTIONS, max(len(single), 1)), thread_name_prefix="server") as pool:
+        with ThreadPoolExecutor(min(self.sequences, max(len(single), 1)), thread_name_prefix="server") as pool:
             for request, sample in single:
                 pool.submit(self._ask, request, sample, sampling, ended, epoch)
             try:

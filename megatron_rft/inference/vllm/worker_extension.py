@@ -20,6 +20,7 @@ from megatron_rft.inference.vllm.server_checks import MODEL
 from megatron_rft.inference.vllm.weights import Receiver
 from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.utils.files import record_shared_memory
+from megatron_rft.utils.network_interface import name_for_gloo
 from megatron_rft.utils.position import write_engine_stacks
 from megatron_rft.utils.processes import shared_memory
 
@@ -49,6 +50,8 @@ class WireReceiver(Receiver):
         self.shutdown()  # closes the link to an earlier trainer
         device = self.device if init_info.transport == network.GPU else None
         size, limit_s = init_info.size, init_info.timeout_s
+        if not init_info.host.startswith("127."):
+            name_for_gloo(init_info.host)
         self.link = network.connect(
             network.rendezvous(init_info.host, size, limit_s, init_info.port),
             rank,
@@ -97,6 +100,7 @@ class Extension:
         facts = {name: getattr(config, name) for name in MODEL} | {"vllm": installed()[1]}
         facts |= {"transfer": transfer and transfer.backend, "logprobs_mode": self.model_config.logprobs_mode}
         facts |= {"chunked_prefill": self.scheduler_config.enable_chunked_prefill}
+        facts |= {"sequences": self.scheduler_config.max_num_seqs}
         facts |= {"dtype": str(self.model_config.dtype), "max_model_len": self.model_config.max_model_len}
         facts |= {"prefix_caching": bool(self.cache_config.enable_prefix_caching), "gpu": local_gpu()}
         facts |= {"quantization": self.model_config.quantization, "kv_cache_dtype": self.cache_config.cache_dtype}

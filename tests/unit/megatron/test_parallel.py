@@ -79,6 +79,13 @@ def test_a_rank_that_sees_only_one_gpu_of_its_node(monkeypatch):
         parallel.initialize(Megatron())
 
 
+def test_a_gpu_that_torch_does_not_find_is_not_replaced_by_the_cpu(monkeypatch):
+    monkeypatch.setattr(parallel, "has_cuda_device", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="has an NVIDIA GPU, but torch .* finds none: `megatron-rft doctor`"):
+        parallel.initialize(Megatron())
+
+
 def test_every_wait_has_its_own_limit():
     parallel.shutdown()
     limits = {"start_limit_s": 61.0, "step_limit_s": 62.0, "generation_limit_s": 63.0, "checkpoint_limit_s": 64.0}

@@ -103,6 +103,13 @@ def test_a_server(url):
     assert [score.reward for score in scores[:2]] == [1.0, 3.0] and scores[2].error == "the reward model gives nan"
 
 
+def test_a_server_of_the_cluster_is_not_asked_through_the_proxy(url, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    (score,) = ServerReward(url)(prompts("x"), ["abc"])
+    assert score.reward == 3.0
+
+
 def test_a_server_is_asked_again_and_then_it_is_an_error(url):
     Handler.failures = {"twice": 2, "always": 99}
     reward = ServerReward(url, batch=2)

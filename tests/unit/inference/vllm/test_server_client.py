@@ -25,7 +25,7 @@ from tests.integration.tiny import wait_until
 
 CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
-FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1}
+FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1, "sequences": 128}
 FACTS |= {"vllm": "0.32.0", "transfer": "wire", "logprobs_mode": "processed_logprobs", "chunked_prefill": False}
 FACTS |= {"prefix_caching": True, "gpu": None, "quantization": None, "kv_cache_dtype": "auto"}
 
