@@ -42,7 +42,7 @@ class WeightValidator:
         if not tensor.dtype.is_floating_point or dtype not in (None, tensor.dtype):
             before = f"; it was {dtype}" if dtype else ", which no weight is"
             return f"{name} is {tensor.dtype}{before}"
-        least, most = (each.item() for each in torch.aminmax(tensor.detach()))
+        least, most = torch.stack(torch.aminmax(tensor.detach())).tolist()  # one wait for the device
         if not abs(least) + abs(most) < float("inf"):  # NaN included
             return f"{name} has {int((~tensor.isfinite()).sum())} non-finite values"
         if least == most == 0 and not was_zero:

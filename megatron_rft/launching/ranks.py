@@ -24,6 +24,7 @@ from megatron_rft.launching import slurm
 from megatron_rft.launching.hangs import Watch, flight_recorder, position_file, stack_folder
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
+from megatron_rft.utils.device import has_cuda_device
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
 from megatron_rft.utils.files import read_json, temporary_folder, write_atomically
@@ -33,6 +34,7 @@ from megatron_rft.utils.processes import die_with, reserved_port
 EXIT_TIMEOUT_S = 10.0  # time for the other ranks to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 CAUGHT = (*STOPPING, signal.SIGINT)
+MOST_THREADS = 8  # of a rank beside a GPU
 LONGEST_TMPDIR = 60  # characters: the path of a socket has at most 107
 PARENT = "MEGATRON_RFT_LAUNCHER"  # environment variable of ranks: the pid of the launcher
 
@@ -176,7 +178,9 @@ def _conclude_job(job: Job, status: int) -> int:
 
 def _environment(nproc: int, node: Node, port: int, temporary: Path) -> dict[str, str]:
     """What all ranks of this node have in common."""
-    threads = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # else the ranks' threads compete for processors
+    # On CPUs the threads of several ranks would compete; beside GPUs a rank works alone on its share of the processors.
+    share = min(len(os.sched_getaffinity(0)) // nproc, MOST_THREADS) if has_cuda_device() else 1
+    threads = {"OMP_NUM_THREADS": str(max(share, 1))} if nproc > 1 else {}
     # vLLM leaves sockets and files among the temporary ones when it is killed. A compiler's cache is for later runs.
     cache = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
     folder = {"TMPDIR": str(temporary)} if len(str(temporary)) <= LONGEST_TMPDIR else {}

@@ -96,7 +96,8 @@ def _plan(
     """Return the micro-batches of all ranks, the heaviest first."""
     pieces = [piece for group in groups for piece in _cut(group, costs, cap)]
     cost = [costs(piece) for piece in pieces]
-    per_rank = max(1, math.ceil(sum(cost) / (token_budget * dp_size)))
+    alone = sum(2 * each > token_budget for each in cost)  # no two of these fit into one micro-batch
+    per_rank = max(1, math.ceil(sum(cost) / (token_budget * dp_size)), math.ceil(alone / dp_size))
     per_rank = math.ceil(per_rank / count_multiple) * count_multiple
     while True:
         bins = _balanced(cost, dp_size * per_rank)

@@ -6,6 +6,7 @@ The recipe chooses the layout, and `megatron_rft.config` checks that it fits the
 import math
 import os
 import random
+import resource
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,6 +41,8 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
     """
     faults = faults or Faults()
     count_collectives()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a rank opens a connection to each other, for each group
     if megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1:
         # megatron-core overlaps their communication with matrix products, and relies on the order of their launches
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

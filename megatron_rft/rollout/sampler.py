@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ class RoundResult:
     generation_seconds: float
     reward_seconds: float  # includes grading during generation
     refiner_seconds: float = 0.0  # includes refinement during generation
+
+    @cached_property
+    def batch(self) -> Batch:
+        """All rollouts that have a reward. Made once: each of the millions of tokens is a Python object here."""
+        return to_batch(self.rollouts)
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
 
 def kept_of(rounds: list[RoundResult], keep: Keep | None) -> list[Batch]:
     """Return for each round the batch of responses that `keep` accepts."""
-    batches = [to_batch(each.rollouts) for each in rounds]
+    batches = [each.batch for each in rounds]
     return batches if keep is None else [batch.select(keep(batch)) for batch in batches]
 
 
@@ -278,13 +283,14 @@ def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> 
     rollouts = [rollout for each in rounds for rollout in each.rollouts]
     rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
     oldest = min(rollout.response.weight_version for rollout in rollouts)
-    result = (concatenate(kept) if groups else to_batch(rounds[-1].rollouts)).with_scalars(
+    result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(
         sampled_reward_sum=float(sum(rewards)),
         sampled_count=float(len(rewards)),
         step=float(step),
         oldest_version=float(oldest),
     )
-    metrics = statistics(rollouts) | timings(rounds) | refinement.statistics(rollouts)
+    graded = concatenate([each.batch for each in rounds])
+    metrics = statistics(rollouts, graded) | timings(rounds) | refinement.statistics(rollouts)
     metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups, "rollout/staleness": step - 1 - oldest}
     return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
@@ -315,10 +321,10 @@ def to_batch(rollouts: list[Rollout]) -> Batch:
     return batch.with_refined(refined)
 
 
-def statistics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return the metrics of the rollouts. A response is right if the verifier says so, or else if its reward is at
-    least 1, and wrong if its reward is at most 0. Lengths and counts include responses without a reward."""
-    batch = to_batch(rollouts)
+def statistics(rollouts: list[Rollout], batch: Batch) -> dict[str, float]:
+    """Return the metrics of the rollouts; `batch` has those with a reward. A response is right if the verifier says so,
+    or else if its reward is at least 1, and wrong if its reward is at most 0. Lengths and counts include responses
+    without a reward."""
     rewards, groups = batch.sequences["rewards"], batch.sequences["group"]
     by_group = [rewards[groups == each] for each in groups.unique()]
     right = torch.tensor([rollout.score.right for rollout in rollouts if rollout.score.error is None])

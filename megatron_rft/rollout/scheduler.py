@@ -18,7 +18,7 @@ import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class RolloutScheduler:
 
 def _to_json(result: RoundResult) -> dict:
     rollouts = [asdict(replace(rollout, prompt=rollout.prompt.index)) for rollout in result.rollouts]
-    return vars(result) | {"rollouts": rollouts}
+    return {field.name: getattr(result, field.name) for field in fields(result)} | {"rollouts": rollouts}
 
 
 def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:

@@ -313,6 +313,14 @@ class TestRanks:
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         assert ranks.launch(rank_command(f"wanted = '5'; {code}", tmp_path), 2, str(tmp_path)) == 0
 
+    def test_ranks_with_gpus_share_the_processors(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(ranks, "has_cuda_device", lambda: True)
+        code = "sys.exit(os.environ.get('OMP_NUM_THREADS') != wanted)"
+        for processors, wanted in ((6, 3), (64, 8), (1, 1)):
+            monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda pid, n=processors: set(range(n)))
+            assert ranks.launch(rank_command(f"wanted = '{wanted}'; {code}", tmp_path), 2, str(tmp_path)) == 0
+
     def test_the_killed_rank_is_named_and_the_others_end(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(ranks, "EXIT_TIMEOUT_S", 0.5)
         code = "pids = [f'{out}/pid_{r}' for r in range(3)]\n"
