@@ -10,7 +10,13 @@ from pathlib import Path
 
 from megatron_rft.config.vllm import installed
 from megatron_rft.plan.vllm import unusable
-from megatron_rft.utils.device import GPU_ENVIRONMENT, TRANSFORMER_ENGINE_INSTALL, has_cuda_device, has_fused_gradients
+from megatron_rft.utils.device import (
+    GPU_ENVIRONMENT,
+    TRANSFORMER_ENGINE_INSTALL,
+    has_cuda_device,
+    has_fused_attention,
+    has_fused_gradients,
+)
 from megatron_rft.utils.exit_codes import FINISHED, USER_ERROR
 
 REQUIRED = (
@@ -112,7 +118,7 @@ def transformer_engine_problem(cuda: bool) -> str | None:
     except Exception as error:  # a missing library or symbol raises OSError or RuntimeError
         reason = str(error).partition("\n")[0]
         return f"installed, but cannot be imported ({reason}): {TRANSFORMER_ENGINE_INSTALL}"
-    if cuda and not found("flash_attn") and _capability() < (9, 0):
+    if cuda and not has_fused_attention(_capability()):
         return "installed; its attention needs compute capability 9.0 or flash-attn: torch's attention is used instead"
     return None if cuda else "installed, but not used without a GPU"
 

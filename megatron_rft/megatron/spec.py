@@ -1,5 +1,5 @@
 """The layer spec: Transformer Engine's layers if it is installed and there is a GPU, else torch's attention and norm.
-Torch's attention also stands in where Transformer Engine has no fused kernel (`has_fused_attention`).
+Torch's attention also stands in where Transformer Engine has no fused kernel (`uses_fused_attention`).
 
 Both use megatron-core's ModuleSpec; nothing is patched. The torch spec supports right-padded batches, packed sequences
 (thd), packed sequences that share prompts, and context parallelism, on any device. Attention over packed sequences runs
@@ -7,7 +7,6 @@ in buckets of similar length; with context parallelism it runs under one mask wi
 """
 
 import functools
-import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from megatron_rft.megatron.packing import SharedPrompts, zigzag
 from megatron_rft.megatron.shared_attention import SplitAttention, attend_gathered, with_shared_prompts
 from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
 from megatron_rft.records import segment_ids, send
+from megatron_rft.utils.device import has_fused_attention
 from megatron_rft.utils.device import has_transformer_engine as is_installed
 
 # In a bucket of packed sequences, the shortest length is at least this share of the longest, to which all are padded.
@@ -35,12 +35,12 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and is_installed()
 
 
-def has_fused_attention(config: TransformerConfig) -> bool:
-    """Whether Transformer Engine has a fused kernel for packed sequences: cuDNN's from compute capability 9.0 on, or
-    that of the package flash-attn. Neither computes in fp32. Its remaining kernel stores every score."""
-    if config.params_dtype == torch.float32:
-        return False
-    return torch.cuda.get_device_capability() >= (9, 0) or importlib.util.find_spec("flash_attn") is not None
+def uses_fused_attention(config: TransformerConfig) -> bool:
+    """Whether Transformer Engine's attention is used: if the recipe names its kernel, or if it has a fused one, which
+    none is in fp32."""
+    if config.attention_backend is not AttnBackend.auto:
+        return True
+    return config.params_dtype != torch.float32 and has_fused_attention(torch.cuda.get_device_capability())
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -50,9 +50,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     if with_te:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-        given = config.attention_backend is not AttnBackend.auto
-        fused = given or has_fused_attention(config)
-        attention = with_shared_prompts(TEDotProductAttention) if fused else TorchAttention
+        attention = with_shared_prompts(TEDotProductAttention) if uses_fused_attention(config) else TorchAttention
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = attention
         return block

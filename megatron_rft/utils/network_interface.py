@@ -11,9 +11,10 @@ def name_for_gloo(peer: str) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that leads to `peer`, or outside if that is this machine.
 
     gloo listens at the address of this machine's name. Where /etc/hosts maps the name to 127.0.1.1, as Debian and
-    Ubuntu do, no other machine could connect. Nothing is set if the name has another address, or the user has set it.
+    Ubuntu do, no other machine could connect. Nothing is set if the name has another address, if `peer` is a loopback
+    address itself, or if the user has set it.
     """
-    if GLOO in os.environ or not _is_loopback(_address_of(socket.gethostname())):
+    if GLOO in os.environ or _is_loopback(peer) or not _is_loopback(_address_of(socket.gethostname())):
         return
     routes = (_address_towards(each) for each in (peer, OUTSIDE))
     if found := next((_interface_of(address) for address in routes if not _is_loopback(address)), None):

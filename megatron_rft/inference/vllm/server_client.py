@@ -15,7 +15,6 @@ import http.client
 import json
 import queue
 import re
-import resource
 import secrets
 import shlex
 import socket
@@ -108,8 +107,6 @@ class ServerEngine(Engine):
         self.rounds = server_checks.rounds(facts)
         self.workers = int(facts["workers"])
         self.sequences = int(facts["sequences"]) * int(facts["replicas"])  # more requests wait in this process
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request is a connection
         self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in each)])
 
     def _without_token_ids(self) -> str | None:
@@ -129,7 +126,7 @@ class ServerEngine(Engine):
     def _connect(self) -> None:
         """Form the process group for weights: this process and the server's workers."""
         host, size, limit_s = local_address(self.url), 1 + self.workers, self.silence_timeout_s
-        if not host.startswith("127."):
+        if not host.startswith("127."):  # the URL may name this machine
             name_for_gloo(urlsplit(self.url).hostname)
         store = network.rendezvous(host, size, limit_s)
         shapes = {name: list(shape) for name, shape in self.shapes.items()}

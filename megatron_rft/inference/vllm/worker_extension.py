@@ -50,8 +50,7 @@ class WireReceiver(Receiver):
         self.shutdown()  # closes the link to an earlier trainer
         device = self.device if init_info.transport == network.GPU else None
         size, limit_s = init_info.size, init_info.timeout_s
-        if not init_info.host.startswith("127."):
-            name_for_gloo(init_info.host)
+        name_for_gloo(init_info.host)
         self.link = network.connect(
             network.rendezvous(init_info.host, size, limit_s, init_info.port),
             rank,

@@ -1,10 +1,12 @@
 """The torch spec's attention: buckets of packed sequences against one sequence at a time, forward and backward."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_rft.megatron import spec
 
@@ -71,5 +73,8 @@ def test_the_context_mask_is_causal_within_a_sequence():
 )
 def test_where_transformer_engine_has_a_fused_kernel(monkeypatch, capability, dtype, flash_attn, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(spec.importlib.util, "find_spec", lambda name: name == "flash_attn" and flash_attn or None)
-    assert spec.has_fused_attention(SimpleNamespace(params_dtype=dtype)) is expected
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flash_attn" and flash_attn or None)
+    config = SimpleNamespace(params_dtype=dtype, attention_backend=AttnBackend.auto)
+    assert spec.uses_fused_attention(config) is expected
+    config.attention_backend = AttnBackend.unfused
+    assert spec.uses_fused_attention(config), "the recipe names a kernel of Transformer Engine"
