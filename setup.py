@@ -34,13 +34,23 @@ setup(
         "safetensors>=0.5",
         "pydantic>=2.11,<3",
         "PyYAML>=6",
-        "math-verify>=0.8",
+        "mpmath>=1.3",
         "rich>=13",
         "matplotlib>=3.8",
         "numpy>=1.26",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.8", "hypothesis>=6", "ruff>=0.12", "tensorboard>=2.17", "wandb>=0.31"],
+        "test": [
+            "pyright[nodejs]>=1.1.414",
+            "pytest>=8",
+            "pytest-xdist>=3.8",
+            "hypothesis>=6",
+            "ruff>=0.12",
+            "tensorboard>=2.17",
+            "wandb>=0.31",
+            "peft>=0.21",  # LoRA is compared with it
+        ],
+        "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.17"],
         "vllm": ["vllm==0.32.0"],
@@ -72,7 +82,8 @@ setup(
         # nemo-run cannot be imported with a newer leptonai; what that one wants is older than requirements.lock has
         # (launch/nemo.lock, tools/setup_nemo_env.sh)
         "launch": ["nemo-run==0.11.1", "leptonai<0.47"],
-        "bench": ["trl>=0.24"],
+        "games": ["gymnasium>=1.2", "textarena>=0.7.4"],  # kinds of environments
+        "bench": ["trl>=0.24", "math-verify>=0.8"],
     },
     entry_points={"console_scripts": ["megatron-rft = megatron_rft.__main__:main"]},
     classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],

@@ -16,49 +16,24 @@ A batch is small (a few bytes per token), so every rank holds the whole global b
 filters and PIPO's statistics identically.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rft.responses import Prompt, Response, Score
 
-@dataclass(frozen=True)
-class Prompt:
-    """One problem. `index` is its row in the data set: stable over epochs, part of every sampling seed."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    answer: str
-    fields: dict[str, Any] = field(default_factory=dict)  # the rest of the row: level, subject, tests ...
-    question: str = ""  # `text` before the chat template; prompts with feedback or for a refiner are made from it
+__all__ = ["Batch", "Prompt", "Response", "Score"]
 
 
-@dataclass(frozen=True)
-class Response:
-    """One sampled response. `token_ids` end with the stop token when `finish_reason` is "stop"."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # under the sampling distribution, one per token of token_ids
-    finish_reason: str  # "stop" | "length" | "abort"
-    weight_version: int  # of the weights that sampled its first token
-
-
-@dataclass(frozen=True)
-class Score:
-    """A verifier's judgement of one response. A failure of the grader is an `error`, never a reward of zero."""
-
-    reward: float
-    reason: str = ""  # for readers and SDPO's teacher: the first failing test, the last lines of the exception
-    error: str | None = None
-    correct: bool | None = None  # whether pass@1 counts it as correct; None: if the reward is at least 1
-    shaping: float = 0.0  # added to the reward only in training
-    details: dict[str, Any] = field(default_factory=dict)  # by reward kind: tests passed and failed, parts of a sum
-
-    @property
-    def right(self) -> bool:
-        return self.reward >= 1 if self.correct is None else self.correct
+def flat(lists: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.long) -> Tensor:
+    """Lists or arrays of numbers, end to end."""
+    arrays = [np.asarray(each) for each in lists if len(each)]
+    kind = torch.zeros(0, dtype=dtype).numpy().dtype
+    return torch.from_numpy(np.concatenate(arrays or [np.zeros(0)], dtype=kind, casting="unsafe"))
 
 
 def segment_ids(lens: Tensor) -> Tensor:
@@ -86,8 +61,18 @@ def take_segments(values: Tensor, lens: Tensor, index: Tensor) -> Tensor:
     return values[torch.repeat_interleave(starts[index], chosen) + offsets]
 
 
-RAGGED = ("prompt_ids", "prompt_lens", "response_ids", "response_lens")
+class Support(NamedTuple):
+    """The tokens that truncated sampling kept for N tokens, end to end. A token without any has the whole
+    vocabulary."""
+
+    ids: Tensor  # [K]
+    lens: Tensor  # [N]
+
+
 OPTIONAL = ("context_ids", "context_lens", "refined_ids", "refined_lens")
+RAGGED = ("prompt_ids", "prompt_lens", "response_ids", "response_lens", *OPTIONAL)
+PAIRS = tuple(zip(RAGGED[::2], RAGGED[1::2], strict=True))  # ids, and lengths by sequence
+OWN = (*RAGGED, "support_ids", "support_lens")  # all fields but the named values
 
 
 @dataclass(frozen=True)
@@ -95,11 +80,14 @@ class Batch:
     """A ragged batch of (prompt, response) sequences with named values per response token and per sequence.
 
     Names in use, `tokens` [R]: response_mask (1 where the policy wrote the token), rollout_logprobs (engine),
-    old_logprobs (trainer, before the step), ref_logprobs, ref_kl, teacher_logprobs, values, advantages, returns.
+    turn_rewards (an episode's, on the last token of each turn), old_logprobs (trainer, before the step), ref_logprobs,
+    ref_kl, teacher_logprobs, values, advantages, returns.
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
     prompt_index, finished, weight_version, no_gradient (training need not compute it: Update in objectives/base.py).
     A context is another prompt for the same response, such as a teacher's prompt with feedback; length 0: none.
     A refined response is a better response to the same prompt; length 0: none.
+    With truncated sampling (top-k, top-p, min-p) every model's distribution of a response token is over its support,
+    the tokens that the engine kept; length 0: over the whole vocabulary.
     Sequences of one `unit` (pairs) stay in one micro-batch; default: each sequence is a unit.
     `scalars`: values of the whole batch, such as sampled_reward_sum and sampled_count before any filter.
     """
@@ -115,6 +103,8 @@ class Batch:
     context_lens: Tensor | None = None  # [B] int64
     refined_ids: Tensor | None = None  # [D] int64
     refined_lens: Tensor | None = None  # [B] int64
+    support_ids: Tensor | None = None  # [K] int32
+    support_lens: Tensor | None = None  # [R] int32
 
     def __post_init__(self):
         for name, value in self.tokens.items():
@@ -123,12 +113,11 @@ class Batch:
             assert len(value) == len(self), f"{name}: {len(value)} values, {len(self)} sequences"
 
     @classmethod
-    def of(cls, prompts: list[list[int]], responses: list[list[int]], **named: dict) -> "Batch":
-        """From lists of token ids; `tokens=`, `sequences=` and `scalars=` as in the class."""
+    def of(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **named: Any) -> "Batch":
+        """From lists or arrays of token ids; `tokens=`, `sequences=` and `scalars=` as in the class."""
         assert len(prompts) == len(responses), f"{len(prompts)} prompts, {len(responses)} responses"
-        flat = [torch.tensor([t for ids in many for t in ids], dtype=torch.long) for many in (prompts, responses)]
         lens = [torch.tensor([len(ids) for ids in many], dtype=torch.long) for many in (prompts, responses)]
-        return cls(flat[0], lens[0], flat[1], lens[1], **named)
+        return cls(flat(prompts), lens[0], flat(responses), lens[1], **named)
 
     def __len__(self) -> int:
         return len(self.response_lens)
@@ -193,13 +182,32 @@ class Batch:
         ids, lens = self._flat(responses)
         return replace(self, refined_ids=ids, refined_lens=lens)
 
+    def with_supports(self, supports: list[tuple[tuple[int, ...], ...]]) -> "Batch":
+        """Add the tokens that truncated sampling kept, by response and token."""
+        ids = torch.tensor([i for tokens in supports for kept in tokens for i in kept], dtype=torch.int32)
+        lens = torch.tensor([len(kept) for tokens in supports for kept in tokens], dtype=torch.int32)
+        assert len(lens) == len(self.response_ids), f"{len(lens)} supports, {len(self.response_ids)} response tokens"
+        return replace(self, support_ids=ids, support_lens=lens)
+
+    def support_of(self, index: Tensor) -> Support:
+        """The support of the response tokens `index`, positions in R."""
+        found = self._supports(index)
+        assert found, "a batch without supports"
+        return Support(*(values.long() for values in found.values()))
+
+    def _supports(self, index: Tensor) -> dict[str, Tensor]:
+        if self.support_ids is None or self.support_lens is None:
+            return {}
+        ids = take_segments(self.support_ids, self.support_lens.long(), index)
+        return {"support_ids": ids, "support_lens": self.support_lens[index]}
+
     def _flat(self, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
         assert len(lists) == len(self), f"{len(lists)} lists of tokens, {len(self)} sequences"
-        flat = torch.tensor([t for ids in lists for t in ids], dtype=torch.long)
-        return flat, torch.tensor([len(ids) for ids in lists], dtype=torch.long)
+        return flat(lists), torch.tensor([len(ids) for ids in lists], dtype=torch.long)
 
     def in_context(self) -> "Batch":
         """The same responses with their contexts as prompts. A response without a context keeps its prompt."""
+        assert self.context_ids is not None and self.context_lens is not None, "a batch without contexts"
         missing = self.context_lens == 0
         lens = torch.stack([self.context_lens, torch.where(missing, self.prompt_lens, 0)])
         both = torch.cat([self.context_ids, take_segments(self.prompt_ids, self.prompt_lens, missing.nonzero()[:, 0])])
@@ -211,7 +219,9 @@ class Batch:
         return replace(self, scalars={**self.scalars, **values})
 
     def only(self, tokens: set[str], sequences: set[str]) -> "Batch":
-        """The same sequences with only these named values, without contexts and refined responses."""
+        """The same sequences and supports with only these named values and the response mask, without contexts and
+        refined responses."""
+        tokens = tokens | {"response_mask"}
         return replace(
             self,
             tokens={k: v for k, v in self.tokens.items() if k in tokens},
@@ -222,25 +232,30 @@ class Batch:
     def select(self, index: Tensor) -> "Batch":
         """The sequences `index` (positions or a mask), in that order. `scalars` stay as they are."""
         index = index.nonzero().flatten() if index.dtype == torch.bool else index
+        own = {}
+        if self.support_ids is not None:
+            own = self._supports(take_segments(torch.arange(len(self.response_ids)), self.response_lens, index))
+        for ids, lens in PAIRS:
+            if (values := getattr(self, ids)) is not None:
+                of = getattr(self, lens)
+                own |= {ids: take_segments(values, of, index), lens: of[index]}
         return Batch(
-            take_segments(self.prompt_ids, self.prompt_lens, index),
-            self.prompt_lens[index],
-            take_segments(self.response_ids, self.response_lens, index),
-            self.response_lens[index],
-            {k: take_segments(v, self.response_lens, index) for k, v in self.tokens.items()},
-            {k: v[index] for k, v in self.sequences.items()},
-            dict(self.scalars),
-            *self._select_optional(self.context_ids, self.context_lens, index),
-            *self._select_optional(self.refined_ids, self.refined_lens, index),
+            **own,
+            tokens={k: take_segments(v, self.response_lens, index) for k, v in self.tokens.items()},
+            sequences={k: v[index] for k, v in self.sequences.items()},
+            scalars=dict(self.scalars),
         )
 
-    @staticmethod
-    def _select_optional(ids: Tensor | None, lens: Tensor | None, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if lens is None else (take_segments(ids, lens, index), lens[index])
+    def with_response_tokens(self, chosen: Tensor) -> "Batch":
+        """The same sequences with only some tokens of their responses. `chosen`: [R] bool."""
+        lens = torch.zeros_like(self.response_lens).index_add_(0, self.sequence_ids, chosen.long())
+        tokens = {name: values[chosen] for name, values in self.tokens.items()}
+        kept = self._supports(chosen.nonzero().flatten())
+        return replace(self, response_ids=self.response_ids[chosen], response_lens=lens, tokens=tokens, **kept)
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """Flat tensors, for a safetensors file; `from_state_dict` is the inverse."""
-        own = {name: getattr(self, name) for name in RAGGED + OPTIONAL if getattr(self, name) is not None}
+        own = {name: getattr(self, name) for name in OWN if getattr(self, name) is not None}
         named = {f"tokens.{k}": v for k, v in self.tokens.items()} | {
             f"sequences.{k}": v for k, v in self.sequences.items()
         }
@@ -255,7 +270,7 @@ class Batch:
             return {k.removeprefix(f"{kind}."): v for k, v in state.items() if k.startswith(f"{kind}.")}
 
         scalars = {k: v.item() for k, v in part("scalars").items()}
-        own = {name: state[name] for name in RAGGED + OPTIONAL if name in state}
+        own = {name: state[name] for name in OWN if name in state}
         return cls(**own, tokens=part("tokens"), sequences=part("sequences"), scalars=scalars)
 
 
@@ -264,7 +279,7 @@ def concatenate(batches: list[Batch]) -> Batch:
     first = batches[0]
     for other in batches[1:]:
         assert set(other.tokens) == set(first.tokens) and set(other.sequences) == set(first.sequences)
-    present = [name for name in RAGGED + OPTIONAL if getattr(first, name) is not None]
+    present = [name for name in OWN if getattr(first, name) is not None]
     return Batch(
         **{name: torch.cat([getattr(b, name) for b in batches]) for name in present},
         tokens={k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},

@@ -37,6 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Write skipped tests into a file, for tests/run.sh, which runs them again when more is installed."""
+    if report.skipped and (path := os.environ.get("SKIPPED_TESTS")):
+        with open(path, "a") as file:
+            file.write(f"{report.nodeid}\n")
+
+
+pytest_collectreport = pytest_runtest_logreport  # a file that is skipped as a whole
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """One worker per file, because a module's fixtures are whole runs; one worker for tests/slurm, which shares a

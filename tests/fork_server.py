@@ -38,7 +38,7 @@ IMPORTED = (
     "megatron_rft.training.generate",
     "megatron_rft.training",
     "megatron_rft.inference.hf.engine",
-    "math_verify",
+    "mpmath",
     "matplotlib.pyplot",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",

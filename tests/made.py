@@ -2,10 +2,12 @@
 
 from megatron_rft import objectives
 from megatron_rft.config.algorithms import SECTIONS
-from megatron_rft.config.algorithms.ppo import Critic
-from megatron_rft.config.constraint import Constraint
-from megatron_rft.config.pipo import PIPO as PIPOSection
+from megatron_rft.config.algorithms.online import Critic
+from megatron_rft.config.constraint import DynamicOptions
+from megatron_rft.config.plugins import PIPO as PIPOSection
+from megatron_rft.config.plugins import Distil, Teaching
 from megatron_rft.objectives.base import Objective, PolicyObjective, Setting
+from megatron_rft.objectives.plugins.distil import Distilled
 from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.objectives.plugins.pipo import PIPO
 
@@ -18,14 +20,20 @@ def made(name: str, critic: dict | None = None, **options) -> Objective:
     """The algorithm of that name. `options`: of its section and of the run. It has a critic if it needs one."""
     section = SECTIONS[name]
     run = {key: options.pop(key) for key in OF_A_RUN if key in options}
+    if issubclass(section, Teaching):
+        options = {"teacher": "a/teacher"} | options
     if getattr(section, "needs_critic", False):
         run["critic"] = Critic(lr=1e-5, **(critic or {}))
     return objectives.build(section(**options), Setting(**run))
 
 
-def pipo(base: PolicyObjective, staleness: int = 0, **options) -> PIPO:
-    return PIPO(base, PIPOSection(**options), staleness)
+def pipo(base: PolicyObjective, staleness: int = 0, old_logprobs: str = "recompute", **options) -> PIPO:
+    return PIPO(base, PIPOSection(**options), staleness, old_logprobs)
+
+
+def distilled(base: PolicyObjective, **options) -> Distilled:
+    return Distilled(base, Distil(teacher="a/teacher", **options))
 
 
 def dynamic(base: PolicyObjective, eta: float = 1e-3, **options) -> DynamicConstraint:
-    return DynamicConstraint(base, Constraint(kind="dynamic", eta=eta, **options))
+    return DynamicConstraint(base, DynamicOptions(eta=eta, **options))

@@ -1,14 +1,13 @@
 """Sizes of models that several tests share, for configurations of transformers."""
 
-SMALL = dict(
-    vocab_size=11,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+
+def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more) -> dict:
+    """The fields of these sizes in a config.json, and of `more`."""
+    names = dict(num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    return names | dict(intermediate_size=ffn) | more
+
+
+SMALL = sizes(2, 16, 4, 2, 24, vocab_size=11, head_dim=8)
 # Small, with sizes that the kernels of Transformer Engine and vLLM take.
 FOR_KERNELS = SMALL | dict(
     vocab_size=512,
@@ -20,3 +19,9 @@ FOR_KERNELS = SMALL | dict(
     bos_token_id=None,
     pad_token_id=None,
 )
+
+
+def json_of(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, head_dim: int, **more):
+    """The content of a config.json. `more` may name another `model_type` than llama, and its fields."""
+    more = dict(model_type="llama", max_position_embeddings=131_072) | more
+    return sizes(layers, hidden, heads, kv_heads, ffn, vocab_size=vocabulary, head_dim=head_dim) | more

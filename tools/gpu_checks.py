@@ -24,14 +24,14 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 import torch  # noqa: E402
-from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, without_rank  # noqa: E402
-from gpu_checks_rollout import TRANSPORT, VLLM  # noqa: E402
+from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, wait, without_rank  # noqa: E402
+from gpu_checks_rollout import DECODING, TRANSPORT, VLLM  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from setups import actor_like, hf_model, qwen3  # noqa: E402
 
-from megatron_rft.config.algorithms.sft import SFT as Options  # noqa: E402
+from megatron_rft.config.algorithms.offline import SFT as Options  # noqa: E402
 from megatron_rft.megatron import parallel, spec  # noqa: E402
-from megatron_rft.megatron.logprobs import logprobs_and_entropy  # noqa: E402
+from megatron_rft.megatron.vocabulary import logprobs_and_entropy  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.objectives.sft import SFT  # noqa: E402
 from megatron_rft.records import Batch  # noqa: E402
@@ -178,7 +178,7 @@ def logprob_speed() -> Iterator[Row]:
     product = 2 * tokens * vocab * hidden_size
     gradients_bytes = (tokens + vocab) * hidden_size * dtype.itemsize
     yield "shape", f"T={tokens} V={vocab} H={hidden_size} {dtype}", f"matrix products at {rate / 1e12:.1f} TFLOP/s"
-    for block in (16, 32, 64, 128, 256, 512) if GPU else (4, 16, 64):
+    for block in (16, 32, 64, 128, 256, 512, 1024) if GPU else (4, 16, 64):
         for with_entropy in (False, True):
 
             def forward(block: int = block, with_entropy: bool = with_entropy):
@@ -224,11 +224,55 @@ def model_flops(config, lengths: list[int]) -> float:
     return 6 * weights * tokens + 6 * scores  # scores: QK' and PV, half of each for causality
 
 
-def throughput(precision: str) -> Iterator[Row]:
+def ceilings() -> Iterator[Row]:
+    """Yield the rates of a matrix product and of copies: on the device, to and from pinned host memory."""
+    yield "matrix product", f"{matmul_rate() / 1e12:.2f} TFLOP/s", "bf16" if GPU else "fp32"
+    size = (4 << 30) if GPU else (64 << 20)
+    there, other = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    here = torch.empty(size, dtype=torch.uint8, pin_memory=GPU)
+    copies = {
+        "on the device": (other, there, 2),
+        "to the device": (there, here, 1),
+        "from the device": (here, there, 1),
+    }
+    for name, (to, source, passes) in copies.items():
+        rate = passes * size / seconds(lambda to=to, source=source: to.copy_(source, non_blocking=True))
+        yield f"copy {name}", f"{rate / 1e9:.1f} GB/s", "bytes read and written" if passes == 2 else "pinned memory"
+
+
+def kernels() -> Iterator[Row]:
+    """Yield what a step of a 600m model (without a GPU: 3m) spends its time on, the twelve largest kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    size, count, length = ("600m", 16, 2048) if GPU else ("3m", 8, 256)
+    config = qwen3(size)
+    actor = actor_like(hf_model(config, "bf16"), "bf16" if GPU else "fp32", micro_batch_tokens=8192)
+    ids = torch.randint(0, config.vocab_size, (count, length + 1), generator=torch.Generator().manual_seed(0))
+    batch = Batch.of(ids[:, :1].tolist(), ids[:, 1:].tolist())
+    for _ in range(2):  # the second one has been warmed up
+        with profile(activities=[ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU]) as trace:
+            actor.step(batch, SFT(Options()).loss, counts(batch))
+            wait()
+    events = [(e.self_device_time_total if GPU else e.self_cpu_time_total, e) for e in trace.key_averages()]
+    whole = sum(time for time, _ in events)
+    for taken, event in sorted(events, key=lambda pair: -pair[0])[:12]:
+        name = event.key.replace("|", " ")[:90]
+        yield name, f"{taken / 1e3:.1f} ms", f"{event.count} calls, {taken / whole:.1%}"
+
+
+def throughput(precision: str, size: str = "600m", layers: str = "transformer_engine") -> Iterator[Row]:
     if precision == "fp8":
         need_gpu((8, 9))
         need("transformer_engine")
-    size, count, length = ("600m", 16, 2048) if GPU else ("3m", 8, 256)
+    if layers == "torch":
+        with torch_layers():
+            yield from _throughput(precision, size)
+    else:
+        yield from _throughput(precision, size)
+
+
+def _throughput(precision: str, size: str) -> Iterator[Row]:
+    size, count, length = (size, 16, 2048) if GPU else ("3m", 8, 256)
     config = qwen3(size)
     actor = actor_like(hf_model(config, precision), precision, micro_batch_tokens=8192)
     ids = torch.randint(0, config.vocab_size, (count, length + 1), generator=torch.Generator().manual_seed(0))
@@ -246,9 +290,17 @@ def throughput(precision: str) -> Iterator[Row]:
         yield "peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", ""
 
 
+def with_transformer_engine(precision: str, size: str) -> Iterator[Row]:
+    need_gpu((8, 9) if precision == "fp8" else (0, 0))
+    need("transformer_engine")
+    yield from throughput(precision, size)
+
+
+BF16 = "bf16" if GPU else "fp32"
 # In the order in which the first person with a GPU should see them.
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "versions": versions,
+    "ceilings": ceilings,
     "log-probs against float64": logprob_accuracy,
     "fp32, torch layers, against the CPU": lambda: parity("fp32", "torch"),
     "bf16, torch layers, against the CPU in fp32": lambda: parity("bf16", "torch"),
@@ -261,8 +313,19 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     **TRANSPORT,
     "log-probs: time and memory beside the floor": logprob_speed,
     "log-probs: memory beside materialised logits": logprob_memory,
-    "bf16 throughput (fp32 without a GPU)": lambda: throughput("bf16" if GPU else "fp32"),
+    "bf16 throughput (fp32 without a GPU)": lambda: throughput(BF16),
     "fp8 throughput": lambda: throughput("fp8"),
+    "torch layers, throughput, 600m": lambda: throughput(BF16, "600m", "torch"),
+    "torch layers, throughput, 1.7b": lambda: need_gpu() or throughput(BF16, "1.7b", "torch"),
+    **{
+        f"{precision}, Transformer Engine, throughput, {size}": functools.partial(
+            with_transformer_engine, precision, size
+        )
+        for size in ("4b", "8b_12")
+        for precision in ("bf16", "fp8")
+    },
+    "kernels of a step": kernels,
+    **DECODING,
 }
 
 
@@ -296,7 +359,7 @@ def table(results: dict[str, dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What only a GPU can show; see gpu_checks.sh.")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_checks"), help="folder of the JSON and the table")
-    parser.add_argument("--only", help="run the parts whose name has this in it")
+    parser.add_argument("--only", nargs="+", help="run the parts whose name has one of these in it")
     parser.add_argument("--write-reference", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -304,9 +367,12 @@ def main() -> None:
         save_file(gradients("fp32"), args.write_reference)
         parallel.shutdown()
         return
+    for only in args.only or ():
+        if not any(only in name for name in PARTS):
+            parser.error(f"--only {only}: no part has this in its name; the parts are {', '.join(PARTS)}")
     results = {}
     for name, part in PARTS.items():
-        if args.only is None or args.only in name:
+        if args.only is None or any(only in name for only in args.only):
             results[name] = run(part)
             print(f"{name}: {results[name]['status']} ({results[name]['seconds']:.1f} s)", flush=True)
     if torch.distributed.is_initialized():

@@ -17,7 +17,7 @@ import torch
 from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, without_rank
 from setups import actor_like, hf_model, qwen3
 
-from megatron_rft.config.algorithms.sft import SFT as Options
+from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.data import arithmetic
 from megatron_rft.inference import weight_sync
@@ -28,8 +28,8 @@ from megatron_rft.inference.transport import network
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.weights import save_folder
 from megatron_rft.objectives.base import counts
-from megatron_rft.objectives.mismatch import mismatch
 from megatron_rft.objectives.sft import SFT
+from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import ConfigError
@@ -61,8 +61,8 @@ def engine_process(transport: str) -> Iterator[Row]:
         taken = []
         for version in range(4):
             weights = random_weights(version)
-            pushed = weight_sync.push(weights.items(), engine, version, verify=True)  # RunFailed where a bit differs
-            taken.append(weight_sync.push(weights.items(), engine, version)["sync/seconds"])
+            pushed = weight_sync.send(weights.items(), engine, version, verify=True)  # RunFailed where a bit differs
+            taken.append(weight_sync.send(weights.items(), engine, version)["sync/seconds"])
         yield "bits that differ after 4 syncs", "0", f"{pushed['sync/tensors']:.0f} tensors"
         copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
         copy = seconds(lambda: [copies[name].copy_(tensor) for name, tensor in weights.items()])
@@ -70,7 +70,7 @@ def engine_process(transport: str) -> Iterator[Row]:
         yield "a sync", f"{min(taken[1:]) * 1e3:.1f} ms, {rate:.2f} GB/s", f"a copy in one process {copy * 1e3:.1f} ms"
         os.kill(engine.process.pid, signal.SIGKILL)
         engine.start()
-        weight_sync.push(weights.items(), engine, 5, verify=True)
+        weight_sync.send(weights.items(), engine, 5, verify=True)
         yield "the same in the place of a killed process", engine.transport, ""
 
 
@@ -128,13 +128,13 @@ def by_nccl() -> Iterator[Row]:
 # ---- vLLM
 
 
-def vllm_engine(options: dict, **memory) -> Engine:
+def vllm_engine(options: dict, longest: int = 256, sequences: int = 64, **memory) -> Engine:
     if problem := unusable():
         raise NotRun(problem)
     from megatron_rft.inference.vllm.engine import VLLMEngine
 
     config = qwen3(SIZE, initializer_range=SPREAD)
-    return VLLMEngine(config, torch.bfloat16, DEVICE, 256, 64, options, **memory)
+    return VLLMEngine(config, torch.bfloat16, DEVICE, longest, sequences, options, **memory)
 
 
 def sampled(engine: Engine, vocab: int) -> Batch:
@@ -173,7 +173,7 @@ def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
         raise NotRun(str(error).splitlines()[0]) from None
     with closing(engine):
         for version in range(2):
-            weight_sync.push(actor.stream(), engine, version, verify=True)
+            weight_sync.send(actor.stream(), engine, version, verify=True)
             batch = sampled(engine, config.vocab_size)
             found, tokens = beside(actor, batch), len(batch.tokens["response_mask"])
             yield bound(found["mismatch/kl"], PARITY[kind], f"mismatch/kl, sync {version}, {tokens} tokens")
@@ -199,7 +199,7 @@ def sleep_and_wake() -> Iterator[Row]:
     with closing(vllm_engine({})) as engine:
         awake = memory()
         yield "in use: actor and engine", f"{awake:.1f} GiB", ""
-        weight_sync.push(actor.stream(), engine, 0, verify=True)
+        weight_sync.send(actor.stream(), engine, 0, verify=True)
         batch = sampled(engine, config.vocab_size)
         for version in (1, 2):
             engine.sleep()
@@ -213,7 +213,7 @@ def sleep_and_wake() -> Iterator[Row]:
             yield f"the step's own peak, time {version}", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", ""
             engine.wake(cache=False)
             yield f"in use: engine's weights awake, time {version}", f"{memory():.1f} GiB", f"below {awake:.1f}"
-            weight_sync.push(actor.stream(), engine, version, verify=True)
+            weight_sync.send(actor.stream(), engine, version, verify=True)
             engine.wake()
             yield f"in use: engine awake, time {version}", f"{memory():.1f} GiB", f"before {awake:.1f}"
             batch = sampled(engine, config.vocab_size)
@@ -233,13 +233,43 @@ def draft_model() -> Iterator[Row]:
         engine = vllm_engine({"speculative_config": drafts})
     with closing(engine):
         for version, when in enumerate(("at first", "after a sleep")):
-            weight_sync.push(actor.stream(), engine, version, verify=True)
+            weight_sync.send(actor.stream(), engine, version, verify=True)
             sampled(engine, config.vocab_size)
             found = engine.statistics()
             refused = 1 - found["speculation/accepted"] / found["speculation/proposed"]
             yield bound(refused, 0.1, f"share of the draft tokens that are refused, {when}")
             engine.sleep()
             engine.wake()
+
+
+def generated(engine: Engine, requests: list[Request], sampling: Sampling) -> int:
+    """Return how many tokens the engine generates."""
+    return sum(len(response.token_ids) for group in engine.generate(requests, sampling) for response in group.responses)
+
+
+def decoding(kind: str) -> Iterator[Row]:
+    """Yield the tokens per second of batches of several sizes, prompts of 16 tokens."""
+    config, sizes, longest = qwen3(SIZE, initializer_range=SPREAD), (16, 128, 512) if GPU else (4,), 256 if GPU else 16
+    weights = random_weights(0)
+    if kind == "vLLM":
+        need("vllm")
+        engine = vllm_engine({}, 512, max(sizes))
+    else:
+        engine = HFEngine(config, torch.bfloat16, DEVICE, max(sizes))
+    with closing(engine):
+        engine.load_weights(weights.items(), version=0)
+        for size in sizes:
+            requests = [Request(i, tuple(range(1, 17)), 1, seed=i) for i in range(size)]
+
+            generate = partial(generated, engine, requests, Sampling(longest))
+            if (count := generate()) != size * longest:
+                raise AssertionError(f"{count} tokens, expected {size * longest}")
+            taken = seconds(generate, 2)
+            yield (
+                f"{size} sequences",
+                f"{size * longest / taken:,.0f} tokens/s",
+                f"{taken / longest * 1e3:.2f} ms a token",
+            )
 
 
 def two_engines() -> Iterator[Row]:
@@ -249,9 +279,9 @@ def two_engines() -> Iterator[Row]:
     actor = actor_like(hf_model(config, "bf16"), "bf16", micro_batch_tokens=4096)
     share = {"gpu_share": 0.25}
     with closing(vllm_engine({}, **share)) as policy, closing(vllm_engine({}, sleeps=False, **share)) as refiner:
-        weight_sync.push(actor.stream(), refiner, 0, verify=True)
+        weight_sync.send(actor.stream(), refiner, 0, verify=True)
         for version, when in enumerate(("at first", "after a sleep")):
-            weight_sync.push(actor.stream(), policy, version, verify=True)
+            weight_sync.send(actor.stream(), policy, version, verify=True)
             policy.wake()
             found = beside(actor, sampled(policy, config.vocab_size))
             yield bound(found["mismatch/kl"], PARITY["bf16"], f"mismatch/kl of the policy's engine, {when}")
@@ -263,6 +293,7 @@ def two_engines() -> Iterator[Row]:
 
 def whole_run() -> Iterator[Row]:
     """Train for two steps with `rollout.offload_trainer`, and print the memory of each phase beside the plan's."""
+    need("vllm")
     fields = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "head_dim")
     with tempfile.TemporaryDirectory() as folder:
         arithmetic.write_model_folder(f"{folder}/model", **{name: getattr(qwen3(SIZE), name) for name in fields})
@@ -307,6 +338,7 @@ VLLM |= {
     f"vLLM with {name} weights beside the trainer": partial(beside_the_trainer, {"quantization": name}, "fp8")
     for name in ("fp8", "fp8_per_channel", "fp8_per_block")
 }
+DECODING: Parts = {f"decoding, {kind}": partial(decoding, kind) for kind in ("hf engine", "vLLM")}
 TRANSPORT: Parts = {
     "weights to an engine process, CUDA IPC": by_ipc,
     "weights to an engine process, shared host memory": by_host_memory,

@@ -1,17 +1,24 @@
-"""Kills runs with SIGKILL at random moments, and compares each one that ends with a run that nothing happened to.
+"""Kills and stops runs at random moments, and compares each one that ends with a run that nothing happened to.
 
     PYTHONPATH=. python tools/kill_test.py RECIPE [--kills 10] [--nproc N] [--seed S] [section.option=value ...]
     PYTHONPATH=. python tools/kill_test.py tiny [--only TEXT,TEXT] [--kills 10] ...     every algorithm in a tiny recipe
+    PYTHONPATH=. python tools/kill_test.py tiny --signals TERM,USR1,INT                 no SIGKILL
 
-A run is started again after each kill until it ends. Then its exported weights must be equal to the last bit, and so
-must every number in metrics.jsonl that no clock makes; the next kills are those of a new run. The exit status is 1
-where anything differs or fails. The tool prints in which phases the kills came; `other` is between phases of a step.
+A stop signal goes to the group of the run, as `timeout` and a terminal send it, or to all of its processes, as Slurm
+does, once or twice. The run must then save its last step and end with status 75, or with 0 where no step was left. A
+run is started again after each signal until it ends. Then its exported weights must be equal to the last bit, and so
+must every number in metrics.jsonl that no clock makes; the next signals are for a new run. The exit status is 1 where
+anything differs or fails. The tool prints the phases in which signals came (`other`:
+between phases), what was sent, and the exit statuses.
 Do not change the package meanwhile: ranks have it as it was at the start, engine processes read it anew.
 """
 
 import argparse
+import contextlib
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,13 +28,15 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rft.launching.hangs import position_file
+from megatron_rft.launching.hangs import descendants, position_file
 from megatron_rft.launching.ranks import ranks_folder
+from megatron_rft.tracking.metrics import read_metrics
+from megatron_rft.utils.checkpoint_files import latest
 from megatron_rft.utils.position import Position, read
 from tests.fork_server import server
-from tests.integration import test_constraint, test_offline, test_online_algorithms
+from tests.integration import test_agents, test_constraint, test_distil, test_offline, test_online_algorithms
 from tests.integration.test_kill_and_resume import numbers
-from tests.integration.tiny import ROOT, kill, start, wait_until, write_recipe
+from tests.integration.tiny import ROOT, start, wait_until, write_recipe
 from tests.unit.test_docs import files_of
 
 STEPS = 12
@@ -45,7 +54,7 @@ ONLINE = (
     | test_online_algorithms.OTHERS
     | {"own": {"algorithm": {"name": "own", "objective": "gentle.py:Gentle", "negative": 0.25}}}
 )
-NAMES = (*ONLINE, "sft", *OFFLINE)
+NAMES = (*ONLINE, "environment with PIPO", "distil", "sft", *OFFLINE)
 
 
 def tiny_recipe(name: str, folder: Path) -> Path:
@@ -57,6 +66,10 @@ def tiny_recipe(name: str, folder: Path) -> Path:
         return store / f"{name}.yaml"
     place = folder / name.replace(" ", "_")
     place.mkdir()
+    if name == "environment with PIPO":
+        return test_agents.write(place, **test_agents.PARTS["pipo"], run={"steps": STEPS})
+    if name == "distil":
+        return test_distil.write(place, run={"steps": STEPS, "seed": 3})
     return sft_recipe(place) if name == "sft" else online_recipe(name, place)
 
 
@@ -106,6 +119,8 @@ class Case:
         self.arguments = [*options.overrides, *(["--nproc", str(options.nproc)] if options.nproc > 1 else [])]
         self.moments = random.Random(f"{options.seed} {out.name}")
         self.killed_in: Counter[str] = Counter()  # phases
+        self.sent: Counter[str] = Counter()
+        self.ended: Counter[int] = Counter()  # exit statuses of the disturbed runs
         self.compared = 0
         out.mkdir()
 
@@ -127,13 +142,45 @@ class Case:
             wait_until(partial(reached, self.run, target), process)  # whatever the load of the machine
             time.sleep(self.moments.uniform(0, seconds / STEPS))
             if process.poll() is None:
-                self.killed_in[position_of(self.run).phase or "start"] += 1
-                kill(process)
-            elif process.returncode == 0:
-                self.compare()
-            else:
+                here = position_of(self.run)
+                self.killed_in[here.phase or "start"] += 1
+                number = signal.Signals[f"SIG{self.moments.choice(self.options.signals.split(','))}"]
+                self.send(process, number)
+                self.check_end(process.wait(), number, here)
+            elif process.returncode:
                 raise RuntimeError(self.failure(self.run, process.returncode))
-            process.wait()
+            if process.wait() == 0:
+                self.compare()
+
+    def send(self, process: subprocess.Popen, number: signal.Signals) -> None:
+        everywhere, twice = self.moments.random() < 0.5, self.moments.random() < 0.5
+        to = "to all, " * everywhere + "to the group, " * (1 + twice - everywhere)
+        self.sent[f"{number.name} {to[:-2]}"] += 1
+        if everywhere or number == signal.SIGKILL:
+            for pid in [process.pid, *descendants(process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        for _ in range(1 + twice - everywhere):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def check_end(self, status: int, number: signal.Signals, here: Position) -> None:
+        """Raises RuntimeError if a run that was asked to stop did not save. `here`: its position at the signal."""
+        self.ended[status] += 1
+        if number == signal.SIGKILL:
+            return
+        early = {-number, 128 + number} if here.phase in ("", "start") else set()  # there is nothing to save
+        if status not in {75, 0} | early:
+            raise RuntimeError(f"{number.name}: {self.failure(self.run, status)}")
+        if status != 0 and "stopped by" not in self.run.with_suffix(".log").read_text():
+            return  # before the first step
+        last = read_metrics(self.run / "metrics.jsonl")[-1]["step"]
+        if status == 0 and 0 < here.step < last - 1:
+            raise RuntimeError(f"{number.name} in step {here.step} did not stop it")
+        if status == 75:
+            newest = latest(self.run / "checkpoints")
+            if newest is None or newest.name != f"step_{last:06d}" or any(newest.parent.glob("*.partial")):
+                raise RuntimeError(f"{number.name} after step {last}: {newest} is the newest checkpoint")
 
     def failure(self, run: Path, status: int) -> str:
         return f"status {status}\n{run.with_suffix('.log').read_text()[-3000:]}"
@@ -160,12 +207,17 @@ class Case:
         return ""
 
 
+def counts(of: Counter) -> str:
+    return "    " + "; ".join(f"{name}: {count}" for name, count in of.most_common())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipe", help="a file, or `tiny` for a tiny recipe of every algorithm")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--only", default="", help="of the tiny recipes: those whose name has one of these texts")
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--signals", default="KILL,TERM,USR1,INT")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/kill_test"))
@@ -182,8 +234,8 @@ def main() -> int:
         case = Case(recipe, out / f"{recipe.stem if not tiny else name.replace(' ', '_')}.runs", options)
         wrong = case.check()
         failed += bool(wrong)
-        counts = ", ".join(f"{phase} {count}" for phase, count in case.killed_in.most_common())
-        print(f"{name}: {case.killed_in.total()} kills ({counts}), {case.compared} runs equal. {wrong}", flush=True)
+        print(f"{name}: {case.killed_in.total()} signals, {case.compared} runs equal. {wrong}")
+        print(*map(counts, (case.killed_in, case.sent, case.ended)), sep="\n", flush=True)
     return int(failed > 0)
 
 

@@ -18,11 +18,10 @@ from megatron_rft.commands.parser import parse
 from megatron_rft.commands.rehearse import Rehearsal, Worker
 from megatron_rft.config import load
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.plan.activations import compares
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import GIB, update_memory
 from megatron_rft.plan.parameters import Sizes
-from megatron_rft.plan.shared_prompts import Group
+from megatron_rft.plan.shared_prompts import SharedGroup
 from tests.unit.plan.test_shipped_recipes import GPUS, MODELS, name, nodes_of, recipes
 
 FEW = (2, 4)  # layers
@@ -33,7 +32,7 @@ UPDATES = ("training", "critic's training")
 def kind(recipe: Recipe, nodes: int, each: bool = False) -> str:
     """Return what decides the memory of an update. `each`: with all options of the algorithm that are on."""
     algorithm, constraint = recipe.algorithm, recipe.constraint
-    loss: Any = [compares(algorithm), bool(getattr(algorithm, "entropy_coefficient", 0))]
+    loss: Any = [algorithm.compares_distributions, bool(getattr(algorithm, "entropy_coefficient", 0))]
     if each:
         loss = {name: bool(v) if isinstance(v, int | float) else v for name, v in algorithm.model_dump().items()}
     refines = bool(constraint) and constraint.refines and constraint.mode == "loss"
@@ -67,7 +66,7 @@ def rehearsed(worker: Worker, path: Path, layers: int) -> dict[str, float]:
 def planned(recipe: Recipe, s: Sizes, layout: Layout, tokens: int) -> float:
     """Return the plan's bytes of an update without a pipeline. `tokens`: of the largest micro-batch of a rank."""
     batching = recipe.batching.model_copy(update={"micro_batch_tokens": tokens * layout.cp})
-    keys = Group.of(recipe.trainer, batching, recipe.data, recipe.rollout, layout.cp, 0.5).keys
+    keys = SharedGroup.of(recipe.trainer, batching, recipe.data, recipe.rollout, layout.cp, 0.5).keys
     state, activations = update_memory(recipe, batching, keys, s, layout, 0)
     return state.total + activations
 

@@ -13,8 +13,7 @@ import time
 from statistics import median
 
 from megatron_rft.commands import main
-from megatron_rft.training.alarms import Alarms
-from megatron_rft.training.stragglers import Stragglers
+from megatron_rft.training.monitor import Alarms, Stragglers
 from megatron_rft.utils.position import Here
 from tests.integration import jumping
 

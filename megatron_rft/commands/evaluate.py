@@ -17,9 +17,10 @@ import torch
 
 from megatron_rft import __version__
 from megatron_rft.commands.convert import find_source
-from megatron_rft.config import Recipe, Reward, load
+from megatron_rft.config import Recipe, RewardOptions, load
 from megatron_rft.config.datasets import DATASETS
-from megatron_rft.conversion.convert import Source
+from megatron_rft.config.rewards import SECTIONS, OwnOptions
+from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.data.prompts import PromptSet
 from megatron_rft.evaluation.cache import EvaluationCache, conditions
 from megatron_rft.evaluation.evaluate import EvalResult, reread, table, write
@@ -30,11 +31,11 @@ from megatron_rft.records import Prompt
 from megatron_rft.rewards import registry
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.training.episodes import around
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils import user_code
-from megatron_rft.utils.errors import ConfigError
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED, ConfigError
 from megatron_rft.utils.files import digest
 
 Weights = list[list[str | int]]
@@ -48,7 +49,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     initialise = "pretrained" if source.format == "hf" and source.path == source.companions else "random"
     model_options = [f"model.path={json.dumps(str(source.companions))}", f"model.initialise={initialise}"]
     recipe = load(args.recipe, [*args.overrides, *model_options])
-    check(recipe)
+    check(recipe, starts=True)
     out = args.out or run_folder / "evaluation" / (Path(model).name if source.format == "hf" else source.path.name)
     check_writable(out, "--out")
     print(table(evaluate_model(recipe, source, out)))
@@ -56,7 +57,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalResult]:
+def evaluate_model(recipe: Recipe, source: SourceCheckpoint, folder: Path) -> list[EvalResult]:
     """Evaluate the model `source` on data.validation, data.test and the benchmarks, with the recipe's tokenizer. Writes
     results and completions into `folder`."""
     parts = [part for part in ("validation", "test") if getattr(recipe.data, part)] + list(recipe.evaluation.benchmarks)
@@ -70,16 +71,19 @@ def evaluate_model(recipe: Recipe, source: Source, folder: Path) -> list[EvalRes
     found = {part: problems.prompts(part, tokenizer) for part in parts}
     make_folder(folder, "--out")
     model = {"weights": weights(source.path), "dtype": recipe.rollout.dtype or recipe.model.precision}
+    if environment := recipe.environment:
+        model |= {"environment": environment.model_dump(), "its code": digests(environment.code)}
     evaluator = build.build_evaluator(recipe, None, tokenizer, None, folder)  # engine and rewards: below
     asked = {part: Asked.of(part, found[part], evaluator, recipe.reward, model) for part in parts}
     results = []
     with ExitStack() as stack:
-        engine = None
+        player = None
         if not all(each.answered for each in asked.values()):
             engine = stack.enter_context(closing(build_engine(EngineBuilder.of(recipe), source)))
+            player = around(engine, EngineBuilder.of(recipe), tokenizer, stack)
         for part, each in asked.items():
             with nullcontext() if each.answered else closing(registry.build(each.reward)) as reward:
-                sampler = replace(evaluator.sampler, engine=engine, reward=reward)
+                sampler = replace(evaluator.sampler, engine=player, reward=reward)
                 result = replace(evaluator, sampler=sampler).measure(part, each.prompts, each.cache)
                 results.append(replace(result, left_out=each.left_out))
     write([*results, *others(folder, parts, model["weights"])], folder)
@@ -92,11 +96,13 @@ class Asked:
 
     prompts: list[Prompt]
     left_out: dict[str, int]
-    reward: Reward
+    reward: RewardOptions
     cache: EvaluationCache
 
     @classmethod
-    def of(cls, part: str, found: PromptSet, evaluator: Evaluator, own: Reward, model: dict[str, Any]) -> "Asked":
+    def of(
+        cls, part: str, found: PromptSet, evaluator: Evaluator, own: RewardOptions, model: dict[str, Any]
+    ) -> "Asked":
         """`own`: the recipe's reward; `model`: what its answers depend on."""
         problems, samples = evaluator.problems, evaluator.samples(part)
         reward = reward_of(own, problems.source(part).adapter if part in problems.benchmarks else None)
@@ -131,7 +137,7 @@ def others(folder: Path, parts: list[str], model: Weights) -> list[EvalResult]:
     return [result for name in same if (result := reread(folder, name))]
 
 
-def build_engine(engines: EngineBuilder, source: Source) -> Engine:
+def build_engine(engines: EngineBuilder, source: SourceCheckpoint) -> Engine:
     if engines.vllm.tensor_parallel_size > 1:
         raise ConfigError(
             f"vllm.tensor_parallel_size: {engines.vllm.tensor_parallel_size}, but the command evaluate has one process "
@@ -140,18 +146,18 @@ def build_engine(engines: EngineBuilder, source: Source) -> Engine:
     given = source.path if source.format == "hf" else source.hf_config
     engine = engines.local(given)("cuda" if torch.cuda.is_available() else "cpu")
     if source.format == "megatron":
-        weight_sync.push(source.tensors(), engine, version=0, verify=True)
+        weight_sync.send(source.tensors(), engine, version=0, verify=True)
     return engine
 
 
-def reward_of(own: Reward, adapter: str | None) -> Reward:
+def reward_of(own: RewardOptions, adapter: str | None) -> RewardOptions:
     """The reward of a benchmark: the recipe's if it fits `adapter`, else the adapter's kind with its defaults."""
     known = DATASETS.get(adapter)
     if known is None or known.reward == "model":
         return own
     if own.kind == known.reward and known.rules in (None, getattr(own, "rules", None)):
         return own
-    return Reward(kind=known.reward, **({"rules": known.rules} if known.rules else {}))
+    return SECTIONS[known.reward](**({"rules": known.rules} if known.rules else {}))
 
 
 def weights(folder: Path) -> Weights:
@@ -160,10 +166,12 @@ def weights(folder: Path) -> Weights:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def code_of(reward: Reward) -> dict[str, str]:
+def code_of(reward: RewardOptions) -> dict[str, str]:
     """Digests of the user's code in a reward: its option `function` -> SHA-256 of the file."""
-    file = user_code.source(reward.function) if reward.function else None
-    found = {reward.function: digest(file)["sha256"]} if file and file.is_file() else {}
-    for part in (*reward.parts, *reward.kinds.values()):
-        found |= code_of(part)
-    return found
+    return digests([each.function for each in reward.everything() if isinstance(each, OwnOptions)])
+
+
+def digests(named: list[str]) -> dict[str, str]:
+    """The user's code by its name in the recipe -> SHA-256 of its file."""
+    files = {name: user_code.source(name) for name in named}
+    return {name: digest(file)["sha256"] for name, file in files.items() if file and file.is_file()}

@@ -3,8 +3,7 @@
 import argparse
 
 from megatron_rft.report import refinements
-from megatron_rft.utils.errors import UserError
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED, UserError
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,8 +15,7 @@ from megatron_rft.commands.convert import find_source
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.plan import check_writable, make_folder
 from megatron_rft.utils import device
-from megatron_rft.utils.errors import DataError, UserError
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED, DataError, UserError
 
 INSTALL = "pip install 'lm-eval[hf]'"
 

@@ -1,11 +1,12 @@
 """Entry point of `megatron-rft`: parses the command line, runs one command, and turns errors into exit statuses.
 
 A recipe is validated before its command is imported, because most commands import torch, which takes seconds.
-utils/exit_codes.py has the exit statuses; Ctrl-C before there is anything to save exits with 130.
+utils/errors.py has the exit statuses; Ctrl-C before there is anything to save exits with 130.
 """
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -17,15 +18,16 @@ from megatron_rft.commands.parser import parse
 from megatron_rft.config import load
 from megatron_rft.launching import slurm
 from megatron_rft.launching.job import Job
-from megatron_rft.utils.errors import RunFailed, UserError, disk_problem
-from megatron_rft.utils.exit_codes import FAILED, USER_ERROR
+from megatron_rft.utils.errors import FAILED, USER_ERROR, RunFailed, UserError, disk_problem
 
-# Warnings of megatron-core on every rank about which users can do nothing. `doctor` reports on apex.
+# Warnings of torch and megatron-core on every rank about which users can do nothing. `doctor` reports on apex.
 NOISE = (
     ".*Apex (is|are) not installed",
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.distributed.* is deprecated",
+    "`load_state_dict` is deprecated",
+    "Please use DTensor instead",
 )
 FILES = {"generate": "train", "plan": "train", "harness": "lm_eval"}  # the others have the name of their command
 
@@ -35,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns wherever there is no Triton
     if not sys.stderr.isatty():  # no progress bars in a log; packages read this variable when they are imported
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:

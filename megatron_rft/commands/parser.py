@@ -79,10 +79,30 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if MODEL has none")
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluation/MODEL)")
 
+    environment = add("environment", help="check a recipe's environment: play turns twice and compare")
+    environment.add_argument("action", choices=("check",))
+    _add_recipe(environment)
+    environment.add_argument("--episodes", type=_count, default=16, metavar="N", help="default: 16")
+    environment.add_argument(
+        "--turns",
+        type=Path,
+        metavar="FILE",
+        help="the policy's texts, a JSON list on each line (default: random)",
+    )
+
+    diagnose = add("diagnose", help="say whether engine and trainer differ by rounding or by a bug, and whose")
+    _add_recipe(diagnose)
+    diagnose.add_argument("--nproc", type=_count, metavar="N", help="ranks on this node (default: 1, without launcher)")
+    diagnose.add_argument("--run", type=Path, metavar="RUN", help="use the weights of this run's newest checkpoint")
+    diagnose.add_argument("--prompts", type=_count, default=8, metavar="N", help="of data.train (default: 8)")
+    diagnose.add_argument("--layout", help=argparse.SUPPRESS)  # one of training/diagnosis.py, for the ranks
+
     convert = add("convert", help="convert a checkpoint to Hugging Face or Megatron format")
-    convert.add_argument("source", help="Hugging Face folder or hub name, MODEL.gguf, torch_dist checkpoint, or RUN")
+    convert.add_argument(
+        "source", help="Hugging Face folder or hub name, MODEL.gguf, torch_dist checkpoint, RUN, or PEFT folder"
+    )
     convert.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    convert.add_argument("--to", choices=("hf", "megatron"), help="format of OUT (default: not the source's)")
+    convert.add_argument("--to", choices=("hf", "megatron", "peft"), help="format of OUT (default: not the source's)")
     convert.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if the source has none")
     convert.add_argument("--tensor-parallel", type=_count, metavar="N", help="to megatron: chunks for N ranks (1)")
     convert.add_argument("--file-gib", type=_size, default=4.0, metavar="GIB", help="size of a file (default: 4)")

@@ -14,12 +14,11 @@ from megatron_rft.config import load
 from megatron_rft.plan import check, memory, model_shape
 from megatron_rft.plan.devices import GIB, RESERVED, Efficiency, device
 from megatron_rft.plan.engines import engines_of_step
-from megatron_rft.plan.generation import Engine
+from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.rehearsal import guard, report
 from megatron_rft.rehearsal.report import Stage
-from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed, UserError
 
 ANY_WEIGHTS = ["model.initialise=random", "model.reference=null"]  # to check it, a folder with config.json is enough
 
@@ -156,7 +155,7 @@ class Rehearsal:
             return []
         rollout, workers = recipe.rollout, recipe.vllm.tensor_parallel_size
         count, element = engines_of_step(rollout, recipe.vllm, self.layout.world), memory.BYTES[recipe.model.precision]
-        engine = Engine(self.device, self.efficiency, self.sizes, workers, rollout.max_batch_sequences, element)
+        engine = EngineEstimate(self.device, self.efficiency, self.sizes, workers, rollout.max_batch_sequences, element)
         longest = rollout.max_response_tokens
         prompts, mean = -(-rollout.prompts_per_step // count), self.args.fraction * longest
         least, most = engine.seconds(prompts, rollout.group_size, recipe.data.max_prompt_tokens / 2, mean, longest)
@@ -174,6 +173,7 @@ class Rehearsal:
         stage, phase, total, parts = report.peak(stages)
         room = f"{report.gib(self.device.usable)} GiB ({self.device.name}, less {report.gib(RESERVED)})"
         needed = total + self.engine_bytes
+        memory.check_fits(self.recipe, self.sizes, self.layout, self.device.memory / GIB, phases=("generation",))
         if needed <= self.device.usable:
             left = report.gib(self.device.usable - needed)
             return f"fits {room}: {left} GiB are left at the peak, {stage.name} in {phase}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_rft import report
 from megatron_rft.report import server, status
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,16 +32,15 @@ from megatron_rft.plan.vllm import check_vllm, choose_for
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.gpus import visible_gpus
-from megatron_rft.utils.errors import ConfigError
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED, ConfigError
 from megatron_rft.utils.files import write_atomically
-from megatron_rft.utils.processes import reserved_port
+from megatron_rft.utils.processes import end_reaper, reserved_port
 
 HERE = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # uses no proxy
 
 
 @dataclass
-class Server:
+class EngineServer:
     """`start(port=, log=)` starts the server's process."""
 
     address: str
@@ -66,8 +65,7 @@ class Server:
 
     def stop(self) -> None:
         if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
+            end_reaper(self.process)
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
@@ -93,7 +91,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         for number, environment in enumerate(gpu_shares(recipe.vllm.tensor_parallel_size)):
             log = args.out / f"{host}_{number}.log"
             port = stack.enter_context(reserved_port(address)).getsockname()[1]
-            servers.append(Server(address, port, log, partial(start, environment=environment)))
+            servers.append(EngineServer(address, port, log, partial(start, environment=environment)))
             stack.callback(servers[-1].stop)
             servers[-1].run()
         for server in servers:
@@ -126,7 +124,7 @@ def gpu_shares(workers: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 
-def watch(servers: list[Server], limit_s: float) -> None:
+def watch(servers: list[EngineServer], limit_s: float) -> None:
     """Restart servers that end, forever."""
     while True:
         time.sleep(1)

@@ -7,7 +7,7 @@ import argparse
 import time
 
 from megatron_rft.report import status
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED
 
 EVERY_S = 2.0
 CLEAR = "\x1b[H\x1b[J"

@@ -13,13 +13,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rft.config import Model, Recipe
-from megatron_rft.config.algorithms.ppo import Critic
+from megatron_rft.config.algorithms.online import Critic
+from megatron_rft.config.environment import Own, Tools
+from megatron_rft.config.rewards import OwnOptions
+from megatron_rft.environments.worker import own_class
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
+from megatron_rft.launching.slurm import Node
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
 from megatron_rft.plan.search import Search
-from megatron_rft.utils.errors import ConfigError, RunFailed, UserError, disk_problem
-from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
+from megatron_rft.utils import run_lock
+from megatron_rft.utils.errors import (
+    FAILED,
+    FINISHED,
+    STOPPED,
+    USER_ERROR,
+    ConfigError,
+    RunFailed,
+    UserError,
+    disk_problem,
+)
+from megatron_rft.utils.processes import STOP_SIGNALS
+
+HIDDEN = {"owner": 0o077, "group": 0o027, "all": 0}  # run.access -> bits of new files that others do not get
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
@@ -30,39 +46,51 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     world_size, node = launcher.check_environment(args.nproc)
     ranks = world_size, launcher.ranks_per_node(world_size, node)
     searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit
-    plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None), must_fit=not searching)
+    starts = args.command != "plan"
+    plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None), must_fit=not searching, starts=starts)
     is_rank = "RANK" in os.environ
     started_elsewhere = is_rank and launcher.PARENT not in os.environ
     if started_elsewhere and recipe.faults.hang_s is not None:
         raise ConfigError("faults.hang_s: RANK is set, so no launcher of ours watches the ranks: leave it out")
+    check_user_code(recipe)
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.model, recipe.critic):
-            plan = check(recipe, *ranks)  # again, with the model's configuration
+            plan = check(recipe, *ranks, starts=True)  # again, with the model's configuration
     if started_elsewhere and os.environ["RANK"] == "0" or not is_rank and node.index == 0:
         print(plan, flush=True)
     if searching:
         print("\n".join(Search(recipe, plan.layout, args.gpu_gib, args.device).table()), flush=True)
-    check_user_code(recipe)
     check_writable(recipe.run.output_dir)
     if args.dry_run:
         return FINISHED
+    os.umask(os.umask(0o077) | HIDDEN[recipe.run.access])  # the user's own may hide more
     make_folder(recipe.run.output_dir)
-    watched = args.nproc or args.job or recipe.faults.hang_s is not None  # by a launcher, also if there is one rank
-    if (world_size > 1 or watched) and not is_rank:
-        command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
-        output_dir = recipe.run.output_dir
-        job = args.job and Job(args.job, Path(output_dir), node.index, node.count)
-        return launcher.launch(command, args.nproc or 1, output_dir, node, job, recipe.faults)
-    if recipe.trainer == "generate":
-        launcher.use_one_gpu()
+    with lock(Path(recipe.run.output_dir), node, is_rank, started_elsewhere):
+        watched = args.nproc or args.job or recipe.faults.hang_s is not None  # by a launcher, also if there is one rank
+        if (world_size > 1 or watched) and not is_rank:
+            command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
+            output_dir = recipe.run.output_dir
+            job = args.job and Job(args.job, Path(output_dir), node.index, node.count)
+            return launcher.launch(command, args.nproc or 1, output_dir, node, job, recipe.faults)
+        if recipe.trainer == "generate":
+            launcher.use_one_gpu()
 
-    def start() -> int:
-        from megatron_rft import training  # imports torch
+        def start() -> int:
+            from megatron_rft import training  # imports torch
 
-        return training.train(recipe)
+            return training.train(recipe)
 
-    return work(recipe.run.output_dir, start)
+        return work(recipe.run.output_dir, start)
+
+
+def lock(folder: Path, node: Node, is_rank: bool, started_elsewhere: bool) -> contextlib.AbstractContextManager:
+    """The lock of the run's folder, which one process of the run holds."""
+    if os.environ.get("RANK") == "0" if started_elsewhere else not is_rank and node.index == 0:
+        return run_lock.held(folder)
+    if not is_rank:
+        run_lock.refuse_others(folder, same_job=True)
+    return contextlib.nullcontext()
 
 
 def fetch_models(model: Model, critic: Critic | None) -> bool:
@@ -79,13 +107,20 @@ def fetch_models(model: Model, critic: Critic | None) -> bool:
 
 
 def check_user_code(recipe: Recipe) -> None:
-    """Load the user's algorithm and rewards, if the recipe names any: errors show before any rank starts."""
+    """Load the user's algorithm, environment and rewards, if the recipe names any: errors show before any rank
+    starts."""
     if recipe.algorithm.of_user:
         from megatron_rft.training import online
 
         online.build_objective(recipe)
+    if isinstance(recipe.environment, Own):
+        own_class(recipe.environment.episode)
+    if isinstance(recipe.environment, Tools):
+        from megatron_rft.environments.schemas import schemas
+
+        schemas(recipe.environment)
     for reward in recipe.reward.everything():
-        if reward.kind == "own":
+        if isinstance(reward, OwnOptions):
             from megatron_rft.rewards.user_reward import UserReward
 
             UserReward(reward.function, reward.maximum)
@@ -95,7 +130,7 @@ def work(output_dir: str, run: Callable[[], int]) -> int:
     """Run this process's part, and write its exit status and message for the launcher."""
     launcher.die_with_launcher()
     launcher.show_position(output_dir)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # the trainer replaces these handlers
+    for number in STOP_SIGNALS:  # the trainer replaces these handlers
         signal.signal(number, stop_at_once)
     try:
         status, message = run(), ""
@@ -126,4 +161,5 @@ def stop_at_once(number: int, _frame: object) -> None:
         sys.stdout.flush()
         if interrupted:
             print("interrupted", file=sys.stderr, flush=True)
+    run_lock.release()
     os._exit(128 + number if interrupted else STOPPED)

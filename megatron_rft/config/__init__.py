@@ -1,9 +1,9 @@
 """Recipes: their sections, loading and validation. Imports no torch."""
 
-from megatron_rft.config.loading import dump, load
+from megatron_rft.config.loading import dump, load, load_saved
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.resume import difference
-from megatron_rft.config.rewards import Reward
+from megatron_rft.config.rewards import RewardOptions
 from megatron_rft.config.sections import (
     Batching,
     Data,

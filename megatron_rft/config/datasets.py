@@ -52,6 +52,9 @@ DATASETS = {
     "leetcode": Known("code", "newfacade/LeetCodeDataset", files="LeetCodeDataset-*.jsonl"),
     "rlla": Known("tool", "emrecanacikgoz/ToolRL", rules="rlla"),
     "bfcl": Known("tool", "gorilla-llm/Berkeley-Function-Calling-Leaderboard", files="BFCL_*.json", rules="bfcl"),
+    "bfcl_multi_turn": Known(
+        "tool", "gorilla-llm/Berkeley-Function-Calling-Leaderboard", files="BFCL_*_multi_turn_base.json", rules="bfcl"
+    ),
     "api_bank": Known("tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"),
     "sdpo_tools": Known("tool", rules="exact"),
     "sciknoweval": Known("choice", "hicai-zju/SciKnowEval", subset="v2"),

@@ -9,14 +9,20 @@ Overrides such as `rollout.group_size=8` or `pipo=null` are applied last. Their 
 
 import json
 import re
+from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from megatron_rft.config.messages import Place, explain
-from megatron_rft.config.recipe import UNUSED, Recipe
+from megatron_rft.config.one_of import LABEL, Choices
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.trainers import TRAINERS, WHOLE, validate
 from megatron_rft.utils.errors import ConfigError, first_line
 
 COMMAND_LINE = "the command line"
@@ -50,7 +56,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load(path: str | Path, overrides: list[str] = ()) -> Recipe:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe at `path` with its bases and the overrides, and run all checks that do not depend on the machine.
 
     Raises:
@@ -63,17 +69,24 @@ def load(path: str | Path, overrides: list[str] = ()) -> Recipe:
     return _validated(merged, layers)
 
 
+def load_saved(path: Path) -> Recipe:
+    """Load the recipe that a run wrote into its folder. Earlier versions also wrote the options of other trainers and
+    kinds, which did nothing: they are left out."""
+    content = _merge({}, _read(path))
+    try:
+        return validate(content)
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            *sections, option = (part for part in problem["loc"] if not str(part).startswith(LABEL))
+            choices = Choices.at(tuple(map(str, problem["loc"])), WHOLE)
+            if problem["type"] == "extra_forbidden" and choices.having(str(option)):
+                reduce(getitem, sections, content).pop(option)
+        return _validated(content, [(str(path), content)])
+
+
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML with every option. `load` of it gives an equal recipe."""
-    resolved = recipe.model_dump()
-    fp8 = ("megatron.fp8", "megatron.fp8_recipe") if recipe.model.precision != "fp8" else ()
-    for key in (*fp8, *UNUSED[recipe.trainer]):
-        *sections, name = key.split(".")
-        section = resolved
-        for part in sections:
-            section = section[part]
-        section.pop(name)
-    return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _parsed(text: str, name: str, fix: str = "") -> Any:
@@ -89,7 +102,7 @@ def _parsed(text: str, name: str, fix: str = "") -> Any:
     except yaml.reader.ReaderError as error:
         line, problem = text.count("\n", 0, error.position), f"the character {chr(error.character)!r} is not allowed"
     except yaml.MarkedYAMLError as error:
-        line, problem = error.problem_mark.line, error.problem
+        line, problem = error.problem_mark.line if error.problem_mark else 0, error.problem
     raise ConfigError(f"{name} is not valid YAML (line {line + 1}: {problem}){fix}")
 
 
@@ -134,6 +147,8 @@ def parse_override(text: str) -> dict:
     except UnicodeEncodeError:  # Python keeps other bytes of an argument as lone surrogates
         raise ConfigError(f"the override {text!r} is not UTF-8 text: set the terminal to UTF-8") from None
     shown = text if len(text) <= 100 else f"{text[:100]}..."
+    if not value.strip():
+        raise ConfigError(f"the override {shown!r} has no value: {key}=null takes the default")
     nested = _parsed(value, f"the value of the override {shown!r}", "; quote it")
     for part in reversed(key.split(".")):
         nested = {part: nested}
@@ -158,27 +173,41 @@ def _merge(below: dict, above: dict, section: Place = ()) -> dict:
 
 def _validated(merged: dict, layers: Layers) -> Recipe:
     try:
-        return Recipe.model_validate(merged)
+        return validate(merged)
     except ValidationError as error:
         lines = []
-        for found in error.errors(include_url=False):
-            place = tuple(map(str, found["loc"]))
-            if place[0:1] == ("algorithm",) and len(place) > 1:
-                place = place[:1] + place[2:]  # without the variant's name, which pydantic inserts
-            place, problem = explain(found, place, section_options(place))
+        for detail in error.errors(include_url=False):
+            place, problem = _explained(detail)
             lines.append(f"{_origin(place, layers)}: {'.'.join(place) or 'the recipe'}: {problem}")
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def section_options(place: Place) -> set[str]:
-    """The names of all options of the section that `place` points into."""
-    models: list[type[BaseModel]] = [Recipe]
-    for part in place[:-1]:
-        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        if not annotations:  # a key that the user chose, such as a benchmark's name
-            continue
-        models = [kind for one in annotations for kind in (one, *get_args(one)) if hasattr(kind, "model_fields")]
-    return {name for model in models for name in model.model_fields}
+def _explained(error: ErrorDetails) -> tuple[Place, str]:
+    """The option and the message of one of pydantic's errors: also which trainer or kind has an option that this one
+    lacks."""
+    labelled = tuple(map(str, error["loc"]))
+    place = tuple(part for part in labelled if not part.startswith(LABEL))
+    choices = Choices.at(labelled, WHOLE)
+    here, others = f"{choices.what} {choices.chosen}", choices.having(place[-1]) if place else []
+    if error["type"] == "extra_forbidden" and others:
+        fix = "leave it out, or set it to null to undo a base"
+        return place, f"does nothing with {here}, only with {', '.join(others)}: {fix}"
+    elsewhere = options_named(place[-1]) if error["type"] == "extra_forbidden" else []
+    if error["type"] == "extra_forbidden" and not elsewhere and (near := choices.nearest_elsewhere(place[-1])):
+        option, others = near
+        return place, f"there is no such option with {here}. Did you mean {option!r}, of {', '.join(others)}?"
+    if error["type"] == "missing" and not choices.always_requires(place[-1]):
+        field = choices.sections[choices.chosen].model_fields[place[-1]]
+        return place, f"is required with {here}" + (f": {field.description}" if field.description else "")
+    return explain(error, place, choices.own, elsewhere)
+
+
+def options_named(name: str) -> list[str]:
+    """The options of all sections that have a name: run.seed for seed."""
+    sections = {section: None for recipe in TRAINERS.values() for section in recipe.model_fields}
+    return [
+        f"{each}.{name}" for each in sections if name not in sections and Choices.at((each, name), WHOLE).having(name)
+    ]
 
 
 def _origin(place: Place, layers: Layers) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatron_rft.utils.errors import did_you_mean
 
@@ -45,32 +45,38 @@ def many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def explain(error: dict, place: Place, known: Iterable[str]) -> tuple[Place, str]:
-    """The option and the message of one of pydantic's errors. `known`: valid names at that position."""
+def explain(
+    error: ErrorDetails, place: Place, known: Iterable[str], elsewhere: Iterable[str] = ()
+) -> tuple[Place, str]:
+    """The option and the message of one of pydantic's errors. `known`: valid names at that position; `elsewhere`: the
+    options of that name in other sections."""
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     if kind == "at":
         return (*place, *context["key"].split(".")), context["problem"]
     if kind == "extra_forbidden":
-        hint = did_you_mean(place[-1], known) or f" There are: {', '.join(sorted(known))}."
+        hint = f" Did you mean {' or '.join(elsewhere)}?" if elsewhere else did_you_mean(place[-1], known)
+        hint = hint or f" There are: {', '.join(sorted(known))}."
         return place, f"there is no such option.{hint}"
     if kind == "missing":
         return place, "is required"
+    if kind == "string_type" and isinstance(value, dict | list):
+        return place, f"is not text: YAML reads {{...}} and [...] as values. Quote it: {'.'.join(place)}='\"...\"'"
+    if kind.startswith("int_") and isinstance(value, float) and value.is_integer():
+        return place, f"{shown(value)} has a decimal point or an exponent: write {int(value)}"
     if kind in KINDS:
         return place, f"{shown(value)} is not {KINDS[kind]}"
     if kind in BOUNDS:
         words, limit = BOUNDS[kind]
         return place, f"{shown(value)} is not {words} {context[limit]}"
     if kind == "literal_error":
-        return place, _not_among(value, context["expected"])
-    if kind == "union_tag_invalid":
-        return (*place, "name"), _not_among(context["tag"], context["expected_tags"])
+        return place, not_among(
+            value, [word.strip("' ") for word in context["expected"].replace(" or ", ", ").split(",")]
+        )
     if kind == "value_error":
         return place, str(context["error"])
     return place, f"{error['msg']} (given: {shown(value)})"
 
 
-def _not_among(value, expected: str) -> str:
-    """`expected`: pydantic's list of choices, such as "'a', 'b' or 'c'"."""
-    choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")]
+def not_among(value, choices: Iterable[str]) -> str:
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     return f"{shown(value)} is not one of {', '.join(choices)}.{hint}".removesuffix("." if not hint else "")

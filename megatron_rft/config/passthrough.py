@@ -121,7 +121,7 @@ def class_fields(source: Path, names: Container[str]) -> dict[str, ast.expr]:
         for node in ast.parse(source.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name in names
         for item in node.body
-        if isinstance(item, ast.AnnAssign) and not item.target.id.startswith("_")
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_")
     }
 
 

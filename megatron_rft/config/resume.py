@@ -9,11 +9,12 @@ from megatron_rft.config.recipe import Recipe
 # Options that change neither the results of a step (beyond rounding) nor the steps done so far.
 # fmt: off
 FREE = (
-    "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "tracking.*", "checkpoint.*",
+    "run.steps", "run.epochs", "run.resume", "run.output_dir", "run.name", "run.access", "tracking.*", "checkpoint.*",
     "evaluation.*", "faults.*", "batching.*", "megatron.*", "optimizer.use_distributed_optimizer",
     "optimizer.overlap*", "optimizer.*offload*", "optimizer.pin_cpu_*", "data.validation*", "data.test*",
     "rollout.engine", "rollout.placement", "rollout.processes", "rollout.servers", "rollout.max_batch_sequences",
-    "reward.workers", "reward.timeout_s",
+    "rollout.reserve_gib",
+    "reward.workers", "reward.timeout_s", "environment.processes", "environment.turn_timeout_s",
 )
 # fmt: on
 

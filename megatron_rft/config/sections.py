@@ -6,7 +6,7 @@ and `optimizer` have megatron-core's names; other fields of its configuration cl
 
 import re
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -22,6 +22,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
+MAX_TOP_K = 64  # bounds the tokens of truncated sampling that travel with each response token
 
 ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "refining", "validation", "test")
 CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
@@ -32,6 +33,11 @@ class Section(BaseModel):
     """Unknown keys are errors, and values are not converted: `"3"` is not 3, `true` is not 1."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), validate_default=True)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The given options that are no fields, of a section that passes them through."""
+        return self.model_extra or {}
 
     def differs(self, key: str) -> bool:
         """Whether the option exists and differs from its default. Options without effect are refused only then."""
@@ -52,6 +58,8 @@ class Run(Section):
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder that
     holds a run. must: refuse a folder without one."""
+    access: Literal["owner", "group", "all"] = "group"
+    """Who may read the run's files, as far as the umask allows it: prompts and responses can be confidential."""
 
 
 class Model(Section):
@@ -104,7 +112,7 @@ class Megatron(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        passthrough.check("megatron", self.model_extra, set(type(self).model_fields))
+        passthrough.check("megatron", self.extra, set(type(self).model_fields))
         if self.recompute_granularity == "full":
             for key in ("recompute_method", "recompute_num_layers"):
                 if getattr(self, key) is None:
@@ -143,7 +151,7 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        passthrough.check("optimizer", self.model_extra, set(type(self).model_fields))
+        passthrough.check("optimizer", self.extra, set(type(self).model_fields))
         if self.lr_decay_style == "constant":
             for key in ("min_lr", "lr_decay_steps"):
                 if getattr(self, key):
@@ -170,7 +178,7 @@ class Batching(Section):
     logprob_block_mib: Count = 64
     """Size of the block in which logits are computed; one block exists at a time."""
 
-    @field_validator("share_prompts", "skip_zero_advantages", mode="before")
+    @field_validator("share_prompts", "skip_zero_advantages", mode="before", check_fields=False)
     @classmethod
     def _yaml_reads_off_as_false(cls, value):
         return "off" if value is False else value
@@ -179,13 +187,13 @@ class Batching(Section):
     def tokens_without_backward(self) -> int:
         return self.forward_only_tokens or 2 * self.micro_batch_tokens
 
-    def why_not_shared(self, context_parallel_size: int) -> str:
-        """The reason why responses do not share their prompt; empty if they do."""
+    def why_not_shared(self, context_parallel_size: int, model: str = "") -> str:
+        """The reason why responses do not share their prompt; empty if they do. `model`: the model's reason."""
         if self.share_prompts == "off":
             return "batching.share_prompts is off"
         if not self.pack_sequences:
             return "batching.pack_sequences is false"
-        return "context parallelism cuts each sequence" if context_parallel_size > 1 else ""
+        return "context parallelism cuts each sequence" if context_parallel_size > 1 else model
 
 
 def _check_template(template: str | None) -> None:
@@ -242,7 +250,7 @@ class Source(Section):
     def _check(self):
         _check_template(self.prompt_template)
         if self.adapter:
-            self._check_adapter()
+            self._check_adapter(self.adapter)
         if self.path.startswith(datasets.HUB) and not datasets.HUB_NAME.fullmatch(self.path):
             raise at(
                 "path", f"{self.path!r} is no hub name: write hub:organisation/name or hub:organisation/name@revision"
@@ -266,15 +274,15 @@ class Source(Section):
             raise at("split", f"{self.split!r} is not one of {', '.join(ARITHMETIC_SPLITS)}")
         return self
 
-    def _check_adapter(self):
-        if self.adapter not in datasets.DATASETS:
-            hint = did_you_mean(self.adapter, datasets.DATASETS) or f" There are: {', '.join(datasets.DATASETS)}."
-            raise at("adapter", f"there is no adapter {self.adapter!r}.{hint}")
+    def _check_adapter(self, adapter: str):
+        if adapter not in datasets.DATASETS:
+            hint = did_you_mean(adapter, datasets.DATASETS) or f" There are: {', '.join(datasets.DATASETS)}."
+            raise at("adapter", f"there is no adapter {adapter!r}.{hint}")
         if self.path == datasets.ARITHMETIC:
             raise at("adapter", "does nothing for arithmetic")
         for key in ("prompt_field", "answer_field"):
             if getattr(self, key):
-                raise at(key, f"does nothing with an adapter: {self.adapter} knows its fields")
+                raise at(key, f"does nothing with an adapter: {adapter} knows its fields")
 
     @property
     def on_hub(self) -> bool:
@@ -321,6 +329,10 @@ class Data(Section):
                 f"chat_template_kwargs.{min(taken)}", "is set by the program: give variables of the template alone"
             )
         _check_template(self.prompt_template)
+        template = self.prompt_template and datasets.TEMPLATES.get(self.prompt_template, self.prompt_template)
+        used = template is None or re.search(rf"{{{re.escape(self.prompt_field)}\b", template)
+        if not used and self.differs("prompt_field"):
+            raise at("prompt_field", f"does nothing: data.prompt_template does not have {{{self.prompt_field}}}")
         return self
 
 
@@ -335,7 +347,7 @@ def is_server(url: str) -> bool:
 class Rollout(Section):
     """Sampling of responses, in training and (with evaluation's temperature and number of samples) for pass@1."""
 
-    engine: Literal["auto", *ENGINES] = "auto"
+    engine: Literal["auto", *ENGINES] = "auto"  # pyright: ignore[reportInvalidTypeForm]
     """auto: vllm if a supported version is installed, else hf."""
     placement: Literal["colocated", "process", "server"] = "colocated"
     """colocated: each rank runs an engine in its process. process: separate engine processes, which the ranks start,
@@ -353,6 +365,10 @@ class Rollout(Section):
     """With placement colocated: while the engine is awake, gradients are freed and the optimizer's state is in host
     memory, so the engine's cache can be larger. This costs two copies of that state per step and one more sync per
     checkpoint. Training is bit-identical."""
+    reserve_gib: Positive = 5.0
+    """GiB of a GPU that a colocated vLLM leaves free beside the trainer when it wakes: CUDA contexts, NCCL's buffers,
+    gaps of the allocators. The default is above the 4.1 GiB that were still in use after a first sleep in a published
+    log (issue 2619 of NeMo-RL)."""
     cache_after_sync: Literal["recompute", "keep"] | None = None
     """Keys and values of unfinished responses after a weight sync. recompute: with the new weights. keep: those of the
     old weights. None: vllm recomputes, hf keeps (the only mode that it supports)."""
@@ -362,8 +378,13 @@ class Rollout(Section):
     max_response_tokens: Count = 512
     temperature: Positive = 1.0
     """Temperature of sampling and of the trainer's log-probs, so that both use the same distribution."""
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOP_K)] = 0
+    """Sample from the most probable tokens only; 0: from all. The engine reports which tokens it kept (the support),
+    and log-probs, entropies and divergences of all models are then over the support."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Natural = 0
+    """Of these, sample from the most probable ones with this mass."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of these, sample from those at least this many times as probable as the most probable one."""
     stop: list[str | int] = []
     """Strings (of one token) or token ids that end a response, in addition to the end-of-sequence token."""
     max_batch_sequences: Count = 512
@@ -379,6 +400,8 @@ class Rollout(Section):
             raise at("servers", f"does nothing with placement {self.placement}: set that to server")
         if self.offload_trainer and self.placement != "colocated":
             raise at("offload_trainer", f"does nothing with placement {self.placement}, whose engines stay awake")
+        if self.differs("reserve_gib") and self.placement != "colocated":
+            raise at("reserve_gib", f"does nothing with placement {self.placement}: it is for a colocated vLLM")
         if self.servers and self.processes:
             raise at("processes", "does nothing together with servers, which the run does not start")
         if self.placement == "server" and self.engine != "auto" and not ENGINES[self.engine].serves:
@@ -388,22 +411,17 @@ class Rollout(Section):
                 "cache_after_sync",
                 f"does nothing with staleness {self.staleness}: no response is unfinished at a weight sync",
             )
+        for name in ("top_p", "min_p"):
+            if self.differs(name) and not self.top_k:
+                raise at(
+                    name, f"needs top_k (at most {MAX_TOP_K}), which bounds the tokens that are kept for the trainer"
+                )
         for url in self.servers:
             if not is_server(url):
                 raise at("servers", f"{url!r} is no URL of a server, such as http://node7:8000")
         if len(set(self.servers)) < len(self.servers):
             raise at("servers", "names a server twice")
         return self
-
-    @field_validator("top_p", "top_k")
-    @classmethod
-    def _replayable(cls, value, info):
-        if value != cls.model_fields[info.field_name].default:
-            raise ValueError(
-                f"{value} truncates the distribution, which the trainer cannot replay in its log-probs: "
-                "the ratios of the policy gradient would be wrong. Sample with temperature only"
-            )
-        return value
 
 
 class Evaluation(Section):
@@ -419,8 +437,6 @@ class Evaluation(Section):
     """None: rollout.max_response_tokens."""
     batch: Count = 64
     """Problems that are submitted to the engine together."""
-    patience: Count | None = None
-    """Offline training ends after this many evaluations without a new best pass@1. None: it runs to its last step."""
     benchmarks: dict[str, Source] = {}
     """Further data sets for the command `evaluate`, by their name in its table. The adapter's reward grades them,
     without an adapter the recipe's."""
@@ -442,6 +458,10 @@ class Checkpoint(Section):
     """Number of newest checkpoints to keep."""
     asynchronous: bool = True
     """Write while training continues."""
+    gather_gib: NonNegative = 128.0
+    """The distributed optimizer's state of up to this many GiB in all (12 bytes a parameter) is gathered on the hosts
+    of the first data-parallel ranks, in megatron-core's format. Of a larger one each rank writes its own part. Both can
+    be resumed in any layout."""
 
 
 class Wandb(Section):
@@ -457,6 +477,8 @@ class Tracking(Section):
     """auto: a live display on a terminal, plain lines in a log."""
     wandb: Wandb | None = None
     tensorboard: bool = False
+    prometheus: str | None = None
+    """Folder of node_exporter's textfile collector: each step's metrics are written to megatron_rft_NAME.prom there."""
     plot: bool = True
     """Draw the curves when the run ends."""
     peak_tflops: Positive | None = None

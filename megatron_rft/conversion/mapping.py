@@ -1,19 +1,51 @@
-"""Maps names and layouts of a model's tensors between Hugging Face and megatron-core, and lists their shapes.
+"""Maps names and layouts of a model's tensors between Hugging Face and megatron-core.
 
 A *canonical name* is a megatron-core parameter name with global numbers (layer over all pipeline stages, expert over
 all expert-parallel ranks), such as `decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`; Transformer
 Engine's grouped experts (`mlp.experts.linear_fc1.weight3`) mean the same. The scalar head of a critic is
-`value_head.weight`.
+`value_head.weight`. A layer's adapters are `linear_qkv.adapter.a`, their A matrices one below the other, and
+`linear_qkv.adapter.b`, whose rows are in the order of the layer's weight.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rft.families import DENSE, EXPERTS, TRANSFORMER_ENGINE, family_of, head_dim
+from megatron_rft.families.shapes import delta_rows, head_dim, hf_parts, kv_heads, partition_dim
+from megatron_rft.families.tables import family_of
+
+GATE_AND_UP = re.compile(r".*\.linear_fc1\.((weight|bias)\d*|adapter\.b)")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def padded_vocab(vocab_size: int, tp_size: int) -> int:
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def shard(name: str, whole: Tensor, size: int, rank: int) -> Tensor:
+    """Return the shard of one rank. Gate and up are split separately; vocabulary rows are zero-padded to a multiple of
+    `size`."""
+    dim = partition_dim(name)
+    if dim is None or size == 1:
+        return whole
+    if name in VOCABULARY and (more := padded_vocab(len(whole), size) - len(whole)):  # padding by nothing would copy
+        whole = F.pad(whole, (0, 0, 0, more))
+    if GATE_AND_UP.fullmatch(name):
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim)[rank]
+
+
+def unshard(name: str, parts: Sequence[Tensor], vocab_size: int) -> Tensor:
+    """Join the shards of all ranks, in rank order; padded vocabulary rows are dropped."""
+    if len(parts) > 1 and GATE_AND_UP.fullmatch(name):
+        return torch.cat([torch.cat(halves) for halves in zip(*(p.chunk(2) for p in parts), strict=True)])
+    whole = torch.cat(list(parts), partition_dim(name)) if len(parts) > 1 else parts[0]
+    return whole[:vocab_size] if name in VOCABULARY else whole
+
 
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -24,33 +56,9 @@ TOP = {
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(
     r"mlp\.experts\."
-    r"(?:local_experts\.(?P<local>\d+)\.(?P<local_part>.+\.weight)|(?P<grouped_part>.+\.weight)(?P<grouped>\d+))"
+    r"(?:local_experts\.(?P<local>\d+)\.(?P<local_part>.+\.(weight|bias))|(?P<grouped_part>.+\.(weight|bias))(?P<grouped>\d+))"
 )
-
-
-def is_mixture(hf_config: Any, layer: int) -> bool:
-    """Return whether layer `layer`, counted from 0, has experts."""
-    if not family_of(hf_config).experts:
-        return False
-    return layer not in (hf_config.mlp_only_layers or ()) and (layer + 1) % hf_config.decoder_sparse_step == 0
-
-
-def canonical_names(hf_config: Any) -> Iterator[str]:
-    """Yield the names of all parameters, as megatron-core's local spec has them, in the order of the layers."""
-    family = family_of(hf_config)
-    yield "embedding.word_embeddings.weight"
-    for number in range(hf_config.num_hidden_layers):
-        parts = family.layer.keys() - TRANSFORMER_ENGINE - (DENSE if is_mixture(hf_config, number) else EXPERTS).keys()
-        for part in (part for part in family.layer if part in parts):
-            name = f"decoder.layers.{number}.{part}"
-            if "{e}" in part:
-                name = name.replace("experts.{e}", "experts.local_experts.{e}")
-                yield from (name.replace("{e}", str(expert)) for expert in range(hf_config.num_experts))
-            else:
-                yield name
-    yield "decoder.final_layernorm.weight"
-    if not hf_config.tie_word_embeddings:
-        yield "output_layer.weight"
+ADAPTER = re.compile(r"(.+)\.adapter\.([ab])")
 
 
 class Mapping:
@@ -59,14 +67,19 @@ class Mapping:
     def __init__(self, hf_config: Any):
         self.layer = family_of(hf_config).layer
         self.tied = hf_config.tie_word_embeddings
-        self.groups = hf_config.num_key_value_heads
+        self.groups = kv_heads(hf_config)
         self.head_dim = head_dim(hf_config)
+        self.gated = family_of(hf_config).gated
+        self.key_heads, self.delta = delta_rows(hf_config)
 
     def hf_names(self, name: str) -> list[str]:
         """Return the names of the HF tensors that form a parameter, in the order that `merge` expects."""
         if name in TOP:
             tied = self.tied and name == "output_layer.weight"
             return [TOP["embedding.word_embeddings.weight" if tied else name]]
+        if adapter := ADAPTER.fullmatch(name):
+            end = f".lora_{adapter[2].upper()}.weight"
+            return [weight.removesuffix(".weight") + end for weight in self.hf_names(f"{adapter[1]}.weight")]
         number, rest = LAYER.fullmatch(name).groups()
         expert = EXPERT.fullmatch(rest)
         if expert:
@@ -74,52 +87,64 @@ class Mapping:
         target = f"model.layers.{number}.{self.layer[rest]}"
         if expert:
             target = target.replace("{e}", expert["local"] or expert["grouped"])
-        several = re.search(r"\{(.+)\}", target)
-        return [target.replace(several[0], part) for part in several[1].split(",")] if several else [target]
+        return hf_parts(target)
+
+    def stacked_expert(self, name: str) -> int | None:
+        """The number of the expert whose tensor `name` is a slice of one HF tensor of all experts; else None."""
+        in_layer = LAYER.fullmatch(name)
+        expert = in_layer and EXPERT.fullmatch(in_layer[2])
+        if not expert or any("{e}" in target for target in self.layer.values()):
+            return None
+        return int(expert["local"] or expert["grouped"])
 
     def merge(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Merge HF tensors into a parameter. q, k and v are interleaved by query group: [q .. q k v] for each group."""
-        if ".linear_qkv." in name and len(parts) == 3:
-            return torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], 1).flatten(0, 1)
-        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        """Merge HF tensors into a parameter. q, k and v are interleaved by query group: [q .. q k v] for each group.
+        A slice of stacked experts is transposed, and its gate and up are put one after the other."""
+        if (expert := self.stacked_expert(name)) is not None:
+            part = parts[0][expert].T if parts[0].dim() == 3 else parts[0][expert]
+            return torch.cat([part[::2], part[1::2]]) if "linear_fc1" in name else part
+        if (groups := self._groups(name)) is None:
+            return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        parts = list(parts)
+        if self.gated and ".linear_qkv." in name:  # q_proj has [q, gate] for each head
+            both = parts[0].unflatten(0, (-1, 2, self.head_dim))
+            parts[:1] = [each.flatten(0, 1) for each in both.unbind(1)]
+        if "_qkv." in self.hf_names(name)[0] or "conv1d" in name:  # [q, k, v] of a delta net
+            parts[:1] = parts[0].split([each * groups for each in self.delta[:3]])
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
 
     def split(self, name: str, whole: Tensor) -> list[Tensor]:
-        """Split a parameter into its HF tensors: the inverse of `merge`."""
-        count = len(self.hf_names(name))
-        if count < 3:
-            return list(whole.chunk(count))
-        grouped = whole.unflatten(0, (self.groups, -1))
-        sizes = [grouped.shape[1] - 2 * self.head_dim, self.head_dim, self.head_dim]
-        return [part.flatten(0, 1) for part in grouped.split(sizes, 1)]
+        """Split a parameter into its HF tensors, or its slice of one: the inverse of `merge`."""
+        if self.stacked_expert(name) is not None:
+            part = torch.stack(whole.chunk(2), 1).flatten(0, 1) if "linear_fc1" in name else whole
+            return [part.T if part.dim() == 2 else part]
+        names, groups = self.hf_names(name), self._groups(name)
+        if groups is None:
+            return list(whole.chunk(len(names)))
+        grouped = whole.unflatten(0, (groups, -1))
+        parts = [part.flatten(0, 1) for part in grouped.split(self._rows(name, grouped.shape[1]), 1)]
+        if self.gated and ".linear_qkv." in name:
+            both = torch.stack([part.unflatten(0, (-1, self.head_dim)) for part in parts[:2]], 1)
+            parts[:2] = [both.flatten(0, 2)]
+        if "_qkv." in names[0] or "conv1d" in name:
+            parts[:3] = [torch.cat(parts[:3])]
+        return parts
 
+    def _groups(self, name: str) -> int | None:
+        """The number of groups of heads by which the HF tensors of a parameter are interleaved; None if they are not.
+        Those of a delta net have a key head each, with its value heads."""
+        if name.endswith(".adapter.a"):
+            return None
+        if ".linear_qkv." in name:
+            return self.groups
+        return self.key_heads if name.endswith(("in_proj.weight", "conv1d.weight")) else None
 
-def hf_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every HF tensor by name, in the order of the layers, without a tied output matrix."""
-    c, hidden, heads = hf_config, hf_config.hidden_size, head_dim(hf_config)
-    q, kv = c.num_attention_heads * heads, c.num_key_value_heads * heads
-    family = family_of(hf_config)
-    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
-    layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
-    if family.qkv_bias:
-        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-    if family.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (heads,), "self_attn.k_norm.weight": (heads,)}
-    layer |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, hidden)}
-    for i in range(c.num_hidden_layers):
-        feed_forward = _mixture_shapes(c) if is_mixture(c, i) else _mlp_shapes("mlp", hidden, c.intermediate_size)
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in (layer | feed_forward).items()}
-    shapes["model.norm.weight"] = (hidden,)
-    return shapes if c.tie_word_embeddings else shapes | {"lm_head.weight": (c.vocab_size, hidden)}
-
-
-def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    both = {f"{prefix}.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-    return both | {f"{prefix}.down_proj.weight": (hidden, inner)}
-
-
-def _mixture_shapes(c: Any) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (c.num_experts, c.hidden_size)}
-    for e in range(c.num_experts):
-        shapes |= _mlp_shapes(f"mlp.experts.{e}", c.hidden_size, c.moe_intermediate_size)
-    return shapes
+    def _rows(self, name: str, rows: int) -> list[int]:
+        """The rows of each part of a group of heads, which has `rows`."""
+        if ".linear_qkv." in name:
+            queries = (rows - 2 * self.head_dim) // (1 + self.gated)
+            return [queries] * (1 + self.gated) + [self.head_dim] * 2
+        if "conv1d" in name:
+            return self.delta[:3]
+        together = "_qkvz." in self.hf_names(name)[0]  # Qwen3-Next: [q, k, v, z] and [b, a]
+        return [sum(self.delta[:4]), sum(self.delta[4:])] if together else self.delta

@@ -13,7 +13,7 @@ Tensors are loaded with `weights_only=True`.
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, EnumType
 from functools import lru_cache
@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron_rft.config.lora import Lora
+from megatron_rft.conversion import lora
 from megatron_rft.conversion.folder import raise_on_problems
-from megatron_rft.conversion.mapping import EXPERT, LAYER, Mapping, canonical_names, hf_shapes
-from megatron_rft.conversion.shards import VOCABULARY
+from megatron_rft.conversion.mapping import EXPERT, LAYER, VOCABULARY, Mapping
+from megatron_rft.families.shapes import canonical_names, experts, hf_shapes
 from megatron_rft.utils.errors import DataError
 
 METADATA, CONFIG = ".metadata", "metadata.json"
@@ -132,7 +134,7 @@ class MegatronFolder:
         for index, info in metadata.storage_data.items():
             if index.fqn.startswith(ours) and index.offset is not None:
                 self.stored.setdefault(index.fqn.removeprefix(self.prefix), []).append((index.offset, info))
-        self.shapes = hf_shapes(hf_config)
+        self.shapes = self._shapes()
         self._check()
         self._parameter = lru_cache(maxsize=1)(self._read)  # q, k and v of one parameter are read one after the other
 
@@ -141,18 +143,29 @@ class MegatronFolder:
         for prefix in ("", "actor."):
             if prefix in found:
                 return prefix
+        if any(".adapter." in key for key in tensors):
+            raise DataError(
+                f"{self.path} has adapters alone: leave it in the folder of its run, which names their model"
+            )
         names = ", ".join(each.removesuffix(".") for each in found) or "none"
         raise DataError(f"{self.path}: no language model is in this checkpoint (no {FIRST}). Models in it: {names}")
 
     # ---- checking
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return hf_shapes(self.hf_config)
+
+    def _names(self) -> Iterable[str]:
+        return canonical_names(self.hf_config)
+
     def _check(self) -> None:
-        self.parts: dict[str, tuple[str, int]] = {}  # HF name -> (canonical name, index among that parameter's parts)
+        # HF name -> (canonical name, index among that parameter's parts), several of stacked experts
+        self.parts: dict[str, list[tuple[str, int]]] = {}
         self.locations: dict[str, Location] = {}  # by canonical name
         missing, misshapen, used = [], [], set()
-        experts = getattr(self.hf_config, "num_experts", 0)
-        for name in canonical_names(self.hf_config):
-            possible = list(locations(name, self.hf_config.num_hidden_layers, experts))
+        count = experts(self.hf_config)
+        for name in self._names():
+            possible = list(locations(name, self.hf_config.num_hidden_layers, count))
             used |= {each.key for each in possible}
             location = next((each for each in possible if each.key in self.tensors), None)
             if location is None:
@@ -163,7 +176,8 @@ class MegatronFolder:
             if found != expected and not padded:
                 misshapen.append(f"{location.key} {found}, config.json says {expected}")
             self.locations[name] = location
-            self.parts |= {hf_name: (name, i) for i, hf_name in enumerate(self.mapping.hf_names(name))}
+            for i, hf_name in enumerate(self.mapping.hf_names(name)):
+                self.parts.setdefault(hf_name, []).append((name, i))
         problems = {
             "missing": missing,
             "unexpected": [key for key in self.tensors if key not in used],
@@ -174,6 +188,8 @@ class MegatronFolder:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an unsharded parameter, whose HF parts are concatenated."""
+        if self.mapping.stacked_expert(name) is not None:
+            return self.shapes[self.mapping.hf_names(name)[0]][:0:-1]
         parts = [self.shapes[hf_name] for hf_name in self.mapping.hf_names(name)]
         return (sum(part[0] for part in parts), *parts[0][1:])
 
@@ -196,8 +212,8 @@ class MegatronFolder:
     # ---- reading
 
     def __call__(self, name: str) -> Tensor:
-        parameter, part = self.parts[name]
-        return self.mapping.split(parameter, self._parameter(parameter))[part]
+        found = [self.mapping.split(key, self._parameter(key))[part] for key, part in self.parts[name]]
+        return found[0] if self.mapping.stacked_expert(self.parts[name][0][0]) is None else torch.stack(found)
 
     def _read(self, name: str) -> Tensor:
         """Read a parameter from the chunks that overlap with it."""
@@ -223,3 +239,23 @@ class MegatronFolder:
         with (self.path / info.relative_path).open("rb") as file:
             file.seek(info.offset)
             return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+
+
+class AdapterCheckpoint(MegatronFolder):
+    """The policy's adapters in a run's checkpoint, by HF name."""
+
+    def __init__(self, path: Path, hf_config: Any, options: Lora):
+        self.options = options
+        super().__init__(path, hf_config)
+
+    def _find_prefix(self, tensors: dict[str, Any]) -> str:
+        return "actor."
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return lora.shapes(self.hf_config, self.options)
+
+    def _names(self) -> Iterable[str]:
+        for weight in canonical_names(self.hf_config):
+            if weight.endswith(".weight"):
+                names = [f"{weight.removesuffix('.weight')}.adapter.{part}" for part in "ab"]
+                yield from (name for name in names if self.mapping.hf_names(name)[0] in self.shapes)

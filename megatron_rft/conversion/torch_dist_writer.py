@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,13 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rft.conversion.mapping import LAYER, Mapping, canonical_names
-from megatron_rft.conversion.shards import GATE_AND_UP, VOCABULARY, padded_vocab, partition_dim
+from megatron_rft.conversion.mapping import GATE_AND_UP, LAYER, VOCABULARY, Mapping, padded_vocab
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, Location, locations
+from megatron_rft.families.shapes import canonical_names, experts, partition_dim
 from megatron_rft.utils.errors import ConfigError
 
 # Megatron's linear layers store a state of Transformer Engine beside the weight, and require it when they are loaded.
-WITH_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+WITH_STATE = re.compile(r".*\.(linear_(?!q_down|kv_down)\w+|in_proj|out_proj)\.weight")
 
 
 class MegatronWriter:
@@ -46,6 +47,7 @@ class MegatronWriter:
         self.folder, self.hf_config, self.tp, self.file_bytes = folder, hf_config, tensor_parallel, file_bytes
         self.tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self.stored: dict[MetadataIndex, _StorageInfo] = {}
+        self.mapping = Mapping(hf_config)
         self.files = 0
         self.file: BinaryIO | None = None
 
@@ -58,31 +60,32 @@ class MegatronWriter:
                     self.file.close()
 
     def _write(self, lookup: Callable[[str], Tensor]) -> None:
-        mapping = Mapping(self.hf_config)
+        mapping = self.mapping
         for name in canonical_names(self.hf_config):
             whole = mapping.merge(name, [lookup(hf_name) for hf_name in mapping.hf_names(name)])
             if name in VOCABULARY:
                 whole = F.pad(whole, (0, 0, 0, padded_vocab(len(whole), self.tp) - len(whole)))
             for location in self._locations(name):
                 self._add(name, location, whole)
-                if name.endswith(WITH_STATE):
+                if WITH_STATE.fullmatch(name):
                     self._add_state(location)
         self._finish()
 
     def _locations(self, name: str) -> list[Location]:
         """Return the locations to write a parameter to.
 
-        Like megatron-core, store all layers of a dense model in one tensor, and a model with experts layer by layer.
-        The norm before experts has one name with Transformer Engine and another without; store it under both."""
-        experts = getattr(self.hf_config, "num_experts", 0)
-        found = list(locations(name, self.hf_config.num_hidden_layers, experts))
+        Like megatron-core, store all layers of one kind in one tensor, and those of several kinds layer by layer.
+        The norm before experts has one name with Transformer Engine and another without, and so has the one before
+        latent attention; store them under both."""
+        count = experts(self.hf_config)
+        found = list(locations(name, self.hf_config.num_hidden_layers, count))
         if not LAYER.fullmatch(name):
             return found
         stacked = found[::2]
-        if not experts:
+        if not count and not self.mapping.gated:
             return stacked[:1]
         single = found[1::2]
-        return single if "pre_mlp_layernorm" in name else single[:1]
+        return single if "pre_mlp_layernorm" in name or "input_layernorm" in name else single[:1]
 
     def _add(self, name: str, location: Location, whole: Tensor) -> None:
         key, index = location.key, location.index

@@ -3,6 +3,8 @@
 No script of a repository is run, and of a data set only data files are downloaded. Without network the cache is
 used. `datasets` could load a name of the hub itself, but for offline use it keeps a converted copy of every split,
 and adapters need the published files with their names and neighbours.
+
+The hub limits the rate of requests, so one rank of a node asks it, and the others then read the cache.
 """
 
 from glob import escape
@@ -12,9 +14,10 @@ from megatron_rft.config.datasets import HUB_NAME
 from megatron_rft.data.selection import Choice, select
 from megatron_rft.plan.model_shape import find_model, is_whole
 from megatron_rft.utils.errors import DataError, first_line
+from megatron_rft.utils.files import one_of_node
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-BESIDE = "possible_answer/*"  # read by an adapter next to the file that it belongs to
+BESIDE = ("possible_answer/*", "multi_turn_func_doc/*")  # read by an adapter next to the file that they belong to
 
 
 def download(path: str, choice: Choice) -> list[Path]:
@@ -23,16 +26,11 @@ def download(path: str, choice: Choice) -> list[Path]:
     Raises:
         DataError: the hub cannot be reached and the cache lacks some of the files, or no file matches.
     """
-    from huggingface_hub import snapshot_download
-
     named = HUB_NAME.fullmatch(path)
     where = {"repo_id": named["repository"], "repo_type": "dataset", "revision": named["revision"]}
     try:
-        names, copy = _file_names(where)
-        names = select(names, choice, f"{named['repository']} (its copy in {copy})" if copy else named["repository"])
-        folders = {escape(str(Path(name).parent)) for name in names}
-        wanted = [*(escape(name) for name in names), *(f"{folder}/{BESIDE}" for folder in sorted(folders))]
-        folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
+        with one_of_node(f"{path} {choice}") as ask:
+            return _fetched(where, choice, ask)
     except DataError:
         raise
     except Exception as error:  # of several HTTP libraries, by version
@@ -40,14 +38,28 @@ def download(path: str, choice: Choice) -> list[Path]:
             f"{named['repository']} could not be downloaded from the Hugging Face hub ({_reason(error)}): without "
             "network, copy its files here and give their file or folder as the path, with the same adapter"
         ) from None
+
+
+def _fetched(where: dict[str, str | None], choice: Choice, ask: bool) -> list[Path]:
+    """`ask`: the hub, else only the cache."""
+    from huggingface_hub import snapshot_download
+
+    names, copy = _file_names(where, ask)
+    names = select(names, choice, f"{where['repo_id']} (its copy in {copy})" if copy else where["repo_id"])
+    folders = {escape(str(Path(name).parent)) for name in names}
+    wanted = [*(escape(name) for name in names), *(f"{folder}/{each}" for folder in sorted(folders) for each in BESIDE)]
+    folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
     return [folder / name for name in names]
 
 
-def _file_names(where: dict[str, str | None]) -> tuple[list[str], Path | None]:
-    """All files of the repository. If the hub cannot be reached: those of the last download, and its folder."""
+def _file_names(where: dict[str, str | None], ask: bool) -> tuple[list[str], Path | None]:
+    """All files of the repository. Without `ask`, or if the hub cannot be reached: those of the last download, and its
+    folder."""
     from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
 
     try:
+        if not ask:
+            raise DataError(f"another rank of this node could not download {where['repo_id']}")
         info = HfApi().dataset_info(where["repo_id"], revision=where["revision"])
         return [file.rfilename for file in info.siblings], None
     except Exception as error:
@@ -74,7 +86,8 @@ def model_folder(path: str, option: str = "model.path") -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(MODEL_FILES)))
+        with one_of_node(path) as ask:
+            return Path(snapshot_download(path, allow_patterns=list(MODEL_FILES), local_files_only=not ask))
     except Exception as error:  # of several HTTP libraries, by version
         raise DataError(
             f"{option}: {path} is no local folder, and could not be downloaded from the Hugging Face hub "

@@ -1,5 +1,6 @@
 """Formats a row as the text of a prompt: fields with a template, a conversation with a chat template."""
 
+import json
 import re
 import string
 from collections.abc import Mapping
@@ -15,6 +16,13 @@ from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
 
 CHAT_IS_SET = "data.chat is set"
+TOOLS = """You can call these functions:
+{}
+
+Call one by
+<tool_call>
+{{"name": "its name", "arguments": {{"name": "value"}}}}
+</tool_call>"""
 INDEX = re.compile(r"\[[^\]]*\]")  # in a template: {meta[level]}
 
 
@@ -27,6 +35,7 @@ class PromptFormat:
     prompt_template: str | None = None  # format string, or one's name in TEMPLATES; None: the prompt field as it is
     chat: bool = False  # through the tokenizer's chat template, as the user's turn
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas of functions, which the chat template shows
     max_prompt_tokens: int = 512
     overlong: Literal["drop", "error"] = "drop"
     answered: bool = True  # rows need an answer; false where tests or a reward model grade
@@ -60,6 +69,7 @@ class Question(NamedTuple):
     chat: str
     place: object
     variables: Mapping[str, Any] = {}
+    tools: tuple[dict[str, Any], ...] = ()
 
     def rendered(self, tokenizer: Any) -> str:
         """As the model reads it."""
@@ -69,14 +79,26 @@ class Question(NamedTuple):
         if tokenizer.chat_template is None:
             where = "" if self.chat == CHAT_IS_SET else f"{self.place}: "
             raise DataError(f"{where}{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
-        _check_variables(str(tokenizer.chat_template), tuple(self.variables))
+        template, variables = str(tokenizer.chat_template), dict(self.variables)
+        _check_variables(template, tuple(variables))
+        if self.tools and re.search(r"\btools\b", template):
+            variables["tools"] = list(self.tools)
+        elif self.tools:
+            messages = _described(messages, self.tools)
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         except Exception as error:  # a template is a program: it refuses turns by an exception, and may have any bug
             raise DataError(
                 f"{self.place}: the tokenizer's chat template fails ({first_line(error)}): change the row, or set "
                 "model.tokenizer to one whose template takes it"
             ) from None
+
+
+def _described(messages: list[dict[str, str]], tools: tuple[dict[str, Any], ...]) -> list[dict[str, str]]:
+    """A conversation for a chat template that does not know tools: the system's message describes them."""
+    before = [message["content"] for message in messages[:1] if message["role"] == "system"]
+    described = "\n\n".join([*before, TOOLS.format("\n".join(map(json.dumps, tools)))])
+    return [{"role": "system", "content": described}, *messages[len(before) :]]
 
 
 @lru_cache
@@ -96,7 +118,7 @@ def question_of(row: Row, form: PromptFormat, place: object) -> Question:
     row = row if last is None else row | {form.prompt_field: last}
     text = field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
     check_characters(text, place)
-    return Question(text, history, _why_chat(form, last), place, form.chat_template_kwargs)
+    return Question(text, history, _why_chat(form, last), place, form.chat_template_kwargs, form.tools)
 
 
 def _why_chat(form: PromptFormat, last: str | None) -> str:
@@ -117,7 +139,7 @@ def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat)
     """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
     place = f"row {prompt.index + 1}"
     history, last = form.turns(prompt.fields, place)
-    asked = Question(question, history, _why_chat(form, last), place, form.chat_template_kwargs)
+    asked = Question(question, history, _why_chat(form, last), place, form.chat_template_kwargs, form.tools)
     return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
 
 

@@ -38,10 +38,11 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("logprobs", pa.list_(pa.float32())),  # of the sampling distribution
         ("finish_reason", pa.string()),
+        ("turns", pa.list_(pa.int32())),  # first, end, first, end ... of the policy's tokens; null: all
         ("fields", pa.string()),  # JSON of the problem's other fields (tests, tools, level), with its first response
     ]
 )
-TRAINED = ["problem", "sample", "prompt", "answer", "prompt_ids", "response_ids", "reward", "fields"]  # what is read
+TRAINED = ["problem", "sample", "prompt", "answer", "prompt_ids", "response_ids", "reward", "fields", "turns"]  # read
 INDEX = "index.json"
 BINS = 10  # of the histogram of lengths
 
@@ -62,6 +63,7 @@ class Trajectory:
     logprobs: tuple[float, ...]
     finish_reason: str
     fields: str | None = None
+    turns: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def read(folder: str | Path) -> Stored:
                 about = json.loads(row.get("fields") or "{}")
                 prompts[problem] = Prompt(problem, tuple(row["prompt_ids"]), row["prompt"], row["answer"], about)
         if rows:
-            batches.append(_to_batch(rows))
+            batches.append(_to_batch(rows, bool(index["facts"].get("environment"))))
     if not batches:
         raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
     return Stored(concatenate(batches), [prompts[problem] for problem in index["held_out"]], index, digest)
@@ -219,11 +221,23 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
     return index, sha256(text)
 
 
-def _to_batch(rows: list[dict[str, Any]]) -> Batch:
-    """Tensors instead of the rows' lists, which take twenty times the memory."""
+def _mask(row: dict[str, Any]) -> torch.Tensor:
+    """1 on the tokens that the policy wrote."""
+    spans = row["turns"] or [0, len(row["response_ids"])]
+    mask = torch.zeros(len(row["response_ids"]))
+    for first, end in zip(spans[::2], spans[1::2], strict=True):
+        mask[first:end] = 1.0
+    return mask
+
+
+def _to_batch(rows: list[dict[str, Any]], episodic: bool) -> Batch:
+    """Tensors instead of the rows' lists, which take twenty times the memory. `episodic`: an environment wrote some of
+    the tokens."""
+    masks = {"response_mask": torch.cat([_mask(row) for row in rows])} if episodic else {}
     return Batch.of(
         [row["prompt_ids"] for row in rows],
         [row["response_ids"] for row in rows],
+        tokens=masks,
         sequences={
             "group": torch.tensor([row["problem"] for row in rows]),
             "rewards": torch.tensor([float(row["reward"]) for row in rows]),

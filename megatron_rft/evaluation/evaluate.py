@@ -24,7 +24,7 @@ from megatron_rft.evaluation.passk import (
 )
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
-from megatron_rft.rewards.base import Reward, finite
+from megatron_rft.rewards.base import Reward, finite, scored
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import read_json, read_json_lines
 
@@ -92,22 +92,25 @@ class GradedSampler:
     on_nonfinite: str = "stop"  # reward.on_nonfinite
 
     def __call__(self, prompts: list[Prompt], name: str) -> list[tuple[Prompt, int, Response, str, Score]]:
-        """Return the responses to each prompt, with their number, text and score, in the order in which the engine
-        finishes them."""
+        """Return the responses to each prompt, with their number, the text that was judged, and its score, in the order
+        in which the engine finishes them."""
         by_index = {prompt.index: prompt for prompt in prompts}
         seed = partial(request_seed, self.seed, name)
-        requests = [Request(p.index, p.token_ids, self.samples, seed(p.index)) for p in prompts]
+        requests = [Request(p.index, p.token_ids, self.samples, seed(p.index), problem=p) for p in prompts]
         answered = [
             (by_index[group.id], number, response)
             for group in self.engine.generate(requests, self.sampling)
             for number, response in enumerate(group.responses)
         ]
-        texts = [self.tokenizer.decode(list(each.token_ids), skip_special_tokens=True) for _, _, each in answered]
-        scores = self.reward([prompt for prompt, _, _ in answered], texts) if answered else []
+        texts = [self.decode(each.last_turn) for _, _, each in answered]
+        scores = scored(self.reward, [prompt for prompt, _, _ in answered], texts, [each for _, _, each in answered])
         return [
             (prompt, number, response, text, finite(score, self.on_nonfinite, name, prompt, number, text))
             for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True)
         ]
+
+    def decode(self, ids: tuple[int, ...]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def evaluate(
@@ -137,7 +140,14 @@ def evaluate(
     for start in range(0, most, batch):  # equally often on every rank: replacing a lost engine is collective
         part = todo[start : start + batch]
         new = [
-            _completion(prompt, number, response, text, score, sampler.reward.answer(prompt, text))
+            _completion(
+                prompt,
+                number,
+                response,
+                sampler.decode(response.token_ids) if len(response.turns) > 1 else text,
+                score,
+                sampler.reward.answer(prompt, text),
+            )
             for prompt, number, response, text, score in sampler(part, name)
         ]
         if cache:
@@ -191,7 +201,7 @@ def _completion(
         reward=None if score.error else score.reward,
         correct=None if score.error else float(score.reward if score.correct is None else score.correct),
         error=score.error,
-        tokens=len(response.token_ids),
+        tokens=response.length,
         finish_reason=response.finish_reason,
         **{name: str(prompt.fields[name]) for name in ("subject", "level") if prompt.fields.get(name) is not None},
     )

@@ -1,4 +1,4 @@
-"""The protocol of a generation engine, whether it runs in this process, in another process, or behind a URL.
+"""The interface of a generation engine, whether it runs in this process, in another process, or behind a URL.
 
 An engine takes token ids and returns token ids: nothing is re-tokenised. Results are an iterator of groups in the order
 in which they finish, so that rewards and refinement of early groups overlap with the generation of later ones. Weights
@@ -6,26 +6,92 @@ arrive as one stream of tensors with HF names; every response carries the versio
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rft.records import Response
+from megatron_rft.config.lora import Lora
+from megatron_rft.records import Prompt, Response
 from megatron_rft.utils.errors import DataError, RunFailed, UserError
+
+
+class WeightValidator:
+    """Checks the tensors of a stream, also against the streams that were accepted. `kept`: names that a stream may
+    leave out, because the engine has them."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], model_type: str):
+        """`shapes`: the HF name and shape of every tensor that a stream must have."""
+        self.shapes, self.model_type = shapes, model_type
+        self.before: dict[str, tuple[torch.dtype | None, bool]] = {}  # name -> dtype, whether it was all zero
+        self._now: dict[str, tuple[torch.dtype, bool]] = {}
+        self.kept: frozenset[str] = frozenset()
+        self.refused: str | None = None  # the first problem of a tensor of the stream
+
+    def checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Begin a stream. Yields its tensors without those that are refused."""
+        self._now, self.refused = {}, None
+
+        def passing() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream:
+                if problem := self._problem(name, tensor):
+                    self.refused = self.refused or problem
+                else:
+                    yield name, tensor
+
+        return passing()
+
+    def _problem(self, name: str, tensor: Tensor) -> str | None:
+        """Return the problem of the next tensor of the stream, or None. Reads its values once."""
+        shape = self.shapes.get(name)
+        if shape is None:
+            return f"{name} is no tensor of this {self.model_type} model"
+        if name in self._now:
+            return f"{name} came twice"
+        if tensor.shape != shape:
+            return f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(shape)}"
+        dtype, was_zero = self.before.get(name, (None, True))
+        if not tensor.dtype.is_floating_point or dtype not in (None, tensor.dtype):
+            before = f"; it was {dtype}" if dtype else ", which no weight is"
+            return f"{name} is {tensor.dtype}{before}"
+        least, most = torch.stack(torch.aminmax(tensor.detach())).tolist()  # one wait for the device
+        if not abs(least) + abs(most) < float("inf"):  # NaN included
+            return f"{name} has {int((~tensor.isfinite()).sum())} non-finite values"
+        if least == most == 0 and not was_zero:
+            return f"{name} is all zero, and was not before"
+        self._now[name] = (tensor.dtype, least == most == 0)
+        return None
+
+    def missing(self) -> str | None:
+        """Return the problem that tensors are missing at the end of the stream, or None."""
+        names = [name for name in self.shapes if name not in self._now and name not in self.kept]
+        return f"{names[0]} is missing ({len(names)} of {len(self.shapes)} tensors are)" if names else None
+
+    def accept(self) -> None:
+        """Accept the stream: the next one is compared with it."""
+        self.before = self.before | self._now
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Recipes refuse top_p and top_k in training: the trainer cannot compute such log-probs."""
+    """Sampling parameters. If they truncate the distribution, to the `top_k` most probable tokens, of these to the most
+    probable ones with a mass of `top_p`, and of these to those at least `min_p` times as probable as the most probable
+    one, responses carry their `supports`: the trainer cannot know which tokens an engine kept."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    continues: bool = False  # the prompts continue those of the last call, whose keys and values may be reused
+
+    @property
+    def truncates(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -38,6 +104,7 @@ class Request:
     n: int
     seed: int
     max_tokens: int | None = None  # a lower limit than the sampling's, for this request
+    problem: Prompt | None = None  # what the prompt asks, for environments; engines do not read it
     draft: tuple[int, ...] = ()  # predicted response for speculative decoding: changes the speed, never the tokens
 
 
@@ -49,11 +116,14 @@ class Group:
     responses: tuple[Response, ...]
 
 
+Generate = Callable[[list[Request], Sampling], Iterator[Group]]
+
+
 class EngineLost(RunFailed):
     """An engine was killed, has crashed or hangs. `pool.py` can replace it."""
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Calls come from one thread. `generate` may be called again only when its iterator is exhausted or closed.
 
     Where an engine can, it calls `on_step` between the steps of generation. This is its heartbeat, and the only moment
@@ -68,25 +138,30 @@ class Engine(Protocol):
     """Consecutive ranks of the trainer that form this engine. They make all calls together; the first of them passes
     requests and gets groups, the others pass none."""
 
+    @abstractmethod
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         """Yield one group for each request, in the order in which they finish."""
-        ...
 
+    @abstractmethod
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load every parameter of the model from the stream. Always read it to its end, because it runs collectives.
+        With `lora`, further streams may have the adapters alone.
 
         Raises:
             RunFailed: a tensor is missing, repeated, unknown, has another shape, is not finite, or is all zero and was
                 not before. The message names it.
         """
-        ...
 
+    @abstractmethod
     def checksums(self) -> dict[str, int | None]:
         """Return the `checksum` of every parameter in the engine by HF name, to verify a sync. None stands for a
         parameter that the engine rounds, and has compared with the received values itself.
 
         The result is empty on a rank without an engine, and for a lost engine that will be replaced."""
-        ...
+
+    def agree(self, flag: bool) -> bool:
+        """Return the `flag` of the engine's first rank, on all of its ranks."""
+        return flag
 
     def statistics(self) -> dict[str, float]:
         """Return the metrics of speculative decoding since the last call (acceptance.py); empty without it."""
@@ -100,9 +175,9 @@ class Engine(Protocol):
         """Takes the memory again. `cache`: False takes only that of the weights, so that these can be loaded while the
         device has little left; the cache's must follow before `generate`."""
 
+    @abstractmethod
     def close(self) -> None:
         """End all processes and free all memory. May be called twice."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -121,6 +196,8 @@ class EngineOptions:
     gpu_share: float | None  # share of the device's memory; None: no other process uses the device
     keep_caches: bool  # rollout.cache_after_sync=keep
     sleeps: bool  # `sleep` must free device memory
+    reserve: int  # bytes of the device that an engine with a `gpu_share` leaves free
+    lora: Lora | None = None  # the engine keeps the model and gets adapters of it; else it gets merged weights
 
 
 def request_seed(*parts: int | str) -> int:

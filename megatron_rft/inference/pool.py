@@ -2,14 +2,14 @@
 
 Each rank drives zero or more engines (`shares`). A lost engine loses its weights and its unfinished requests. Reloading
 weights from the actor is collective, so lost engines restart only in `recover`: all ranks restart their lost engines
-and push the actor's current weights. `retry` then generates the unfinished requests once more.
+and send the actor's current weights. `retry` then generates the unfinished requests once more.
 """
 
 import queue
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ from megatron_rft.inference.acceptance import joined
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
 from megatron_rft.utils.errors import RunFailed
 
+Begin = Callable[[list[Request], Sampling, list[Request]], Iterator[Group]]
 
-class Member(Engine, Protocol):
+
+class Member(Engine):
     """One engine of a pool, which may be lost."""
 
     name: str
 
+    @abstractmethod
     def start(self) -> None:
         """Start a replacement, without weights."""
-        ...
 
 
 class EnginePool(Engine):
@@ -36,7 +38,7 @@ class EnginePool(Engine):
         gather: concatenates all ranks' lists, on every rank.
         driver: this rank's index among the ranks that drive engines (None: it drives none), and the number of them.
 
-    `generate`, and `recover` after `load_weights`, are collective. The trainer sets `reload`, which pushes the actor's
+    `generate`, and `recover` after `load_weights`, are collective. The trainer sets `reload`, which sends the actor's
     weights into this pool and verifies them.
     """
 
@@ -93,11 +95,12 @@ class EnginePool(Engine):
             left += waiting.values() if member in self.lost else []
             ended.put(None)
 
-    def retry(self, left: list[Request], sampling: Sampling) -> Iterator[Group]:
-        """Collective. Replace lost engines and generate the requests that `begin` left unfinished."""
+    def retry(self, left: list[Request], sampling: Sampling, begin: Begin | None = None) -> Iterator[Group]:
+        """Collective. Replace lost engines and generate the requests that `begin` (default: `self.begin`) left
+        unfinished."""
         self.recover()
         if any(self.gather([bool(left)])):
-            yield from self.begin(left, sampling, [])
+            yield from (begin or self.begin)(left, sampling, [])
             self._stop_if_lost("a second time, at the requests that it was asked again")
 
     # ---- weights

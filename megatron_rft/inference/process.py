@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -23,16 +24,18 @@ from torch import Tensor
 
 from megatron_rft.inference.acceptance import joined
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
+from megatron_rft.inference.pool import Member
 from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets
 from megatron_rft.inference.transport.shared_memory import HostMemory, local_gpu, shared
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.position import here
+from megatron_rft.utils.processes import start_helper
 
 LAST_LINES = 15  # of the log in an error message
 EXIT_TIMEOUT_S = 5.0
 
 
-class EngineProcess(Engine):
+class EngineProcess(Member):
     """`build` creates the engine in the other process. It is pickled: a module's function, or a partial of one."""
 
     def __init__(
@@ -70,14 +73,14 @@ class EngineProcess(Engine):
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log, theirs:
             inherited = (theirs.fileno(), self._memory.fd)
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rft.inference.process_worker", *map(str, inherited), str(os.getpid())],
+            self.process = start_helper(
+                [sys.executable, "-m", "megatron_rft.inference.process_worker", *map(str, inherited)],
                 env=os.environ | self.environment,
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in a terminal must reach the trainer only
+                start_new_session=True,  # `_kill` ends the whole group
             )
         self._groups, self._replies = queue.Queue(), queue.Queue()
         self._last_message = self._last_progress = time.monotonic()
@@ -119,6 +122,7 @@ class EngineProcess(Engine):
         if not requests:
             return
         job = next(self._jobs)
+        requests = [replace(request, problem=None) for request in requests]  # a row may be large
         self._send("generate", job, requests, sampling)
         while True:
             name, number, *rest = self._next(self._groups, self.silence_timeout_s)

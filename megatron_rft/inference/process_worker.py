@@ -1,8 +1,8 @@
 """The main program of an engine process: it serves one engine to the trainer's process through messages.
 
-    python -m megatron_rft.inference.process_worker SOCKET BUCKETS PARENT
+    python -m megatron_rft.inference.process_worker SOCKET BUCKETS
 
-The arguments are two file descriptors and the pid of the trainer's process, with which this process ends.
+The arguments are two file descriptors.
 
 Messages are tuples that begin with a name. In: build, open (buckets on a GPU), generate, load, full (a bucket of
 weights), loaded (no more buckets), checksums, close. Out: beat, group, end, read, done, failed. A thread sends `beat`
@@ -27,12 +27,11 @@ from megatron_rft.inference.transport.buckets import Buckets, Full
 from megatron_rft.inference.transport.shared_memory import Handle, HostMemory, gpus, opened
 from megatron_rft.utils.errors import RunFailed, UserError
 from megatron_rft.utils.position import write_engine_stacks
-from megatron_rft.utils.processes import die_with
 
 BEAT_S = 1.0
 
 
-class Host:
+class EngineHost:
     def __init__(self, connection: Connection, buckets: Buckets):
         self.connection, self.buckets = connection, buckets
         self.device: torch.device | None = None  # where weights go, when their buckets are on a GPU
@@ -128,12 +127,11 @@ def reportable(error: Exception, what: str) -> Exception:
     return RunFailed(f"{what}: {type(error).__name__}: {error}")
 
 
-def main(socket: int, buckets: int, parent: int) -> None:
-    die_with(parent)
+def main(socket: int, buckets: int) -> None:
     write_engine_stacks()
     sys.stdout.reconfigure(line_buffering=True)  # the log must be complete when this process dies
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has ended
-        Host(Connection(socket), Buckets(HostMemory(buckets).slots)).run()
+        EngineHost(Connection(socket), Buckets(HostMemory(buckets).slots)).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # does not wait for the heartbeat's thread and for threads of the engine

@@ -1,4 +1,4 @@
-"""Pushes weights into an engine and verifies them. The stream runs collectives: after an error it is read to its end.
+"""Sends weights to an engine and verifies them. The stream runs collectives: after an error it is read to its end.
 
 The engine refuses tensors that are unknown, missing, repeated, misshapen, non-finite, or newly all zero
 (`Engine.load_weights`). This file checks that the engine has read the whole stream and, on request, that its parameters
@@ -7,7 +7,7 @@ equal the stream bit for bit in the engine's dtype, except for parameters that i
 
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,8 +18,15 @@ from megatron_rft.inference.pool import EnginePool
 from megatron_rft.utils.errors import RunFailed
 
 
-def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, verify: bool = False) -> dict[str, float]:
-    """Load `stream` into `engine` as weights of `version`. Returns metrics.
+def send(
+    stream: Iterable[tuple[str, Tensor]],
+    engine: Engine,
+    version: int,
+    verify: bool = False,
+    kept: dict[str, int] | None = None,
+) -> dict[str, float]:
+    """Load `stream` into `engine` as weights of `version`. Returns metrics. `kept`: checksums of what the engine has
+    besides; those of the stream are added.
 
     Raises:
         RunFailed: the engine's parameters differ from the stream. The message names one.
@@ -32,8 +39,10 @@ def push(stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, ver
         left = recorder.exhaust()
     if left is not None:
         raise RunFailed(f"weights of version {version}: the engine stopped reading before {left}")
+    kept = {} if kept is None else kept
+    kept |= recorder.checksums
     if verify and (received := engine.checksums()):
-        compare(recorder.checksums, received, version)
+        compare(kept, received, version)
     return {
         "sync/seconds": time.perf_counter() - start,
         "sync/bytes": float(recorder.bytes),
@@ -78,21 +87,31 @@ class EngineWeights:
     """Sends an actor's weights to the engine, and again to a replacement of a lost engine.
 
     `actor`: a megatron.actor.Actor. `offloaded`: those whose gradients and optimizer state are in host memory while the
-    engine is awake.
+    engine is awake. `adapters`: the engine keeps the frozen weights, and gets the adapters apart.
     """
 
-    def __init__(self, actor: Any, engine: Engine, offloaded: Iterable[Any] = ()):
+    def __init__(self, actor: Any, engine: Engine, offloaded: Iterable[Any] = (), adapters: bool = False):
         self.actor, self.engine, self.offloaded, self.asleep = actor, engine, list(offloaded), False
+        self.adapters = adapters
+        self.kept: dict[str, int] = {}  # checksums of what the engine has
         self.version: int | None = None  # the step whose weights the engine has
         if isinstance(engine, EnginePool):
-            engine.reload = partial(self._push, verify=True)
+            engine.reload = lambda: send(self._stream(whole=True), engine, self.version, True, self.kept)
+
+    def _stream(self, whole: bool) -> Iterator[tuple[str, Tensor]]:
+        """The merged weights or, apart from them, every A and s B; the latter alone if not `whole`."""
+        if not self.adapters:
+            return self.actor.stream()
+        scale, apart = self.actor.lora.scale, self.actor.stream(adapters=True)
+        scaled = ((name, scale * tensor if name.endswith(".lora_B.weight") else tensor) for name, tensor in apart)
+        return chain(self.actor.stream(merged=False), scaled) if whole else scaled
 
     def sent(self, version: int) -> bool:
         """Whether the engine is awake with the weights of `version`."""
         return version == self.version and not self.asleep
 
     def sleep(self) -> None:
-        """Put the engine to sleep until the next push: an engine in this process frees its memory for the trainer."""
+        """Put the engine to sleep until the next `send`: an engine in this process frees its memory for the trainer."""
         self.engine.sleep()
         self.asleep = True
         for model in self.offloaded:
@@ -104,21 +123,19 @@ class EngineWeights:
             self.sleep()
 
     def wake(self) -> None:
-        """Wake a sleeping engine with the weights of the last push. Collective."""
+        """Wake a sleeping engine with the weights that were sent last. Collective."""
         if self.asleep:
-            self.push(self.version)
+            self.send(self.version)
 
-    def push(self, version: int, verify: bool = False) -> dict[str, float]:
+    def send(self, version: int, verify: bool = False) -> dict[str, float]:
         """Send the actor's current weights, those after step `version`. Returns metrics of the sync. Collective."""
         self.version, self.asleep = version, False
         for model in self.offloaded:
             model.training_state.offload()
         self.engine.wake(cache=False)
-        metrics = self._push(verify)
+        whole = not (self.adapters and self.kept)
+        metrics = send(self._stream(whole), self.engine, version, verify or (whole and self.adapters), self.kept)
         self.engine.wake()
         if isinstance(self.engine, EnginePool):
             self.engine.recover()
         return metrics
-
-    def _push(self, verify: bool) -> dict[str, float]:
-        return push(self.actor.stream(), self.engine, self.version, verify)

@@ -25,15 +25,13 @@ from megatron_rft.launching.hangs import Watch, flight_recorder, position_file, 
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.device import has_cuda_device
-from megatron_rft.utils.errors import ConfigError
-from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
+from megatron_rft.utils.errors import FAILED, FINISHED, STOPPED, USER_ERROR, ConfigError
 from megatron_rft.utils.files import read_json, temporary_folder, write_atomically
 from megatron_rft.utils.position import STACKS, here, write_stacks_on_signal
-from megatron_rft.utils.processes import die_with, reserved_port
+from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts, die_with, reserved_port
 
 EXIT_TIMEOUT_S = 10.0  # time for the other ranks to notice a failure and to end by themselves
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-CAUGHT = (*STOPPING, signal.SIGINT)
 MOST_THREADS = 8  # of a rank beside a GPU
 LONGEST_TMPDIR = 60  # characters: the path of a socket has at most 107
 PARENT = "MEGATRON_RFT_LAUNCHER"  # environment variable of ranks: the pid of the launcher
@@ -109,6 +107,8 @@ def launch(
     All nodes of a queued `job` return the same status, that of the job. A run that hangs (`faults`) fails.
     """
     node = node or Node()
+    if nproc > (cores := len(os.sched_getaffinity(0))):
+        print(f"warning: {nproc} ranks share {cores} processor cores: --nproc {cores} is faster", file=sys.stderr)
     ranks: list[Rank] = []
     watch = Watch(ranks_folder(output_dir), node, faults or Faults())
     with _forward_signals(ranks) as forwarded, reserved_port() as free, temporary_folder() as temporary:
@@ -171,7 +171,7 @@ def _conclude_job(job: Job, status: int) -> int:
     status, message = job.conclude(status)
     if message:
         print(f"error: {message}", file=sys.stderr)
-    for number in CAUGHT:  # Slurm signals all nodes after the first nonzero status; keep this node's status
+    for number in STOP_SIGNALS:  # Slurm signals all nodes after the first nonzero status; keep this node's status
         signal.signal(number, signal.SIG_IGN)
     return status
 
@@ -181,12 +181,19 @@ def _environment(nproc: int, node: Node, port: int, temporary: Path) -> dict[str
     # On CPUs the threads of several ranks would compete; beside GPUs a rank works alone on its share of the processors.
     share = min(len(os.sched_getaffinity(0)) // nproc, MOST_THREADS) if has_cuda_device() else 1
     threads = {"OMP_NUM_THREADS": str(max(share, 1))} if nproc > 1 else {}
-    # vLLM leaves sockets and files among the temporary ones when it is killed. A compiler's cache is for later runs.
-    cache = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
+    # vLLM leaves sockets and files among the temporary ones when it is killed.
     folder = {"TMPDIR": str(temporary)} if len(str(temporary)) <= LONGEST_TMPDIR else {}
     ranks = {"WORLD_SIZE": str(nproc * node.count), "LOCAL_WORLD_SIZE": str(nproc), PARENT: str(os.getpid())}
     main = {"MASTER_ADDR": node.address, "MASTER_PORT": str(port)}
-    return threads | cache | os.environ | folder | ranks | main
+    return threads | compiler_caches() | os.environ | folder | ranks | main
+
+
+def compiler_caches() -> dict[str, str]:
+    """Return the folders of compilers' caches, which later runs use too. On the node: in a shared home, hundreds of
+    ranks would write the same files at once."""
+    root = f"{tempfile.gettempdir()}/megatron_rft_{os.getuid()}"
+    names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+    return {name: f"{root}/{folder}" for name, folder in names.items()}
 
 
 def _start(command: list[str], environment: dict[str, str], rank: int, local: int) -> subprocess.Popen:
@@ -199,18 +206,17 @@ def _start(command: list[str], environment: dict[str, str], rank: int, local: in
 def _forward_signals(ranks: list[Rank]):
     """Forward SIGTERM and SIGUSR1 to the ranks, the first Ctrl-C as SIGTERM (save and end), the second as SIGKILL.
     Yields the list of forwarded signals."""
-    interrupts, forwarded = 0, []
+    interrupts, forwarded = Interrupts(), []
 
     def forward(number: int, _frame) -> None:
-        nonlocal interrupts
         if number == signal.SIGINT:
-            interrupts += 1
-            number = signal.SIGTERM if interrupts == 1 else signal.SIGKILL
-            print("stopping after this step; Ctrl-C again to kill" * (interrupts == 1), file=sys.stderr)
+            number = signal.SIGKILL if interrupts.again() else signal.SIGTERM
+            if number not in forwarded:
+                os.write(2, FIRST_INTERRUPT.encode() if number == signal.SIGTERM else b"\n")
         forwarded.append(number)
         _send(ranks, number)
 
-    before = {number: signal.signal(number, forward) for number in CAUGHT}
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield forwarded
     finally:
@@ -282,7 +288,8 @@ def check_environment(nproc: int | None) -> tuple[int, Node]:
     if nproc is not None:
         slurm.clear_hook_variables()
     if "RANK" not in os.environ and nproc is None:
-        os.environ.update(slurm.rank_environment())
+        found = slurm.rank_environment()
+        os.environ.update((compiler_caches() if found else {}) | os.environ | found)
     if "RANK" not in os.environ:
         node, nproc = slurm.this_node(), nproc or 1
         slurm.check_ranks_per_node(nproc)

@@ -3,8 +3,6 @@
 Importing this package prepares megatron-core for this host, before any part of megatron-core is used.
 """
 
-from megatron_rft.megatron import adam, cpu, gloo_collectives
+from megatron_rft.megatron import cpu
 
 cpu.install()
-adam.install()
-gloo_collectives.install()

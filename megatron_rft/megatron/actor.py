@@ -3,7 +3,7 @@
 Its two main methods take a *global* ragged batch, which every rank has:
 
     outputs(batch, names)  forward only; [R] per name, complete on every rank
-    step(batch, loss, ...) one optimizer step; the loss is a sum over micro-batches and ranks
+    step(batch, loss, ...) one optimizer step; the loss is a sum over micro-batches and ranks: `backward`, then `apply`
 
 Both may use a second distribution over the same tokens (`Second`): its hidden states come from a separate forward pass
 with other weights or other prompts, and stay on the ranks that need them.
@@ -15,6 +15,7 @@ count, so it is not passed one.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,19 +34,21 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_rft.config.gpu_defaults import overlaps
+from megatron_rft.config.lora import Lora
+from megatron_rft.families.checks import whole_sequences
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.balance import plan, plan_within
-from megatron_rft.megatron.logprobs import logprobs_and_entropy
+from megatron_rft.megatron.lora import attach
 from megatron_rft.megatron.offload import TrainingState
-from megatron_rft.megatron.optimizer import Optimizer
-from megatron_rft.megatron.packing import Layout, MicroBatch, filler, pack
-from megatron_rft.megatron.second_distribution import HiddenStates, Recorded, Second
-from megatron_rft.megatron.shared_attention import take_rows
+from megatron_rft.megatron.optimizer import ActorOptimizer
+from megatron_rft.megatron.packing import MicroBatch, PackLayout, filler, pack
 from megatron_rft.megatron.spec import has_transformer_engine
+from megatron_rft.megatron.torch_attention import take_rows
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
-from megatron_rft.megatron.two_distributions import compare
-from megatron_rft.records import Batch, send, take_segments
+from megatron_rft.megatron.two_distributions import Second, compare
+from megatron_rft.megatron.vocabulary import logprobs_and_entropy
+from megatron_rft.records import Batch, send
 from megatron_rft.utils.position import here
 
 HEADS = COMPARED | {"values", "hidden"}
@@ -65,6 +68,7 @@ class Actor:
         total_steps: default length of the learning-rate schedule.
         value_head: compute values instead of log-probs.
         moments: names of additional sets of Adam's moments, which `step` can use.
+        lora: train adapters (and a value head) of the frozen model, if given.
     """
 
     def __init__(
@@ -79,25 +83,30 @@ class Actor:
         total_steps: int = 1,
         value_head: bool = False,
         moments: tuple[str, ...] = (),
+        lora: Lora | None = None,
     ):
         self.hf_config, self.batching, self.temperature, self.value_head = hf_config, batching, temperature, value_head
         self.models = models.build(hf_config, megatron, precision, value_head=value_head)
+        self.lora = lora
+        if lora is not None:
+            attach(self.models, lora, hf_config)
         self.config = self.models[0].config
         chunks = self.models if precision == "fp32" else [Float16Module(self.config, m) for m in self.models]
+        models.keep_expert_bias_exact(self.models)
         self.device = parallel.device()
         self.optimizer = None
         self.chunks = chunks
         if optimizer is not None:
             self.chunks = self._wrap(chunks, megatron, bool(optimizer.get("use_distributed_optimizer")))
-            self.optimizer = Optimizer(self.chunks, optimizer, precision, total_steps, moments)
+            self.optimizer = ActorOptimizer(self.chunks, optimizer, precision, total_steps, moments)
             self.training_state = TrainingState(self.chunks, self.optimizer)
         sequence_parallel = parallel.tp_size() if self.config.sequence_parallel else 1
-        self.layout = Layout(
+        self.layout = PackLayout(
             cp_size=parallel.cp_size(),
             cp_rank=parallel.cp_rank(),
             total_multiple=sequence_parallel * models.token_multiple(self.config),
             packed=batching.pack_sequences,
-            share_prompts=not batching.why_not_shared(parallel.cp_size()),
+            share_prompts=not batching.why_not_shared(parallel.cp_size(), whole_sequences(hf_config)),
             ends_on_host=not has_transformer_engine(),
         )
 
@@ -120,21 +129,24 @@ class Actor:
 
     # ---- weights
 
-    def load(self, lookup: Callable[[str], Tensor]) -> None:
-        """Load all weights from HF-named tensors, and update the optimizer's main copies."""
-        weights.load(self.models, lookup, self.hf_config)
+    def load(self, lookup: Callable[[str], Tensor], adapters: bool = False) -> None:
+        """Load all weights except adapters from HF-named tensors, or the adapters alone, and update the optimizer's
+        main copies."""
+        weights.load(self.models, lookup, self.hf_config, adapters)
         if self.optimizer is not None:
             self.optimizer.megatron.reload_model_params()
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF name, full tensor) of every parameter in a fixed order. Collective: every rank must exhaust it."""
+    def stream(self, adapters: bool = False, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, full tensor) of every parameter in a fixed order, `merged` with its adapter or without, or of
+        the adapters alone. Collective: every rank must exhaust it."""
         self.finish_param_gather()
-        return weights.stream(self.models, self.hf_config)
+        return weights.stream(self.models, self.hf_config, adapters, merged)
 
-    def snapshot(self) -> list[Tensor]:
-        """Copy this rank's weights to host memory (pinned if there is a GPU), for `use_weights`."""
+    def snapshot(self, frozen: bool = False) -> list[Tensor]:
+        """Copy this rank's trained weights, or with `frozen` all of them, to host memory (pinned if there is a GPU),
+        for `use_weights`."""
         self.finish_param_gather()
-        return [self.pinned(p.detach().to("cpu", copy=True)) for p in self.parameters()]
+        return [self.pinned(p.detach().to("cpu", copy=True)) for p in self.tensors(frozen)]
 
     def pinned(self, copy: Tensor) -> Tensor:
         """Return a host tensor in memory that a GPU copies by itself."""
@@ -145,36 +157,44 @@ class Actor:
         """Use the weights of a `snapshot` (a frozen reference) in this context, then restore the current ones
         exactly."""
         self.finish_param_gather()
-        own = [p.data for p in self.parameters()]
-        for p, data in zip(self.parameters(), other, strict=True):
+        mine = list(self.tensors())
+        if len(mine) != len(other):
+            mine = list(self.tensors(frozen=True))
+        own = [p.data for p in mine]
+        for p, data in zip(mine, other, strict=True):
             p.data = data.to(self.device, non_blocking=True).to(p.dtype)  # the device converts faster
         try:
             yield
         finally:
-            for p, data in zip(self.parameters(), own, strict=True):
+            for p, data in zip(mine, own, strict=True):
                 p.data = data
 
-    def parameters(self) -> Iterable[torch.nn.Parameter]:
-        return (p for m in self.models for p in m.parameters())
+    def tensors(self, frozen: bool = False) -> Iterable[Tensor]:
+        """The parameters, and the buffers that belong to the model; of a model with adapters those that are trained,
+        unless `frozen`."""
+        every = (tensor for m in self.models for _, tensor in weights.own_tensors(m))
+        return (tensor for tensor in every if frozen or self.lora is None or tensor.requires_grad)
 
-    def finish_param_gather(self, outdated: bool = False) -> None:
+    def finish_param_gather(self) -> None:
         """Finish a parameter gather that overlaps with the next forward pass. Collective. Call it before anything but a
-        forward pass reads the weights. `outdated`: the weights changed after they were gathered."""
-        for chunk in self.chunks:
-            if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-                groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-                if outdated or any(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups):
-                    chunk.start_param_sync(force_sync=True)
+        forward pass reads the weights."""
+        for chunk in self._gathering():
+            groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            if any(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups):
+                chunk.start_param_sync(force_sync=True)
+
+    def _gathering(self) -> list[DistributedDataParallel]:
+        """The chunks that gather parameters when a forward pass needs them."""
+        wrapped = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+        return [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
 
     # ---- forward
 
     @torch.no_grad()
-    def outputs(
-        self, batch: Batch, names: frozenset[str], second: Second | Recorded | None = None
-    ) -> dict[str, Tensor]:
+    def outputs(self, batch: Batch, names: frozenset[str], second: Second | None = None) -> dict[str, Tensor]:
         """Return [R] float32 per name of `HEADS` (except "hidden"), on the host, the same on every rank."""
         shares = self._plan(batch, self.batching.tokens_without_backward)
-        second_states = second and self._second_states(second, shares)
+        second_states = self._with_states(second, shares)
         order = sorted(names)
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
@@ -183,12 +203,12 @@ class Actor:
             return values.new_zeros(()), (micro.tokens["number"][real], values[:, send(real, self.device)])
 
         mine = shares[parallel.dp_rank()]
-        found = self._run(
-            _numbered(batch.only(set(), set())), mine, collect, names, forward_only=True, second_states=second_states
+        results = self._run(
+            _numbered(batch.only(set(), set())), mine, collect, names, forward_only=True, second=second_states
         )
         full = torch.zeros(len(order), len(batch.response_ids), device=self.device)
         if self._reports():
-            for number, values in found:
+            for number, values in results:
                 full[:, send(number, self.device)] = values
         dist.all_reduce(full)  # one rank of each data-parallel share adds its tokens, the others add zeros
         return dict(zip(order, full.cpu(), strict=True))
@@ -198,26 +218,22 @@ class Actor:
         """Return [R, H] final hidden states of the response tokens, on the host; None on ranks that are not on the last
         pipeline stage. For small batches, because every rank gets all of it."""
         shares = self._plan(batch, self.batching.tokens_without_backward)
-        found = self._hidden_states(Second(batch), shares)
-        if found is None:
+        states = self._hidden_states(Second(batch), shares)
+        if states is None:
             return None
-        full = send(found.rows[found.row_of_token], self.device)  # zeros for tokens of other ranks
+        full = send(states.rows(torch.arange(len(batch.response_ids))), self.device)  # zeros for tokens of other ranks
         dist.all_reduce(full, group=parallel.dp_group())
         return full.cpu()
 
-    def _second_states(self, second: Second | Recorded, shares: list[list[Tensor]]) -> HiddenStates | None:
-        if isinstance(second, Second):
-            return self._hidden_states(second, shares)
-        if not parallel.is_last_stage():
-            return None
-        numbers = torch.arange(len(second.batch.response_ids))
-        mine = take_segments(numbers, second.batch.response_lens, torch.cat(shares[parallel.dp_rank()]))
-        return HiddenStates.of(second.batch, mine, second.rows(mine), second.weight, second.extrapolation)
+    def _with_states(self, second: Second | None, shares: list[list[Tensor]]) -> Second | None:
+        if second is None or second.rows:
+            return second
+        return (second.actor or self)._hidden_states(second, shares)
 
     @torch.no_grad()
-    def _hidden_states(self, second: Second, shares: list[list[Tensor]]) -> HiddenStates | None:
-        """Compute the hidden states of the sequences that `shares` gives each data-parallel rank, with a separate split
-        into micro-batches. Returns None on ranks that are not on the last pipeline stage."""
+    def _hidden_states(self, second: Second, shares: list[list[Tensor]]) -> Second | None:
+        """Return `second` with the hidden states of the sequences that `shares` gives this data-parallel rank, computed
+        with a separate split into micro-batches; None on ranks that are not on the last pipeline stage."""
         batch, budget = second.batch, self.batching.tokens_without_backward
         mine = [torch.cat(share) for share in shares]
         cut = plan_within(batch, mine, budget, self._count_multiple(), self.layout.share_prompts)
@@ -228,13 +244,12 @@ class Actor:
 
         with self.use_weights(second.weights) if second.weights is not None else nullcontext():
             numbered = _numbered(batch.only(set(), set()))
-            found = self._run(numbered, cut[parallel.dp_rank()], collect, frozenset({"hidden"}), forward_only=True)
+            results = self._run(numbered, cut[parallel.dp_rank()], collect, frozenset({"hidden"}), forward_only=True)
             if not parallel.is_last_stage():
                 return None
             weight = models.output_weight(self.models[-1]).detach()
-        numbers = torch.cat([number for number, _ in found])
-        rows = torch.cat([rows for _, rows in found])
-        return HiddenStates.of(batch, numbers, rows, weight, second.extrapolation)
+        numbers, states = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return second.with_states(numbers, states, weight)
 
     def backward(
         self,
@@ -242,30 +257,64 @@ class Actor:
         loss: Callable[[dict[str, Tensor], Batch], Any],
         counts: dict[str, float],
         outputs: frozenset[str] = frozenset({"logprobs"}),
-        second: Second | Recorded | None = None,
-        measured: dict[str, float] | None = None,
+        second: Second | None = None,
     ) -> dict[str, float]:
         """Compute the gradient of a global mini-batch into the DDP buffers.
 
-        `loss(outputs, micro_batch)` returns an object with `.mean(counts) -> scalar` and `.logged(counts, measured) ->
-        {name: scalar}` (megatron_rft.objectives.base.Loss): the micro-batch's shares. Returns their sums, and "loss".
-        `batch` may lack sequences without a gradient: `counts` then include them, and `measured` do not.
+        `loss(outputs, micro_batch)` returns an object with `.mean(counts) -> scalar` and `.logged(counts) -> {name:
+        scalar}` (megatron_rft.objectives.base.Loss): the micro-batch's shares. Returns their sums, and "loss". `counts`
+        are those of `Update.computed`: `batch` may lack sequences without a gradient.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         shares = self._plan(batch, self.batching.micro_batch_tokens)
-        second_states = second and self._second_states(second, shares)
+        second_states = self._with_states(second, shares)
         numbered = batch if second is None else _numbered(batch)
+        if self.lora and self.lora.dropout:
+            torch.manual_seed(self._seed(batch))
 
         def differentiate(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
             result = loss(out, micro)
             total = result.mean(counts)
-            return total, {"loss": total.detach().clone(), **result.logged(counts, measured)}
+            return total, {"loss": total.detach().clone(), **result.logged(counts)}
 
         mine = shares[parallel.dp_rank()]
-        parts = self._run(numbered, mine, differentiate, outputs, forward_only=False, second_states=second_states)
+        parts = self._run(numbered, mine, differentiate, outputs, forward_only=False, second=second_states)
         return self._add_up(parts if self._reports() else [])
+
+    def _seed(self, batch: Batch) -> int:
+        """Return a function of the mini-batch, the optimizer steps so far, and the rank but for tensor parallelism: a
+        resumed run drops the same inputs."""
+        ranks = parallel.dp_rank(), parallel.pp_rank(), parallel.cp_rank()
+        facts = f"{self.optimizer.schedule.num_steps} {ranks}".encode()
+        return zlib.crc32(batch.response_ids.numpy().tobytes(), zlib.crc32(facts))
+
+    def apply(
+        self,
+        computed: dict[str, float],
+        learning_rate: float | None = None,
+        moments: str = "own",
+        scale: float = 1.0,
+    ) -> dict[str, float]:
+        """Make one optimizer step with the gradient of `backward`, which returned `computed`; only forward passes came
+        since. `learning_rate`: instead of the schedule's next rate. `scale`: positive factor of loss and gradient. It
+        multiplies the finished gradient, so that a step does not depend on when the backward pass ran.
+
+        Returns `computed` and "grad_norm", "learning_rate" and "skipped": 1 if the loss or the gradient was not finite;
+        weights, moments and schedule then stay unchanged.
+        """
+        metrics = computed | {"loss": computed["loss"] * scale}
+        finite = math.isfinite(metrics["loss"])
+        if scale != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
+        applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
+        if self._forward_since_backward:  # Megatron gathers parameters once after each backward pass, and it has
+            for chunk in self._gathering():
+                chunk.start_param_sync(force_sync=True)
+        rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
+        return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 
     def step(
         self,
@@ -273,33 +322,11 @@ class Actor:
         loss: Callable[[dict[str, Tensor], Batch], Any],
         counts: dict[str, float],
         outputs: frozenset[str] = frozenset({"logprobs"}),
-        learning_rate: float | None = None,
-        second: Second | Recorded | None = None,
-        moments: str = "own",
-        scale: float = 1.0,
-        computed: dict[str, float] | None = None,
-        measured: dict[str, float] | None = None,
+        second: Second | None = None,
+        **options: Any,
     ) -> dict[str, float]:
-        """Make one optimizer step on a global mini-batch, with `learning_rate` or the schedule's next rate.
-
-        `scale`: positive factor of loss and gradient. It multiplies the finished gradient, so that a step does not
-        depend on when the backward pass ran. `computed`: the result of `backward` for these arguments, with the
-        gradient still in the DDP buffers: only forward passes came after it, and the weights are the same.
-
-        Returns the result of `backward` and "grad_norm", "learning_rate" and "skipped": 1 if the loss or the gradient
-        was not finite; weights, moments and schedule then stay unchanged.
-        """
-        metrics = computed or self.backward(batch, loss, counts, outputs, second, measured)
-        metrics["loss"] *= scale
-        finite = math.isfinite(metrics["loss"])
-        if scale != 1.0:
-            for chunk in self.chunks:
-                chunk.scale_gradients(scale)
-        applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
-        if computed:  # Megatron gathers parameters once after each backward pass, and forward passes came in between
-            self.finish_param_gather(outdated=True)
-        rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
-        return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
+        """`backward` and `apply`, with the `options` of the latter."""
+        return self.apply(self.backward(batch, loss, counts, outputs, second), **options)
 
     # ---- the schedule
 
@@ -314,7 +341,7 @@ class Actor:
         finish: Callable,
         names: frozenset[str],
         forward_only: bool,
-        second_states: HiddenStates | None = None,
+        second: Second | None = None,
     ) -> list:
         """Run megatron-core's pipeline schedule over this rank's micro-batches. Returns the results of `finish` on the
         last stage."""
@@ -330,9 +357,10 @@ class Actor:
             return hidden, partial(last_stage, micro)
 
         def last_stage(micro: MicroBatch, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
-            value, kept = finish(self._heads(hidden, micro, names, second_states), micro.batch)
+            value, kept = finish(self._heads(hidden, micro, names, second), micro.batch)
             return value, torch.zeros((), dtype=torch.int, device=self.device), kept  # no token count: see above
 
+        self._forward_since_backward = forward_only
         for chunk in self.chunks:
             chunk.train(not forward_only)
         longest = max(m.token_ids.shape[1] for m in micro_batches)
@@ -348,23 +376,23 @@ class Actor:
         )
 
     def _heads(
-        self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], second_states: HiddenStates | None
+        self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], second: Second | None
     ) -> dict[str, Tensor]:
         """Hidden states [b, S, H] (1/tp of S with sequence parallelism) -> [R] per name, on every rank of the stage."""
         hidden = hidden.transpose(0, 1)  # [S, b, H], the model's layout
         if self.value_head:
-            found = {"values": take_rows(hidden.reshape(-1), micro.rows).float()}
+            outputs = {"values": take_rows(hidden.reshape(-1), micro.rows).float()}
         else:
             if self.config.sequence_parallel:
                 hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
             else:
                 hidden = copy_to_tensor_model_parallel_region(hidden)
             rows = take_rows(hidden.reshape(-1, hidden.shape[-1]), micro.rows)
-            found = {"hidden": rows} if names == {"hidden"} else self._distributions(rows, micro, names, second_states)
-        return {name: self._gather_context(value, micro) for name, value in found.items()}
+            outputs = {"hidden": rows} if names == {"hidden"} else self._distributions(rows, micro, names, second)
+        return {name: self._gather_context(value, micro) for name, value in outputs.items()}
 
     def _distributions(
-        self, rows: Tensor, micro: MicroBatch, names: frozenset[str], second_states: HiddenStates | None
+        self, rows: Tensor, micro: MicroBatch, names: frozenset[str], second: Second | None
     ) -> dict[str, Tensor]:
         """[R_local, H] -> [R_local] per name."""
         weight, targets = models.output_weight(self.models[-1]), micro.targets
@@ -373,15 +401,15 @@ class Actor:
             "vocab_size": self.hf_config.vocab_size,
             "temperature": self.temperature,
             "block_bytes": self.batching.logprob_block_mib << 20,
+            "support": micro.support,
         }
         if names <= ALONE:
             values = logprobs_and_entropy(rows, weight, targets, **options, with_entropy="entropy" in names)
             return {name: v for name, v in zip(("logprobs", "entropy"), values, strict=True) if v is not None}
-        assert second_states is not None, f"{sorted(names - ALONE)} compare with a second distribution"
-        index = second_states.row_of_token[micro.batch.tokens["number"][micro.kept]]
-        other = send(second_states.rows[index], self.device)
-        options["extrapolation"] = second_states.extrapolation
-        return compare(rows, weight, other, second_states.weight, targets, names=names, **options)
+        assert second is not None, f"{sorted(names - ALONE)} compare with a second distribution"
+        other = send(second.rows(micro.batch.tokens["number"][micro.kept]), self.device)
+        options |= {"extrapolation": second.extrapolation, "mixture": second.mixture}
+        return compare(rows, weight, other, second.output_weight, targets, names=names, **options)
 
     def _gather_context(self, values: Tensor, micro: MicroBatch) -> Tensor:
         """Gather [R_local] of each context-parallel rank into [R] on all of them. Forward adds up; backward returns the

@@ -16,6 +16,8 @@ from megatron_rft.megatron.packing import fed_lens
 from megatron_rft.records import Batch
 
 Unit = list[int]  # positions of sequences that must stay together
+REMEMBERED = 4  # plans: log-probs of the policy and of the reference have the same one, and so do epochs
+_plans: dict[tuple, list[list[Tensor]]] = {}
 
 
 class Costs:
@@ -46,6 +48,16 @@ def plan(
     micro-batch may be empty.
     """
     costs = Costs(batch, share_prompts)
+    key = (*map(tuple, (costs.prompts, costs.prompt_lens, costs.response_lens, batch.units.tolist())), dp_size)
+    key += token_budget, count_multiple
+    if key not in _plans:
+        while len(_plans) >= REMEMBERED:
+            del _plans[next(iter(_plans))]
+        _plans[key] = _computed(batch, costs, dp_size, token_budget, count_multiple)
+    return _plans[key]
+
+
+def _computed(batch: Batch, costs: Costs, dp_size: int, token_budget: int, count_multiple: int) -> list[list[Tensor]]:
     groups = _groups(batch, costs)
     plans = [
         _plan(groups, costs, dp_size, count_multiple, token_budget, cap)
@@ -61,7 +73,8 @@ def plan_within(
 ) -> list[list[Tensor]]:
     """Plan micro-batches for given sequences of each data-parallel rank. `members` and the result are positions in
     `batch`."""
-    cuts = [plan(batch.select(mine), 1, token_budget, count_multiple, share_prompts)[0] for mine in members]
+    parts = (batch.select(mine) for mine in members)
+    cuts = [_computed(part, Costs(part, share_prompts), 1, token_budget, count_multiple)[0] for part in parts]
     longest, nothing = max(len(cut) for cut in cuts), torch.zeros(0, dtype=torch.long)
     return [
         [mine[index] for index in cut] + [nothing] * (longest - len(cut))
@@ -110,7 +123,9 @@ def _plan(
 
 def _cut(group: list[Unit], costs: Costs, cap: int) -> Iterable[list[int]]:
     """Split a group into as few parts as `cap` tokens allow, without splitting a unit."""
-    whole = sum(group, [])
+    whole = group[0] if len(group) == 1 else sum(group, [])
+    if len(group) == 1 or costs(whole) <= cap:
+        return [whole]
     prompt, responses = costs(whole) - costs.responses(whole), [costs.responses(unit) for unit in group]
     count = 1
     if prompt + sum(responses) > cap:

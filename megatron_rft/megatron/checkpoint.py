@@ -2,6 +2,7 @@
 
     checkpoints/step_000040/          atomic: written as step_000040.*.partial, then renamed
         weights and moments           torch_dist, reshardable to any TP x PP x DP
+        optimizer_00017.safetensors   of large models: rank 17's part of the optimizer's state, instead of torch_dist's
         run.json                      step, data position and the trainer's other values
         state.safetensors             the objective's state (PIPO's window and previous batch)
         digests.json                  size and SHA-256 of each file, checked before a run resumes from it
@@ -10,6 +11,7 @@ Saving is asynchronous by default: a forked writer uses a copy-on-write image of
 The writer also computes the digests of its shards.
 """
 
+import errno
 import functools
 import gc
 import json
@@ -18,7 +20,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -42,13 +44,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rft.megatron import parallel
+from megatron_rft.megatron import optimizer_shards, parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
+from megatron_rft.megatron.lora import sharded_state
 from megatron_rft.utils import checkpoint_files
 from megatron_rft.utils.checkpoint_files import PARTIAL, latest
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full, folder_is_lost
-from megatron_rft.utils.processes import die_with
+from megatron_rft.utils.processes import die_with, without_stop_signals
 
 # Only this format can change TP and PP. With the second flag the optimizer's state is gathered only on the host of the
 # first data-parallel rank; without it every rank gathers all of it on its GPU.
@@ -71,9 +74,12 @@ class Checkpointer:
         keep: int = 2,
         asynchronous: bool = True,
         averages: dict[str, MovingAverage] | None = None,
+        gathers: bool = True,
     ):
+        """`gathers`: the optimizer's state is gathered into megatron-core's format, on the hosts of the first
+        data-parallel ranks. Otherwise each rank writes its own part (optimizer_shards.py). Both formats are read."""
         self.folder, self.models, self.keep, self.asynchronous = folder, models, keep, asynchronous
-        self.averages = averages or {}
+        self.averages, self.gathers = averages or {}, gathers
         self.queue = AsyncCallsQueue(persistent=False)
         self.failed = False
         start_results_queue()
@@ -99,8 +105,9 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
         parallel.barrier("checkpoint")
+        shards = None if self.gathers else optimizer_shards.Shards()
         request = dist_checkpointing.save(
-            self._sharded(loading=False),
+            self._sharded(False, shards),
             str(partial),
             # data-parallel ranks have the same weights: each writes a part
             FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), parallel.dp_with_cp_group()),
@@ -110,14 +117,18 @@ class Checkpointer:
         if dist.get_rank() == 0:
             save_file({name: value.contiguous() for name, value in state.items()}, partial / "state.safetensors")
             (partial / "run.json").write_text(json.dumps(run, indent=1))
+        own = shards and functools.partial(shards.write, optimizer_shards.file_of(partial, dist.get_rank()))
         if request is None:
+            if own:
+                own()
             checkpoint_files.write_own_digests(partial, dist.get_rank())
             parallel.barrier("checkpoint")
             self._publish(partial, final)
         else:
             request.add_finalize_fn(lambda: self._publish(partial, final))
-            write = functools.partial(_write, request.async_fn, partial, dist.get_rank())
-            self.queue.schedule_async_request(request._replace(async_fn=request.async_fn and write))
+            write = functools.partial(_write, os.getpid(), request.async_fn, own, partial, dist.get_rank())
+            with without_stop_signals():
+                self.queue.schedule_async_request(request._replace(async_fn=(request.async_fn or own) and write))
 
     def poll(self) -> None:
         """Finish a save whose writer has ended. Cheap; call it once per step."""
@@ -189,41 +200,62 @@ class Checkpointer:
         try:
             read = get_default_load_sharded_strategy(str(path))
             shared = FullyParallelLoadStrategyWrapper(read, parallel.dp_with_cp_group())  # each reads a part for all
-            found = dist_checkpointing.load(self._sharded(loading=True), str(path), shared)
+            own = parallel.on_main(lambda: optimizer_shards.index(path))
+            shards = optimizer_shards.ShardReader(own) if own else None
+            found = dist_checkpointing.load(self._sharded(True, shards), str(path), shared)
+            self._load_into_models(found, shards)
         except Exception as error:
             raise DataError(
                 f"the checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer "
                 "changed? Start in another run.output_dir, or remove the folder to continue from an earlier checkpoint"
             ) from error
-        for name, actor in self.models.items():
-            for index, chunk in enumerate(actor.models):
-                chunk.load_state_dict({k.removeprefix(f"{name}."): v for k, v in found[f"{name}.{index}"].items()})
-            for moments in actor.optimizer.every_moments:
-                with actor.optimizer.using(moments):
-                    actor.optimizer.megatron.load_state_dict(found[f"{name}.optimizer.{moments}"])
-            actor.optimizer.schedule.load_state_dict(found[f"{name}.schedule"])
         for name, average in self.averages.items():
             average.load(name, found)
         parallel.barrier("checkpoint")
         return json.loads((path / "run.json").read_text()), load_file(path / "state.safetensors")
 
-    def _sharded(self, loading: bool) -> dict[str, Any]:
+    def _load_into_models(self, found: dict[str, Any], shards: optimizer_shards.ShardReader | None) -> None:
+        for name, actor in self.models.items():
+            for index, chunk in enumerate(actor.models):
+                state = {k.removeprefix(f"{name}."): v for k, v in found[f"{name}.{index}"].items()}
+                chunk.load_state_dict(state, strict=actor.lora is None)
+            for moments in actor.optimizer.every_moments:
+                optimizer, state = actor.optimizer.megatron, found[f"{name}.optimizer.{moments}"]
+                with actor.optimizer.using(moments):
+                    if shards is None:
+                        optimizer.load_state_dict(state)
+                        continue
+                    with optimizer_shards.nothing_gathered(optimizer):
+                        optimizer.load_state_dict(state)
+                    shards.load(f"{name}.{moments}", optimizer, self._chunks(name, actor)[1])
+            actor.optimizer.schedule.load_state_dict(found[f"{name}.schedule"])
+
+    def _chunks(self, name: str, actor: Actor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the sharded state of the model's chunks, by the names of the checkpoint and by those in which
+        megatron's optimizer looks up its parameters: "model", or "model0", "model1" with virtual stages."""
+        metadata = ensure_metadata_has_dp_cp_group(dict(METADATA))
+        model = {f"{name}.{i}": sharded_state(chunk, f"{name}.", metadata) for i, chunk in enumerate(actor.models)}
+        keys = ["model"] if len(actor.models) == 1 else [f"model{i}" for i in range(len(actor.models))]
+        return model, dict(zip(keys, model.values(), strict=True))
+
+    def _sharded(
+        self, loading: bool, shards: optimizer_shards.Shards | optimizer_shards.ShardReader | None = None
+    ) -> dict[str, Any]:
+        """`shards`: what writes or reads the optimizer's state, if it is not gathered."""
         metadata = ensure_metadata_has_dp_cp_group(dict(METADATA))
         whole: dict[str, Any] = {}
         for name, actor in self.models.items():
             actor.finish_param_gather()
-            model = {
-                f"{name}.{i}": chunk.sharded_state_dict(f"{name}.", metadata=metadata)
-                for i, chunk in enumerate(actor.models)
-            }
-            # megatron's optimizer looks its parameters up under "model", or "model0", "model1" with virtual stages
-            keys = ["model"] if len(actor.models) == 1 else [f"model{i}" for i in range(len(actor.models))]
-            chunks = dict(zip(keys, model.values(), strict=True))
+            model, chunks = self._chunks(name, actor)
             for moments in actor.optimizer.every_moments:
-                with actor.optimizer.using(moments):
+                optimizer = actor.optimizer.megatron
+                apart = optimizer_shards.nothing_gathered(optimizer) if shards else nullcontext()
+                with actor.optimizer.using(moments), apart:
                     if not loading:
                         actor.optimizer.fill_in()
-                    part = actor.optimizer.megatron.sharded_state_dict(chunks, is_loading=loading, metadata=metadata)
+                        if shards:
+                            shards.add(f"{name}.{moments}", optimizer, chunks)
+                    part = optimizer.sharded_state_dict(chunks, is_loading=loading, metadata=metadata)
                 _skip_gathered_elsewhere(part)
                 if moments != "own":
                     add_prefix_for_sharding(part, f"{moments}.")
@@ -235,6 +267,9 @@ class Checkpointer:
 
     def _publish(self, partial: Path, final: Path) -> None:
         """Renames a finished checkpoint to its final name, then removes old ones."""
+        written = self.gathers or optimizer_shards.file_of(partial, dist.get_rank()).is_file()
+        if not all(parallel.from_all_ranks(written, "checkpoint")):
+            raise OSError(errno.ENOSPC, f"a rank could not write its part of the optimizer's state into {partial}")
         if dist.get_rank() == 0:
             checkpoint_files.join_digests(partial)
             _sync_to_disk(partial)
@@ -254,22 +289,37 @@ def _skip_gathered_elsewhere(part: dict[Any, Any]) -> None:
             _skip_gathered_elsewhere(value)
 
 
-def _write(write: Callable[..., None], folder: Path, rank: int, *arguments: Any) -> None:
-    """Runs in the forked writer: megatron's function, then the digests of what it has written."""
-    write(*arguments)  # puts an error into the queue of results
+def _write(
+    parent: int,
+    write: Callable[..., None] | None,
+    own: Callable[[], None] | None,
+    folder: Path,
+    rank: int,
+    *arguments: Any,
+) -> None:
+    """Runs in the forked writer: the rank's own part of the optimizer's state, megatron's function, and then the
+    digests of what they have written."""
+    die_with(parent)
+    os.register_at_fork(after_in_child=lambda: die_with(os.getppid()))  # megatron-core writes in several processes
+    if own:
+        with suppress(Exception):  # `_publish` sees that the file is missing
+            own()
+    if write:
+        write(*arguments)  # puts an error into the queue of results
     with suppress(OSError):  # the same error; digests.json gets what is missing from the files themselves
         checkpoint_files.write_own_digests(folder, rank)
 
 
 def start_results_queue() -> None:
     """Give megatron's writer a queue whose process ends with this one. Megatron's default starts a new interpreter,
-    which takes seconds and never ends if this process is killed.
+    which takes seconds, dies of a stop signal to the group, and never ends if this process is killed.
 
     Call it before there are models: the forked process keeps a copy of all memory that this one changes afterwards.
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(_begin_manager, (os.getpid(),))
+        with without_stop_signals():
+            manager.start(_begin_manager, (os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
         filesystem_async._results_queue._keep = manager  # the manager ends with the last reference
 

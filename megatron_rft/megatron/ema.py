@@ -10,6 +10,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from megatron_rft.megatron.actor import Actor
+from megatron_rft.megatron.lora import sharded_state
+from megatron_rft.megatron.weights import own_tensors
 
 
 class MovingAverage:
@@ -35,8 +37,7 @@ class MovingAverage:
     def sharded(self, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return the model's sharded state for megatron's checkpoints, with the averages instead of the parameters."""
         whole = {
-            f"{prefix}.{i}": chunk.sharded_state_dict(f"{prefix}.", metadata=metadata)
-            for i, chunk in enumerate(self.actor.models)
+            f"{prefix}.{i}": sharded_state(chunk, f"{prefix}.", metadata) for i, chunk in enumerate(self.actor.models)
         }
         pointers = (parameter.data_ptr() for parameter in self._parameters().values())
         mine = dict(zip(pointers, self.weights, strict=True))
@@ -51,6 +52,7 @@ class MovingAverage:
         for (index, name), mean in zip(self._parameters(), self.weights, strict=True):
             mean.copy_(found[f"{prefix}.{index}"][f"{prefix}.{name}"])
 
-    def _parameters(self) -> dict[tuple[int, str], torch.nn.Parameter]:
-        """Return the parameters by (chunk, name), in the order of `Actor.snapshot`."""
-        return {(i, name): p for i, chunk in enumerate(self.actor.models) for name, p in chunk.named_parameters()}
+    def _parameters(self) -> dict[tuple[int, str], Tensor]:
+        """Return the trained tensors by (chunk, name), in the order of `Actor.snapshot`."""
+        named = ((i, name, p) for i, chunk in enumerate(self.actor.models) for name, p in own_tensors(chunk))
+        return {(i, name): p for i, name, p in named if self.actor.lora is None or p.requires_grad}

@@ -10,22 +10,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rft.config.gpu_defaults import fusions
 from megatron_rft.conversion import padded_vocab
-from megatron_rft.conversion.mapping import is_mixture
-from megatron_rft.families import family_of, head_dim
+from megatron_rft.families.checks import rope, why_unsupported
+from megatron_rft.families.shapes import (
+    dense_ffn,
+    expert_ffn,
+    experts,
+    first,
+    head_dim,
+    is_delta,
+    is_mixture,
+    kv_heads,
+    sizes,
+)
+from megatron_rft.families.tables import EXPERT_BIAS, family_of
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.packing import SharedPrompts
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
-from megatron_rft.utils.device import TRANSFORMER_ENGINE_INSTALL, has_fused_gradients
+from megatron_rft.utils import bf16
+from megatron_rft.utils.device import has_fused_gradients
 from megatron_rft.utils.errors import ConfigError, DataError
 
 LAYOUT = (
@@ -40,7 +53,6 @@ LAYOUT = (
     "recompute_method",
     "recompute_num_layers",
 )
-ROPE_TYPES = ("default", "linear", "llama3")  # types that only change the frequencies
 
 
 def fields_of(config_class: type, megatron: Any) -> dict[str, Any]:
@@ -53,10 +65,14 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
     """Translate `hf_config` and the section `megatron` to megatron-core's configuration. precision: fp32 | bf16 |
     fp8."""
     check_architecture(hf_config)
-    _check_options(hf_config, megatron, precision)
+    expert_tensor = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
+    if megatron.expert_model_parallel_size > 1 and expert_tensor > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            "without GPUs, expert parallelism needs megatron.expert_tensor_parallel_size=1 (a limit of gloo)"
+        )
     options = {
+        **_host(bool(experts(hf_config))),
         **_architecture(hf_config),
-        **_host(family_of(hf_config).experts),
         **_precision(megatron, precision),
         **{name: getattr(megatron, name) for name in LAYOUT},
         "attention_backend": AttnBackend[megatron.attention_backend],
@@ -74,45 +90,15 @@ def transformer_config(hf_config: Any, megatron: Any, precision: str) -> Transfo
         # with the default batched exchange megatron-core 0.16.1 silently mixes up the virtual stages' tensors
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     try:
-        return TransformerConfig(**options)
+        return (MLATransformerConfig if family_of(hf_config).latent else TransformerConfig)(**options)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron-core refuses this combination of the section `megatron`: {error}") from error
 
 
 def check_architecture(hf_config: Any) -> None:
     """Raise DataError for a configuration that megatron-core's model would silently compute differently."""
-    family_of(hf_config)
-    c, refused = hf_config, []
-    if c.hidden_act != "silu":
-        refused.append(f"hidden_act {c.hidden_act!r} (only 'silu')")
-    sliding = getattr(c, "use_sliding_window", True) and getattr(c, "sliding_window", None)
-    if sliding or set(getattr(c, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        refused.append("sliding-window attention (set use_sliding_window to false if the context fits in the window)")
-    refused += [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(c, name, False)]
-    rope = c.rope_parameters
-    if rope["rope_type"] not in ROPE_TYPES:
-        refused.append(f"rope_type {rope['rope_type']!r} (only {', '.join(ROPE_TYPES)})")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        refused.append(f"partial_rotary_factor {rope['partial_rotary_factor']} (only 1.0)")
-    if refused:
-        raise DataError(f"this {c.model_type} model's configuration cannot be represented: " + "; ".join(refused))
-
-
-def _check_options(hf_config: Any, m: Any, precision: str) -> None:
-    if family_of(hf_config).experts and m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
-        raise ConfigError("tensor parallelism of a mixture of experts needs megatron.sequence_parallel=true")
-    experts_cut = (
-        m.expert_model_parallel_size > 1 and (m.expert_tensor_parallel_size or m.tensor_model_parallel_size) > 1
-    )
-    if experts_cut and not torch.cuda.is_available():
-        raise ConfigError(
-            "without GPUs, expert parallelism needs megatron.expert_tensor_parallel_size=1 (a limit of gloo)"
-        )
-    if precision == "fp8" and not has_transformer_engine():
-        raise ConfigError(
-            "model.precision fp8 needs Transformer Engine and a GPU, which are not both here: choose bf16, or install "
-            "it: " + TRANSFORMER_ENGINE_INSTALL
-        )
+    if refused := why_unsupported(hf_config):
+        raise DataError(refused)
 
 
 def _unset(weight: Tensor) -> None:
@@ -121,36 +107,101 @@ def _unset(weight: Tensor) -> None:
 
 
 def _architecture(c: Any) -> dict[str, Any]:
-    family = family_of(c)
+    family, known = family_of(c), sizes(c, 0)
     options = {
         "num_layers": c.num_hidden_layers,
         "hidden_size": c.hidden_size,
         "num_attention_heads": c.num_attention_heads,
-        "num_query_groups": c.num_key_value_heads,
+        "num_query_groups": kv_heads(c),
         "kv_channels": head_dim(c),
-        "ffn_hidden_size": c.intermediate_size,
+        "ffn_hidden_size": dense_ffn(c),
         "normalization": "RMSNorm",
         "layernorm_epsilon": c.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": family.qkv_bias,
-        "qk_layernorm": family.qk_norm,
+        "add_qkv_bias": known["q_bias"] is not None,
+        "qk_layernorm": family.latent or (family.qk_norm and first(c, "use_qk_norm", default=True)),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    if not family.experts:
-        return options
-    return options | {
-        "num_moe_experts": c.num_experts,
-        "moe_ffn_hidden_size": c.moe_intermediate_size,
-        "moe_layer_freq": [int(is_mixture(c, i)) for i in range(c.num_hidden_layers)],
+    if (scale := _frequencies(c)[1]) != 1.0:  # scores of scaled queries and scaled keys
+        options["softmax_scale"] = scale**2 / head_dim(c) ** 0.5
+    if experts(c):
+        options |= _experts(c)
+    if family.sinks:
+        options |= _sinks(c)
+    if family.gated:
+        options |= _delta_nets(c)
+    return options | (_latent(c) if family.latent else {})
+
+
+def _experts(c: Any) -> dict[str, Any]:
+    mixture = [int(is_mixture(c, i)) for i in range(c.num_hidden_layers)]
+    options = {
+        "num_moe_experts": experts(c),
+        "moe_ffn_hidden_size": expert_ffn(c),
+        "moe_layer_freq": mixture,
         "moe_router_topk": c.num_experts_per_tok,
-        "moe_router_pre_softmax": not c.norm_topk_prob,  # softmax of the chosen = renormalised softmax of all
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
+    }
+    if 1 in mixture:
+        options["moe_shared_expert_intermediate_size"] = sizes(c, mixture.index(1))["shared_ffn"]
+    if not family_of(c).has(EXPERT_BIAS):
+        # softmax of the chosen = renormalised softmax of all
+        return options | {"moe_router_pre_softmax": not first(c, "norm_topk_prob", default=True)}
+    groups = first(c, "n_group", default=1)
+    return options | {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": c.topk_group if groups > 1 else None,
+        "moe_router_topk_scaling_factor": first(c, "routed_scaling_factor"),
+    }
+
+
+def _delta_nets(c: Any) -> dict[str, Any]:
+    names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
+    return {f"linear_{name}": getattr(c, f"linear_{name}") for name in names} | {
+        "linear_attention_freq": [int(is_delta(c, i)) for i in range(c.num_hidden_layers)],
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "moe_shared_expert_gate": bool(experts(c)),
+    }
+
+
+def _sinks(c: Any) -> dict[str, Any]:
+    return {
+        "softmax_type": "learnable",
+        "window_size": (c.sliding_window - 1, 0) if c.sliding_window else None,
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
+        "add_bias_linear": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": first(c, "swiglu_limit", default=7.0),
+        "glu_linear_offset": 1.0,
+        "use_te_activation_func": False,
+    }
+
+
+def _latent(c: Any) -> dict[str, Any]:
+    scaling = rope(c)
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": c.q_lora_rank,
+        "kv_lora_rank": c.kv_lora_rank,
+        "qk_head_dim": c.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": c.qk_rope_head_dim,
+        "v_head_dim": c.v_head_dim,
+        "num_query_groups": c.num_attention_heads,
+        "rope_type": "rope",  # `_set_frequencies` sets YaRN's; these two scale the scores
+        "rotary_scaling_factor": scaling.get("factor", 1.0),
+        "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
+        "rotary_base": scaling["rope_theta"],
+        "apply_rope_fusion": False,
     }
 
 
@@ -160,7 +211,7 @@ def _host(mixture: bool) -> dict[str, Any]:
     return {
         "use_cpu_initialization": not on_gpu,
         "bias_activation_fusion": with_te,
-        "use_te_activation_func": not with_te,  # means: use the spec's activation, `torch_layers.GatedActivation`
+        "use_te_activation_func": not with_te,  # means: use the spec's activation, `cpu.layers.GatedActivation`
         "bias_dropout_fusion": on_gpu,
         "apply_rope_fusion": with_te,
         "masked_softmax_fusion": False,
@@ -173,6 +224,8 @@ def _host(mixture: bool) -> dict[str, Any]:
 
 def _precision(megatron: Any, precision: str) -> dict[str, Any]:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    if precision == "bf16" and not torch.cuda.is_available():
+        bf16.install()
     options = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": precision != "fp32"}
     if precision == "fp8":
         options |= {"fp8": megatron.fp8, "fp8_recipe": megatron.fp8_recipe or fp8_recipe_of_device()}
@@ -213,21 +266,41 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not value_head,
         position_embedding_type="rope",
-        rotary_base=hf_config.rope_parameters["rope_theta"],
+        rotary_base=rope(hf_config)["rope_theta"],
+        rotary_percent=rope(hf_config)["partial_rotary_factor"],
         vp_stage=vp_stage,
     )
-    model.rotary_pos_emb.__class__ = RotaryEmbedding
-    rope_type = hf_config.rope_parameters["rope_type"]
-    if rope_type != "default":  # transformers' frequencies: megatron-core supports only one llama3 context length
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, "cpu")
-        assert scale == 1.0, f"{rope_type} also scales attention by {scale}"
-        model.rotary_pos_emb.inv_freq = frequencies.to(parallel.device())
+    _set_frequencies(model, hf_config)
     if model.post_process:
         if value_head:
             model.output_layer = ValueHead(config)
         else:
             model.output_layer.__class__ = OutputMatrix
     return model.to(parallel.device())  # megatron-core makes routers on the host, where DDP misses their gradients
+
+
+def keep_expert_bias_exact(chunks: list[GPTModel]) -> None:
+    """Keep the bias of each router in fp32, also in a model of lower precision: published values need it."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias.data = module.expert_bias.data.float()
+
+
+def _frequencies(hf_config: Any) -> tuple[Tensor | None, float]:
+    """transformers' rotary frequencies, and the factor of queries and keys: megatron-core supports only one llama3
+    context length. None: the default's."""
+    kind = rope(hf_config)["rope_type"]
+    return (None, 1.0) if kind == "default" else ROPE_INIT_FUNCTIONS[kind](hf_config, "cpu")
+
+
+def _set_frequencies(model: GPTModel, hf_config: Any) -> None:
+    """In the model's rotary embedding, or with latent attention in that of each layer."""
+    frequencies, _ = _frequencies(hf_config)
+    for module in model.modules():
+        if type(module) is rotary_pos_embedding.RotaryEmbedding:
+            module.__class__ = RotaryEmbedding
+            if frequencies is not None:
+                module.inv_freq = frequencies.to(parallel.device())
 
 
 class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):

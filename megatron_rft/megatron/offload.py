@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from megatron_rft.megatron.optimizer import Optimizer
+from megatron_rft.megatron.optimizer import ActorOptimizer
 
 
 class TrainingState:
     """Gradients and optimizer state of DDP-wrapped model chunks, on their device or in host memory."""
 
-    def __init__(self, chunks: list[Any], optimizer: Optimizer):
+    def __init__(self, chunks: list[Any], optimizer: ActorOptimizer):
         self.chunks, self.optimizer = chunks, optimizer
         self.away: list[tuple[UntypedStorage, int, Tensor | None]] = []
         self.copies: dict[int, Tensor] = {}  # by storage; kept, because pinning memory takes long

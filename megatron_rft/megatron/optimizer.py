@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rft.utils.errors import ConfigError
 
 
-class Optimizer:
+class ActorOptimizer:
     """The optimizer of a list of DDP-wrapped model chunks.
 
     Besides the moments "own" it may have other named sets: a step with one set does not change the others. Each set

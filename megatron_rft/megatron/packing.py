@@ -12,12 +12,15 @@ Packed sequences with the same prompt may share it: its tokens come once, before
     shared     tokens p q a c d          positions 0 1 2 2 3       rows 1 2 1 3 4
 
 All parts of a layer but attention work token by token, so only attention handles shared prompts (`SharedPrompts`).
-This module uses no process group: `Layout` has the context-parallel rank and size and the padding multiples.
+The model reads every token, but only the hidden states that predict tokens with a mask of 1 leave it (`_written`): what
+an environment wrote reaches no head, no loss and no count.
+
+This module uses no process group: `PackLayout` has the context-parallel rank and size and the padding multiples.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -25,11 +28,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rft.records import Batch, segment_ids, send, take_segments
+from megatron_rft.records import Batch, Support, segment_ids, send, take_segments
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackLayout:
     """Constraints on a micro-batch's lengths: each sequence must be a multiple of 2 cp (zigzag context parallelism),
     the total a multiple of `total_multiple` per context-parallel rank (sequence parallelism, FP8). `ends_on_host`: the
     ends of packed sequences stay in host memory, where torch's layers and megatron-core's rotary embedding read them in
@@ -52,9 +55,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The model's inputs. `rows` [R_local]: positions in this rank's flattened hidden states; `kept` [R_local]: the
-    response tokens (of the micro-batch's R) that they predict; `targets`: the ids of those. With context parallelism
-    each rank has some of them. `batch` and `kept` are in host memory, everything else is on the device."""
+    """The model's inputs. `batch`: with only the response tokens that losses see. `rows` [R_local]: positions in this
+    rank's flattened hidden states; `kept` [R_local]: the response tokens (of the batch's R) that they predict;
+    `targets`: the ids of those. With context parallelism each rank has some of them. `support` is that of the targets.
+    `batch` and `kept` are in host memory, everything else is on the device."""
 
     batch: Batch
     token_ids: Tensor  # [1, T_local] or [b, S_local]
@@ -63,6 +67,7 @@ class MicroBatch:
     rows: Tensor  # [R_local]
     targets: Tensor  # [R_local]
     kept: Tensor  # [R_local]
+    support: Support | None = None
 
 
 @dataclass
@@ -106,8 +111,11 @@ def filler(batch: Batch) -> Batch:
     """Return the shortest sequence without trainable tokens. A rank without work feeds it, so that collectives
     match."""
     shortest = batch.select(batch.lengths.argmin().reshape(1))
-    masks = {name for name in batch.tokens if name.endswith("_mask")} | {"response_mask"}
-    return shortest.with_tokens(**dict.fromkeys(masks, torch.zeros(len(shortest.response_ids))))
+    return shortest.with_tokens(**dict.fromkeys(_masks(batch), torch.zeros(len(shortest.response_ids))))
+
+
+def _masks(batch: Batch) -> set[str]:
+    return {name for name in batch.tokens if name.endswith("_mask")} | {"response_mask"}
 
 
 def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -124,9 +132,31 @@ def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat(parts)
 
 
-def pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
+def pack(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
     """Build the model's inputs for one micro-batch on this rank."""
-    return _pack(batch, layout, device) if layout.packed else _pad(batch, layout, device)
+    micro = _pack(batch, layout, device) if layout.packed else _pad(batch, layout, device)
+    micro = _written(micro)
+    if micro.batch.support_lens is None:
+        return micro
+    return replace(micro, support=Support(*(send(x, device) for x in micro.batch.support_of(micro.kept))))
+
+
+def _written(micro: MicroBatch) -> MicroBatch:
+    """Leave out the response tokens without any mask of 1. A filler has no others, and keeps its own: the heads'
+    collectives must match."""
+    batch = micro.batch
+    seen = torch.stack([batch.tokens.get(name, batch.response_mask) for name in _masks(batch)]).any(0)
+    if seen.all() or not seen.any():
+        return micro
+    own = seen[micro.kept].nonzero().flatten()
+    on_device = send(own, micro.rows.device)
+    return replace(
+        micro,
+        batch=batch.with_response_tokens(seen),
+        rows=micro.rows[on_device],
+        targets=micro.targets[on_device],
+        kept=(seen.cumsum(0) - 1)[micro.kept[own]],
+    )
 
 
 @dataclass(frozen=True)
@@ -175,7 +205,7 @@ def _cells(starts: Tensor, lens: Tensor) -> Tensor:
     return starts[segment_ids(lens)] + _offsets(lens)
 
 
-def _padded_lengths(lengths: Tensor, layout: Layout) -> Tensor:
+def _padded_lengths(lengths: Tensor, layout: PackLayout) -> Tensor:
     each = layout.sequence_multiple
     padded = (lengths + each - 1) // each * each
     whole = math.lcm(each, layout.cp_size * layout.total_multiple)
@@ -192,7 +222,7 @@ def _local(rows: Tensor, held: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return local[kept], kept
 
 
-def _pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
+def _pack(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
     groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
     cells, padded = _group_by_group(batch, groups, layout)
     token_ids, position_ids = cells.fill()
@@ -207,7 +237,7 @@ def _pack(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
     return MicroBatch(batch, *inputs, packed, *beside, kept)
 
 
-def _group_by_group(batch: Batch, groups: Tensor, layout: Layout) -> tuple[_Cells, Tensor]:
+def _group_by_group(batch: Batch, groups: Tensor, layout: PackLayout) -> tuple[_Cells, Tensor]:
     """Place each group's prompt and, after it, its responses. Returns the cells and the padded lengths of the
     groups."""
     count, lens = int(groups.max()) + 1, fed_lens(batch)
@@ -261,7 +291,7 @@ def _shared_params(cells: _Cells, position_ids: Tensor, ends_on: torch.device) -
     )
 
 
-def _pad(batch: Batch, layout: Layout, device: torch.device) -> MicroBatch:
+def _pad(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
     whole = math.lcm(layout.sequence_multiple, layout.cp_size * layout.total_multiple)
     count, longest = len(batch), int((batch.prompt_lens + fed_lens(batch)).max())
     width = -(-longest // whole) * whole

@@ -3,11 +3,14 @@
 The recipe chooses the layout, and `megatron_rft.config` checks that it fits the number of ranks.
 """
 
+import contextlib
+import functools
 import math
 import os
 import random
 import resource
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,14 +21,96 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_rft.config.sections import Faults
-from megatron_rft.megatron.collectives import count_collectives
-from megatron_rft.megatron.gloo_device import share_gloo_device
 from megatron_rft.utils.device import has_cuda_device
 from megatron_rft.utils.errors import ConfigError, UserError
 from megatron_rft.utils.network_interface import name_for_gloo
+from megatron_rft.utils.position import here, shortened
 
-PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host, each in a gloo group with its own limit
-_host_groups: dict[str, dist.ProcessGroup] = {}
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "barrier": "barrier",
+}
+
+
+@functools.cache
+def count_collectives() -> None:
+    """Count this rank's collectives by process group, for `utils/position.py`.
+
+    Every operation of torch.distributed goes through a method of ProcessGroup, so that counting there sees them all.
+    Messages between two ranks are counted by sender and receiver: a receiver with a higher number than its sender waits
+    for it.
+    """
+    for method, operation in OPERATIONS.items():
+        setattr(dist.ProcessGroup, method, _counted(getattr(dist.ProcessGroup, method), operation))
+    for method in ("send", "recv"):
+        setattr(dist.ProcessGroup, method, _counted_message(getattr(dist.ProcessGroup, method), method))
+    dist.Work.wait = _waiting(dist.Work.wait)
+
+
+def _counted(method: Callable, operation: str) -> Callable:
+    @functools.wraps(method)
+    def call(group, *args, **kwargs):
+        key = group.group_name
+        if not here.knows(key) and (ranks := _ranks(group)):
+            label = (group.group_desc or "").removesuffix("_GROUP").lower().replace("undefined", "")
+            here.add_group(key, f"{key} {label}".strip(), shortened(ranks))
+        if here.knows(key):
+            here.collective(key, operation)
+        return method(group, *args, **kwargs)
+
+    return call
+
+
+def _counted_message(method: Callable, name: str) -> Callable:
+    @functools.wraps(method)
+    def call(group, tensors, peer, tag):
+        ends = (peer, group.rank()) if name == "recv" else (group.rank(), peer)
+        key = f"{group.group_name}:{ends[0]}>{ends[1]}"
+        if not here.knows(key) and (ranks := _ranks(group)):
+            sender, receiver = (ranks[end] for end in ends)
+            here.add_group(key, f"{group.group_name} from {sender} to {receiver}", f"{sender},{receiver}")
+        if here.knows(key):
+            here.collective(key, name)
+        return method(group, tensors, peer, tag)
+
+    return call
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    """The global ranks of a group; empty for one that torch.distributed does not know, such as those of an engine."""
+    known = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
+    return sorted(known, key=known.__getitem__)
+
+
+def _waiting(wait: Callable) -> Callable:
+    @functools.wraps(wait)
+    def call(*args, **kwargs):
+        here.wait(True)
+        begin = time.perf_counter()
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            here.waited_s += time.perf_counter() - begin
+            here.wait(False)
+
+    return call
+
+
+PHASES = ("start", "generation", "checkpoint")  # phases that wait on the host in gloo's group, each with its own limit
+_host: dict[str, Any] = {}  # the group, and the limits of the phases
 _set_here: list[str] = []  # environment variables of a process that no launcher started
 
 
@@ -54,11 +139,8 @@ def initialize(megatron: Any, *, seed: int = 0, faults: Faults | None = None) ->
             f"this machine has an NVIDIA GPU, but torch {torch.__version__} finds none: `megatron-rft doctor` says why "
             "(CUDA_VISIBLE_DEVICES= computes on the CPU)"
         )
-    else:
-        share_gloo_device()
     if not dist.is_initialized():
         _connect(faults)
-    _check_world(megatron)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
@@ -89,10 +171,13 @@ def _connect(faults: Faults) -> None:
     if "RANK" not in os.environ:
         _set_single_rank_environment()
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+    elif several := os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         name_for_gloo(os.environ.get("MASTER_ADDR", ""))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
+        own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
+        if not alone and not own and "MASTER_PORT" in os.environ:
+            alone = _meeting(several, faults.start_limit_s)
         dist.init_process_group(backend, timeout=timedelta(seconds=faults.start_limit_s), **alone)
     except dist.DistNetworkError as error:  # the port is taken, or no rank answers
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -102,9 +187,30 @@ def _connect(faults: Faults) -> None:
             "nodes reach, and a port of it that is free"
         ) from None
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=faults.step_limit_s))
-    for phase in PHASES:
-        limit = timedelta(seconds=getattr(faults, f"{phase}_limit_s"))
-        _host_groups[phase] = dist.new_group(backend="gloo", timeout=limit)
+    _host["limits"] = {phase: timedelta(seconds=getattr(faults, f"{phase}_limit_s")) for phase in PHASES}
+    # One group for all phases: each is a mesh of connections, whose look-ups take minutes at 1,024 ranks.
+    _host["group"] = dist.new_group(backend="gloo", timeout=_host["limits"]["start"])
+
+
+def _meeting(several_nodes: bool, timeout_s: float) -> dict[str, Any]:
+    """Open the store through which the ranks connect, and return the arguments for it. torch's would listen on all
+    interfaces; this one on MASTER_ADDR alone, unless rank 0's own node does not have that address, or only as a
+    loopback address, which no other node reaches."""
+    rank, world, name, port = (os.environ[each] for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    descriptor = _listen(name, int(port), several_nodes) if rank == "0" else None
+    listening = {} if descriptor is None else {"master_listen_fd": descriptor}
+    limit = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(name, int(port), int(world), rank == "0", limit, wait_for_workers=False, **listening)
+    return {"store": store, "rank": int(rank), "world_size": int(world)}
+
+
+def _listen(name: str, port: int, several_nodes: bool) -> int | None:
+    """Return the descriptor of a listening socket; None: torch is to listen itself."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+        if not (several_nodes and address.startswith("127.")):
+            return socket.create_server((address, port)).detach()
+    return None
 
 
 def _set_single_rank_environment() -> None:
@@ -120,13 +226,15 @@ def _set_single_rank_environment() -> None:
 
 
 def host_group(phase: str) -> dist.ProcessGroup:
-    """Return the gloo group of all ranks with the limit of `phase`, one of PHASES, for waits longer than a step."""
-    return _host_groups[phase]
+    """Return the gloo group of all ranks, for waits longer than a step. Its next collectives have the limit of `phase`,
+    one of PHASES. Only the main thread may use it."""
+    dist.distributed_c10d._set_pg_timeout(_host["limits"][phase], _host["group"])
+    return _host["group"]
 
 
 def barrier(phase: str) -> None:
     """Wait for all ranks, with the time limit of `phase`."""
-    dist.barrier(group=_host_groups[phase])
+    dist.barrier(group=host_group(phase))
 
 
 def from_all_ranks(item: Any, phase: str) -> list[Any]:
@@ -134,6 +242,13 @@ def from_all_ranks(item: Any, phase: str) -> list[Any]:
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item, group=host_group(phase))
     return items
+
+
+def on_main_from_all_ranks(item: Any, phase: str) -> list[Any]:
+    """Return the items of all ranks, in rank order, on rank 0; elsewhere the rank's own."""
+    items = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(item, items, group=host_group(phase))
+    return items or [item]
 
 
 def on_main(action: Callable[[], Any]) -> Any:
@@ -172,22 +287,9 @@ def shutdown() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        _host_groups.clear()
+        _host.clear()
     while _set_here:
         os.environ.pop(_set_here.pop(), None)
-
-
-def _check_world(m: Any) -> None:
-    world, dense = dist.get_world_size(), m.tensor_model_parallel_size * m.pipeline_model_parallel_size
-    sizes = {
-        "tensor x pipeline x context": dense * m.context_parallel_size,
-        "expert x expert tensor x pipeline": m.expert_model_parallel_size
-        * (m.expert_tensor_parallel_size or m.tensor_model_parallel_size)
-        * m.pipeline_model_parallel_size,
-    }
-    for name, size in sizes.items():
-        if world % size:
-            raise ConfigError(f"{world} ranks cannot be divided into model-parallel groups of {size} ({name} parallel)")
 
 
 def device() -> torch.device:

@@ -1,34 +1,31 @@
 """The layer spec: Transformer Engine's layers if it is installed and there is a GPU, else torch's attention and norm.
 Torch's attention also stands in where Transformer Engine has no fused kernel (`uses_fused_attention`).
 
-Both use megatron-core's ModuleSpec; nothing is patched. The torch spec supports right-padded batches, packed sequences
-(thd), packed sequences that share prompts, and context parallelism, on any device. Attention over packed sequences runs
-in buckets of similar length; with context parallelism it runs under one mask with all keys gathered.
+Both use megatron-core's ModuleSpec; nothing is patched.
 """
 
-import functools
+import copy
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from megatron_rft.megatron.packing import SharedPrompts, zigzag
-from megatron_rft.megatron.shared_attention import SplitAttention, attend_gathered, with_shared_prompts
-from megatron_rft.megatron.torch_layers import GatedActivation, Normalise
-from megatron_rft.records import segment_ids, send
+from megatron_rft.megatron.cpu.layers import GatedActivation
+from megatron_rft.megatron.delta_net import DeltaNet
+from megatron_rft.megatron.sink_attention import SinkAttention
+from megatron_rft.megatron.torch_attention import LatentNorm, RMSNorm, TorchAttention, with_shared_prompts
 from megatron_rft.utils.device import has_fused_attention
 from megatron_rft.utils.device import has_transformer_engine as is_installed
-
-# In a bucket of packed sequences, the shortest length is at least this share of the longest, to which all are padded.
-BUCKET_RATIO = 0.75
 
 
 def has_transformer_engine() -> bool:
@@ -47,152 +44,82 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     """Return the layers of this rank's pipeline stage (and virtual stage `vp_stage`), dense or mixture of experts."""
     with_te = has_transformer_engine()
     block = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
+    if config.linear_attention_freq:
+        _put_delta_nets(block, config, vp_stage)
     if with_te:
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        attention = with_shared_prompts(TEDotProductAttention) if uses_fused_attention(config) else TorchAttention
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = attention
+            if hasattr(layer.submodules.self_attention.submodules, "core_attention"):
+                _with_transformer_engine(layer.submodules.self_attention.submodules, config)
         return block
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = TorchAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if hasattr(attention, "core_attention"):
+            attention.core_attention = own_attention(config)
+        if config.multi_latent_attention:
+            # Not ColumnParallelLinear: megatron-core 0.16.1 gathers its parts, and then does not add up the ranks'
+            # gradients of the rotated keys.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if config.qk_layernorm and hasattr(attention, name):
+                setattr(attention, name, LatentNorm if config.multi_latent_attention else RMSNorm)
         mlp = layer.submodules.mlp
-        feed_forward = mlp.submodules.experts if mlp.module is MoELayer else mlp
-        if feed_forward.submodules is not None:  # grouped experts have no submodules and their own activation
-            feed_forward.submodules.activation_func = GatedActivation
+        experts = (mlp.submodules.experts, mlp.submodules.shared_experts) if mlp.module is MoELayer else (mlp,)
+        for feed_forward in experts:
+            if feed_forward.submodules is None:  # grouped experts have no submodules and their own activation
+                continue
+            if config.use_te_activation_func:
+                feed_forward.submodules.activation_func = GatedActivation
+            if config.add_bias_linear:
+                feed_forward.submodules.linear_fc2 = OwnOutput
     block.layer_norm = RMSNorm
     return block
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with megatron-core's signature; it respects params_dtype and sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Use `Normalise` on the CPU, where torch has no fused kernel."""
-        if x.is_cpu:
-            return Normalise.apply(x, self.weight, self.eps)
-        return super().forward(x)
+def _put_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None) -> None:
+    """Replace the attention of the layers that are delta nets. megatron-core shares one spec among equal layers."""
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    for number, layer in enumerate(block.layer_specs, offset):
+        if config.linear_attention_freq[number]:
+            parts = layer.submodules
+            old, parts.input_layernorm = parts.self_attention.submodules, RMSNorm
+            column = old.linear_qkv if not has_transformer_engine() else _te_column()
+            inner = SimpleNamespace(in_proj=column, out_proj=old.linear_proj)
+            parts.self_attention = ModuleSpec(module=DeltaNet, submodules=inner)
 
 
-@functools.lru_cache(maxsize=8)
-def buckets(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Group packed sequences into buckets of similar length, each padded to its longest.
+def _te_column() -> type:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
-    Returns for each bucket the packed position [n, longest] of every cell (padding repeats the sequence's last token),
-    and [T] the index of each packed token in the concatenated flattened buckets.
-    """
-    spans = [(b - a, a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if b > a]
-    spans.sort(key=lambda span: -span[0])  # stable: sequences of one length stay in order
-    groups: list[list[tuple[int, int]]] = []
-    for span in spans:
-        if groups and span[0] >= BUCKET_RATIO * groups[-1][0][0]:
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    cells, place, offset = [], torch.empty(cu_seqlens[-1], dtype=torch.long), 0
-    for group in groups:
-        length, start = torch.tensor(group).T[:, :, None]  # [n, 1] each
-        column = torch.arange(group[0][0])
-        cells.append(start + torch.minimum(column, length - 1))
-        filled = column < length
-        place[cells[-1][filled]] = offset + filled.flatten().nonzero().flatten()
-        offset += filled.numel()
-    return [send(index, device) for index in cells], send(place, device)
+    return TEColumnParallelLinear
 
 
-@functools.lru_cache(maxsize=2)
-def context_mask(
-    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Return [Tq, Tk]: True if this rank's query may attend to a key; keys in the order of the gathered ranks. On a GPU
-    return the additive bias in `dtype`, which torch would otherwise make from the mask, and keep, in every layer."""
-    lengths = torch.tensor(cu_seqlens).diff()
-    sequence = segment_ids(lengths)
-    position_q = zigzag(lengths, cp_size, cp_rank)
-    position_k = torch.cat([zigzag(lengths, cp_size, rank) for rank in range(cp_size)])
-    causal = position_q[:, None] >= position_k
-    mask = send(causal & (sequence[position_q][:, None] == sequence[position_k]), device)
-    if device.type == "cpu":
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, float("-inf"))
+def own_attention(config: TransformerConfig) -> type:
+    """The class of torch's attention for this model."""
+    return TorchAttention if config.softmax_type == "vanilla" and config.window_size is None else SinkAttention
 
 
-class TorchAttention(MegatronModule):
-    """Causal attention with torch's scaled_dot_product_attention, as megatron-core's core attention."""
+class OwnOutput(RowParallelLinear):
+    """megatron-core 0.16.1 adds an expert's bias in place to this output, which on one tensor-parallel rank is a view
+    that autograd does not allow to change. It also adds up the bias's gradients over tensor-parallel ranks, which may
+    have different experts."""
 
-    def __init__(self, config, *, softmax_scale=None, pg_collection=None, **_):
-        super().__init__(config=config)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group = groups.cp
-        self.softmax_scale = softmax_scale
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.bias.sequence_parallel = False
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[b, heads, s, d]. `mask`: True where allowed; None: causal. Grouped queries share keys without copies."""
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
-        )
+    def forward(self, x: Tensor):
+        out, bias = super().forward(x)
+        return out.clone(), bias
 
-    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
-        """[T, heads, d] of concatenated sequences -> [T, heads * d]. The causal mask also hides padding."""
-        assert cu_seqlens[-1] == len(q), f"{cu_seqlens[-1]} tokens in sequences, {len(q)} in the micro-batch"
-        cells, place = buckets(cu_seqlens, q.device)
-        if len(cells) == 1 and cells[0].numel() == len(q):  # all of one length: nothing to gather
-            parts = (x.unflatten(0, cells[0].shape).transpose(1, 2) for x in (q, k, v))
-            return self.attend(*parts).transpose(1, 2).flatten(0, 1).flatten(1)
-        outs = []
-        for index in cells:
-            parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in (q, k, v))
-            outs.append(self.attend(*parts).transpose(1, 2).flatten(0, 1).flatten(1))  # [n * longest, heads * d]
-        return torch.cat(outs).index_select(0, place)
 
-    def attend_shared(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrompts) -> Tensor:
-        """[T, heads, d] -> [T, heads * d]"""
-        assert shared.segments[-1] == len(q), f"{shared.segments[-1]} tokens in segments, {len(q)} in the micro-batch"
-        if not q.is_cpu:
-            return attend_gathered(q, k, v, shared, self.softmax_scale).flatten(1)
-        cells, places = buckets(shared.segments, q.device)
-        return SplitAttention.apply(q, k, v, cells, places, shared.groups, self.softmax_scale).flatten(1)
+def _with_transformer_engine(attention: Any, config: TransformerConfig) -> None:
+    """Change the submodules of a layer's attention in the spec of Transformer Engine."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    def attend_over_context(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
-        """This rank's queries over every rank's keys; [s, b, heads, d] -> [s, b, heads * d]."""
-        k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (k, v))
-        mask = context_mask(cu_seqlens, self.cp_group.size(), self.cp_group.rank(), q.device, q.dtype)
-        return self.attend_padded(q, k, v, mask)
-
-    def attend_padded(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[s, b, heads, d] -> [s, b, heads * d]"""
-        out = self.attend(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), mask)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    def forward(
-        self,
-        query: Tensor,  # [s, b, heads, d], or [T, heads, d] when packed
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,  # megatron-core's: True = masked out
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-    ) -> Tensor:
-        if isinstance(packed_seq_params, SharedPrompts):
-            return self.attend_shared(query, key, value, packed_seq_params)
-        if packed_seq_params is not None:
-            ends = packed_seq_params.cu_seqlens_q_padded
-            ends = tuple((packed_seq_params.cu_seqlens_q if ends is None else ends).tolist())
-            if self.cp_group.size() == 1:
-                return self.attend_packed(query, key, value, ends)
-            return self.attend_over_context(*(x[:, None] for x in (query, key, value)), ends)[:, 0]
-        if self.cp_group.size() > 1:
-            assert attention_mask is None, "context parallelism supports causal attention only"
-            return self.attend_over_context(query, key, value, (0, query.shape[0] * self.cp_group.size()))
-        return self.attend_padded(query, key, value, None if attention_mask is None else ~attention_mask)
+    fused = uses_fused_attention(config)
+    attention.core_attention = with_shared_prompts(TEDotProductAttention) if fused else own_attention(config)
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm  # with another eps, so not fused
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = _te_column()

@@ -6,25 +6,60 @@ With logits z of pi and u of q at the same positions (both divided by the temper
     entropy                -sum_j pi_j log pi_j                                     gradient
     reverse_kl             KL(pi || q) = sum_j pi_j (z_j - u_j) - log Z_pi + log Z_q    gradient
     forward_kl             KL(q || pi) = sum_j q_j (u_j - z_j) - log Z_q + log Z_pi     gradient
+    jsd                    b KL(q || m) + (1 - b) KL(pi || m), m = b q + (1 - b) pi    gradient
     other_logprobs         log q(y_t)
     extrapolated_logprobs  log softmax((1 + lambda) z - lambda u)[y_t]              (fpa.txt Eq. 4)
 
 All are exact over the whole vocabulary and computed in one pass over blocks of its columns: statistics are merged
-online, and a [N, V] tensor never exists. Only the requested outputs are computed. q never has a gradient; backward
-recomputes q's logits only if a KL has a gradient. Conventions (padding rows, tensor parallelism with two collectives in
-forward and none in backward, the gradient of `hidden` not yet summed) are those of logprobs.py.
+online, and a [N, V] tensor never exists. jsd takes a second pass, as the mixture m needs both normalisers. Only the
+requested outputs are computed. q never has a gradient; backward recomputes q's logits only if a divergence has a
+gradient. Conventions (padding rows, tensor parallelism with two collectives in forward and none in backward, the
+gradient of `hidden` not yet summed) are those of vocabulary.py.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rft.megatron.logprobs import block_of_logprobs
-from megatron_rft.megatron.vocabulary import BLOCK_BYTES, Blocks, SoftmaxSums, input_gradients, reduce
+from megatron_rft.megatron.vocabulary import (
+    BLOCK_BYTES,
+    Blocks,
+    SoftmaxSums,
+    block_of_logprobs,
+    input_gradients,
+    reduce,
+)
+from megatron_rft.records import Batch, Support
 
-WITH_GRADIENT = frozenset({"logprobs", "entropy", "reverse_kl", "forward_kl"})
+
+@dataclass(frozen=True)
+class Second:
+    """A second distribution without a gradient on `batch`, which has the same responses, possibly after other prompts.
+    It is computed with `weights` (a snapshot; None: the current ones) of `actor` (None: of the compared one), unless
+    its hidden states are given by `rows` and the output matrix; only ranks on the last pipeline stage read these."""
+
+    batch: Batch
+    weights: list[Tensor] | None = None
+    extrapolation: float = 0.0
+    mixture: float = 0.5  # its share in the mixture of "jsd"
+    actor: Any = None
+    rows: Callable[[Tensor], Tensor] | None = None  # indices of response tokens of `batch` -> [n, H] on the host
+    output_weight: Tensor | None = None  # [padded V / tp, H] this rank's rows of the output matrix
+
+    def with_states(self, numbers: Tensor, states: Tensor, output_weight: Tensor) -> "Second":
+        """With `states` [n, H] of the response tokens `numbers`; those of other tokens are zero."""
+        place = torch.full((len(self.batch.response_ids),), -1)
+        place[numbers] = torch.arange(len(numbers))
+        states = torch.cat([states, states.new_zeros(1, states.shape[1])])
+        return replace(self, rows=lambda tokens: states[place[tokens]], output_weight=output_weight)
+
+
+WITH_GRADIENT = frozenset({"logprobs", "entropy", "reverse_kl", "forward_kl", "jsd"})
 NAMES = WITH_GRADIENT | {"other_logprobs", "extrapolated_logprobs"}
 
 
@@ -40,15 +75,20 @@ def compare(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     extrapolation: float = 0.0,
+    mixture: float = 0.5,
     block_bytes: int = BLOCK_BYTES,
+    support: Support | None = None,
 ) -> dict[str, Tensor]:
-    """Return [N] fp32 for each name of `names`. Rows of the weights from `vocab_size` on are ignored padding."""
+    """Return [N] fp32 for each name of `names`. Rows of the weights from `vocab_size` on are ignored padding.
+    `support`: the tokens that truncated sampling kept, for both distributions."""
     assert names <= NAMES, f"unknown: {sorted(names - NAMES)}"
     assert len(weight) == len(other_weight) and len(hidden) == len(other_hidden) and extrapolation >= 0
     shape = {"vocab_size": vocab_size, "group": group, "temperature": temperature, "block_bytes": block_bytes}
+    shape["support"] = support
     own, other = Blocks(hidden, weight, targets, **shape), Blocks(other_hidden, other_weight, targets, **shape)
     order = sorted(names)
-    return dict(zip(order, _Compare.apply(hidden, weight, own, other, group, order, extrapolation), strict=True))
+    values = _Compare.apply(hidden, weight, own, other, group, order, extrapolation, mixture)
+    return dict(zip(order, values, strict=True))
 
 
 class _Walk(NamedTuple):
@@ -62,9 +102,9 @@ class _Walk(NamedTuple):
 
 
 def _walk(own: Blocks, other: Blocks, group, names: set[str], extrapolation: float) -> _Walk:
-    reverse, forward = "reverse_kl" in names, "forward_kl" in names
+    reverse, forward, both = "reverse_kl" in names, "forward_kl" in names, "jsd" in names
     of_own = SoftmaxSums(own, dot="entropy" in names, moment=reverse)
-    of_other = SoftmaxSums(other, moment=forward) if reverse or forward or "other_logprobs" in names else None
+    of_other = SoftmaxSums(other, moment=forward) if reverse or forward or both or "other_logprobs" in names else None
     extrapolated = SoftmaxSums(own) if "extrapolated_logprobs" in names else None
     kept = other_kept = None
     for rows in own:
@@ -88,7 +128,7 @@ def _walk(own: Blocks, other: Blocks, group, names: set[str], extrapolation: flo
             of_other.add(other_logits, columns, own.buffer("scratch", rows), other_gap)
         if own.one:
             kept = (logits, of_own.top)
-            other_kept = (other_logits, of_other.top) if reverse or forward else None
+            other_kept = (other_logits, of_other.top) if reverse or forward or both else None
     own.release(), other.release()
     if group is not None:
         reduce([sums for sums in (of_own, of_other, extrapolated) if sums is not None], group)
@@ -100,9 +140,31 @@ def _difference(own: SoftmaxSums, other: SoftmaxSums) -> Tensor:
     return (own.top - other.top) + (own.log_total - other.log_total)
 
 
+def _mixture(log_own: Tensor, log_other: Tensor, share: float) -> Tensor:
+    """Return log(share q + (1 - share) pi)."""
+    return torch.logaddexp(log_own + math.log1p(-share), log_other + math.log(share))
+
+
+def _to_mixture(found: _Walk, own: Blocks, other: Blocks, group, share: float) -> tuple[Tensor, Tensor]:
+    """Return [N] KL(pi || m) and [N] KL(q || m)."""
+    sums = own.hidden.new_zeros(2, len(own.hidden), dtype=own.dtype)
+    for rows in own:
+        log_own = block_of_logprobs(own, rows, found.own.normalizer, found.kept)
+        log_other = block_of_logprobs(other, rows, found.other.normalizer, found.other_kept)
+        log_mixture = _mixture(log_own, log_other, share)
+        for total, log in zip(sums, (log_own, log_other), strict=True):
+            total += (log.exp() * (log - log_mixture)).sum(1)
+    own.release(), other.release()
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return sums[0], sums[1]
+
+
 class _Compare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, own: Blocks, other: Blocks, group, names: list[str], extrapolation: float):
+    def forward(
+        ctx, hidden, weight, own: Blocks, other: Blocks, group, names: list[str], extrapolation: float, mixture
+    ):
         found = _walk(own, other, group, set(names), extrapolation)
         formulas = {
             "logprobs": lambda: found.own.logprobs,
@@ -112,10 +174,15 @@ class _Compare(torch.autograd.Function):
             "reverse_kl": lambda: found.own.moment / found.own.total - _difference(found.own, found.other),
             "forward_kl": lambda: found.other.moment / found.other.total - _difference(found.other, found.own),
         }
+        to_mixture = None
+        if "jsd" in names:
+            to_mixture, of_other = _to_mixture(found, own, other, group, mixture)
+            formulas["jsd"] = lambda: (1 - mixture) * to_mixture + mixture * of_other
         values = {name: formulas[name]() for name in names}
         other_normalizer = found.other.normalizer if found.other else None
-        saved = (found.own.normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"))
+        saved = (found.own.normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"), to_mixture)
         ctx.save_for_backward(hidden, weight, *saved)
+        ctx.mixture = mixture
         ctx.own, ctx.other, ctx.names, ctx.kept, ctx.other_kept = own, other, names, found.kept, found.other_kept
         ctx.mark_non_differentiable(*(values[name] for name in names if name not in WITH_GRADIENT))
         ctx.set_materialize_grads(False)
@@ -127,20 +194,25 @@ class _Compare(torch.autograd.Function):
 
             d z_j = g_logprob (1[j = y] - pi_j) - g_entropy pi_j (log pi_j + entropy)
                     + g_reverse pi_j (log pi_j - log q_j - R) + g_forward (pi_j - q_j)
+                    + g_jsd (1 - b) pi_j (log pi_j - log m_j - KL(pi || m))
 
         which is pi_j (constant + a log pi_j - g_reverse log q_j) - g_forward q_j + g_logprob 1[j = y]. Where only
         log-probs have a gradient, it is -g_logprob times pi_j - 1[j = y].
         """
-        hidden, weight, normalizer, other_normalizer, entropy, reverse_kl = ctx.saved_tensors
+        hidden, weight, normalizer, other_normalizer, entropy, reverse_kl, to_mixture = ctx.saved_tensors
         own, other, given = ctx.own, ctx.other, dict(zip(ctx.names, gradients, strict=True))
         zero = torch.zeros_like(normalizer)
-        g_logprob, g_entropy, g_reverse, g_forward = (
+        g_logprob, g_entropy, g_reverse, g_forward, g_jsd = (
             zero if given.get(name) is None else given[name]
-            for name in ("logprobs", "entropy", "reverse_kl", "forward_kl")
+            for name in ("logprobs", "entropy", "reverse_kl", "forward_kl", "jsd")
         )
         constant = g_forward - g_logprob
         constant = constant - g_entropy * entropy if g_entropy is not zero else constant
         constant = constant - g_reverse * reverse_kl if g_reverse is not zero else constant
+
+        if g_jsd is not zero:
+            g_jsd = g_jsd * (1 - ctx.mixture)
+            constant = constant - g_jsd * to_mixture
 
         def of_logprobs(rows: slice) -> Tensor:
             column, inside = own.target_columns(rows)
@@ -148,10 +220,14 @@ class _Compare(torch.autograd.Function):
 
         def of_all(rows: slice) -> Tensor:
             block = block_of_logprobs(own, rows, normalizer, ctx.kept)
-            probs = torch.exp(block, out=own.buffer("scratch", rows))
-            block.mul_((g_reverse - g_entropy).unsqueeze(1)).add_(constant.unsqueeze(1))
-            if g_reverse is not zero or g_forward is not zero:
+            probs, beside = torch.exp(block, out=own.buffer("scratch", rows)), None
+            if any(g is not zero for g in (g_reverse, g_forward, g_jsd)):
                 other_block = block_of_logprobs(other, rows, other_normalizer, ctx.other_kept)
+            if g_jsd is not zero:
+                beside = (block - _mixture(block, other_block, ctx.mixture)).mul_(g_jsd.unsqueeze(1))
+            block.mul_((g_reverse - g_entropy).unsqueeze(1)).add_(constant.unsqueeze(1))
+            block = block if beside is None else block.add_(beside)
+            if g_reverse is not zero or g_forward is not zero:
                 block.addcmul_(other_block, g_reverse.unsqueeze(1), value=-1).mul_(probs)
                 block.addcmul_(other_block.exp_(), g_forward.unsqueeze(1), value=-1)
             else:
@@ -159,8 +235,8 @@ class _Compare(torch.autograd.Function):
             column, inside = own.target_columns(rows)
             return block.scatter_add_(1, column, inside * g_logprob.unsqueeze(1))
 
-        plain = all(g is zero for g in (g_entropy, g_reverse, g_forward))
+        plain = all(g is zero for g in (g_entropy, g_reverse, g_forward, g_jsd))
         factor, function = (-g_logprob, of_logprobs) if plain else (torch.ones_like(zero), of_all)
         found = input_gradients(own, hidden, weight, ctx.needs_input_grad[:2], factor, function)
         other.release()
-        return *found, None, None, None, None, None
+        return *found, None, None, None, None, None, None

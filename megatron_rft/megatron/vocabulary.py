@@ -1,8 +1,20 @@
-"""Iterates over the logits of [N] tokens in blocks of vocabulary columns and merges softmax statistics.
+"""Log-probs of given tokens and entropies from hidden states, without a [N, V] tensor: logits exist in blocks of
+vocabulary columns, whose softmax statistics are merged (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3).
 
-logprobs.py and two_distributions.py use it. Blocks split the vocabulary and not the tokens, so that each row of the
-weight's gradient is one matrix product over all tokens, which accumulates in fp32: an fp32 copy of the [V, H] gradient
-is not needed. Matrix products run in the inputs' dtype, everything else in fp32.
+    z_t = hidden_t W^T / temperature,   logprob_t = z_t[y_t] - log sum_j exp z_tj,   entropy_t = -sum_j p_tj log p_tj
+
+Backward computes each block again; if there is only one block, it is kept. Blocks split the vocabulary and not the
+tokens, so that each row of the weight's gradient is one matrix product over all tokens, which accumulates in fp32: an
+fp32 copy of the [V, H] gradient is not needed. Matrix products run in the inputs' dtype, everything else in fp32.
+
+With tensor parallelism each rank has V/tp rows of W, and all ranks pass the same `hidden` and `targets`. Forward makes
+two collectives (one MAX, one SUM, of [N] numbers), backward none: the gradient of `hidden` is this rank's share, *not
+yet summed over the group*. The caller sums it with a region before the call (`copy_to_tensor_model_parallel_region`, or
+`gather_from_sequence_parallel_region` with tensor_parallel_output_grad).
+
+With a `Support` the distributions are those of truncated sampling (top-k, top-p, min-p): logits outside of the set that
+the engine kept are OUTSIDE, so that log-probs, entropies and divergences are over the set, normaliser and gradients
+included. OUTSIDE is finite, since an infinity times a probability of 0 would be NaN.
 """
 
 from collections.abc import Callable
@@ -11,8 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rft.records import Support
+
 BLOCK_BYTES = 64 << 20  # of one fp32 block of logits
 COLUMNS = 128  # a block's width is a multiple of this, and at least this
+OUTSIDE = -1e30  # the logit of a token that truncated sampling left out
 
 
 class Blocks:
@@ -28,6 +43,7 @@ class Blocks:
         group: dist.ProcessGroup | None,
         temperature: float,
         block_bytes: int,
+        support: Support | None = None,
     ):
         assert temperature > 0, f"temperature {temperature}: a greedy distribution has no log-probabilities"
         first = dist.get_rank(group) * len(weight) if group is not None else 0
@@ -38,6 +54,11 @@ class Blocks:
         self.width = min(max(fitting // COLUMNS, 1) * COLUMNS, len(self.weight))
         self.one = self.width == len(self.weight)
         self.buffers: dict[str, Tensor] = {}
+        self.truncated = support is not None
+        if support is not None:
+            rows = torch.arange(len(hidden), device=hidden.device)
+            self.row = rows.repeat_interleave(support.lens, output_size=len(support.ids))  # [K]
+            self.column, self.cut = support.ids - first, (support.lens > 0).unsqueeze(1)  # [K], [N, 1]
 
     def __iter__(self):
         """Yield slices of the weight's rows, which are columns of the logits."""
@@ -58,7 +79,20 @@ class Blocks:
         """Return [N, columns] fp32 logits, which the caller may overwrite."""
         product = self.buffer("product", rows, self.hidden.dtype)
         torch.addmm(product, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale, out=product)
-        return self.cast(product, "logits", rows, self.dtype)
+        return self._truncate(self.cast(product, "logits", rows, self.dtype), rows)
+
+    def _truncate(self, logits: Tensor, rows: slice) -> Tensor:
+        """Set the logits outside of the support to OUTSIDE, in place."""
+        if not self.truncated:
+            return logits
+        width = logits.shape[1]
+        inside = (self.column >= rows.start) & (self.column < rows.stop)
+        place = self.row * width + (self.column - rows.start).clamp(0, width - 1)
+        flat = logits.view(-1)
+        kept = torch.where(inside, flat[place], OUTSIDE)
+        logits.masked_fill_(self.cut, OUTSIDE)
+        flat.scatter_reduce_(0, place, kept, "amax")  # entries of other blocks are OUTSIDE and change nothing
+        return logits
 
     @property
     def rounds(self) -> bool:
@@ -68,6 +102,7 @@ class Blocks:
     def exact_logits(self, rows: slice) -> Tensor:
         """Return [N, columns] fp32 logits without that rounding, which the caller may overwrite."""
         columns = self.weight[rows].t()
+        assert not self.truncated, "extrapolation belongs to offline training, which has no truncated sampling"
         if self.hidden.is_cuda:
             return torch.mm(self.hidden, columns, out_dtype=self.dtype).mul_(self.scale)
         out = self.buffer("exact", rows)
@@ -175,3 +210,80 @@ def input_gradients(
     if grad_hidden is not None:
         grad_hidden = grad_hidden.mul_(factor).to(hidden.dtype)
     return grad_hidden, grad_weight
+
+
+def logprobs_and_entropy(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V/tp, H] this rank's rows
+    targets: Tensor,  # [N] int64, ids of the whole vocabulary, all below vocab_size
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    block_bytes: int = BLOCK_BYTES,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ([N] log-probs, [N] entropies or None), fp32. Rows of `weight` from `vocab_size` on are ignored padding.
+    `support`: the tokens that truncated sampling kept, of all ranks' rows.
+
+    The backward pass of the entropy costs time only if a gradient reaches it: detach an entropy that is only logged.
+    """
+    shape = {"vocab_size": vocab_size, "group": group, "temperature": temperature, "block_bytes": block_bytes}
+    shape["support"] = support
+    return _LogProbs.apply(hidden, weight, Blocks(hidden, weight, targets, **shape), group, with_entropy)
+
+
+def block_of_logprobs(blocks: Blocks, rows: slice, normalizer: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return [N, columns] log-probs of a block in scratch memory, from its `kept` (logits - top, top) unless None."""
+    if kept is None:
+        return blocks.logits(rows).sub_(normalizer.unsqueeze(1))
+    shifted, top = kept
+    return torch.add(shifted, (top - normalizer).unsqueeze(1), out=blocks.buffer("logits", rows))
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, blocks: Blocks, group, with_entropy: bool):
+        sums, kept = SoftmaxSums(blocks, dot=with_entropy), None
+        for rows in blocks:
+            logits = blocks.logits(rows)
+            apart = with_entropy or blocks.one
+            sums.add(logits, blocks.target_columns(rows), blocks.buffer("scratch", rows) if apart else logits)
+            kept = (logits, sums.top) if blocks.one else None
+        blocks.release()
+        if group is not None:
+            reduce([sums], group)
+        entropy = sums.entropy if with_entropy else None
+        ctx.save_for_backward(hidden, weight, sums.normalizer, entropy)
+        ctx.blocks, ctx.kept = blocks, kept
+        ctx.set_materialize_grads(False)
+        return sums.logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        """d logprob / d z_j = 1[j = y] - p_j;   d entropy / d z_j = -p_j (log p_j + entropy).
+
+        Without an entropy gradient the block is p - onehot, and -grad_logprob is a factor per token.
+        """
+        hidden, weight, normalizer, entropy = ctx.saved_tensors
+        blocks = ctx.blocks
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normalizer)
+
+        def of_logprobs(rows: slice) -> Tensor:
+            column, inside = blocks.target_columns(rows)
+            return block_of_logprobs(blocks, rows, normalizer, ctx.kept).exp_().scatter_add_(1, column, -inside)
+
+        def of_both(rows: slice) -> Tensor:
+            block = block_of_logprobs(blocks, rows, normalizer, ctx.kept)
+            column, inside = blocks.target_columns(rows)
+            probs = torch.exp(block, out=blocks.buffer("scratch", rows))
+            block.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_logprobs.unsqueeze(1))
+            return block.mul_(probs).scatter_add_(1, column, -inside * grad_logprobs.unsqueeze(1))
+
+        plain = grad_entropy is None
+        factor = -grad_logprobs if plain else -torch.ones_like(normalizer)
+        needed = ctx.needs_input_grad[:2]
+        found = input_gradients(blocks, hidden, weight, needed, factor, of_logprobs if plain else of_both)
+        return *found, None, None, None

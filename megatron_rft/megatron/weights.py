@@ -8,6 +8,7 @@ an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getite
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,33 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_rft.conversion import FolderWriter, HFFolder, Mapping, hf_shapes, partition_dim, shard, unshard
-from megatron_rft.conversion.mapping import EXPERT, LAYER
+from megatron_rft.config.lora import Lora
+from megatron_rft.conversion import FolderWriter, HFFolder, Mapping, hf_shapes, lora, partition_dim, shard, unshard
+from megatron_rft.conversion.mapping import ADAPTER, EXPERT, LAYER
+from megatron_rft.families.shapes import experts
+from megatron_rft.families.tables import EXPERT_BIAS
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.model import ValueHead
 from megatron_rft.utils.errors import RunFailed, disk_is_full
 
 Lookup = Callable[[str], Tensor]
+STACKS = 4  # tensors of a layer's stacked experts
+ZERO = ("bias", "sinks")  # ends of the names of tensors that are initially zero
 
 
-def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any) -> None:
-    """Load every parameter of this rank. A value head stays unchanged if the lookup has none (KeyError).
+def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any, adapters: bool = False) -> None:
+    """Load every tensor of this rank, without adapters or, with `adapters`, those alone. A value head stays
+    unchanged if the lookup has none (KeyError).
 
     Afterwards call `reload_model_params` of an optimizer that has main parameters.
     """
     mapping = Mapping(hf_config)
+    kept = lru_cache(maxsize=STACKS)(lookup)  # the experts of a layer may be slices of the same tensors
     with torch.no_grad():
-        for name, parameter in named_parameters(chunks):
+        for name, parameter in named_tensors(chunks, adapters):
+            find = lookup if mapping.stacked_expert(name) is None else kept
             try:
-                whole = mapping.merge(name, [lookup(n) for n in mapping.hf_names(name)])
+                whole = mapping.merge(name, [find(n) for n in mapping.hf_names(name)])
             except KeyError:
                 if name != "value_head.weight":
                     raise
@@ -46,28 +55,45 @@ def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any) -> None:
             parameter.copy_(part)
 
 
-def stream(chunks: list[GPTModel], hf_config: Any) -> Iterator[tuple[str, Tensor]]:
+def stream(
+    chunks: list[GPTModel], hf_config: Any, adapters: bool = False, merged: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
-    Collective: every rank must exhaust it. A tensor may share the model's memory: copy it to keep it after an update.
+    If `merged`, the change of a layer's adapter is added to its weight in fp32, and the sum rounded once.
+    `adapters`: yield the adapters instead. Collective: every rank must exhaust it. A tensor may share the model's
+    memory: copy it to keep it after an update.
     """
-    mapping, mine = Mapping(hf_config), dict(named_parameters(chunks))
+    mapping, mine = Mapping(hf_config), dict(named_tensors(chunks, adapters))
+    stacks: dict[str, dict[int, Tensor]] = {}  # of stacked experts: HF name -> slices that have been gathered
     for stage, name, shape, dtype in _list_parameters(mine, hf_config.tie_word_embeddings):
         if stage == parallel.pp_rank():
-            part = _plain(mine[name]).to(dtype).contiguous()
+            part = _plain(mine[name], merged).to(dtype).contiguous()
         else:
             part = torch.empty(shape, dtype=dtype, device=parallel.device())
         if parallel.pp_size() > 1:
             dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
         for whole_name, whole in _gather(name, part, hf_config):
-            yield from zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
+            found = zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
+            if (expert := mapping.stacked_expert(whole_name)) is None:
+                yield from found
+                continue
+            for hf_name, piece in found:
+                slices = stacks.setdefault(hf_name, {})
+                slices[expert] = piece.clone()
+                if len(slices) == experts(hf_config):
+                    yield hf_name, torch.stack([slices[i] for i in range(len(slices))])
+                    del stacks[hf_name]
 
 
-def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters by canonical name: layers and experts are numbered over the whole model."""
+def named_tensors(chunks: list[GPTModel], adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's parameters and buffers that belong to the model, or the parameters of adapters, by canonical
+    name: layers and experts are numbered over the whole model."""
     for model in chunks:
         local_experts = (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
-        for name, parameter in model.named_parameters():
+        for name, parameter in own_tensors(model):
+            if bool(ADAPTER.fullmatch(name)) != adapters:
+                continue
             in_layer = LAYER.fullmatch(name)
             if in_layer:
                 number = model.decoder.layers[int(in_layer[1])].layer_number - 1
@@ -76,6 +102,12 @@ def named_parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.nn.Par
             elif name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
                 name = "value_head.weight"
             yield name, parameter
+
+
+def own_tensors(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a chunk, and its buffers that belong to the model."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(tuple(EXPERT_BIAS)))
 
 
 def _expert_renumbered(name: str, offset: int) -> str:
@@ -100,8 +132,11 @@ def _sharding(name: str) -> tuple[int, int]:
     return parallel.tp_size(), parallel.tp_rank()
 
 
-def _plain(parameter: Tensor) -> Tensor:
-    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
+def _plain(parameter: Tensor, merged: bool) -> Tensor:
+    """The values of a parameter, `merged` with the change of its adapter."""
+    values = dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
+    adapter = getattr(parameter, "adapter", None) if merged else None
+    return values if adapter is None else (values.float() + adapter.change().detach())
 
 
 def _list_parameters(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str, torch.Size, torch.dtype]]:
@@ -122,7 +157,7 @@ def _gather(name: str, part: Tensor, hf_config: Any) -> Iterator[tuple[str, Tens
         return
     whole = unshard(name, _all_gather(part, parallel.etp_group()), hf_config.vocab_size)
     number, rest = LAYER.fullmatch(name).groups()
-    step = hf_config.num_experts // parallel.ep_size()
+    step = experts(hf_config) // parallel.ep_size()
     for rank, expert in enumerate(_all_gather(whole.contiguous(), parallel.ep_group())):
         moved = _expert_renumbered(rest, (rank - parallel.ep_rank()) * step)
         yield f"decoder.layers.{number}.{moved}", expert
@@ -145,15 +180,32 @@ def random_tensors(hf_config: Any, seed: int) -> Lookup:
 
     def lookup(name: str) -> Tensor:
         shape = shapes[name]
-        if name.endswith(".bias"):
+        if name.endswith(ZERO):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
-        key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-        return torch.randn(shape, generator=generator) * hf_config.initializer_range
+        return torch.randn(shape, generator=_generator(seed, name)) * hf_config.initializer_range
 
     return lookup
+
+
+def new_adapters(hf_config: Any, options: Lora, seed: int) -> Lookup:
+    """Return a lookup of new adapters as PEFT makes them: A uniform within 1 / sqrt(in) (Kaiming with a = sqrt(5)), B
+    zero. Each depends on (seed, name), not on the layout."""
+    shapes = lora.shapes(hf_config, options)
+
+    def lookup(name: str) -> Tensor:
+        if name.endswith(".lora_B.weight"):
+            return torch.zeros(shapes[name])
+        bound = shapes[name][1] ** -0.5
+        return torch.empty(shapes[name]).uniform_(-bound, bound, generator=_generator(seed, name))
+
+    return lookup
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
 
 def open_folder(path: str | Path, hf_config: Any) -> HFFolder:

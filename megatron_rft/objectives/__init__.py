@@ -2,12 +2,15 @@
 
 from importlib import import_module
 
-from megatron_rft.config import algorithms
+from megatron_rft.config.algorithms import ALGORITHMS
 from megatron_rft.config.algorithms.base import Algorithm
 from megatron_rft.objectives.base import Objective, Setting
 
 
 def build(options: Algorithm, setting: Setting | None = None) -> Objective:
-    """Build the objective of a section: the class and the file have the names of the section's class and file."""
-    module = type(options).__module__.replace(algorithms.__name__, __name__)
-    return getattr(import_module(module), type(options).__name__)(options, setting or Setting())
+    """Build the objective of a section."""
+    name = options.name  # pyright: ignore[reportAttributeAccessIssue]  # every section of the table has its own
+    _, objective = ALGORITHMS[name]
+    assert objective is not None, f"{name}: the user's file has its objective"
+    module, _, kind = objective.rpartition(".")
+    return getattr(import_module(f"{__name__}.{module}"), kind)(options, setting or Setting())

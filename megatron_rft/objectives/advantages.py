@@ -91,6 +91,20 @@ def at_last_token(values: Tensor, batch: Batch) -> Tensor:
     return result
 
 
+def at_turn_ends(scores: Tensor, batch: Batch) -> Tensor:
+    """[B] -> [R] each score on its sequence's last token, and each turn's reward on the last token of the turn."""
+    rewards = at_last_token(scores, batch)
+    return rewards + batch.tokens["turn_rewards"] if "turn_rewards" in batch.tokens else rewards
+
+
+def without_turns(rewards: Tensor, batch: Batch) -> Tensor:
+    """[B] -> [B] rewards of episodes without those of their turns: the scores."""
+    turns = batch.tokens.get("turn_rewards")
+    if turns is None:
+        return rewards
+    return rewards - torch.zeros(len(batch)).index_add_(0, batch.sequence_ids, turns * batch.response_mask)
+
+
 def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438; pipo.txt Eq. 2), on the tokens that the policy wrote.
 
@@ -119,8 +133,8 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
         running[alive] = delta[index] + gamma * lam * running[alive]
         advantages[index] = running[alive]
     full = [torch.zeros(len(batch.response_ids)) for _ in range(2)]
-    for target, found in zip(full, (advantages, advantages + values), strict=True):
-        target[positions] = found.float()
+    for target, values_of_trained in zip(full, (advantages, advantages + values), strict=True):
+        target[positions] = values_of_trained.float()
     return full[0], full[1]
 
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_rft.config.algorithms.ppo import Critic
+from megatron_rft.config.algorithms.online import Critic
 from megatron_rft.config.sections import Section
 from megatron_rft.records import Batch, like, segment_ids, send
 
 State = dict[str, Tensor]  # flat, as safetensors requires
+COMPUTED = "computed "  # prefix of the counts of the computed sequences
 Outputs = dict[str, Tensor]  # the model's outputs for a micro-batch: "logprobs", "entropy", "values" ..., each [R]
 
 
@@ -45,14 +46,18 @@ class Loss:
 
     def mean(self, counts: dict[str, float]) -> Tensor:
         """This micro-batch's share of the loss: its sums over the *global* counts."""
-        return sum(weight * term.total / counts[term.per] for weight, term in self.terms.values())
+        shares = [weight * term.total / counts[term.per] for weight, term in self.terms.values()]
+        return sum(shares[1:], shares[0])
 
-    def logged(self, counts: dict[str, float], measured: dict[str, float] | None = None) -> dict[str, Tensor]:
-        """This micro-batch's share of what is logged: the terms (detached, unweighted) over `counts`, and the metrics
-        over `measured`, the counts of the computed sequences, if they are fewer."""
+    def logged(self, counts: dict[str, float]) -> dict[str, Tensor]:
+        """This micro-batch's share of what is logged: the terms (detached, unweighted) over the counts of the whole
+        mini-batch, and the metrics over those of its computed sequences."""
         terms = {name: term.total.detach() / counts[term.per] for name, (_, term) in self.terms.items()}
-        measured = measured or counts
-        return terms | {name: entry.total.detach() / measured[entry.per] for name, entry in self.metrics.items()}
+        of_computed = {
+            name: entry.total.detach() / counts.get(COMPUTED + entry.per, counts[entry.per])
+            for name, entry in self.metrics.items()
+        }
+        return terms | of_computed
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]
@@ -93,17 +98,20 @@ def with_gradient(batch: Batch) -> Batch:
 class SecondDistribution:
     """A second distribution q over the same response tokens, without a gradient, for losses that compare with it.
 
-    weights: those of the current "actor", the frozen "reference" or the moving-average "teacher".
+    weights: those of the current "actor", the frozen "reference", the moving-average "teacher", or the other model of
+        a distillation, "distil".
     in_context: q is conditioned on batch.context_ids instead of the prompts.
     extrapolation: lambda of "extrapolated_logprobs", the log-probs of softmax((1 + lambda) h - lambda h_q).
+    mixture: the share of q in the mixture of "jsd".
 
     `Update.outputs` may then name "other_logprobs" (of q), "extrapolated_logprobs", and with a gradient "reverse_kl",
-    KL(pi || q), and "forward_kl", KL(q || pi), both exact sums over the vocabulary, each [R].
+    KL(pi || q), "forward_kl", KL(q || pi), and "jsd", all exact sums over the vocabulary, each [R].
     """
 
     weights: str
     in_context: bool = False
     extrapolation: float = 0.0
+    mixture: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,15 @@ class Update:
     counts: Callable[[Batch], dict[str, float]] = counts  # the denominators that `loss` names
     moments: str = "own"  # the optimizer's moments for these steps: the model's own, or a separate named set
     scale: float = 1.0  # positive factor of loss and gradient, applied after the backward pass
-    foreseen: bool = False  # apart from `scale` it equals the update that `Objective.foreseen` returned
+
+    def computed(self, mini_batch: Batch, skip: bool = False) -> tuple[Batch, dict[str, float]]:
+        """The sequences to compute, with `skip` only those with a gradient, and the counts: of the whole mini-batch,
+        and, if these are fewer, theirs under names that begin with COMPUTED."""
+        batch = with_gradient(mini_batch) if skip else mini_batch
+        counts = self.counts(mini_batch)
+        if batch is not mini_batch:
+            counts |= {COMPUTED + name: count for name, count in self.counts(batch).items()}
+        return batch, counts
 
     def steps(self) -> Iterator[Batch]:
         """The mini-batches in order, none empty. Sequences of one group stay in one mini-batch.
@@ -177,11 +193,6 @@ class Objective(ABC):
     def init(self) -> State:
         """The state before the first step. Each `prepare` returns the next one; checkpoints contain it."""
         return {}
-
-    def foreseen(self, state: State) -> Update | None:
-        """The update that the next `prepare` may return first, with another `scale`, or None. It has one mini-batch, so
-        its gradient can be computed while the next batch is being generated."""
-        return None
 
     def keep(self, batch: Batch) -> Tensor:
         """[B] bool: the sequences to train on. The sampler may replace the other groups with new ones (DAPO)."""

@@ -3,7 +3,7 @@
 term_t = -sg(clip(r_t, 1 - low, 1 + high)) A_t log pi_t          (arXiv:2506.13585 Eq. 4, 5)
 """
 
-from megatron_rft.config.algorithms import cispo as section
+from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.base import Loss, Outputs
 from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.objectives.surrogates import LOG_RATIO_BOUND, Clipped, log_ratio

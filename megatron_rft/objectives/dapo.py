@@ -7,9 +7,10 @@ The soft overlong penalty changes the rewards from which advantages are computed
 it: the group filter and PIPO use the verifier's reward.
 """
 
+import torch
 from torch import Tensor
 
-from megatron_rft.config.algorithms import dapo as section
+from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.advantages import degenerate, overlong_penalty
 from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.records import Batch
@@ -30,8 +31,8 @@ class DAPO(GRPO):
             return super().batch_metrics(batch)
         return super().batch_metrics(batch) | {"reward/overlong_penalty": -self._penalty(batch).mean().item()}
 
-    def _penalty(self, batch: Batch) -> Tensor | float:
+    def _penalty(self, batch: Batch) -> Tensor:
         if not self.options.overlong_buffer:
-            return 0.0
+            return torch.zeros(len(batch))
         shape = overlong_penalty(batch.response_lens, self.setting.max_response_tokens, self.options.overlong_buffer)
         return self.options.overlong_coefficient * shape

@@ -1,6 +1,6 @@
 """GRPO, and methods that centre or scale a response's advantage in another way."""
 
-from megatron_rft.config.algorithms import grpo as section
+from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.advantages import group_centred, group_relative, leave_one_out
 from megatron_rft.objectives.policy_gradient import GroupRelative
 

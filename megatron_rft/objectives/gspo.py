@@ -8,7 +8,7 @@ weight responses by their length.
 
 from torch import Tensor
 
-from megatron_rft.config.algorithms import gspo as section
+from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.grpo import GRPO
 from megatron_rft.objectives.surrogates import Clipped, sequence_log_ratio
 from megatron_rft.records import Batch

@@ -27,13 +27,13 @@ from megatron_rft.objectives.base import (
     zero_sequences,
 )
 from megatron_rft.objectives.kl import ESTIMATORS
-from megatron_rft.objectives.mismatch import mismatch_sums
 from megatron_rft.objectives.surrogates import (
     Clipped,
     aggregate,
     clipped_surrogate,
     importance_weights,
     log_ratio,
+    mismatch_sums,
     surrogate_loss,
 )
 from megatron_rft.records import Batch, like
@@ -147,25 +147,32 @@ class PolicyGradient(PolicyObjective):
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """KL metrics before the step. If no old_logprobs are computed, the engine's log-probs replace them."""
-        found = {}
+        metrics = {}
         if self.kl_in_reward:
-            found["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
+            metrics["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
         if self.options.kl_coefficient and self.options.kl_estimator == "k3":
-            old = batch.tokens.get("old_logprobs", batch.tokens.get("rollout_logprobs"))
-            found["kl/largest"] = kl.largest(old, batch.tokens["ref_logprobs"], batch.response_mask)
-        return found
+            old = batch.tokens["old_logprobs" if "old_logprobs" in batch.tokens else "rollout_logprobs"]
+            metrics["kl/largest"] = kl.largest(old, batch.tokens["ref_logprobs"], batch.response_mask)
+        return metrics
 
 
 class GroupRelative(PolicyGradient):
-    """Methods that compare the responses to one prompt and give each token the advantage of its response."""
+    """Methods that compare the responses to one prompt and give each token the advantage of its response.
 
+    Groups that `keep` leaves out have advantages of zero where they are in a batch all the same: as the last round of a
+    step without other groups, or for their refined responses. Penalties and shaping alone give no credit.
+    """
+
+    @staticmethod
     @abstractmethod
-    def relative(self, rewards: Tensor, group: Tensor) -> Tensor:
+    def relative(rewards: Tensor, group: Tensor) -> Tensor:
         """[B] advantages of responses within their groups."""
 
     def advantages(self, batch: Batch) -> Tensor:
-        return to_tokens(self.relative(self.rewards(batch), batch.groups), batch)
+        return to_tokens(self._kept_relative(batch), batch)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
-        relative = self.relative(self.rewards(batch), batch.groups)
-        return to_tokens(group_normalised(relative, batch.groups), batch)
+        return to_tokens(group_normalised(self._kept_relative(batch), batch.groups), batch)
+
+    def _kept_relative(self, batch: Batch) -> Tensor:
+        return torch.where(self.keep(batch), self.relative(self.rewards(batch), batch.groups), 0.0)

@@ -1,6 +1,6 @@
 """PPO: a critic's values, generalised advantage estimation, clipped policy and value losses (pipo.txt 2, Eq. 2, A.2).
 
-    r_t = -kl_coefficient (log pi_old - log pi_ref)_t + [t is the last token] R
+    r_t = -kl_coefficient (log pi_old - log pi_ref)_t + [t is the last token] R + [t is the last token of a turn] R_turn
     A = GAE(r, V), whitened over the batch;   returns = A (before whitening) + V
     value loss = 0.5 max((V - returns)^2, (clip(V, V_old +- value_clip) - returns)^2), token mean
 
@@ -10,8 +10,8 @@ In the first `critic.warmup_steps` steps only the critic is updated.
 import torch
 from torch import Tensor
 
-from megatron_rft.config.algorithms import ppo as section
-from megatron_rft.objectives.advantages import at_last_token, gae, whiten
+from megatron_rft.config.algorithms import online as section
+from megatron_rft.objectives.advantages import at_turn_ends, gae, whiten, without_turns
 from megatron_rft.objectives.base import Loss, Outputs, Prepared, State, Sum, Update
 from megatron_rft.objectives.policy_gradient import PolicyGradient
 from megatron_rft.objectives.surrogates import aggregate
@@ -65,10 +65,10 @@ class PPO(PolicyGradient):
 
     def _credit(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[R] advantages and returns."""
-        rewards = batch.shaped_rewards
+        rewards = without_turns(batch.shaped_rewards, batch)
         if self.options.whiten_rewards:
             rewards = whiten(rewards, torch.ones_like(rewards))
-        rewards = at_last_token(rewards, batch) - self.token_penalty(batch)
+        rewards = at_turn_ends(rewards, batch) - self.token_penalty(batch)
         advantages, returns = gae(rewards, batch.tokens["values"], batch, self.options.gamma, self.options.lam)
         if self.options.whiten_advantages:
             advantages = whiten(advantages, batch.response_mask)

@@ -2,20 +2,27 @@
 
 from torch import Tensor
 
-from megatron_rft.config.algorithms import reinforce as section
-from megatron_rft.objectives.advantages import at_last_token, group_centred, rewards_to_go, to_tokens, whiten
+from megatron_rft.config.algorithms import online as section
+from megatron_rft.objectives.advantages import (
+    at_turn_ends,
+    group_centred,
+    rewards_to_go,
+    to_tokens,
+    whiten,
+    without_turns,
+)
 from megatron_rft.objectives.policy_gradient import PolicyGradient
 from megatron_rft.records import Batch
 
 
 class ReinforcePlusPlus(PolicyGradient):
     """A_t = whitened sum_{k >= t} gamma^(k - t) r_k; r is the verifier's reward on the last token less each token's KL
-    penalty."""
+    penalty, and in episodes each turn's reward on the turn's last token."""
 
     options: section.ReinforcePlusPlus
 
     def advantages(self, batch: Batch) -> Tensor:
-        rewards = at_last_token(batch.shaped_rewards, batch) - self.token_penalty(batch)
+        rewards = at_turn_ends(without_turns(batch.shaped_rewards, batch), batch) - self.token_penalty(batch)
         return whiten(rewards_to_go(rewards, batch, self.options.gamma), batch.response_mask)
 
 

@@ -11,10 +11,16 @@ the policy's: log q(y_t | q, f, y_<t) - log pi(y_t | q, y_<t); PIPO's clipped st
 import torch
 from torch import Tensor
 
-from megatron_rft.config.algorithms import sdpo as section
+from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.base import Loss, Outputs, PolicyObjective, Prepared, SecondDistribution, State, Update
-from megatron_rft.objectives.mismatch import mismatch_sums
-from megatron_rft.objectives.surrogates import LOG_RATIO_BOUND, aggregate, clipped_surrogate, log_ratio, surrogate_loss
+from megatron_rft.objectives.surrogates import (
+    LOG_RATIO_BOUND,
+    aggregate,
+    clipped_surrogate,
+    log_ratio,
+    mismatch_sums,
+    surrogate_loss,
+)
 from megatron_rft.records import Batch, like
 
 OUTPUTS = frozenset({"logprobs", "entropy", "other_logprobs", "reverse_kl"})
@@ -27,7 +33,7 @@ class SDPO(PolicyObjective):
 
     def advantages(self, batch: Batch) -> Tensor:
         """[R] the attribution; 0 in responses without feedback."""
-        informed = (batch.context_lens > 0)[batch.sequence_ids]
+        informed = self.trained(batch)[batch.sequence_ids]
         return torch.where(informed, batch.tokens["teacher_logprobs"] - batch.tokens["old_logprobs"], 0.0)
 
     @property
@@ -37,6 +43,7 @@ class SDPO(PolicyObjective):
 
     def trained(self, batch: Batch) -> Tensor:
         """Sequences with feedback."""
+        assert batch.context_lens is not None, "a batch without contexts"
         return batch.context_lens > 0
 
     def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:

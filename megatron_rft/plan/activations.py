@@ -6,13 +6,11 @@ compares it with the code. With Transformer Engine the layers keep less: its sou
 queries. Gaps between the allocator's blocks are not counted.
 """
 
-from typing import Any
-
 from megatron_rft.config.sections import Batching, Megatron
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.parameters import Sizes
 
-PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron/spec.py), on average
+PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron/torch_attention.py), on average
 
 
 def activations(
@@ -93,9 +91,3 @@ def _backward(s: Sizes, layout: Layout, sequence: int, mixture: bool) -> float:
         return 2 * s.hidden + 5 * s.ffn / layout.tp
     copies = s.experts_per_token * layout.etp / sequence
     return copies * (3 * s.hidden + s.expert_ffn / layout.etp)
-
-
-def compares(algorithm: Any) -> bool:
-    """Return whether the losses of the section `algorithm` use a second distribution."""
-    exact = getattr(algorithm, "kl_estimator", None) == "exact" and getattr(algorithm, "kl_coefficient", 0) > 0
-    return exact or any(getattr(algorithm, name, False) for name in ("uses_feedback", "compares_distributions"))

@@ -11,11 +11,12 @@ from pathlib import Path
 from megatron_rft.config import passthrough
 from megatron_rft.config.algorithms.base import Lengths
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
+from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.gpu_defaults import plan_line
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
-from megatron_rft.plan import host, memory, model_shape
+from megatron_rft.plan import host, lora, memory, model_shape, teacher
 from megatron_rft.plan.engines import check_engines, check_speed, engine_processes
 from megatron_rft.plan.layout import UNEVEN, Layout, check_layout
 from megatron_rft.plan.model_shape import ModelShape
@@ -44,17 +45,32 @@ def check(
     ranks_per_node: int | None = None,
     gpu_gib: float | None = None,
     must_fit: bool = True,
+    starts: bool = False,
 ) -> Plan:
     """Make all checks that need neither torch nor the data. Return the plan, or raise a UserError.
-    `ranks_per_node`: None for a single node. `gpu_gib`: memory of a device, which the plan must fit if `must_fit`."""
+    `ranks_per_node`: None for a single node. `gpu_gib`: memory of a device, which the plan must fit if `must_fit`.
+    `starts`: the recipe runs here and now, so its engine must be installed."""
     check_installed(recipe)
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
+    sizes = Sizes.read(model_shape.find_model(recipe.model.path)) if shape else None
+    if recipe.lora and sizes:
+        lora.check(recipe.lora, sizes)
     longest = check_lengths(recipe, shape)
-    engine = choose_for(recipe.rollout, shape, for_gpu=bool(gpu_gib))
+    teachers = []
+    if recipe.trainer == "rl" and recipe.teaching:
+        teachers = [teacher.check(recipe.teaching.teacher, shape, recipe.megatron, layout, longest)]
+    planned = None if starts else recipe.vllm
+    engine = choose_for(recipe.rollout, shape, bool(gpu_gib), planned)
+    on_gpu = bool(gpu_gib) or device.has_cuda_device()
+    adapters, dtype = [], recipe.rollout.dtype or recipe.model.precision
+    if recipe.lora and sizes:
+        lora.check_sync(recipe.lora, engine.name, recipe.rollout, recipe.vllm, sizes, on_gpu and dtype == "fp32")
+        sync = [lora.sync_line(recipe.lora, dtype, sizes)] if recipe.trainer == "rl" else []
+        adapters = [lora.line(recipe.lora, sizes), *sync]
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
-    check_speed(recipe, choose(recipe.rollout.engine, shape, bool(gpu_gib)).name if recipe.refines else None)
+    check_speed(recipe, choose(recipe.rollout.engine, shape, bool(gpu_gib), planned).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])
@@ -65,30 +81,33 @@ def check(
     if recipe.critic:
         total = batches and batches * steps_per_batch
         check_schedule("critic", recipe.critic.lr_warmup_steps, recipe.optimizer, total)
-    on_gpu = bool(gpu_gib) or device.has_cuda_device()
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
+    whole, prompt = shape.whole_sequences if shape else "", recipe.data.max_prompt_tokens
     lines = [
         model_line,
+        *adapters,
+        *teachers,
         *data_lines,
         f"layout: {layout} = {many(world_size, 'rank')}",
         f"engine: {engine}",
         *batch_lines,
         *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",
-        *([_shared_prompts_line(recipe.batching, recipe.rollout, recipe.data.max_prompt_tokens, layout)] * shares),
+        *([_shared_prompts_line(recipe.batching, recipe.rollout, prompt, layout, whole)] * shares),
         *(
             [plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))]
             * on_gpu
         ),
         _schedule_line(recipe.optimizer, recipe.run, optimizer_steps),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
+        *([environment_line(recipe.environment, recipe.rollout.max_response_tokens)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
     return Plan(layout, steps_per_batch, optimizer_steps, lines)
 
 
-def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layout: Layout) -> str:
-    if why := batching.why_not_shared(layout.cp):
+def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layout: Layout, model: str) -> str:
+    if why := batching.why_not_shared(layout.cp, model):
         return f"shared prompts: off, {why}; each response computes its prompt"
     group, response = rollout.group_size, rollout.max_response_tokens
     together, apart = prompt + group * response, group * (prompt + response)
@@ -108,7 +127,7 @@ def _memory_lines(
         return [
             f"memory: not known before the model's config.json is here: hf download {recipe.model.path} config.json"
         ]
-    if UNEVEN & set(recipe.megatron.model_extra or ()):
+    if UNEVEN & set(recipe.megatron.extra):
         return ["memory: not computed for pipeline stages of unequal size"]
     sizes = Sizes.read(model_shape.find_model(recipe.model.path))
     lines = memory.lines(recipe, sizes, layout, gpu_gib)
@@ -140,14 +159,10 @@ def check_installed(recipe: Recipe) -> None:
             f"megatron.attention_backend: {recipe.megatron.attention_backend} chooses a kernel of Transformer Engine, "
             "which is not installed here: torch's own attention is used. Set it to auto"
         )
-    if recipe.tracking.wandb and find_spec("wandb") is None:
-        raise ConfigError(
-            "tracking.wandb: wandb is not installed: pip install 'megatron-rft[wandb]', or set it to null"
-        )
-    if recipe.tracking.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError(
-            "tracking.tensorboard: tensorboard is not installed: pip install tensorboard, or set it to false"
-        )
+    for name, off in (("wandb", "null"), ("tensorboard", "false")):
+        if getattr(recipe.tracking, name) and find_spec(name) is None:
+            install = f"pip install 'megatron-rft[{name}]', or set it to {off}"
+            raise ConfigError(f"tracking.{name}: {name} is not installed: {install}")
 
 
 def check_writable(path: str | Path, option: str = "run.output_dir") -> None:
@@ -178,9 +193,8 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
         raise DataError(
             f"model.path: {folder} has no *.safetensors. For new weights of its architecture: model.initialise=random"
         )
-    for reward in recipe.reward.everything():
-        if reward.model:
-            model_shape.find_model(reward.model, "reward.model")
+    for judge in recipe.reward.judges():
+        model_shape.find_model(judge, "reward.model")
     if model.tokenizer:
         model_shape.find_model(model.tokenizer, "model.tokenizer")
     for option, path in (("model.reference", model.reference), ("critic.path", recipe.critic and recipe.critic.path)):
@@ -343,6 +357,14 @@ def _given_batch(recipe: Recipe) -> tuple[list[str], int]:
         stop = f", until {patience} in a row find nothing better" if patience else ""
         lines.append(f"validation: the held-out problems, every {every} steps{stop}" if every else "validation: none")
     return lines, 1
+
+
+def environment_line(environment: AnyEnvironment, longest: int) -> str:
+    each = f" of up to {environment.turn_tokens} tokens" if environment.turn_tokens else ""
+    return (
+        f"environment: {environment.name}, up to {many(environment.max_turns, 'turn')}{each}; a response has up to "
+        f"{longest} tokens with the environment's"
+    )
 
 
 def _generation(recipe: Recipe) -> list[str]:

@@ -91,7 +91,7 @@ def check_speed(recipe: Recipe, refining: str | None) -> None:
         raise ConfigError(
             "rollout.max_batch_sequences: does nothing with rollout.servers: that is their --max-num-seqs"
         )
-    if recipe.constraint and recipe.constraint.draft and refining and not ENGINES[refining].drafts:
+    if refining and recipe.constraint.draft and not ENGINES[refining].drafts:
         raise ConfigError(
             f"constraint.draft: does nothing with the {refining} engine, which has no speculative decoding. Set "
             "rollout.engine=vllm, or leave it out"

@@ -3,19 +3,37 @@
 A decoding step reads the weights once for the whole batch, and the keys and values of each sequence. A group computes
 its prompt once. The lower bound fills free places of the batch at once and launches kernels for free (CUDA graphs). The
 upper bound starts a batch after the longest response of the batch before it, and launches each kernel.
+
+`tail` is one estimate between them. Lengths are lognormal with the given mean, and one response of a hundred reaches
+the limit, so that a batch empties slowly: its last steps read all weights for a few sequences. That is what an engine
+on more devices shortens, at the price of two sums over its devices in each layer.
 """
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from megatron_rft.plan.devices import Device, Efficiency
 from megatron_rft.plan.parameters import Sizes
 
 KERNELS = 12  # approximate number of a layer's kernels in a decoding step
+AT_LIMIT = 0.01  # share of responses that reach the limit
+PARTS = 256  # of the longest response, in which the number of sequences is taken as constant
+SUM = 10e-6  # seconds of a sum over an engine's devices: a few kilobytes over NVLink
+NORMAL = NormalDist()
+
+
+def share_longer(tokens: float, mean: float, longest: float) -> float:
+    """Return the share of responses with more than `tokens` tokens, lognormal with this mean."""
+    if mean >= longest:
+        return 1.0
+    edge = NORMAL.inv_cdf(1 - AT_LIMIT)
+    sigma = edge - math.sqrt(max(edge**2 - 2 * math.log(longest / mean), 0.0))
+    return 1 - NORMAL.cdf((math.log(max(tokens, 1e-9) / mean) + sigma**2 / 2) / sigma)
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineEstimate:
     """One engine over `devices`, with room for `places` sequences at a time. `element`: bytes of a number."""
 
     chip: Device
@@ -41,6 +59,24 @@ class Engine:
         launches = len(self.s.mixture) * KERNELS * e.launch
         least = max(steps[0] * weights + cache, products)
         return least, steps[1] * (weights + launches) + cache + products
+
+    def tail(self, prompts: int, group: int, prompt: float, response: float, longest: float) -> float:
+        """Return the seconds for `group` responses to each of `prompts`, with a tail of long responses."""
+        count, e, d = prompts * group, self.efficiency, self.devices
+        bandwidth, layers = self.chip.bandwidth * e.memory * d, len(self.s.mixture)
+        fixed = layers * (KERNELS * e.launch + (2 * SUM if d > 1 else 0))
+        per_token = 2 * self.s.kv * layers * self.element
+        waves = math.ceil(count / self.places)
+        width, total = longest / PARTS, 0.0
+        for part in range(PARTS):
+            done = (part + 0.5) * width
+            alive = count / waves * share_longer(done, response, longest)
+            alive = max(alive, 1.0)  # the longest response of all
+            read = self._read(math.ceil(alive)) * self.element + alive * (prompt + done) * per_token
+            products = 2 * self.s.multiplied * alive / (self.chip.flops * e.compute * d)
+            total += width * (max(read / bandwidth, products) + fixed)
+        prefill = 2 * self.s.multiplied * prompts * prompt / (self.chip.flops * e.compute * d)
+        return waves * total + prefill
 
     def _read(self, batch: int) -> float:
         """Return the number of parameters that a decoding step reads: only the experts that a token of the batch

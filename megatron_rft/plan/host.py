@@ -5,28 +5,28 @@ weights stays in memory during training.
 """
 
 from megatron_rft.config.messages import many
-from megatron_rft.plan.memory import GIB, Memory, gib
-from megatron_rft.utils.host_memory import machine_bytes
+from megatron_rft.plan.memory import GIB, MemoryPlan, gib
+from megatron_rft.utils.device import machine_bytes
 
 LIBRARIES = {False: 0.5, True: 0.7}  # GiB of a process with a tiny model, without and with vLLM: Python, torch, ...
 
 
-def resident(m: Memory, vllm: bool) -> int:
+def resident(m: MemoryPlan, vllm: bool) -> int:
     """Return the approximate peak bytes of a rank's process, without checkpoints."""
     phase = m.activations + m.engine if vllm else max(m.activations, m.engine + m.cache)
     return _always(m, vllm) + phase
 
 
-def at_checkpoint(m: Memory, vllm: bool) -> int:
+def at_checkpoint(m: MemoryPlan, vllm: bool) -> int:
     """Return the approximate bytes of the first data-parallel rank's process while it makes a checkpoint."""
     return _always(m, vllm) + m.engine * vllm + m.checkpoint
 
 
-def _always(m: Memory, vllm: bool) -> int:
+def _always(m: MemoryPlan, vllm: bool) -> int:
     return round(LIBRARIES[vllm] * GIB) + m.state.total + m.awake + m.links + m.host
 
 
-def lines(m: Memory, vllm: bool, ranks: int, writers: int, engines: int, weights: int) -> list[str]:
+def lines(m: MemoryPlan, vllm: bool, ranks: int, writers: int, engines: int, weights: int) -> list[str]:
     """`ranks`: on this machine. `writers`: number of first data-parallel ranks among them. `engines`: processes outside
     of the ranks, each with so many bytes of `weights`."""
     each, here = resident(m, vllm), machine_bytes()

@@ -60,6 +60,8 @@ def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True)
         yield f"{layout.world} ranks are not a multiple of the experts' TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}"
     if shape is None:
         return
+    if cp > 1 and shape.whole_sequences:
+        yield f"context parallelism cuts sequences, and {shape.whole_sequences}"
     if shape.heads % tp:
         yield f"{shape.heads} attention heads do not divide by TP {tp}"
     elif shape.kv_heads % tp and tp % shape.kv_heads:
@@ -71,9 +73,14 @@ def problems(layout: Layout, shape: ModelShape | None, even_stages: bool = True)
         yield f"{shape.layers} layers do not divide by {stages}"
     if shape.experts == 0 and ep > 1:
         yield f"expert_model_parallel_size is {ep}, and the model has no experts"
+    elif shape.experts and etp != tp and ep == 1:
+        # megatron-core then reduces the experts' gradients over the wrong ranks
+        yield f"expert_tensor_parallel_size {etp} with TP {tp} needs expert_model_parallel_size above 1"
     elif shape.experts % ep:
         yield f"{shape.experts} experts do not divide by EP {ep}"
-    if shape.experts and shape.expert_ffn % etp:
+    if etp > 1 and shape.whole_experts:
+        yield f"expert_tensor_parallel_size is {etp}, and {shape.whole_experts}: set it to 1"
+    elif shape.experts and shape.expert_ffn % etp:
         yield f"the experts' feed-forward size {shape.expert_ffn} does not divide by their TP {etp}"
 
 
@@ -81,7 +88,7 @@ def possible(world: int, shape: ModelShape | None) -> list[Layout]:
     """Return the possible layouts of this many ranks, the simplest first."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     layouts = [
-        Layout(world, tp, pp, cp, ep, tp)
+        Layout(world, tp, pp, cp, ep, 1 if shape and shape.whole_experts else tp)
         for cp, ep, pp, tp in product(sizes, sizes if shape and shape.experts else [1], sizes, sizes)
     ]
     return [layout for layout in layouts if not list(problems(layout, shape))]
@@ -89,7 +96,7 @@ def possible(world: int, shape: ModelShape | None) -> list[Layout]:
 
 def check_layout(megatron: Megatron, world_size: int, shape: ModelShape | None) -> Layout:
     layout = Layout.of(megatron, world_size)
-    found = list(problems(layout, shape, even_stages=not UNEVEN & set(megatron.model_extra)))
+    found = list(problems(layout, shape, even_stages=not UNEVEN & set(megatron.extra)))
     if found:
         others = possible(world_size, shape)
         named = "\n  ".join(map(str, others[:SHOWN])) + (f"\n  and {len(others) - SHOWN} more" * (len(others) > SHOWN))
@@ -103,9 +110,9 @@ def check_layout(megatron: Megatron, world_size: int, shape: ModelShape | None) 
 def _check_switches(megatron: Megatron, layout: Layout, shape: ModelShape | None) -> None:
     if megatron.sequence_parallel and layout.tp == 1:
         raise ConfigError("megatron.sequence_parallel: does nothing with tensor_model_parallel_size 1: set it to false")
-    if shape and shape.experts and layout.tp > 1 and not megatron.sequence_parallel:
+    if shape and shape.sequence_parallel and layout.tp > 1 and not megatron.sequence_parallel:
         raise ConfigError(
-            "megatron.sequence_parallel: a mixture of experts with tensor parallelism needs it: set it to true"
+            f"megatron.sequence_parallel: {shape.sequence_parallel} with tensor parallelism needs it: set it to true"
         )
     if layout.vpp is not None and layout.pp == 1:
         raise ConfigError(

@@ -12,17 +12,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rft.config.lora import Lora
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
-from megatron_rft.config.sections import Batching, Rollout
+from megatron_rft.config.sections import Batching, Checkpoint, Rollout
 from megatron_rft.config.vllm import Vllm
-from megatron_rft.plan.activations import activations, compares
+from megatron_rft.plan.activations import activations
 from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
+from megatron_rft.plan.lora import adapter_chunks
 from megatron_rft.plan.parameters import Sizes, buckets, owned, stage_chunks
-from megatron_rft.plan.shared_prompts import Group
-from megatron_rft.plan.vllm import choose
+from megatron_rft.plan.shared_prompts import SharedGroup
+from megatron_rft.plan.teacher import weights as teacher_weights
+from megatron_rft.plan.vllm import choose, room_for_cache
 from megatron_rft.utils.errors import ConfigError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
@@ -49,13 +52,17 @@ class State:
 
 def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: bool = False) -> State:
     """Return the state of a rank of the pipeline stage; with the distributed optimizer, of the rank that has most."""
-    element, extra = BYTES[recipe.model.precision], recipe.megatron.model_extra or {}
+    element, extra = BYTES[recipe.model.precision], recipe.megatron.extra
+    frozen = 0
+    if recipe.lora and not (value_head and recipe.critic.path is None):  # otherwise a critic has the policy's
+        frozen = sum(each.count for chunk in stage_chunks(s, layout, stage, value_head) for each in chunk) * element
+        frozen -= s.hidden * element * (value_head and stage == layout.pp - 1)
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
     per_parameter = MOMENTS * (2 if own_moments else 1) + (MAIN if element == 2 else 0)
     gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
-    total = State(0, 0, 0)
+    total = State(frozen, 0, 0)
     # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
-    for count, ranks, buffer in buffers(extra, s, layout, stage, value_head, overlap=False):
+    for count, ranks, buffer, _ in buffers(recipe.lora, extra, s, layout, stage, value_head, overlap=False):
         if recipe.optimizer.use_distributed_optimizer:
             length = sum(length for length, _ in buffer)
             total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
@@ -65,26 +72,31 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
 
 
 def buffers(
-    extra: dict[str, Any], s: Sizes, layout: Layout, stage: int, value_head: bool, overlap: bool
-) -> Iterator[tuple[int, int, list]]:
-    """Yield (parameters, ranks that share them, buckets) of each buffer of gradients on a rank of the pipeline stage.
+    lora: Lora | None, extra: dict[str, Any], s: Sizes, layout: Layout, stage: int, value_head: bool, overlap: bool
+) -> Iterator[tuple[int, int, list, int]]:
+    """Yield (parameters, ranks that share them, buckets, parameters of the largest tensor) of each buffer of gradients
+    on a rank of the pipeline stage.
 
     `extra`: further options of the section `megatron`. `overlap`: its default of `overlap_grad_reduce`.
     """
     data_parallel = layout.world // (layout.tp * layout.pp)  # context parallel ranks share it too
     experts_parallel = layout.world // (layout.ep * layout.etp * layout.pp)
     size = extra.get("bucket_size") or max(40_000_000, 1_000_000 * data_parallel)
-    for number, chunk in enumerate(stage_chunks(s, layout, stage, value_head)):
+    trained = stage_chunks(s, layout, stage, value_head)
+    if lora:
+        trained = adapter_chunks(s, lora, layout, stage, value_head)
+    for number, chunk in enumerate(trained):
         whole = not extra.get("overlap_grad_reduce", overlap) or stage > 0 or number > 0
         for expert, ranks in ((False, data_parallel), (True, experts_parallel)):
             parameters = [each for each in chunk if each.expert == expert]
             if parameters:
                 bucketed = buckets(parameters, ranks, math.inf if whole else size)
-                yield sum(each.count for each in parameters), ranks, bucketed
+                largest = max(each.count // each.tensors for each in parameters)
+                yield sum(each.count for each in parameters), ranks, bucketed, largest
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPlan:
     """Bytes on the rank of the fullest pipeline stage.
 
     `engine`: the policy's, which sleeps during training: a copy of the whole model (for vLLM on a device of known
@@ -92,7 +104,9 @@ class Memory:
     engine that has the most. `links`: buffers for engines outside the rank. `host`: weights in host memory (a
     reference, a teacher), and the optimizer's state if it waits there while engines generate (`offloads`).
     `checkpoint`: additional host memory of the first data-parallel rank while it makes a checkpoint. `at_once`: the
-    trainer works while responses are generated and refined.
+    trainer works while responses are generated and refined. `reserve`: device memory that is left free while vLLM is
+    awake (rollout.reserve_gib). `distilled`: the weights of a distillation's teacher, which are on the device while it
+    computes, before the update.
     """
 
     stage: int
@@ -106,12 +120,15 @@ class Memory:
     checkpoint: int = 0
     at_once: bool = False
     offloads: bool = False
+    reserve: int = 0
+    distilled: int = 0
 
     @property
     def phases(self) -> dict[str, int]:
         always = self.state.total + self.awake + self.links
-        found = {"training": always + self.activations + self.cache * self.at_once}
-        return found | ({"generation": always - self.offloaded + self.engine + self.cache} if self.generates else {})
+        found = {"training": always + max(self.activations, self.distilled) + self.cache * self.at_once}
+        awake = always - self.offloaded + self.engine + self.cache + self.reserve
+        return found | ({"generation": awake} if self.generates else {})
 
     @property
     def generates(self) -> bool:
@@ -136,7 +153,7 @@ def engines_of(recipe: Recipe) -> list[int]:
 
 def by_vllm(recipe: Recipe, s: Sizes, device: float | None = None) -> bool:
     """`device`: memory of the planned GPU."""
-    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s, for_gpu=bool(device)).name == "vllm"
+    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s, bool(device), recipe.vllm).name == "vllm"
 
 
 def share_of(recipe: Recipe) -> float:
@@ -188,12 +205,15 @@ def update_memory(
     state = state_of(recipe, s, layout, stage)
     if recipe.critic:
         state += state_of(recipe, s, layout, stage, value_head=True)
-    second, element = compares(recipe.algorithm), BYTES[recipe.model.precision]
+    second = recipe.algorithm.compares_distributions or recipe.distil is not None
+    element = BYTES[recipe.model.precision]
     return state, activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
 
 
-def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> Memory:
-    group = Group.of(recipe.trainer, recipe.batching, recipe.data, recipe.rollout, layout.cp)
+def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> MemoryPlan:
+    group = SharedGroup.of(
+        recipe.trainer, recipe.batching, recipe.data, recipe.rollout, layout.cp, why_not=s.whole_sequences
+    )
     batching = recipe.batching
     if recipe.trainer == "rl":
         each = recipe.rollout.prompts_per_step * recipe.rollout.group_size * (1 + recipe.refines)
@@ -208,30 +228,50 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     copies = recipe.algorithm.uses_reference or measured
     teacher = recipe.algorithm.teacher_average is not None
     weights = state_of(recipe, s, layout, stage).weights if recipe.critic else state.weights
-    host = weights * copies + weights * 4 // BYTES[recipe.model.precision] * teacher
+    trained = weights
+    if recipe.lora:
+        chunks = adapter_chunks(s, recipe.lora, layout, stage, value_head=False)
+        trained = sum(each.count for chunk in chunks for each in chunk) * BYTES[recipe.model.precision]
+    host = (weights if recipe.model.reference else trained) * copies
+    host += trained * 4 // BYTES[recipe.model.precision] * teacher
+    distilled = 0
+    if recipe.trainer == "rl" and recipe.teaching:
+        distilled = teacher_weights(recipe.teaching.teacher, layout, BYTES[recipe.model.precision])
+    host += distilled
     offloads = recipe.rollout.offload_trainer
     host += state.optimizer * offloads
     outside = links(recipe.rollout, recipe.vllm, layout, device)
     held, at_once = gathered(recipe, s, layout, stage, overlap=bool(device)), recipe.trains_while_sampling
-    return Memory(stage, state, kept, engine, awake, cache, outside, host, held, at_once, offloads)
+    reserve = round(recipe.rollout.reserve_gib * GIB) if device and by_vllm(recipe, s, device) else 0
+    beside = {"offloads": offloads, "reserve": reserve, "distilled": distilled}
+    return MemoryPlan(stage, state, kept, engine, awake, cache, outside, host, held, at_once, **beside)
+
+
+def gathers(checkpoint: Checkpoint, s: Sizes) -> bool:
+    """Whether a checkpoint gathers the distributed optimizer's state."""
+    return (MOMENTS + MAIN) * s.whole() <= checkpoint.gather_gib * GIB
 
 
 def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int, overlap: bool = False) -> int:
-    """Return the additional host memory of the first data-parallel rank while it makes a checkpoint.
+    """Return the additional host memory of the first data-parallel rank while it makes a checkpoint, or of each rank
+    if each writes its own part.
 
     It gathers Adam's moments and fp32 weights of all parameters of its stage, for each set of moments. For a bucket it
     holds its own part, gloo's buffer, the parts of all ranks and their concatenation. The writer then gets copies of
-    everything. `overlap`: the backward pass reduces gradients in buckets, which is the default on GPUs.
+    everything, and of the rank's share of the weights: whole tensors. `overlap`: the backward pass reduces gradients in
+    buckets, which is the default on GPUs.
     """
     if not recipe.optimizer.use_distributed_optimizer:
         return 0
+    held, weights, largest, alone = 0, 0, 0.0, not gathers(recipe.checkpoint, s)
     sets = 2 if recipe.pipo is not None and recipe.pipo.optimizer_state == "own" else 1
-    held, largest = 0, 0.0
+    extra = recipe.megatron.extra
     for value_head in (False, True) if recipe.critic else (False,):
-        for count, ranks, buffer in buffers(recipe.megatron.model_extra or {}, s, layout, stage, value_head, overlap):
-            held += (MOMENTS + MAIN) * count * (1 if value_head else sets)
+        for count, ranks, buffer, tensor in buffers(recipe.lora, extra, s, layout, stage, value_head, overlap):
+            weights += BYTES[recipe.model.precision] * max(count // ranks, tensor)
+            held += (MOMENTS + MAIN) * count * (1 if value_head else sets) // (ranks if alone else 1)
             largest = max(largest, (1 + 1 / ranks) * max(length for length, _ in buffer))
-    return held + max(held, round((MOMENTS + MAIN) * largest))
+    return weights + (held if alone else held + max(held, round((MOMENTS + MAIN) * largest)))
 
 
 def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
@@ -247,12 +287,13 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
         "refiner's engine": m.awake,
         "cache, up to": m.cache,
         "links to engines outside": m.links,
+        "free when vLLM wakes": m.reserve,
     }
     found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
     found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
     if by_vllm(recipe, s, device_gib) and not device_gib:
         found.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
-    if recipe.trainer == "rl" and (models := [each.model for each in recipe.reward.everything() if each.model]):
+    if recipe.trainer == "rl" and (models := recipe.reward.judges()):
         found.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
     if recipe.rollout.placement != "colocated":
         copy = gib(copy_of_model(recipe, s))
@@ -262,7 +303,10 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
         )
     if m.checkpoint:
         ranks = f"{many(layout.tp * layout.pp, 'rank')} of the run"
-        found.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {ranks}, none on the others")
+        where = (
+            f"{ranks}, none on the others" if gathers(recipe.checkpoint, s) else "each rank, which writes its own part"
+        )
+        found.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {where}")
     if m.host:
         what = "weights and optimizer state" if m.offloads else "weights"
         found.append(f"memory of the host, for each rank: {gib(m.host)} of {what} that wait for their turn")
@@ -273,15 +317,23 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
-def check_fits(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float) -> str:
-    """Return a line about the free memory.
+def check_fits(
+    recipe: Recipe, s: Sizes, layout: Layout, device_gib: float, phases: tuple[str, ...] = ("training", "generation")
+) -> str:
+    """Return a line about the free memory in the fullest of the `phases`.
 
     Raises:
         ConfigError: it does not fit; the message says by how much, and which options would help.
     """
     m = memory_of(recipe, s, layout, device_gib * GIB)
-    phase, needed = max(m.phases.items(), key=lambda each: each[1])
+    found = {phase: size for phase, size in m.phases.items() if phase in phases}
+    phase, needed = max(found.items(), key=lambda each: each[1], default=("generation", 0))
     if needed <= device_gib * GIB:
+        if by_vllm(recipe, s, device_gib * GIB) and not recipe.vllm.arguments().get("kv_cache_memory_bytes"):
+            workers = 1 if recipe.refines else recipe.vllm.tensor_parallel_size
+            token = 2 * s.kv * len(s.mixture) * BYTES[recipe.rollout.dtype or recipe.model.precision]
+            sequence, weights = token * max(engines_of(recipe)) / workers, copy_of_model(recipe, s) / workers
+            room_for_cache(share_of(recipe), device_gib * GIB, weights, sequence)  # refuses a share that is too small
         return (
             f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
         )

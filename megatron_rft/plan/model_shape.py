@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from megatron_rft.families import ARCHITECTURES, head_dim
+from megatron_rft.families import FAMILIES
+from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences, why_unsupported
+from megatron_rft.families.shapes import dense_ffn, expert_ffn, experts, head_dim, kv_heads, of_json
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
@@ -26,6 +27,11 @@ class ModelShape:
     max_positions: int
     vocabulary: int
     head_dim: int
+    # reasons, empty if there are none: why sequences cannot be cut or share prompts, why TP needs sequence parallelism,
+    # why experts cannot be cut
+    whole_sequences: str = field(default="", kw_only=True)
+    sequence_parallel: str = field(default="", kw_only=True)
+    whole_experts: str = field(default="", kw_only=True)
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts" if self.experts else ""
@@ -76,35 +82,43 @@ def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
 
 def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
     config = read_config(folder, option)
-    names = config.get("architectures") or ["none named"]
-    if names[0] not in ARCHITECTURES:
+    if of_json(config).model_type not in FAMILIES:
         raise DataError(
-            f"{option}: the architecture of {folder} is not supported: {', '.join(names)}. "
-            f"Supported are {', '.join(ARCHITECTURES)}"
+            f"{option}: the architecture of {folder} is not supported: "
+            f"{', '.join(config.get('architectures') or ['none named'])}. "
+            f"Supported are {', '.join(family.architecture for family in FAMILIES.values())}"
         )
-    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    text = vars(of_json(config))
+    kinds, layers = text.get("layer_types"), text.get("num_hidden_layers")
     if kinds and len(kinds) != layers:
         raise DataError(
             f"{option}: {folder / 'config.json'} names {len(kinds)} layer_types for num_hidden_layers {layers}: make "
             "them equally many, or leave layer_types out"
         )
     try:
-        return shape_of(config)
-    except KeyError as error:
-        raise DataError(f"{option}: {folder / 'config.json'} lacks {error}") from None
+        shape = shape_of(config)
+    except AttributeError as error:
+        raise DataError(f"{option}: {folder / 'config.json'} lacks {error.name!r}") from None
+    if refused := why_unsupported(of_json(config)):
+        raise DataError(f"{option}: {folder}: {refused}")
+    return shape
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    """Raises KeyError where a field is missing."""
+    """Raises AttributeError where a field is missing."""
+    c = of_json(config)
     return ModelShape(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        ffn=config["intermediate_size"],
-        experts=config.get("num_experts") or config.get("num_local_experts") or 0,
-        expert_ffn=config.get("moe_intermediate_size") or 0,
-        max_positions=config["max_position_embeddings"],
-        vocabulary=config["vocab_size"],
-        head_dim=head_dim(SimpleNamespace(**config)),
+        layers=c.num_hidden_layers,
+        hidden=c.hidden_size,
+        heads=c.num_attention_heads,
+        kv_heads=kv_heads(c),
+        ffn=dense_ffn(c),
+        experts=experts(c),
+        expert_ffn=expert_ffn(c),
+        max_positions=c.max_position_embeddings,
+        vocabulary=c.vocab_size,
+        head_dim=head_dim(c),
+        whole_sequences=whole_sequences(c),
+        sequence_parallel=needs_sequence_parallel(c),
+        whole_experts=whole_experts(c),
     )

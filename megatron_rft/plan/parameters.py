@@ -6,10 +6,12 @@ Parameters have the model's order, because the padding between them depends on i
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_rft.families import ARCHITECTURES
+from megatron_rft.families.shapes import Part, first, layer_parts, of_json, partition_dim
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.model_shape import ModelShape, read_config, shape_of
 
@@ -21,25 +23,32 @@ class Sizes(ModelShape):
     """What config.json says about the parameters."""
 
     tied: bool
-    qkv_bias: bool
-    qk_norm: bool
     experts_per_token: int
-    mixture: tuple[bool, ...]  # by layer
+    parts: tuple[tuple[Part, ...], ...]  # by layer
 
     @classmethod
     def read(cls, folder: Path) -> "Sizes":
-        config = read_config(folder)
-        shape, family = shape_of(config), ARCHITECTURES[config["architectures"][0]]
-        sparse, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-        mixture = (bool(shape.experts) and i not in dense and (i + 1) % sparse == 0 for i in range(shape.layers))
+        return cls.of(read_config(folder))
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "Sizes":
+        """`config`: the content of a config.json."""
+        shape, c = shape_of(config), of_json(config)
         return cls(
             **vars(shape),
-            tied=bool(config.get("tie_word_embeddings")),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            experts_per_token=config.get("num_experts_per_tok") or 0,
-            mixture=tuple(mixture),
+            tied=bool(first(c, "tie_word_embeddings")),
+            experts_per_token=first(c, "num_experts_per_tok", default=0),
+            parts=tuple(tuple(layer_parts(c, i)) for i in range(shape.layers)),
         )
+
+    @cached_property
+    def mixture(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(any(part.expert for part in layer) for layer in self.parts)
+
+    @cached_property
+    def qk_norm(self) -> bool:
+        return any(part.name == "self_attention.q_layernorm.weight" for layer in self.parts for part in layer)
 
     @property
     def q(self) -> int:
@@ -49,13 +58,13 @@ class Sizes(ModelShape):
     def kv(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def multiplied(self) -> int:
         """Parameters of the matrices that multiply a token: of its own experts only, and without the embedding."""
-        attention = self.hidden * (2 * self.q + 2 * self.kv)
-        experts = self.experts_per_token * 3 * self.hidden * self.expert_ffn + self.experts * self.hidden
-        layers = [experts if mixture else 3 * self.hidden * self.ffn for mixture in self.mixture]
-        return sum(layers) + len(layers) * attention + self.vocabulary * self.hidden
+        found = self.vocabulary * self.hidden
+        for part in (part for layer in self.parts for part in layer if len(part.shape) == 2):
+            found += math.prod(part.shape) * (self.experts_per_token if part.expert else 1)
+        return found
 
     def whole(self) -> int:
         """Return the number of parameters of the whole model."""
@@ -65,59 +74,54 @@ class Sizes(ModelShape):
 
 class Parameter(NamedTuple):
     """A parameter on one rank. `expert`: kept in a separate buffer, because expert-parallel ranks have different
-    gradients. `alone`: kept in a separate bucket, as an embedding that two pipeline stages share."""
+    gradients. `alone`: kept in a separate bucket, as an embedding that two pipeline stages share. `tensors`: number of
+    tensors that a checkpoint makes of it."""
 
     count: int
     expert: bool = False
     alone: bool = False
+    tensors: int = 1
 
 
 def stage_chunks(s: Sizes, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
     """Return the parameters of a rank of a pipeline stage: by virtual stage, in the model's order."""
     virtual = layout.vpp or 1
-    size = len(s.mixture) // (layout.pp * virtual)
+    size = s.layers // (layout.pp * virtual)
     chunks = []
     for number in range(virtual):
         begin = (number * layout.pp + stage) * size
-        first, last = begin == 0, begin + size == len(s.mixture)
-        layers = s.mixture[begin : begin + size]
-        chunks.append(list(_chunk(s, layout, layers, first, last, value_head)))
+        begins, last = begin == 0, begin + size == s.layers
+        layers = s.parts[begin : begin + size]
+        chunks.append(list(_chunk(s, layout, layers, begins, last, value_head)))
     return chunks
 
 
 def _chunk(
-    s: Sizes, layout: Layout, layers: tuple[bool, ...], first: bool, last: bool, value_head: bool
+    s: Sizes, layout: Layout, layers: tuple[tuple[Part, ...], ...], begins: bool, last: bool, value_head: bool
 ) -> Iterator[Parameter]:
     vocabulary = -(-s.vocabulary // layout.tp) * s.hidden
     shared = s.tied and not value_head
-    if first:
+    if begins:
         yield Parameter(vocabulary, alone=shared and not last)
-    for mixture in layers:
-        yield from _layer(s, layout, mixture)
+    for parts in layers:
+        yield from _layer(s, layout, parts)
     if last:
         yield Parameter(s.hidden)
         if value_head:
             yield Parameter(s.hidden)
-        elif not (shared and first):
+        elif not (shared and begins):
             yield Parameter(vocabulary, alone=shared)
 
 
-def _layer(s: Sizes, layout: Layout, mixture: bool) -> Iterator[Parameter]:
-    tp, qkv = layout.tp, s.q + 2 * s.kv
-    yield Parameter(s.hidden)
-    yield Parameter(s.q // tp * s.hidden)
-    yield Parameter(qkv // tp * s.hidden)
-    if s.qkv_bias:
-        yield Parameter(qkv // tp)
-    if s.qk_norm:
-        yield from (Parameter(s.head_dim), Parameter(s.head_dim))
-    yield Parameter(s.hidden)
-    if not mixture:
-        yield from (Parameter(n * s.ffn // tp * s.hidden) for n in (2, 1))
-        return
-    yield Parameter(s.experts * s.hidden)
-    for _ in range(s.experts // layout.ep):
-        yield from (Parameter(n * s.expert_ffn // layout.etp * s.hidden, expert=layout.ep > 1) for n in (2, 1))
+def _layer(s: Sizes, layout: Layout, parts: tuple[Part, ...]) -> Iterator[Parameter]:
+    """Yield the parameters of a layer; those of an expert come together."""
+    for expert, found in groupby((part for part in parts if part.parameter), key=lambda part: part.expert):
+        ranks, group = layout.etp if expert else layout.tp, list(found)
+        counts = [math.prod(p.shape) // (1 if partition_dim(p.name) is None else ranks) for p in group]
+        tensors = [2 if "linear_fc1" in p.name and len(p.hf_names) == 2 else 1 for p in group]  # gate and up
+        times = s.experts // layout.ep if expert else 1
+        for count, number in list(zip(counts, tensors, strict=True)) * times:
+            yield Parameter(count, expert=expert and layout.ep > 1, tensors=number)
 
 
 def buckets(parameters: list[Parameter], ranks: int, size: float) -> list[tuple[int, list[tuple[int, int]]]]:

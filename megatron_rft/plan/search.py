@@ -1,14 +1,17 @@
-"""Ranks the layouts of a recipe that fit its GPUs by the predicted seconds of a training step. No torch."""
+"""Ranks the layouts of a recipe that fit its GPUs by the predicted seconds of a training step, and the numbers of GPUs
+of an engine by those of generation. No torch."""
 
 from dataclasses import dataclass, replace
 
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.devices import NODE, Efficiency, device
+from megatron_rft.plan.engines import engines_of_step
+from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import Layout, possible
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.seconds import Bounds, Machine
-from megatron_rft.plan.shared_prompts import Group
+from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.utils.errors import ConfigError
 
 FRACTION = 0.5  # mean length of prompts and responses, as a share of the longest
@@ -72,9 +75,9 @@ class Search:
         )
         return Candidate(layout, m.largest, self._step(machine, m.state), own)
 
-    def _group(self, layout: Layout) -> Group:
+    def _group(self, layout: Layout) -> SharedGroup:
         r = self.recipe
-        return Group.of(r.trainer, r.batching, r.data, r.rollout, layout.cp, FRACTION)
+        return SharedGroup.of(r.trainer, r.batching, r.data, r.rollout, layout.cp, FRACTION, self.s.whole_sequences)
 
     def _step(self, machine: Machine, state: memory.State) -> Bounds:
         """Return the time of a step's log-probs and updates, without generation and grading."""
@@ -97,6 +100,36 @@ class Search:
         found += alone * looks
         return found * (2 if r.critic else 1)
 
+    def engines(self) -> dict[int, float]:
+        """Return for each number of GPUs of a colocated vLLM that fits the seconds of a step's generation."""
+        r, found = self.recipe, {}
+        if r.trainer != "rl" or r.rollout.placement != "colocated" or not memory.by_vllm(r, self.s, self.bytes):
+            return {}
+        workers = 1
+        while workers <= min(NODE, self.own.world) and not self.s.heads % workers and not self.own.world % workers:
+            vllm = r.vllm.model_copy(update={"tensor_parallel_size": workers})
+            prompts = -(-r.rollout.prompts_per_step // engines_of_step(r.rollout, vllm, self.own.world))
+            element = memory.BYTES[r.rollout.dtype or r.model.precision]
+            engine = EngineEstimate(self.chip, Efficiency(), self.s, workers, r.rollout.max_batch_sequences, element)
+            longest = r.rollout.max_response_tokens
+            mean = r.data.max_prompt_tokens * FRACTION, longest * FRACTION, longest
+            found[workers] = engine.tail(prompts, r.rollout.group_size, *mean)
+            workers *= 2
+        return found
+
+    def engine_lines(self) -> list[str]:
+        found, own = self.engines(), self.recipe.vllm.tensor_parallel_size
+        if own not in found:
+            return []
+        best = min(found, key=found.get)
+        told = [
+            f"vllm.tensor_parallel_size by seconds of generation, with a tail of long responses ({self.chip.name}):"
+        ]
+        told += [f"  {n}: {seconds:.1f} s" + " <- the recipe's" * (n == own) for n, seconds in found.items()]
+        if best != own:
+            told.append(f"  vllm.tensor_parallel_size={best} would save {found[own] - found[best]:.1f} s of a step")
+        return told
+
     def table(self) -> list[str]:
         found = self.candidates()
         shown = found[:SHOWN] + [each for each in found[SHOWN:] if each.own]
@@ -110,4 +143,4 @@ class Search:
             told.append(f"  {span}  {memory.gib(each.memory):>10}  {each.layout}{mark}")
         if len(found) > len(shown):
             told.append(f"  and {len(found) - len(shown)} more")
-        return told
+        return told + self.engine_lines()

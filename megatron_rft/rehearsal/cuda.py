@@ -20,14 +20,14 @@ ABSENT = ("transformer_engine", "apex", "wandb")  # their kernels cannot run on 
 PINNED = WeakIdKeyDictionary()  # host tensors that a GPU copies without the host
 
 
-class Stream:
+class DeviceStream:
     """A stream or an event (or its context) of a device that has no work."""
 
     ledger: Ledger
 
     def __init__(self, *_: Any, **__: Any): ...
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "DeviceStream":
         return self
 
     def __exit__(self, *_: Any) -> None: ...
@@ -35,13 +35,13 @@ class Stream:
     def __getattr__(self, name: str) -> Any:
         if name == "synchronize":
             self.ledger.wait("stream or event")
-        return lambda *_, **__: Stream()
+        return lambda *_, **__: DeviceStream()
 
 
 def install(ledger: Ledger) -> None:
     for name in ABSENT:
         sys.modules[name] = None
-    Stream.ledger = ledger
+    DeviceStream.ledger = ledger
     _answer(ledger)
     _keep_operations_visible()
     _read_through_the_mode()
@@ -59,7 +59,7 @@ def _answer(ledger: Ledger) -> None:
     replaced = {
         **dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "manual_seed", "set_rng_state"), _nothing),
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
-        **dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "Event"), Stream),
+        **dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "Event"), DeviceStream),
         "current_device": lambda: 0,
         "device_count": lambda: ledger.node,
         "synchronize": lambda *_: ledger.wait("torch.cuda.synchronize"),
@@ -117,7 +117,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 
-class RMSNorm(torch.autograd.Function):
+class FusedRMSNorm(torch.autograd.Function):
     """CUDA's fused kernel, which keeps its input and one number per row. A CPU build of torch computes and keeps fp32
     copies instead."""
 
@@ -125,18 +125,18 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out, rows = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight, rows)
-        Stream.ledger.kernel(0.0, 2.0 * x.numel() * x.element_size())
+        DeviceStream.ledger.kernel(0.0, 2.0 * x.numel() * x.element_size())
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, _ = ctx.saved_tensors
-        Stream.ledger.kernel(0.0, 3.0 * x.numel() * x.element_size())
+        DeviceStream.ledger.kernel(0.0, 3.0 * x.numel() * x.element_size())
         return torch.empty_like(x), torch.empty_like(weight)
 
 
 def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-    return RMSNorm.apply(x, weight)
+    return FusedRMSNorm.apply(x, weight)
 
 
 def _read_through_the_mode() -> None:

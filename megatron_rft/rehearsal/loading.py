@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rft.conversion import HFFolder, hf_shapes
+from megatron_rft.config.lora import Lora
+from megatron_rft.conversion import HFFolder, hf_shapes, lora
 from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.model_shape import find_model
@@ -69,23 +70,28 @@ class ModelFolder(HFFolder):
 def install(ledger: Ledger, mode: FakeDevice) -> None:
     plain = Actor.load
 
-    def load(self: Actor, *args: Any) -> None:
+    def load(self: Actor, *args: Any, **options: Any) -> None:
         label(mode, self)
         with ledger.during("loading"), ledger.holding("tensors of files"):
-            plain(self, *args)
+            plain(self, *args, **options)
 
     def random_tensors(hf_config: Any, _seed: int) -> Callable[[str], Tensor]:
         shapes = hf_shapes(hf_config)
         return Header({name: (shape, torch.float32) for name, shape in shapes.items()}, mode).get_tensor
 
+    def new_adapters(hf_config: Any, options: Lora, _seed: int) -> Callable[[str], Tensor]:
+        shapes = lora.shapes(hf_config, options)
+        return Header({name: (shape, torch.float32) for name, shape in shapes.items()}, mode).get_tensor
+
     Actor.load = load
     build.model_folder = lambda path, option="model.path": find_model(path, option) or Path(path)
     weights.open_folder = lambda path, hf_config: ModelFolder(path, hf_config, mode)
-    weights.random_tensors = random_tensors
+    weights.random_tensors, weights.new_adapters = random_tensors, new_adapters
 
 
 def label(mode: FakeDevice, actor: Actor) -> None:
     """Count the storages of a model's weights and gradients under these categories."""
-    mode.relabel(actor.parameters(), "weights")
-    buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+    mode.relabel(actor.tensors(frozen=True), "weights")
+    chunks = actor.chunks if actor.optimizer else []  # a teacher has no gradients
+    buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     mode.relabel([b.grad_data for b in buffers], "gradients")

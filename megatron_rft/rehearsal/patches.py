@@ -16,9 +16,9 @@ from megatron.core.transformer.moe import moe_utils, router
 from torch import Tensor
 
 from megatron_rft.megatron import actor as actors
-from megatron_rft.megatron import offload, parallel, shared_attention, vocabulary
+from megatron_rft.megatron import offload, parallel, torch_attention, vocabulary
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.optimizer import Optimizer
+from megatron_rft.megatron.optimizer import ActorOptimizer
 from megatron_rft.rehearsal.cuda import LowerRight
 from megatron_rft.rehearsal.device import FakeDevice
 from megatron_rft.rehearsal.ledger import Ledger
@@ -30,7 +30,7 @@ def install(ledger: Ledger, mode: FakeDevice) -> None:
     _name_phases(ledger)
     _neighbours(ledger)
     _balanced_routing(mode)
-    shared_attention.causal_lower_right = LowerRight
+    torch_attention.causal_lower_right = LowerRight
     _offload(ledger, mode)
 
 
@@ -53,7 +53,7 @@ def around(owner: Any, name: str, context: Callable[..., AbstractContextManager]
 def _name_parts(ledger: Ledger) -> None:
     around(schedules, "forward_step", lambda *_, **__: ledger.doing("forward"))
     around(schedules, "backward_step", lambda *_, **__: ledger.doing("backward"))
-    around(Optimizer, "step", lambda *_, **__: ledger.doing("optimizer"))
+    around(ActorOptimizer, "step", lambda *_, **__: ledger.doing("optimizer"))
 
 
 def _name_categories(ledger: Ledger) -> None:

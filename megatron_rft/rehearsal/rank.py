@@ -2,8 +2,8 @@
 
 python -m megatron_rft.rehearsal.rank
 
-Each line of stdin is a `Question` as JSON. The process imports the packages once and forks for each question. The fork
-writes the counts into the question's file `out`; then the process prints that name.
+Each line of stdin is a `RankQuestion` as JSON. The process imports the packages once and forks for each question. The
+fork writes the counts into the question's file `out`; then the process prints that name.
 """
 
 import importlib
@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rft.config import load
+from megatron_rft.families.checks import whole_sequences
 from megatron_rft.plan.devices import NODE, Efficiency, device
+from megatron_rft.plan.memory import gathers
 from megatron_rft.plan.model_shape import find_model
+from megatron_rft.plan.parameters import Sizes
 from megatron_rft.rehearsal import guard
 from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.utils.errors import UserError
@@ -29,7 +32,7 @@ UPDATES = {"policy": "training", "value": "critic's training"}  # name of an upd
 
 
 @dataclass(frozen=True)
-class Question:
+class RankQuestion:
     recipe: str
     overrides: list[str]
     world: int
@@ -46,8 +49,8 @@ class Question:
 def main() -> None:
     prepared = None
     for line in sys.stdin:
-        question = Question(**json.loads(line))
-        prepared = prepared or Prepared(question)
+        question = RankQuestion(**json.loads(line))
+        prepared = prepared or PreparedProcess(question)
         child = os.fork()
         if child == 0:
             found = prepared.answer(question)
@@ -57,10 +60,10 @@ def main() -> None:
         print(question.out, flush=True)
 
 
-class Prepared:
+class PreparedProcess:
     """The state of a process that pretends to have the question's GPUs and has imported everything."""
 
-    def __init__(self, question: Question):
+    def __init__(self, question: RankQuestion):
         self.ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
         guard.load()
         from megatron_rft.rehearsal import cuda
@@ -73,7 +76,7 @@ class Prepared:
         self.patches = loading, patches
         importlib.import_module("megatron_rft.training.online")  # once for all ranks
 
-    def answer(self, question: Question) -> dict[str, Any]:
+    def answer(self, question: RankQuestion) -> dict[str, Any]:
         """Return the counts of a rank (see `answer`), or its error. Call it once in a process: it patches torch for
         good."""
         assert device(question.device) == self.ledger.device, question.device
@@ -95,7 +98,7 @@ class Step:
     """A step of the recipe's trainer. `times` relates each phase to a whole step: (passes in a step, micro-batches of a
     pass in the run / micro-batches rehearsed)."""
 
-    def __init__(self, question: Question, ledger: Ledger, mode: Any):
+    def __init__(self, question: RankQuestion, ledger: Ledger, mode: Any):
         from megatron_rft.conversion import load_config
 
         self.question, self.ledger, self.mode = question, ledger, mode
@@ -126,7 +129,8 @@ class Step:
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
             deque(models.actor.stream(), maxlen=0)
         distributed = self.recipe.optimizer.use_distributed_optimizer
-        saving.rehearse(self.ledger, self.mode, models.trained, models.averages, distributed)
+        one_file = gathers(self.recipe.checkpoint, Sizes.read(find_model(self.recipe.model.path)))
+        saving.rehearse(self.ledger, self.mode, models.trained, models.averages, distributed, one_file)
         return self.times
 
     # ---- trainers
@@ -153,7 +157,7 @@ class Step:
             if self.question.training_only and update.name not in UPDATES:
                 continue  # PIPO's verification needs the memory of the policy's update
             passes = update.epochs * update.mini_batches
-            self._update(models.trained[update.model], update, passes, models.second, whole / passes * update.epochs)
+            self._update(models, update, passes, models.second, whole / passes * update.epochs)
         with self.ledger.during("end of the step"):
             models.end_of_step()
         return models
@@ -170,14 +174,14 @@ class Step:
         if offline:
             batch, second = self._with_reference(models.actor, objective, batch)
         for update in objective.prepare(batch, objective.init()).updates:
-            self._update(models.actor, update, 1, second, count)
+            self._update(models, update, 1, second, count)
         return models
 
     def _with_reference(self, actor: Any, objective: Any, batch: Any) -> tuple[Any, Callable]:
         """Return pairs of a right and a wrong response with log-probs, and the source of their second distribution."""
         import torch
 
-        from megatron_rft.megatron.second_distribution import Recorded, Second
+        from megatron_rft.megatron.two_distributions import Second
         from megatron_rft.training.models import LOGPROBS
 
         number, options = torch.arange(len(batch)), self.recipe.algorithm
@@ -196,7 +200,8 @@ class Step:
             extrapolation = update.second.extrapolation
             if getattr(options, "reference", None) != "cached_hidden":
                 return Second(mini_batch, reference, extrapolation)
-            return Recorded(mini_batch, self._cached_rows, self._output_matrix(actor), extrapolation)
+            output = self._output_matrix(actor)
+            return Second(mini_batch, extrapolation=extrapolation, rows=self._cached_rows, output_weight=output)
 
         return batch, second
 
@@ -233,20 +238,19 @@ class Step:
         recipe, question = self.recipe, self.question
         prompt = max(recipe.data.max_prompt_tokens // 2, 1)
         budget, longest = recipe.batching.micro_batch_tokens, recipe.rollout.max_response_tokens
-        sharing = 1 if recipe.batching.why_not_shared(recipe.megatron.context_parallel_size) else group
+        why = recipe.batching.why_not_shared(recipe.megatron.context_parallel_size, whole_sequences(self.hf_config))
+        sharing = 1 if why else group
         shape = micro_batch(prompt, min(longest, budget - prompt), question.fraction, budget, sharing)
         count = question.micro_batches * parallel.dp_size() * len(shape.responses)
         return batch_of(shape, max(min(group, 2), min(count, most)), group)
 
-    def _update(self, actor: Any, update: Any, passes: float, second: Callable, sequences: float) -> None:
+    def _update(self, models: Any, update: Any, passes: float, second: Callable, sequences: float) -> None:
         """Make one optimizer step. The run makes `passes` of them, each on `sequences`."""
         phase = UPDATES.get(update.name, update.name)
         update = replace(update, mini_batches=1, epochs=1)
         mini_batch = next(update.steps())
         with self.ledger.during(phase):
-            beside = second(update, mini_batch)
-            counts = update.counts(mini_batch)
-            actor.step(mini_batch, update.loss, counts, update.outputs, update.learning_rate, beside, update.moments)
+            models.step(update, *update.computed(mini_batch), second(update, mini_batch))
         self.times[phase] = (passes, max(1.0, sequences / len(mini_batch)))
         if update.second is not None:
             self.times["second distribution"] = self.times[phase]

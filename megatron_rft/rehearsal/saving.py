@@ -29,15 +29,21 @@ from megatron_rft.megatron import checkpoint as checkpoints
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
+from megatron_rft.megatron.lora import sharded_state
 from megatron_rft.rehearsal.device import FakeDevice
 from megatron_rft.rehearsal.ledger import Ledger
 
 
 def rehearse(
-    ledger: Ledger, mode: FakeDevice, models: dict[str, Actor], averages: dict[str, MovingAverage], distributed: bool
+    ledger: Ledger,
+    mode: FakeDevice,
+    models: dict[str, Actor],
+    averages: dict[str, MovingAverage],
+    distributed: bool,
+    gathers: bool,
 ) -> None:
     """Rehearse a checkpoint and an export. `distributed`: the run has the distributed optimizer, whose state the first
-    data-parallel rank gathers.
+    data-parallel rank gathers if the run `gathers`.
 
     Raises:
         CheckpointingException: no rank writes a shard, or several ranks do.
@@ -45,7 +51,7 @@ def rehearse(
     _install(distributed)
     with tempfile.TemporaryDirectory() as folder, mode.shapes_on_the_host():
         with ledger.during("checkpoint"), ledger.holding("checkpoint"):
-            _save(checkpoints.Checkpointer(Path(folder), models, averages=averages))
+            _save(checkpoints.Checkpointer(Path(folder), models, averages=averages, gathers=gathers))
             check_shards(models)
         if parallel.rank() == 0:  # the other ranks send their weights, as they do to an engine
             with ledger.during("export"), ledger.holding("buckets"):
@@ -55,7 +61,7 @@ def rehearse(
 
 def _install(distributed: bool) -> None:
     """Replace functions that need other ranks or write a file."""
-    parallel._host_groups.update(dict.fromkeys(parallel.PHASES, dist.group.WORLD))
+    parallel.host_group = lambda _: dist.group.WORLD
     filesystem_async._results_queue = queue.Queue()
     for module in (state_dict_utils, fully_parallel):
         module.validate_sharding_integrity = lambda *_, **__: None  # check_shards does it
@@ -94,7 +100,7 @@ def check_shards(models: dict[str, Actor]) -> None:
         with _as_rank(dist.get_rank() + number):
             for name, actor in models.items():
                 for chunk in actor.models:
-                    part = chunk.sharded_state_dict(f"{name}.", metadata=metadata)
+                    part = sharded_state(chunk, f"{name}.", metadata)
                     apply_factories(part)
                     for each in nested_values(part):
                         if isinstance(each, ShardedTensor):

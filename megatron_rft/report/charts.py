@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from megatron_rft.report.groups import Group
+from megatron_rft.report.groups import RunGroup
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ CHARTS = (
 )
 
 
-def shown(groups: list[Group]) -> list[Chart]:
+def shown(groups: list[RunGroup]) -> list[Chart]:
     """Return the charts that have data. The loss is left out if there are rewards, because the loss of a policy
     gradient does not measure progress."""
 
@@ -208,7 +208,7 @@ def shown(groups: list[Group]) -> list[Chart]:
     return [each for each in CHARTS if has(each.lines[0].metric) and not (each.title == "Loss" and has("reward/mean"))]
 
 
-def phases(groups: list[Group]) -> list[str]:
+def phases(groups: list[RunGroup]) -> list[str]:
     """Return the metrics of the phases of a step, sorted by their share of the time, the longest first."""
     total: dict[str, float] = {}
     for group in groups:

@@ -4,33 +4,34 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rft.report.groups import Group, mean_and_error
-from megatron_rft.report.runs import Run
+from megatron_rft.report.groups import RunGroup, mean_and_error
+from megatron_rft.report.runs import RecordedRun
 from megatron_rft.tracking.progress import slow_rank
 
+MOST_LEVELS = 8
 SLOW_STEPS = 10  # of a rank that the page names
 
 
 @dataclass(frozen=True)
-class Number:
+class Headline:
     label: str
     value: str
     more: str = ""
 
 
-def headline(group: Group) -> list[Number]:
+def headline(group: RunGroup) -> list[Headline]:
     """Return the headline numbers of a group, the most important first."""
-    found = [accuracy(group), reward(group), *pace(group), straggler(group)]
+    found = [accuracy(group), *by_level(group), reward(group), *pace(group), straggler(group)]
     return [number for number in found if number is not None]
 
 
-def accuracy(group: Group) -> Number | None:
+def accuracy(group: RunGroup) -> Headline | None:
     """Return pass@1 on the test problems before and after training, else the first and last on the held-out ones."""
     for label, ends in (("pass@1, test", _tested), ("pass@1, held out", _validated)):
         pairs = [pair for run in group.runs if (pair := ends(run))]
         if pairs:
             (before, _), (after, error) = (_with_error([pair[i] for pair in pairs]) for i in (0, 1))
-            return Number(label, f"{before:.3f} → {after:.3f}", "" if error is None else f"± {error:.3f}")
+            return Headline(label, f"{before:.3f} → {after:.3f}", "" if error is None else f"± {error:.3f}")
     return None
 
 
@@ -41,14 +42,14 @@ def _with_error(pairs: list[tuple[float, float | None]]) -> tuple[float, float |
     return mean_and_error([value for value, _ in pairs])
 
 
-def _tested(run: Run) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
-    results = run.tested()
+def _tested(run: RecordedRun) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
+    results = run.evaluated("test")
     if len(results) < 2:
         return None
     return tuple((result["pass_at_1"], result.get("standard_error")) for _, result in (results[0], results[-1]))
 
 
-def _validated(run: Run) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
+def _validated(run: RecordedRun) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
     values = run.curves.of("evaluation/pass@1")[1]
     if len(values) < 2:
         return None
@@ -56,7 +57,25 @@ def _validated(run: Run) -> tuple[tuple[float, float | None], tuple[float, float
     return tuple((values[i], errors[i] if len(errors) == len(values) else None) for i in (0, -1))
 
 
-def reward(group: Group) -> Number | None:
+def by_level(group: RunGroup) -> list[Headline]:
+    """Return the first and last accuracy of each level of difficulty, of the same problems as `accuracy`. A mean can
+    rise because one level does."""
+    for part in ("test", "validation"):
+        runs = [results for run in group.runs if len(results := run.evaluated(part)) > 1]
+        ends = [[results[i][1].get("by_level") or {} for results in runs] for i in (0, -1)]
+        levels = sorted(set.intersection(*(set(each) for end in ends for each in end))) if runs else []
+        if runs:
+            return [_level(level, ends) for level in levels[:MOST_LEVELS]]
+    return []
+
+
+def _level(level: str, ends: list[list[dict[str, Any]]]) -> Headline:
+    before, after = (mean_and_error([each[level]["pass_at_1"] for each in end])[0] for end in ends)
+    label = level if "level" in level.lower() else f"level {level}"
+    return Headline(label, f"{before:.2f} → {after:.2f}", f"{ends[1][0][level]['problems']:.0f} problems")
+
+
+def reward(group: RunGroup) -> Headline | None:
     """Return the mean reward of the first and of the last tenth of the steps."""
     pairs = []
     for run in group.runs:
@@ -67,34 +86,36 @@ def reward(group: Group) -> Number | None:
     if not pairs:
         return None
     first, last = (mean_and_error([pair[i] for pair in pairs])[0] for i in (0, 1))
-    return Number("reward", f"{first:.3f} → {last:.3f}", "first and last tenth")
+    return Headline("reward", f"{first:.3f} → {last:.3f}", "first and last tenth")
 
 
-def pace(group: Group) -> list[Number]:
+def pace(group: RunGroup) -> list[Headline]:
     """Return the numbers of steps, seconds, tokens and skipped optimizer steps."""
     done = [run.steps for run in group.runs]
     planned = {run.options.get("run.steps") for run in group.runs} - {None}
     of = f"of {max(planned)}" if planned and max(planned) != min(done) else ""
-    found = [Number("steps", _range(done), of)]
+    found = [Headline("steps", _range(done), of)]
     seconds = [sum(run.curves.of("seconds/step")[1]) for run in group.runs]
     if any(seconds):
         each = [value for run in group.runs for value in run.curves.of("seconds/step")[1][1:]] or [0.0]
-        found.append(Number("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
+        found.append(Headline("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
     tokens = [value for run in group.runs for value in run.curves.of("tokens/per_second")[1]]
     if tokens:
-        found.append(Number("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
+        found.append(Headline("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
     skipped = sum(sum(run.curves.of("faults/skipped_steps")[1][-1:]) for run in group.runs)
     if skipped:
-        found.append(Number("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
+        found.append(Headline("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
     return found
 
 
-def straggler(group: Group) -> Number | None:
+def straggler(group: RunGroup) -> Headline | None:
     """Return the rank that was slow in the most steps, if there are `SLOW_STEPS` of them."""
     steps = [record for run in group.runs for record in run.curves.records if "ranks/slowest" in record]
     slow = Counter(int(record["ranks/slowest"]) for record in steps if slow_rank(record))
     rank, count = max(slow.items(), key=lambda item: item[1], default=(0, 0))
-    return Number("slowest rank", str(rank), f"slow in {count} of {len(steps)} steps") if count >= SLOW_STEPS else None
+    if count < SLOW_STEPS:
+        return None
+    return Headline("slowest rank", str(rank), f"slow in {count} of {len(steps)} steps")
 
 
 def _range(values: list[int]) -> str:
@@ -132,7 +153,7 @@ def _layout(options: dict[str, Any]) -> str:
     return " x ".join(f"{part} {size}" for part, size in sizes.items() if size > 1) or "none"
 
 
-def recipe_facts(group: Group) -> list[tuple[str, str]]:
+def recipe_facts(group: RunGroup) -> list[tuple[str, str]]:
     options = {key: value for key, value in group.runs[0].options.items() if value is not None}
     found = []
     for label, text in FACTS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_rft.report.runs import Run
+from megatron_rft.report.runs import RecordedRun
 
 MOST_POINTS = 400  # of a curve; longer runs are shown as means over bins of steps
 # Options that do not make a different experiment
@@ -25,9 +25,9 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     name: str
-    runs: list[Run]
+    runs: list[RecordedRun]
 
     @property
     def kind(self) -> str:
@@ -68,7 +68,7 @@ class Group:
     def so_far(self, name: str) -> list[float | None]:
         """Return the cumulative sum of a metric."""
 
-        def sums(run: Run):
+        def sums(run: RecordedRun):
             total = 0.0
             for record in run.curves.records:
                 total += record.get(name) or 0.0
@@ -76,7 +76,7 @@ class Group:
 
         return self._over_seeds(sums).mean
 
-    def _over_seeds(self, points: Callable[[Run], Any]) -> Series:
+    def _over_seeds(self, points: Callable[[RecordedRun], Any]) -> Series:
         of_runs = [self._binned(points(run)) for run in self.runs]
         means, errors = [], []
         for number in self.bins:
@@ -103,19 +103,19 @@ def mean_and_error(values: list[float]) -> tuple[float | None, float | None]:
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
-def grouped(runs: list[Run]) -> list[Group]:
+def grouped(runs: list[RecordedRun]) -> list[RunGroup]:
     """Group runs, in the order given. A second run with the same seed forms another group."""
-    found: dict[tuple, list[Run]] = {}
+    found: dict[tuple, list[RecordedRun]] = {}
     for run in runs:
         key, again = identity(run), 0
         while any(other.seed == run.seed for other in found.get((key, again), ())):
             again += 1
         found.setdefault((key, again), []).append(run)
     many = [sorted(group, key=lambda run: run.seed) for group in found.values()]
-    return [Group(name, group) for name, group in zip(names(many), many, strict=True)]
+    return [RunGroup(name, group) for name, group in zip(names(many), many, strict=True)]
 
 
-def identity(run: Run) -> tuple:
+def identity(run: RecordedRun) -> tuple:
     """Return a key that is equal for runs that differ only in their seed. A run without a recipe has a unique key."""
     if not run.recipe:
         return (str(run.folder),)
@@ -123,7 +123,7 @@ def identity(run: Run) -> tuple:
     return tuple((key, repr(relative(run, value))) for key, value in options if not key.startswith(IGNORED))
 
 
-def relative(run: Run, value: Any) -> Any:
+def relative(run: RecordedRun, value: Any) -> Any:
     """Make a path next to the run's folder relative to it, because each seed may have its own folder."""
     home = os.path.dirname(os.path.normpath(run.options.get("run.output_dir", "")))
     if isinstance(value, str) and home and value.startswith(home + os.sep):
@@ -131,7 +131,7 @@ def relative(run: Run, value: Any) -> Any:
     return value
 
 
-def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
+def differing(groups: list[RunGroup]) -> list[tuple[str, list[Any]]]:
     """Return (option, its value in each group) for every option in which groups differ."""
     first = [group.runs[0] for group in groups]
     keys = sorted({key for run in first for key in run.options if not key.startswith(IGNORED)})
@@ -139,9 +139,9 @@ def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
-def names(groups: list[list[Run]]) -> list[str]:
-    """Return names that differ between groups: the methods, the runs' names, or their folders."""
-    for name in (_method, _run_name, _folder_name):
+def names(groups: list[list[RecordedRun]]) -> list[str]:
+    """Return names that differ between groups: the methods, the runs' names, their folders, or the paths of these."""
+    for name in (_method, _run_name, _folder_name, _path(groups)):
         found = [name(group) for group in groups]
         if (len(groups) > 1 or name is not _method) and len(set(found)) == len(found) and all(found):
             return found
@@ -153,7 +153,13 @@ def names(groups: list[list[Run]]) -> list[str]:
     return found
 
 
-def _method(group: list[Run]) -> str:
+def _path(groups: list[list[RecordedRun]]) -> Callable[[list[RecordedRun]], str]:
+    """Return a function that names a group by the part of its first folder's path that the others do not share."""
+    shared = os.path.commonpath([group[0].folder.resolve().parent for group in groups])
+    return lambda group: os.path.relpath(group[0].folder.resolve(), shared)
+
+
+def _method(group: list[RecordedRun]) -> str:
     recipe = group[0].recipe
     algorithm = recipe.get("algorithm") or {}
     name = str(algorithm.get("name") or "")
@@ -164,12 +170,12 @@ def _method(group: list[Run]) -> str:
     return " + ".join(parts)
 
 
-def _run_name(group: list[Run]) -> str:
+def _run_name(group: list[RecordedRun]) -> str:
     found = {run.recipe.get("run", {}).get("name") for run in group}
     return str(found.pop()) if len(found) == 1 and None not in found else ""
 
 
-def _folder_name(group: list[Run]) -> str:
+def _folder_name(group: list[RecordedRun]) -> str:
     """Return the common name of the folders: `pipo` for pipo-seed0 and pipo-seed1, or for seed0/pipo and seed1/pipo."""
     folders = [run.folder.resolve().name for run in group]
     if len(set(folders)) == 1:

@@ -421,15 +421,30 @@ class Samples {
     say(`${sample.tokens.length + sample.omitted} tokens${sample.finished ? "" : ", cut off at the limit"}`);
     if (sample.answer) say(`reference ${sample.answer.slice(0, 80)}`);
     if (sample.reason) say(`verifier: ${sample.reason.slice(0, 200)}`);
-    const response = element("div", { class: "text response" }), all = numbers(sample);
+    const response = element("div", { class: "text response" }), all = numbers(sample), turns = sample.turns ?? [];
+    let part = response, spoken = null;
     sample.tokens.forEach((token, i) => {
-      if (sample.omitted && i === sample.head) response.append(element("span", { class: "omitted" }, `\n[... ${sample.omitted} tokens ...]\n`));
-      const span = element("span", { style: `background: ${colour(kind, all[kind]?.[i], scale)}` }, token);
+      const place = sample.omitted && i >= sample.head ? i + sample.omitted : i;  // in the whole response
+      const turn = turns.findIndex(([first, end]) => first <= place && place < end);
+      if (turns.length && turn !== spoken) {
+        part = this.part(turn, turns);
+        response.append(part);
+        spoken = turn;
+      }
+      if (sample.omitted && i === sample.head) part.append(element("span", { class: "omitted" }, `\n[... ${sample.omitted} tokens ...]\n`));
+      const span = element("span", { style: `background: ${colour(kind, turns.length && turn < 0 ? null : all[kind]?.[i], scale)}` }, token);
       span.addEventListener("pointermove", (event) => this.hover(event, token, i, all));
       span.addEventListener("pointerleave", hideTip);
-      response.append(span);
+      part.append(span);
     });
     return element("article", { class: "sample" }, facts, element("div", { class: "text prompt" }, sample.prompt), response);
+  }
+
+  // One turn of a conversation; what the environment said can be folded.
+  part(turn, turns) {
+    if (turn < 0) return element("details", { class: "said", open: "" }, element("summary", {}, "environment"));
+    const reward = turns[turn][2] ? `, reward ${written(turns[turn][2])}` : "";
+    return element("div", { class: "turn" }, element("b", {}, `turn ${turn + 1}${reward}`));
   }
 
   hover(event, token, i, all) {
@@ -489,7 +504,9 @@ function explorer() {
   select.append(...names.map((name) => element("option", { value: name }, name)));
   const root = document.querySelector("#explorer .charts");
   const spec = (name) => ({ id: "any", title: name, unit: "", note: "", log: false, floor: null, lines: [{ metric: name, label: name, dash: "solid" }] });
-  const first = names.includes("policy/learning_rate") ? "policy/learning_rate" : names[0];
+  const drawn = new Set(data.charts.flatMap((chart) => chart.lines.map((line) => line.metric)));
+  const moves = (name) => data.groups.some((group) => new Set((group.metrics[name] || { mean: [] }).mean.filter((value) => value !== null)).size > 2);
+  const first = names.find((name) => moves(name) && !drawn.has(name)) || names.find(moves) || names[0];
   select.value = first;
   const chart = new LineChart(root, spec(first));
   select.addEventListener("change", () => {

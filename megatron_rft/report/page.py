@@ -16,18 +16,19 @@ import yaml
 
 from megatron_rft import __version__
 from megatron_rft.report import charts, facts
-from megatron_rft.report.groups import Group, differing
+from megatron_rft.report.groups import RunGroup, differing
 from megatron_rft.utils.errors import UserError
 
 HERE = files("megatron_rft.report")
 EMPTY = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
 content="default-src 'none'; script-src 'unsafe-inline'"><title>megatron-rft</title></head>
 <body><p>{}</p></body></html>"""
-FEW = 8  # more differences than this are folded
+FEW = 16  # more differences than this are folded
+MOST_ALARMS = 5  # on a card
 MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 
 
-def write(groups: list[Group], notices: list[str], out: Path) -> list[Path]:
+def write(groups: list[RunGroup], notices: list[str], out: Path) -> list[Path]:
     path = Path(out) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,11 +38,11 @@ def write(groups: list[Group], notices: list[str], out: Path) -> list[Path]:
     return [path]
 
 
-def html(groups: list[Group], notices: list[str]) -> str:
+def html(groups: list[RunGroup], notices: list[str]) -> str:
     parts = {
         "title": escape(title(groups)),
         "notices": "".join(f'<p class="notice">{escape(notice)}</p>' for notice in notices),
-        "cards": "".join(card(number, group) for number, group in enumerate(groups)),
+        "cards": cards(groups),
         "differing": differences(groups),
         "recipes": "".join(recipe(group) for group in groups),
         "made": escape(f"megatron-rft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
@@ -55,26 +56,42 @@ def html(groups: list[Group], notices: list[str]) -> str:
     return page
 
 
-def title(groups: list[Group]) -> str:
+def title(groups: list[RunGroup]) -> str:
     return " / ".join(group.name for group in groups[:4]) + (" ..." if len(groups) > 4 else "")
 
 
-def card(number: int, group: Group) -> str:
-    """Return the HTML of a group's name, numbers and main options."""
+def cards(groups: list[RunGroup]) -> str:
+    """Return the HTML of each group's card, and, in a section of its own, of the options that all have."""
+    of_each = [facts.recipe_facts(group) for group in groups]
+    shared = [fact for fact in of_each[0] if all(fact in other for other in of_each)] if len(groups) > 1 else []
+    own = [[fact for fact in each if fact not in shared] for each in of_each]
+    found = "".join(card(number, group, own[number]) for number, group in enumerate(groups))
+    common = f'<section class="card shared"><h2>All of them</h2>{listed(shared)}</section>' if shared else ""
+    return f'<section class="cards">{found}</section>{common}'
+
+
+def listed(pairs: list[tuple[str, str]]) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in pairs) + "</dl>"
+
+
+def card(number: int, group: RunGroup, options: list[tuple[str, str]]) -> str:
+    """Return the HTML of a group's name, alarms, numbers and main options."""
+    told = [alarm for run in group.runs for alarm in run.alarms]
+    alarms = "".join(f'<p class="alarm">{escape(alarm)}</p>' for alarm in told[:MOST_ALARMS])
+    alarms += f'<p class="alarm">and {len(told) - MOST_ALARMS} more alarms</p>' * (len(told) > MOST_ALARMS)
     numbers = "".join(
         f'<div class="number"><span class="label">{escape(n.label)}</span><span class="value">{escape(n.value)}</span>'
         f'<span class="more">{escape(n.more)}</span></div>'
         for n in facts.headline(group)
     )
-    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.recipe_facts(group))
     folders = ", ".join(str(run.folder) for run in group.runs)
     return (
-        f'<article class="card group{number % 7}"><h2>{escape(group.name)}</h2><div class="numbers">{numbers}</div>'
-        f'<dl>{rows}</dl><p class="folders">{escape(folders)}</p></article>'
+        f'<article class="card group{number % 7}"><h2>{escape(group.name)}</h2>{alarms}'
+        f'<div class="numbers">{numbers}</div>{listed(options)}<p class="folders">{escape(folders)}</p></article>'
     )
 
 
-def differences(groups: list[Group]) -> str:
+def differences(groups: list[RunGroup]) -> str:
     rows = differing(groups)
     if not rows:
         return ""
@@ -94,12 +111,12 @@ def as_yaml(value: Any) -> str:
     return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def recipe(group: Group) -> str:
+def recipe(group: RunGroup) -> str:
     text = yaml.safe_dump(group.runs[0].recipe, sort_keys=False, allow_unicode=True, width=100)
     return f"<details><summary>Recipe of {escape(group.name)}</summary><pre>{escape(text)}</pre></details>"
 
 
-def data(groups: list[Group]) -> dict[str, Any]:
+def data(groups: list[RunGroup]) -> dict[str, Any]:
     """Return the data that page.js draws."""
     return {
         "groups": [group_data(group) for group in groups],
@@ -109,7 +126,7 @@ def data(groups: list[Group]) -> dict[str, Any]:
     }
 
 
-def group_data(group: Group) -> dict[str, Any]:
+def group_data(group: RunGroup) -> dict[str, Any]:
     skipped = {"step", "time"}
     return {
         "name": group.name,
@@ -124,7 +141,7 @@ def group_data(group: Group) -> dict[str, Any]:
     }
 
 
-def metric(group: Group, name: str) -> dict[str, Any]:
+def metric(group: RunGroup, name: str) -> dict[str, Any]:
     series = group.series(name)
     found = {"mean": [short(value) for value in series.mean]}
     return found if series.error is None else found | {"error": [short(value) for value in series.error]}
@@ -135,7 +152,7 @@ def short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
-def samples(groups: list[Group]) -> list[dict[str, Any]]:
+def samples(groups: list[RunGroup]) -> list[dict[str, Any]]:
     """Return the samples of each run's first and last recorded steps, and of some between them."""
     runs = [(group, run) for group in groups for run in group.runs if run.samples]
     each = max(MOST_LINES // len(runs), 2) if runs else 0

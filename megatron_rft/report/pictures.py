@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from megatron_rft.report.charts import Chart, phases, shown
-from megatron_rft.report.groups import Group, grouped
+from megatron_rft.report.groups import RunGroup, grouped
 from megatron_rft.report.runs import read, smooth
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish
@@ -20,7 +20,7 @@ FEW = 20  # curves with fewer points are not smoothed
 MOST_BARS = 40
 
 
-def write(groups: list[Group], out: Path) -> list[Path]:
+def write(groups: list[RunGroup], out: Path) -> list[Path]:
     """Write `out`/report.png with all charts, and each chart in `out`/charts. Returns the paths."""
     whole = _together(groups, out / "report.png")
     return [whole, *(_alone(chart, groups, out / "charts") for chart in shown(groups))]
@@ -31,7 +31,7 @@ def draw_run(run_dir: Path) -> Path:
     return _together(grouped([read(Path(run_dir))]), Path(run_dir) / "curves.png")
 
 
-def _together(groups: list[Group], path: Path) -> Path:
+def _together(groups: list[RunGroup], path: Path) -> Path:
     charts = shown(groups)
     with_phases = len(groups) == 1 and bool(phases(groups))
     count = len(charts) + with_phases
@@ -48,7 +48,7 @@ def _together(groups: list[Group], path: Path) -> Path:
     return path
 
 
-def _alone(chart: Chart, groups: list[Group], folder: Path) -> Path:
+def _alone(chart: Chart, groups: list[RunGroup], folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     figure = Figure(figsize=(5.6, 3.8), layout="constrained", dpi=150)
     draw(figure.add_subplot(), chart, groups)
@@ -59,16 +59,16 @@ def _alone(chart: Chart, groups: list[Group], folder: Path) -> Path:
     return path
 
 
-def _legend(groups: list[Group]) -> tuple[list, list[str]]:
+def _legend(groups: list[RunGroup]) -> tuple[list, list[str]]:
     handles = [Line2D([], [], color=color, linewidth=2) for _, color in coloured(groups)]
     return handles, [group.name + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "") for group in groups]
 
 
-def coloured(groups: list[Group]) -> list[tuple[Group, str]]:
+def coloured(groups: list[RunGroup]) -> list[tuple[RunGroup, str]]:
     return [(group, COLORS[number % len(COLORS)]) for number, group in enumerate(groups)]
 
 
-def draw(axes: Axes, chart: Chart, groups: list[Group]) -> None:
+def draw(axes: Axes, chart: Chart, groups: list[RunGroup]) -> None:
     for group, color in coloured(groups):
         for line in chart.lines:
             if group.has(line.metric):
@@ -85,7 +85,7 @@ def draw(axes: Axes, chart: Chart, groups: list[Group]) -> None:
     _finish(axes, chart.title, chart.unit)
 
 
-def draw_phases(axes: Axes, group: Group) -> None:
+def draw_phases(axes: Axes, group: RunGroup) -> None:
     """Draw seconds per step, stacked by phase, as means over bins of steps. Small phases are joined as "others"."""
     names = phases([group])
     shown_alone = names if len(names) <= 7 else names[:6]
@@ -114,7 +114,7 @@ def _finish(axes: Axes, title: str, unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axes: Axes, group: Group, metric: str, color: str, style: str) -> None:
+def _line(axes: Axes, group: RunGroup, metric: str, color: str, style: str) -> None:
     series = group.series(metric)
     points = [
         (step, mean, (series.error[i] or 0.0) if series.error else 0.0)

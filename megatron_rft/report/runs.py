@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from megatron_rft.config.resume import flat
-from megatron_rft.tracking.metrics import read_metrics
-from megatron_rft.tracking.samples import SAMPLES_FILE, Sample, read_samples, shortened
+from megatron_rft.tracking.metrics import NOTES_FILE, SAMPLES_FILE, Sample, read_metrics, read_samples, shortened
 from megatron_rft.utils.errors import UserError, did_you_mean
+from megatron_rft.utils.files import read_json_lines
 
 METRICS, RECIPE, REFINEMENTS = "metrics.jsonl", "recipe.yaml", "refinements.jsonl"
 
@@ -40,11 +40,12 @@ def smooth(values: list[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     folder: Path
     recipe: dict[str, Any]
     curves: Curves
     samples: list[dict[str, Any]] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -63,10 +64,10 @@ class Run:
     def steps(self) -> int:
         return max((record["step"] for record in self.curves.records), default=0)
 
-    def tested(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return (step, result) of every evaluation on data.test, in order."""
+    def evaluated(self, part: str) -> list[tuple[int, dict[str, Any]]]:
+        """Return (step, result) of every evaluation on a part, "test" or "validation", in order."""
         found = []
-        for path in sorted((self.folder / "evaluation").glob("test_step_*/results.json")):
+        for path in sorted((self.folder / "evaluation").glob(f"{part}_step_*/results.json")):
             try:
                 found.append((int(path.parent.name.rpartition("_")[2]), json.loads(path.read_text())[0]))
             except (ValueError, LookupError, OSError):
@@ -74,7 +75,7 @@ class Run:
         return found
 
 
-def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
+def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs that have steps, and notices about the others.
 
     Raises:
@@ -99,7 +100,7 @@ def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
     return runs, notices
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> RecordedRun:
     """Read the run in a folder. Raises UserError if there is none."""
     if not (folder / METRICS).is_file():
         raise UserError(_no_run(folder))
@@ -110,7 +111,11 @@ def read(folder: Path) -> Run:
     except yaml.YAMLError as error:
         raise UserError(f"{folder / RECIPE} is not valid YAML: {error}") from None
     recipe = recipe if isinstance(recipe, dict) else {}
-    return Run(folder, recipe, Curves(read_metrics(folder / METRICS)), samples_of(folder))
+    return RecordedRun(folder, recipe, Curves(read_metrics(folder / METRICS)), samples_of(folder), alarms_of(folder))
+
+
+def alarms_of(folder: Path) -> list[str]:
+    return [line["note"] for line in read_json_lines(folder / NOTES_FILE) if line.get("alarm")]
 
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:

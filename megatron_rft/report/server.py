@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from megatron_rft.report import page, status
 from megatron_rft.report.groups import grouped
 from megatron_rft.report.runs import METRICS, read_all
-from megatron_rft.tracking.notes import NOTES_FILE
+from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.utils.errors import ConfigError, UserError
 
 ADDRESS = "127.0.0.1"
@@ -31,7 +31,7 @@ setInterval(async () => {
 """
 
 
-class Report:
+class LiveReport:
     """What is served, read anew for each request."""
 
     def __init__(self, folders: list[Path]):
@@ -55,7 +55,7 @@ class Report:
 
 
 class Handler(BaseHTTPRequestHandler):
-    def __init__(self, report: Report, token: str, *arguments, **named):
+    def __init__(self, report: LiveReport, token: str, *arguments, **named):
         self.report, self.token = report, token
         super().__init__(*arguments, **named)
 
@@ -99,7 +99,7 @@ def start(folders: list[Path], port: int = 0) -> tuple[ThreadingHTTPServer, str]
     """
     token = secrets.token_urlsafe(24)
     try:
-        server = ThreadingHTTPServer((ADDRESS, port), partial(Handler, Report(folders), token))
+        server = ThreadingHTTPServer((ADDRESS, port), partial(Handler, LiveReport(folders), token))
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from None
     server.daemon_threads = True

@@ -5,9 +5,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.report.runs import METRICS, RECIPE, Run, read
-from megatron_rft.tracking.notes import NOTES_FILE
-from megatron_rft.tracking.progress import SHOWN, accuracy, clock_time, phase_seconds, slow_rank
+from megatron_rft.report.runs import METRICS, RECIPE, RecordedRun, read
+from megatron_rft.tracking.metrics import NOTES_FILE
+from megatron_rft.tracking.progress import accuracy, clock_time, phase_seconds, shown, slow_rank
+from megatron_rft.utils import run_lock
 from megatron_rft.utils.checkpoint_files import complete
 from megatron_rft.utils.errors import UserError
 from megatron_rft.utils.files import read_json_lines
@@ -21,12 +22,16 @@ NOTES_SHOWN = 8
 def lines(folder: Path, now: float | None = None) -> list[str]:
     """Raises UserError where `folder` is no run's."""
     now = time.time() if now is None else now
-    if not (folder / METRICS).is_file() and (folder / RECIPE).is_file():
-        return [f"{folder}: no step has finished yet", *_nodes(folder, now)]
+    holder = run_lock.holder(folder)
+    lives = holder is not None and run_lock.alive(folder, holder)
+    killed = f"{holder}, ended without saying why" if holder else "nothing runs here"
+    state = [str(holder), *_nodes(folder, now)] if lives else [f"no process: {killed}. The same command resumes"]
+    if not (folder / METRICS).is_file() and (folder / RECIPE).is_file() and (folder / "launch").is_dir():
+        return [f"{folder}: no step has finished yet", *state]
     run = read(folder)
     finished = _finished(run)
-    nodes = [] if finished else _nodes(folder, now)
-    return [_head(run, finished, now), *_numbers(run), *nodes, *_checkpoints(folder), *_notes(folder)]
+    state = [] if finished else state
+    return [_head(run, finished, lives, now), *_numbers(run), *state, *_checkpoints(folder), *_notes(folder)]
 
 
 def ended(folder: Path) -> bool:
@@ -36,17 +41,17 @@ def ended(folder: Path) -> bool:
         return False
 
 
-def _finished(run: Run) -> bool:
+def _finished(run: RecordedRun) -> bool:
     """Whether the model was exported after the last step. A run that goes on with more steps has an older export."""
     export = run.folder / "export"
     return bool(run.curves.records) and export.is_dir() and export.stat().st_mtime >= _last(run)["time"]
 
 
-def _last(run: Run) -> dict[str, Any]:
+def _last(run: RecordedRun) -> dict[str, Any]:
     return run.curves.records[-1] if run.curves.records else {"step": 0, "time": 0.0}
 
 
-def _head(run: Run, finished: bool, now: float) -> str:
+def _head(run: RecordedRun, finished: bool, lives: bool, now: float) -> str:
     last, total = _last(run), run.recipe.get("run", {}).get("steps")
     parts = [f"{run.name}: step {last['step']}" + (f" of {total}" if total else "")]
     if last["time"]:
@@ -54,16 +59,16 @@ def _head(run: Run, finished: bool, now: float) -> str:
     if finished:
         return ", ".join([*parts, "finished"])
     recent = run.curves.records[-PACE_STEPS - 1 :]
-    if len(recent) > 1 and total and last["step"] < total:
+    if lives and len(recent) > 1 and total and last["step"] < total:
         pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
         parts += [f"{pace:.1f} s per step", f"{clock_time(pace * (total - last['step']))} left"]
     return ", ".join(parts)
 
 
-def _numbers(run: Run) -> list[str]:
+def _numbers(run: RecordedRun) -> list[str]:
     last = {name: value for name, value in _last(run).items() if value is not None}
-    shown = [f"{label} {form.format(last[name])}" for name, label, form in SHOWN if name in last]
-    found = ["  ".join(shown)] if shown else []
+    numbers = [f"{label} {number}" for label, number in shown(last)]
+    found = ["  ".join(numbers)] if numbers else []
     if seconds := phase_seconds(last):
         found.append("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
     if slow := slow_rank(last):

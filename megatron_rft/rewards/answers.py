@@ -1,4 +1,4 @@
-r"""What a response gives as its answer. Text only: nothing here imports sympy.
+r"""What a response gives as its answer.
 
     boxed    only the last \boxed{...}
     marked   a box; else "#### ..." that is no heading; else <answer>...</answer>; else "the answer is ..."; else the
@@ -10,47 +10,37 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 """
 
 import re
-from collections import Counter
-from fractions import Fraction
 
-from megatron_rft.rewards.equivalence.latex import one_spelling, split, squeeze
-from megatron_rft.rewards.equivalence.rationals import number
-from megatron_rft.rewards.equivalence.structure import RELATION, unevaluated, value_of
+from megatron_rft.rewards.equivalence.compare import spelled
+from megatron_rft.rewards.equivalence.disguise import MATHS, stands_in
+from megatron_rft.rewards.equivalence.reader import Unread, read
+from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
 
-BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s${}]+)")
+BOX = re.compile(r"\\boxed(?:\s*(?=\{)|\s+(?P<bare>[^\s${}]+))")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-# Between two boxes of one list: "or", "and", commas, delimiters, "x_2 =", "2."; not "no, it is".
-JOINED = re.compile(
-    r"(?:(?<![A-Za-z\\])[A-Za-z](?:_\{?\w+\}?)?\s*=|\\(?:cup|[lc]?dots)(?![a-z])|\n\s*\(?\d+[.)]\s"
-    r"|\s|[$,;.:/&*()\[\]|~-]|\\[()\[\],;!: ]|\\\\|\\q?quad|\\text\{\s*(?:or|and)\s*\}"
-    r"|\bbut (?=maybe|perhaps|possibly)"
-    r"|\b(?:or|and|also|maybe|perhaps|possibly|alternatively|either|it|could|might|may|be|is|equivalently)\b)*+",
-    re.IGNORECASE,
-)
+# Between two boxes of one list: signs, single letters and these words; not "no, it is".
+APART = re.compile(r"but maybe|[A-Za-z]{2,}|(?<!_)(?<!_\{)[\d.]*\d(?![.)])|[+^<>]")
+JOINING = {"or", "and", "also", "but maybe", "maybe", "perhaps", "possibly", "either", "it", "is", "could", "be"}
+JOINING |= {"text", "cup", "dots", "ldots", "cdots", "quad", "qquad"}
 MARK = re.compile(
-    r"(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
-    r"(?:(?<!\w)(?:is|are|was|be|equals|becomes|would be|will be|must be)(?!\w)"
-    r"\s*(?:therefore|thus|then|simply|just|also|indeed|actually|exactly|equal to)?\s*[:=]?|:|=)[ \t*]*",
-    re.IGNORECASE,
+    r"^[ \t*]*A[ *]*:|(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
+    r"(?:(?<!\w)(?:is|are|was|be|equals|becomes)(?!\w)"
+    r"\s*(?:therefore|thus|then|simply|just|also|indeed|actually|exactly|equal to)?\s*[:=]?|:|=)",
+    re.IGNORECASE | re.MULTILINE,
 )
 END = re.compile(
     r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b|,? and (?=[^.\n]*\bis\b)"
 )
 VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
-    r"costs?|"
-    r"earns?|needs?|takes?|paid|pays?|spends?|spent|same as|(?:equal|equals|up|comes|amounts|adds|sums) to|total of)\b"
+    r"costs?|earns?|needs?|takes?|paid|pays?|spen[dt]s?|same as|(?:equals?|up|comes|amounts|adds|sums) to|total of)\b"
     r"\s*(?:exactly|simply|therefore|then|now|at)?|\b(?:it|that)['’]s\b|(?<!\d):|→|⇒|=>",
     re.IGNORECASE,
 )
 VALUE = re.compile(
     r"[-+]?[$€£]?\s?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+)?(?:\s?%|°)?"
     r"(?:[ -](?!(?:is|are|was|and|or|plus|minus|times|by|of|to|from|than)\b)[A-Za-z'²³]+){0,4}"
-)
-# Of a question: what stands between its formulas.
-PROSE = re.compile(
-    r"(?<![\\{a-zA-Z])(?:[A-Za-z]{3,}|is|of|if|to|in|at|by|we|as|be|do|an|or|on|so|it|no)(?![a-zA-Z{])[,.?]?"
 )
 FIRST = re.compile(
     r"(?:so|thus|therefore|hence|then)?,?\s*(?P<value>[-+]?\$?\d[\d,.]*)\s+is\s+(?:the|our|your)\s+(?:\w+\s+)?"
@@ -63,12 +53,7 @@ EQUATION = re.compile(
     r"(?P<formula>[-(]?\d[\d\s.()+*/^×÷−-]*[\d)])\s*(?:=|,? which is|is|equals|is equal to)\s*\$?"
     r"(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
 )
-REMARK = re.compile(r"(?<=\d)\s+\([A-Za-z][^()]*\)$")  # 144 (one hundred forty-four)
-OPEN = re.compile(r"(?<=\S)\s+\([^()\]]*$")  # 65 (18 +
-QUOTED = re.compile(r"^'([^']+)'$")
-FORMULA = re.compile(
-    r"(?<![\w.^{}\\])[-(]*\d[\d.]*(?:[\s()]*(?:[-+*/^]|\\cdot)[\s(-]*\d[\d.]*)+(?![\w^.]|\s*\\)"  # of numbers alone
-)
+REMARK = re.compile(r"(?<=\S)\s+\((?:[A-Za-z][^()]*\)|[^()\]]*)$")  # 144 (one hundred forty-four), and 65 (18 +
 HASHES = re.compile(r"(?<!#)#{4,}((?:(?!####)[^\n])+)")
 # After "####" and no answer: "Step 1: add", "Verification of x = 3", "Final Answer".
 HEADING = re.compile(
@@ -77,143 +62,59 @@ HEADING = re.compile(
     r"|(?:(?:the\s+)?(?:final\s+)?(?:answer|result|solution)|conclusion|step|part|case)s?[*_:\s]*$)",
     re.IGNORECASE,
 )
-MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 # Mathematics over several lines between \[ and \] or $$ and $$, without an empty line.
 DISPLAY = re.compile(r"\\\[(?:(?!\n\s*\n|\\\[).)*?\\\]|\$\$(?:(?!\n\s*\n).)*?\$\$", re.DOTALL)
-INLINE = r"(?:\$\$?[^$]+\$\$?|\\\((?:(?!\\\)).)+\\\))"
-LIST = re.compile(rf"{INLINE}(?:(?:,|\s|and|or)+{INLINE})+\Z", re.DOTALL)
+LIST = re.compile(r"(?:(?:\$[^$]+\$|\\\((?:(?!\\\)).)+\\\))(?:,|\s|and|or)*){2,}\Z", re.DOTALL)
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
 COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b.*", re.IGNORECASE)
-OPERATOR = re.compile(r"[+\-^!]|\\(?:frac|sqrt|cdot|[dt]?binom|sin|cos|tan|log|ln|times|sum|prod|int)(?![a-z])|/")
-ARGUMENT = re.compile(r"(?:\\[a-zA-Z]+|[\^_}\]\\])\s*$")  # before a brace that does more than group
-BRACKETS = re.compile(r"\A\(((?:[^()]|\([^()]*\))*)\)\Z")  # around a whole formula
+WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
 LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
 HEDGES = re.compile(
-    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unknown|undefined|n?either|unless"
-    r"|(?<!difference )between)\b|(?<=\w )if\b",
+    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unless"
+    r"|(?:unknown|undefined|n?either)(?=\s+\w)|(?<!difference )between)\b|(?<=\w )if\b|\(\s*(?:or|and)\b"
+    r"|^\W*(?:(?:more|less|greater|fewer) than|at (?:least|most))\b",
     re.IGNORECASE,
 )
-LIMITS = re.compile(r"^(?:more|less|greater|fewer) than\b|^at (?:least|most)\b", re.IGNORECASE)
 DENIED = re.compile(
     r"\b(?:wrong|incorrect|false|possible answers?)\b|\?", re.IGNORECASE
-)  # "57 + 87 = 144 is wrong", "is it 144?"
+)  # "... is wrong", "is it 144?"
+INTEGER = re.compile(r"-?(\d{1,15}|[1-9]\d{0,2}(,\d{3}){1,4})", re.ASCII)  # 17, -3, 1,234: not 12,34
 
 
+@time_limit()
 def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
     """Return the response's answer as written; None if it has none, or ends inside the box."""
-    thoughts, closed, said = text.rpartition("</think>")
-    text = said if closed and said.strip() else text
+    text = FENCED.sub("\n", text.rpartition("</think>")[2].partition("<think>")[0])
     box = _last_box(text)
     if how != "boxed" and (found := _hashed(text[box[0] :] if box else text, value=box is not None)):
         return found
     if box or how == "boxed":
         return (box[1] or None) if box else None
-    prose = FENCED.sub("\n", text)
-    if tagged := TAGGED.findall(prose):
+    if tagged := TAGGED.findall(text):
         return _clean(tagged[-1])
-    prose = DISPLAY.sub(lambda display: re.sub(r"\s*\n\s*", " ", display[0]), prose[-TAIL:])
+    prose = DISPLAY.sub(lambda display: re.sub(r"\s*\n\s*", " ", display[0]), text[-TAIL:])
     stated = _stated(prose)
-    if stated and not re.search(r"\d", stated) and not number(stated) and FORMULA.fullmatch(question.strip()):
+    if stated and not (re.search(r"\d", stated) or is_number(stated) or WORD.search(question or "of")):
         stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by words
     found = stated or _concluded(prose, question) or _asked(prose, question)
     return found or (_last(prose) if how == "any" else None)
 
 
-def is_echo(answer: str, reference: str, question: str) -> bool:
-    """Whether the answer repeats a formula of the question, or leaves a sum to be done: "57 + 87" for 144.
-
-    The reference's own text is no echo: some questions name the value that is asked for.
-    """
-    reference, equation = one_spelling(reference), one_spelling(answer)
-    answer = split(equation, RELATION)[-1]
-    if not answer or squeeze(reference) in (squeeze(answer), squeeze(equation)):
-        return False
-    question = one_spelling(question)
-    if answer != equation and _contains(question, equation):
-        return True
-    if unevaluated(answer, reference):
-        return True
-    plain = number(answer)
-    if plain and not ("\\frac" in answer or "/" in answer):
-        return False
-    if _recalculates(question, answer, reference):
-        return True
-    if not OPERATOR.search(answer.lstrip("-")):
-        return False
-    if re.search(r"[,;=<>]|\\text|\\cup", answer) or not _contains(question, answer):
-        return False
-    value = number(reference)
-    if plain and value and value.value == plain.value:  # a probability of 1/2 that the question speaks of
-        return value.value.denominator == 1 or "decimal" in question or squeeze(answer) != squeeze(f"{plain.value}")
-    return True
-
-
-def repeated(answer: str, reference: str, question: str) -> list[str]:
-    """Return formulas of the question that stand inside the answer and not in the reference: x + x of (x + x) + 0.
-
-    If one of them is equal to the reference, the answer is the question in disguise.
-    """
-    answer, reference = (_formula(split(one_spelling(text), RELATION)[-1]) for text in (answer, reference))
-    if number(answer):
-        return []
-    members = [
-        BRACKETS.sub(r"\1", _formula(member))
-        for piece in PROSE.sub("?", one_spelling(question)).split("?")
-        for member in split(piece.strip(" .:"), rf"{RELATION}|[,;]")[::2]
-    ]
-    formulas = [each for each in members if OPERATOR.search(each.lstrip("-")) and not number(each)]
-    return sorted({each for each in formulas if _stands_in(each, answer) and not _stands_in(each, reference)})
-
-
-def _recalculates(question: str, answer: str, reference: str) -> bool:
-    """Return whether the answer has all numbers of a formula of the question: \\sqrt{(57 + 87)^2} for 144.
-
-    A fraction may be written with any numbers.
-    """
-    if number(reference) is None or "frac" in reference or "/" in reference:
-        return False
-    numbers = [_numbers(text) for text in (answer, reference)]
-    formulas = [_numbers(each) for each in FORMULA.findall(question)]
-    return any(each <= numbers[0] and not each <= numbers[1] for each in formulas if each.total() > 1)
-
-
-def _numbers(text: str) -> Counter[Fraction]:
-    """Return the values of all numbers: 57.0, 057 and 5700% are 57."""
-    found = map(number, re.findall(r"\d+(?:\.\d+)?\s*%?", text, re.ASCII))
-    return Counter(each.value for each in found if each)
-
-
+@time_limit()
 def vote(answer: str) -> str:
     """Return the same text for equal answers, for majority votes."""
     try:
-        return value_of(answer) or answer
-    except (ValueError, RecursionError):
+        return spelled(read(answer))
+    except (Unread, TookTooLong):
         return answer
 
 
-def _contains(question: str, answer: str) -> bool:
-    """Return whether a formula occurs as a separate one: 7 + 8 does not occur in 57 + 87."""
-    answer = _formula(answer).strip("()")
-    return re.search(r"\W|_", answer) is not None and _stands_in(answer, _formula(PROSE.sub("?", question)))
-
-
-def _stands_in(part: str, text: str) -> bool:
-    return re.search(rf"(?<![\w.\\]){re.escape(part)}(?![\w^]|\.\d)", text) is not None
-
-
-def _formula(text: str) -> str:
-    """Squeeze a formula, without the braces that only group: {57} + 87."""
-    kept, arguments = "", []
-    for letter in text:
-        keep = True
-        if letter == "{":
-            keep = ARGUMENT.search(kept[-20:]) is not None
-            arguments.append(keep)
-        elif letter == "}" and arguments:
-            keep = arguments.pop()
-        kept += letter if keep else ""
-    return squeeze(kept)
+def is_number(text: str) -> bool:
+    try:
+        return read(text)[0] == "n"
+    except (Unread, TookTooLong):
+        return False
 
 
 def _last_box(text: str) -> tuple[int, str | None] | None:
@@ -227,7 +128,8 @@ def _last_box(text: str) -> tuple[int, str | None] | None:
         return place, None
     values = [_clean(content)]
     for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
-        if before[1] is None or after[0] - before[2] > 80 or not JOINED.fullmatch(text[before[2] : after[0]]):
+        between = text[before[2] : after[0]]
+        if before[1] is None or len(between) > 80 or {each.lower() for each in APART.findall(between)} - JOINING:
             break
         values.append(_clean(before[1]))
     return place, ", ".join(dict.fromkeys(reversed(values)))
@@ -246,7 +148,7 @@ def _content(text: str, match: re.Match) -> tuple[str | None, int]:
         return match["bare"], match.end()
     depth = 0
     for place in range(match.end(), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        depth += {"{": 1, "}": -1}.get(text[place], 0) if text[place - 1] != "\\" else 0
         if depth == 0:
             return text[match.end() + 1 : place], place + 1
     return None, len(text)
@@ -301,7 +203,7 @@ def _asked(text: str, question: str) -> str | None:
     """Return the last value that the response gives to a formula of the question: "61 - 48 is 13. Subtraction ..."."""
     for match in reversed(list(EQUATION.finditer(text))):
         denied = DENIED.search(text[match.end() :].partition("\n")[0].partition(". ")[0])
-        if not denied and _contains(one_spelling(question), one_spelling(match["formula"])):
+        if not denied and stands_in(match["formula"], question):
             return _clean(match["value"].rstrip(",."))
     return None
 
@@ -326,19 +228,21 @@ def _sentence(text: str) -> str:
 
 def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
     """Return the text if it is a value: mathematics, a number with its unit, or, if it is stated, a few words."""
-    text = OPEN.sub("", re.split("[→⇒]", text)[-1].strip().strip('*_`"').strip())
-    text = QUOTED.sub(r"\1", REMARK.sub("", text))
-    if not text or len(text) > LONGEST or HEDGES.search(text) or LIMITS.search(text) or text[-1] in "+-*/=":
+    if HEDGES.search(text):
+        return None
+    text = REMARK.sub("", re.split("[→⇒]", text)[-1].strip('*_`" \n\t')).strip()
+    text = text.strip("'") if text[:1] == "'" else text
+    if not text or len(text) > LONGEST or text[-1] in "+-*/=":
         return None
     if MATHS.match(text):
         rest = MATHS.sub("", text).strip(" .,")
         return _clean(text) if not rest or len(rest.split()) <= 4 else None
-    number_of_words = len(re.findall(r"(?<![\\a-zA-Z])[A-Za-z]{2,}", re.sub(r"\\[a-zA-Z]+\{?", "", text)))
+    number_of_words = len(WORD.findall(re.sub(r"\\[a-zA-Z]+\{?", "", text)))
     if VALUE.fullmatch(text):
         return _clean(text)
     if bare:
         return _clean(text) if number_of_words == 0 or (len(text.split()) <= 2 and not VERB.search(text)) else None
-    if stated and (number_of_words <= 5 or number(text.split()[0])):
+    if stated and (number_of_words <= 5 or is_number(text.split()[0])):
         return _clean(text)
     return _clean(text) if number_of_words == 0 else None
 
@@ -357,9 +261,6 @@ def _clean(answer: str) -> str:
     if len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1]:
         answer = answer[1:-1].strip()
     return answer.removesuffix(".").strip()
-
-
-INTEGER = re.compile(r"-?(\d{1,15}|[1-9]\d{0,2}(,\d{3}){1,4})", re.ASCII)  # 17, -3, 1,234: not 12,34
 
 
 def compare_exactly(reference: str, answer: str) -> bool | None:

@@ -1,23 +1,35 @@
-"""The protocol of a reward, which scores responses."""
+"""The interface of a reward, which scores responses."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from megatron_rft.records import Prompt, Score
+from megatron_rft.responses import Score
 from megatron_rft.utils.errors import RunFailed
 
 
-class Reward(Protocol):
+class Row(Protocol):
+    """What a reward reads of a problem; `records.Prompt` has it."""
+
+    index: int
+    text: str
+    answer: str
+    fields: dict[str, Any]
+    question: str
+
+
+class Reward(ABC):
     """Calls come from one thread. If the grader fails twice, it returns Score(error=...), never a reward of 0."""
 
     maximum: float  # no reward is above it; infinity where there is no bound. Such a response cannot be improved
 
-    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
+    @abstractmethod
+    def __call__(self, prompts: Sequence[Row], texts: list[str]) -> list[Score]:
         """Return one score per (prompt, text), in order. `texts` are decoded responses without special tokens."""
-        ...
 
-    def answer(self, prompt: Prompt, text: str) -> str | None:
+    def answer(self, prompt: Row, text: str) -> str | None:
         """Return the response's answer, for majority votes; None if it has none."""
         return None
 
@@ -25,7 +37,23 @@ class Reward(Protocol):
         """End all processes. May be called twice."""
 
 
-def finite(score: Score, on_nonfinite: str, when: str, prompt: Prompt, sample: int, text: str) -> Score:
+class Graded(Protocol):
+    """What `scored` reads of a response; `responses.Response` has it."""
+
+    score: Score | None
+
+    def total(self, score: Score) -> Score: ...
+
+
+def scored(reward: Reward, prompts: Sequence[Row], texts: list[str], responses: Sequence[Graded]) -> list[Score]:
+    """The environments' scores and, of responses without one, the reward's, with the rewards of turns added."""
+    missing = [number for number, response in enumerate(responses) if response.score is None]
+    graded = reward([prompts[i] for i in missing], [texts[i] for i in missing]) if missing else []
+    found = dict(zip(missing, graded, strict=True))
+    return [each.total(found[i] if each.score is None else each.score) for i, each in enumerate(responses)]
+
+
+def finite(score: Score, on_nonfinite: str, when: str, prompt: Row, sample: int, text: str) -> Score:
     """Return `score`, or one with an error if its reward is NaN or infinite: that would make every mean NaN.
 
     Raises:

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.base import Reward
+from megatron_rft.responses import Score
+from megatron_rft.rewards.base import Reward, Row
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
-from megatron_rft.rewards.sandbox.pool import Sandbox
-from megatron_rft.rewards.sandbox.runner import CALL_LATE, COMPILE_ERROR, Limits, Run, run_script, run_tests
+from megatron_rft.rewards.sandbox.pool import Sandbox, strongest
+from megatron_rft.rewards.sandbox.runner import CALL_LATE, COMPILE_ERROR, Limits, ProgramResult, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
 
 DOES_NOT_COMPILE, RUNTIME_ERROR, NONE_PASSED = -1.0, -0.6, -0.3
@@ -73,7 +73,7 @@ class CodeReward(Reward):
     def isolation(self) -> str:
         return describe(self.sandbox.mode)
 
-    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
+    def __call__(self, prompts: list[Row], texts: list[str]) -> list[Score]:
         assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
         tests = list(map(tests_of, prompts))
         names = {each: tested_names(each) for each in set(tests)}
@@ -101,7 +101,35 @@ class CodeReward(Reward):
         return grade(server, source, table, self.limits, self.row_limits)
 
 
-def tests_of(prompt: Prompt) -> str:
+def container() -> str:
+    """Return the strongest container for programs that works on this machine, or why there is none."""
+    try:
+        mode, problems = strongest(allow_none=False)
+    except SandboxError as error:
+        return f"no container works ({error}): reward.kind=code is refused. Install bubblewrap or allow user namespaces"
+    weaker = f" ({problems[0]})" if problems else ""
+    return describe(mode) + weaker
+
+
+class Interpreter:
+    """Runs one program at a time, each in its own cell. `timeout_s`: processor seconds; twice that by the clock."""
+
+    def __init__(self, timeout_s: float = 5.0, memory_mb: int = 1024, without_container: bool = False):
+        self.limits = Limits(timeout_s, 2 * timeout_s, memory_mb)
+        self.sandbox = Sandbox(1, without_container)
+
+    def __call__(self, source: str) -> str:
+        """Return what the program prints, and the error that ended it."""
+        (ran,) = self.sandbox.map(lambda server, job: run_script(server, job, "", self.limits), [source])
+        if isinstance(ran, SandboxError):
+            raise ran
+        limits = f"no result within {self.limits.cpu_s:g} s of computing and {self.limits.wall_s:g} s in all"
+        ended = limits if ran.timeout else ran.errors.strip() if ran.status else ""
+        ended = ended or (f"exit status {ran.status}" if ran.status else "")
+        return f"{ran.output}error: {ended}" if ended else ran.output
+
+
+def tests_of(prompt: Row) -> str:
     """Return a row's tests as JSON."""
     tests = prompt.fields.get("tests", prompt.answer)
     return tests if isinstance(tests, str) else json.dumps(tests)
@@ -140,6 +168,12 @@ def extract_code(text: str, names: Sequence[str] = ()) -> str:
     chosen = tagged or untagged or [body for _, body in blocks] or [text]
     defines = re.compile(rf"^[^\S\n]*+(?:(?:async )?def|class) (?:{'|'.join(map(re.escape, names))})\b", re.MULTILINE)
     return ([body for body in chosen if names and defines.search(body)] or chosen)[-1]
+
+
+def last_program(text: str) -> str | None:
+    """Return the last block tagged as Python, without thoughts; None if there is none."""
+    tagged = [body for language, body in fenced(text.rpartition("</think>")[2]) if language in PYTHON]
+    return tagged[-1] if tagged else None
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
@@ -207,6 +241,8 @@ def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Li
         task = {"code": table["code"], "setup": table.get("setup", ""), "names": table.get("names", [])}
     tested = run_tests(server, source, task, row)
     outcomes = [f"{test}\n{detail}".strip() if what == "fail" else "" for what, test, detail in tested.tests]
+    if not tested.tests and "assert" in table.get("code", ""):
+        return _share_passed(["no assert of the tests ran"])
     what, _, detail = tested.tests[-1] if tested.tests else ("broken", "", "there is no test among the tests")
     if what == "broken":
         return Score(0.0, error=f"the row's tests: {detail}")
@@ -219,7 +255,8 @@ def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Li
         return _tier(RUNTIME_ERROR, "time-out", _all_tests(row), outcomes[:-1])
     if what == "gone":
         ended = tested.run
-        ended = ended if ended.status or ended.timeout else Run(1, ended.timeout, "", "it ended before its tests did")
+        if not (ended.status or ended.timeout):
+            ended = ProgramResult(1, False, "", "it ended before its tests did")
         return _failure(ended, limits, "", outcomes[:-1]) or _share_passed(outcomes)
     return _share_passed(outcomes)
 
@@ -228,7 +265,7 @@ def _all_tests(row: Limits) -> str:
     return f"not all tests ended within {row.cpu_s:g} s of computing and {row.wall_s:g} s in all"
 
 
-def _failure(ended: Run, limits: Limits, where: str, outcomes: list[str]) -> Score | None:
+def _failure(ended: ProgramResult, limits: Limits, where: str, outcomes: list[str]) -> Score | None:
     """The tier of a run that did not end well."""
     if ended.status == COMPILE_ERROR:
         return _tier(DOES_NOT_COMPILE, "does not compile", ended.errors, outcomes)

@@ -9,7 +9,7 @@ from megatron_rft.utils.errors import DataError
 
 
 @dataclass(frozen=True)
-class Part:
+class Term:
     """One term of a sum. `shaping`: it counts in training, but not in the verifier's score."""
 
     name: str
@@ -22,7 +22,7 @@ class SumReward(Reward):
     """Gives the sum of weight * reward. A response is right if all verifiers with a verdict say so. An error of one
     part is an error of the sum."""
 
-    def __init__(self, parts: list[Part]):
+    def __init__(self, parts: list[Term]):
         self.parts = parts
         judging = [part for part in parts if not part.shaping]
         bounded = all(part.weight >= 0 for part in judging)  # rewards have no stated lower bound

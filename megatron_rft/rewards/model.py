@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import one_of_node
 
 ATTEMPTS = 3
 
@@ -26,8 +27,10 @@ class ModelReward(Reward):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(model)
-            self.model = AutoModelForSequenceClassification.from_pretrained(model).eval()
+            with one_of_node(model) as ask:
+                here = {"local_files_only": not ask}
+                self.tokenizer = AutoTokenizer.from_pretrained(model, **here)
+                self.model = AutoModelForSequenceClassification.from_pretrained(model, **here).eval()
         except (OSError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise DataError(f"reward.model: no classifier can be loaded from {model}: {reason}") from None

@@ -1,36 +1,31 @@
-"""Builds a reward from a recipe's section `reward`. The table of all kinds is `KINDS` in config/rewards.py."""
+"""Builds a reward from a recipe's section `reward`. `REWARDS` in config/rewards.py is the table of all kinds."""
 
 import importlib
 import os
 import sys
 from typing import Any
 
-from megatron_rft.config.rewards import KINDS
+from megatron_rft.config.rewards import REWARDS, RewardOptions
 from megatron_rft.rewards.base import Reward
-from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 
-def build(config: Any) -> Reward:
-    """The reward of a recipe's section: its class gets the options that its kind reads, under their names."""
-    if config.kind not in KINDS:
-        raise ConfigError(
-            f"reward.kind={config.kind!r}: there is {', '.join(KINDS)}.{did_you_mean(config.kind, KINDS)}"
-        )
-    kind = KINDS[config.kind]
-    module, _, name = kind.made_by.partition(":")
+def build(section: RewardOptions) -> Reward:
+    """The reward of a recipe's section: its class gets the options of its kind, under their names."""
+    module, _, name = REWARDS[section.kind][1].rpartition(".")
     make = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
-    reward = make(**{option: _option(config, option) for option in kind.reads})
+    own = type(section).model_fields.keys() - RewardOptions.model_fields.keys()
+    reward = make(**{option: _option(section, option) for option in own})
     if (isolation := getattr(reward, "isolation", None)) and os.environ.get("RANK", "0") == "0":
         print(f"programs run in {isolation}", file=sys.stderr, flush=True)
     return reward
 
 
-def _option(config: Any, name: str) -> Any:
+def _option(section: RewardOptions, name: str) -> Any:
     """Return an option's value, with sections inside it built as rewards."""
     if name == "parts":
-        from megatron_rft.rewards.combine import Part
+        from megatron_rft.rewards.combine import Term
 
-        return [Part(part.name or part.kind, build(part), part.weight, part.shaping) for part in config.parts]
+        return [Term(part.name or part.kind, build(part), part.weight, part.shaping) for part in section.parts]
     if name == "kinds":
-        return {row: build(each) for row, each in config.kinds.items()}
-    return getattr(config, name)
+        return {row: build(each) for row, each in section.kinds.items()}
+    return getattr(section, name)

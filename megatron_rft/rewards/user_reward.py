@@ -1,7 +1,9 @@
-"""Uses a function of the user as a reward."""
+"""Uses a function of the user as a reward: of one prompt and text, or of lists of them."""
 
 import inspect
 import math
+from collections.abc import Sized
+from typing import Any
 
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.base import Reward
@@ -13,15 +15,23 @@ ATTEMPTS = 2
 
 
 class UserReward(Reward):
-    """`function(prompt, text)` returns a number or a `Score`. An exception is an error of the grader, not a reward."""
+    """`function(prompt, text)` returns a number or a `Score`; `function(prompts, texts)` a list of them. An exception
+    is an error of the grader, not a reward."""
 
     def __init__(self, function: str, maximum: float | None = None):
         self.name, self.function = function, user_code.load(function, OPTION)
         self.maximum = math.inf if maximum is None else maximum
         if not callable(self.function):
             raise ConfigError(f"{OPTION}: {function} is a {type(self.function).__name__}, not a function")
+        if any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__))):
+            raise ConfigError(
+                f"{OPTION}: {function} is async, and nothing awaits it. A function of lists (prompts, texts) can call "
+                "asyncio.run itself and wait for all responses at once"
+            )
         try:
-            inspect.signature(self.function).bind(None, "")
+            signature = inspect.signature(self.function)
+            signature.bind(None, "")
+            self.takes_lists = next(iter(signature.parameters), "") == "prompts"
         except TypeError as error:
             raise ConfigError(
                 f"{OPTION}: {function} cannot be called with (prompt, text): {error}. It takes a Prompt and the "
@@ -29,16 +39,26 @@ class UserReward(Reward):
             ) from None
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        return [self._score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        if not self.takes_lists:
+            return [self._score(*self._called(prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
+        results, problem = self._called(prompts, texts)
+        if problem is None and (not isinstance(results, Sized) or len(results) != len(texts)):
+            problem = f"{self.name}: gave {results!r:.80} for {len(texts)} responses, not a list of as many"
+        if problem is not None:
+            return [Score(0.0, error=problem) for _ in texts]
+        return [self._score(result) for result in results]
 
-    def _score(self, prompt: Prompt, text: str) -> Score:
+    def _called(self, *arguments: Any) -> tuple[Any, str | None]:
+        """Return the function's result, or what it raised."""
         for _ in range(ATTEMPTS):
             try:
-                result = self.function(prompt, text)
-                break
+                return self.function(*arguments), None
             except Exception as error:
                 problem = f"{self.name}: {type(error).__name__}: {error}"
-        else:
+        return None, problem
+
+    def _score(self, result: Any, problem: str | None = None) -> Score:
+        if problem is not None:
             return Score(0.0, error=problem)
         if isinstance(result, Score):
             return result

@@ -1,1 +1,1 @@
-"""Turns prompts into a batch of graded responses: sampler, scheduler, refiner, feedback. Does not import vLLM."""
+"""Turns prompts into a batch of graded responses: sampler, refiner, feedback. Does not import vLLM."""

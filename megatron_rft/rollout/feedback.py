@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rft.config.algorithms.sdpo import SDPO
+from megatron_rft.config.algorithms.online import SDPO
 from megatron_rft.records import Prompt, Score
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rft.config.constraint import Constraint
+from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
@@ -93,7 +93,7 @@ class Refiner:
     template: str
     maximum: float
     seed: Callable[..., int]
-    options: Constraint
+    options: DynamicOptions
     draft: bool = True
     most_tokens: int | None = None
 

@@ -7,26 +7,28 @@ functions of the problem and the step, and sequences are in the order of the pro
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rft.inference.engine import Engine, Group, Request, Sampling, request_seed
-from megatron_rft.records import Batch, Prompt, Response, Score, concatenate
-from megatron_rft.rewards.base import Reward, finite
+from megatron_rft.inference.engine import Engine, Generate, Group, Request, Sampling, request_seed
+from megatron_rft.records import Batch, Prompt, Response, Score, concatenate, flat
+from megatron_rft.rewards.base import Reward, finite, scored
 from megatron_rft.rollout import refiner as refinement
+from megatron_rft.rollout import travel
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
 from megatron_rft.utils.errors import RunFailed
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ScoredResponse:
     """One scored response. `prompt_index`: the index of the prompt in the step."""
 
     prompt_index: int
@@ -47,7 +49,7 @@ class Rollout:
 class RoundResult:
     """The result of one round of sampling, of one rank or of all ranks."""
 
-    rollouts: list[Rollout]
+    rollouts: list[ScoredResponse]
     generation_seconds: float
     reward_seconds: float  # includes grading during generation
     refiner_seconds: float = 0.0  # includes refinement during generation
@@ -64,7 +66,7 @@ class Sampled:
 
     batch: Batch
     metrics: dict[str, float]
-    rollouts: list[Rollout]
+    rollouts: list[ScoredResponse]
 
 
 Keep = Callable[[Batch], Tensor]
@@ -74,15 +76,13 @@ Contexts = Callable[[Prompt, list[str], list[Score]], list[tuple[int, ...]]]
 """(problem, responses, scores) of a group -> the context of each response; empty if it has none."""
 
 
-Generate = Callable[[list[Request], Sampling], Iterator[Group]]
-
-
 @dataclass(frozen=True)
 class PendingRound:
     """A round of sampling that has started. `local` waits for this rank's result. `retry` (collective) then generates
     the unfinished requests of lost engines; None: there are none."""
 
     step: int
+    prompts: dict[int, Prompt]  # by index in the step
     local: Callable[[], RoundResult]
     retry: Callable[[], RoundResult] | None = None
 
@@ -92,6 +92,7 @@ class Sampler:
     """
     Args:
         gather: concatenates all ranks' lists, in rank order, on every rank.
+        gather_on_main: the same on rank 0 alone; elsewhere it returns the rank's own list.
         rank: index among the `world` ranks that have an engine; None: this rank has none.
         on_error: what to do with a response whose grader failed. "drop": leave it out of the batch and of the
             statistics of rewards, and count it. "stop": end the run.
@@ -107,6 +108,7 @@ class Sampler:
     group_size: int
     seed: int
     gather: Callable[[list], list] = list
+    gather_on_main: Callable[[list], list] = list
     rank: int | None = 0
     world: int = 1
     on_error: str = "drop"
@@ -141,12 +143,13 @@ class Sampler:
     ) -> PendingRound:
         """Start round `number` of a step; prompt indices start at `first`. Without `background` it runs in `local`."""
         requests = self._requests(prompts, first, step, number)
-        grade = partial(self._graded, dict(enumerate(prompts, first)), step, keep)
+        numbered = dict(enumerate(prompts, first))
+        grade = partial(self._graded, numbered, step, keep)
         if self._thread is None:
-            return PendingRound(step, partial(grade, requests, self.engine.generate))
+            return PendingRound(step, numbered, partial(grade, requests, self.engine.generate))
         left: list[Request] = []  # unfinished requests of lost engines
         job = self._thread.submit(grade, requests, partial(self.engine.begin, left=left))
-        return PendingRound(step, job.result, partial(grade, left, self.engine.retry))
+        return PendingRound(step, numbered, job.result, partial(grade, left, self.engine.retry))
 
     def collect(
         self,
@@ -172,8 +175,13 @@ class Sampler:
     def _round(self, pending: PendingRound) -> RoundResult:
         """Wait for a round. Returns all ranks' rollouts in order, and the seconds of the slowest rank."""
         parts = [pending.local()] + ([pending.retry()] if pending.retry else [])
-        step, results = pending.step, self.gather(parts)
-        rollouts = sorted((r for result in results for r in result.rollouts), key=lambda r: (r.prompt_index, r.sample))
+        parcels, step = self.gather([travel.pack(part) for part in parts]), pending.step
+        results = [parcel.result for parcel in parcels]
+        rollouts = [rollout for parcel in parcels for rollout in travel.unpack(parcel, pending.prompts)]
+        rollouts.sort(key=lambda r: (r.prompt_index, r.sample))
+        rollouts = travel.with_texts(
+            rollouts, self.gather_on_main([text for part in parts for text in travel.texts(part)])
+        )
         when = f"step {step}"
         rollouts = [
             replace(r, score=finite(r.score, self.on_nonfinite, when, r.prompt, r.sample, r.text)) for r in rollouts
@@ -189,7 +197,7 @@ class Sampler:
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
         return RoundResult(rollouts, *(max(getattr(result, name) for result in results) for name in clocks))
 
-    def _check_refined(self, rollouts: list[Rollout], step: int) -> None:
+    def _check_refined(self, rollouts: list[ScoredResponse], step: int) -> None:
         """Stop the run if the grader failed on a refined response and `on_error` says so; otherwise there is no
         pair."""
         failed = [each for each in rollouts if each.refined and each.refined.score.error is not None]
@@ -230,21 +238,28 @@ class Sampler:
         for index, prompt in enumerate(prompts, first):
             seed = request_seed(self.seed, step, number, prompt.index, seen[prompt.index])
             seen[prompt.index] += 1
-            requests.append(Request(index, tuple(prompt.token_ids), self.group_size, seed))
+            requests.append(Request(index, tuple(prompt.token_ids), self.group_size, seed, problem=prompt))
         if self.rank is None:
             return []
         return sorted(requests, key=lambda request: len(request.prompt_ids))[self.rank :: self.world]
 
     def _score(
         self, prompt: Prompt, group: Group, refining: Refining | None, keep: Keep | None
-    ) -> tuple[list[Rollout], float]:
+    ) -> tuple[list[ScoredResponse], float]:
         start = time.perf_counter()
-        texts = [self.tokenizer.decode(list(r.token_ids), skip_special_tokens=True) for r in group.responses]
-        scores = self.reward([prompt] * len(texts), texts)
-        contexts = self.contexts(prompt, texts, scores) if self.contexts else [None] * len(texts)
+        given, decode = group.responses, partial(self.tokenizer.decode, skip_special_tokens=True)
+        answers = [decode(list(response.last_turn)) for response in given]
+        scores = scored(self.reward, [prompt] * len(given), answers, given)
+        texts = [
+            decode(list(r.token_ids)) if len(r.turns) > 1 else text for r, text in zip(given, answers, strict=True)
+        ]
+        contexts = [None] * len(texts)
+        if self.contexts:
+            contexts = self.contexts(prompt, texts, with_feedback(scores, given))
+        responses = [replace(response, score=None) for response in given]
         rollouts = [
-            Rollout(group.id, sample, prompt, *each)
-            for sample, each in enumerate(zip(group.responses, texts, scores, contexts, strict=True))
+            ScoredResponse(group.id, sample, prompt, *each)
+            for sample, each in enumerate(zip(responses, texts, scores, contexts, strict=True))
         ]
         if refining:
             wanted = None if self.refiner.options.agreeing else keep
@@ -253,7 +268,15 @@ class Sampler:
         return rollouts, time.perf_counter() - start
 
 
-def worth_training(group: list[Rollout], keep: Keep | None) -> list[bool]:
+def with_feedback(scores: list[Score], responses: Sequence[Response]) -> list[Score]:
+    """Scores whose reasons, SDPO's feedback, begin with what the environment said."""
+    return [
+        replace(score, reason="\n".join(filter(None, (*response.said, score.reason)))) if response.said else score
+        for score, response in zip(scores, responses, strict=True)
+    ]
+
+
+def worth_training(group: list[ScoredResponse], keep: Keep | None) -> list[bool]:
     """Return for each response of a group whether the algorithm will train on it."""
     usable = [each.score.error is None and math.isfinite(each.score.reward + each.score.shaping) for each in group]
     if keep is None or not any(usable):
@@ -284,7 +307,7 @@ def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> 
     rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
     oldest = min(rollout.response.weight_version for rollout in rollouts)
     result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(
-        sampled_reward_sum=float(sum(rewards)),
+        sampled_reward_sum=math.fsum(rewards),
         sampled_count=float(len(rewards)),
         step=float(step),
         oldest_version=float(oldest),
@@ -295,15 +318,16 @@ def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> 
     return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
 
-def to_batch(rollouts: list[Rollout]) -> Batch:
+def to_batch(rollouts: list[ScoredResponse]) -> Batch:
     """Build a batch of the rollouts that have a reward, in their order. A group's number is its prompt index."""
     rollouts = [rollout for rollout in rollouts if rollout.score.error is None]
     responses = [rollout.response for rollout in rollouts]
-    logprobs = torch.tensor([logprob for response in responses for logprob in response.logprobs])
+    logprobs = flat([response.logprobs for response in responses], torch.float32)
+    prompts = {rollout.prompt_index: np.asarray(rollout.prompt.token_ids) for rollout in rollouts}
     batch = Batch.of(
-        [list(rollout.prompt.token_ids) for rollout in rollouts],
-        [list(response.token_ids) for response in responses],
-        tokens={"rollout_logprobs": logprobs, "response_mask": torch.ones(len(logprobs))},
+        [rollout.response.prompt_ids or prompts[rollout.prompt_index] for rollout in rollouts],
+        [response.token_ids for response in responses],
+        tokens={"rollout_logprobs": logprobs} | masks(responses),
         sequences={
             "group": torch.tensor([rollout.prompt_index for rollout in rollouts]),
             "rewards": torch.tensor([rollout.score.reward for rollout in rollouts], dtype=torch.float32),
@@ -313,22 +337,38 @@ def to_batch(rollouts: list[Rollout]) -> Batch:
             "weight_version": torch.tensor([response.weight_version for response in responses]),
         },
     )
+    if any(response.supports for response in responses):
+        batch = batch.with_supports([response.supports for response in responses])
     contexts = [rollout.context for rollout in rollouts]
-    batch = batch if None in contexts else batch.with_contexts([list(context) for context in contexts])
+    batch = batch if any(context is None for context in contexts) else batch.with_contexts(contexts)
     if not all(rollout.refined or rollout.unrefined for rollout in rollouts):
         return batch
     refined = [list(each.refined.token_ids) if each.refined and each.refined.kept else [] for each in rollouts]
     return batch.with_refined(refined)
 
 
-def statistics(rollouts: list[Rollout], batch: Batch) -> dict[str, float]:
+def masks(responses: list[Response]) -> dict[str, Tensor]:
+    """[R] response_mask and, of episodes, turn_rewards."""
+    ends = torch.tensor([len(response.token_ids) for response in responses]).cumsum(0).tolist()
+    if not any(response.turns for response in responses):
+        return {"response_mask": torch.ones(ends[-1] if ends else 0)}
+    mask, rewards = torch.zeros(ends[-1]), torch.zeros(ends[-1])
+    for response, end in zip(responses, ends, strict=True):
+        start = end - len(response.token_ids)
+        for first, last, reward in response.turns:
+            mask[start + first : start + last] = 1.0
+            rewards[start + last - 1] = reward
+    return {"response_mask": mask, "turn_rewards": rewards}
+
+
+def statistics(rollouts: list[ScoredResponse], batch: Batch) -> dict[str, float]:
     """Return the metrics of the rollouts; `batch` has those with a reward. A response is right if the verifier says so,
     or else if its reward is at least 1, and wrong if its reward is at most 0. Lengths and counts include responses
     without a reward."""
     rewards, groups = batch.sequences["rewards"], batch.sequences["group"]
     by_group = [rewards[groups == each] for each in groups.unique()]
     right = torch.tensor([rollout.score.right for rollout in rollouts if rollout.score.error is None])
-    lengths = torch.tensor([len(rollout.response.token_ids) for rollout in rollouts], dtype=torch.float32)
+    lengths = torch.tensor([rollout.response.length for rollout in rollouts], dtype=torch.float32)
     finished = [rollout.response.finish_reason == "stop" for rollout in rollouts]
     spreads = [each.std(correction=0).item() for each in by_group if len(each) > 1]
     return {
@@ -342,13 +382,33 @@ def statistics(rollouts: list[Rollout], batch: Batch) -> dict[str, float]:
         "response/length_max": lengths.max().item(),
         "response/finished": sum(finished) / len(finished),
         "tokens/generated": lengths.sum().item(),
+        **(
+            {}
+            if batch.support_lens is None
+            else {"rollout/support": batch.support_lens[batch.response_mask > 0].float().mean().item()}
+        ),
+        **of_episodes(rollouts),
+    }
+
+
+def of_episodes(rollouts: list[ScoredResponse]) -> dict[str, float]:
+    """Return the metrics of episodes; none without an environment."""
+    played = [each.response for each in rollouts if each.response.turns]
+    if not played:
+        return {}
+    turns = [len(response.turns) for response in played]
+    return {
+        "environment/turns_mean": sum(turns) / len(turns),
+        "environment/turns_max": max(turns),
+        "environment/reward_mean": sum(reward for each in played for *_, reward in each.turns) / len(played),
+        "environment/tokens_share": 1 - sum(each.length for each in played) / sum(len(e.token_ids) for e in played),
     }
 
 
 def timings(rounds: list[RoundResult]) -> dict[str, float]:
     generation = sum(each.generation_seconds for each in rounds)
     refining = sum(each.refiner_seconds for each in rounds)
-    tokens = sum(len(rollout.response.token_ids) for each in rounds for rollout in each.rollouts)
+    tokens = sum(rollout.response.length for each in rounds for rollout in each.rollouts)
     return {
         "rollout/generation_seconds": generation,
         "rollout/reward_seconds": sum(each.reward_seconds for each in rounds),

@@ -10,11 +10,22 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megatron_rft.utils.files import write_atomically
+
+NOTES_FILE = "notes.jsonl"
+
+
+def add_note(path: Path, note: str, alarm: bool = False) -> None:
+    """Add what a run said beside its numbers (alarms, resumes, lost engines) to RUN/notes.jsonl."""
+    line = {"time": round(time.time(), 3), "note": note} | ({"alarm": True} if alarm else {})
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _valid(value: Any) -> int | float | None:
@@ -52,6 +63,13 @@ def drop_from(path: Path, step: int) -> None:
     write_atomically(path, b"".join(kept), sync=True)
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """[3, 4, 5, 9] -> "3-5, 9"."""
+    groups = groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0])
+    ends = ([number for _, number in group] for _, group in groups)
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
+
+
 class StepFile:
     """Appends one JSON line per step. `resume_step`: the first step that this process will run; 0 starts a new file.
 
@@ -65,7 +83,8 @@ class StepFile:
         if self.path.exists():
             drop_from(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self.last_step = max((record["step"] for record in read_metrics(self.path)), default=-1)
+        self.steps = {record["step"] for record in read_metrics(self.path)}  # at the start
+        self.last_step = max(self.steps, default=-1)
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
         assert step > self.last_step, f"step {step} is already written: the last one is {self.last_step}"
@@ -84,3 +103,72 @@ class StepFile:
 class MetricsFile(StepFile):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.write(step, {name: _valid(value) for name, value in metrics.items()})
+
+
+SAMPLES_FILE = "samples.jsonl"
+HEAD, TAIL = 384, 128  # tokens of a long response that are kept
+MOST_TEXT = 4000  # characters of a prompt, an answer, a reason
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response. `values`: numbers per token under the names of `Batch.tokens`; null if there is none."""
+
+    prompt: str
+    tokens: list[str]  # the texts of the tokens
+    reward: float | None
+    values: dict[str, list[float | None]]
+    answer: str = ""  # the reference
+    reason: str = ""  # the verifier's reason for the reward
+    problem: int | None = None  # its index in the data set
+    kind: str = "sampled"  # or another origin
+    finished: bool = True
+    shaping: float = 0.0
+    # (first, end, reward) of the policy's turns; the tokens between them are the environment's. Empty: all the policy's
+    turns: list[tuple[int, int, float]] = field(default_factory=list)
+    omitted: int = 0  # number of tokens that were left out
+    head: int = HEAD  # number of tokens before the omitted ones
+
+
+def due(step: int, total_steps: int, count: int) -> bool:
+    """Return whether to record a step: the first, the last, and about `count` in all at even distances."""
+    return count > 0 and (step in (1, total_steps) or step % math.ceil(total_steps / count) == 0)
+
+
+def shortened(sample: Sample) -> Sample:
+    """Return the sample for the file, with long texts and responses shortened."""
+    texts = {name: short(getattr(sample, name)) for name in ("prompt", "answer", "reason")}
+    values = {name: [rounded(v) for v in ends(many)] for name, many in sample.values.items()}
+    omitted = max(len(sample.tokens) - HEAD - TAIL, 0)
+    return replace(sample, tokens=ends(sample.tokens), values=values, omitted=omitted, **texts)
+
+
+def ends(many: list) -> list:
+    return many if len(many) <= HEAD + TAIL else many[:HEAD] + many[-TAIL:]
+
+
+def short(text: str) -> str:
+    half = MOST_TEXT // 2
+    return text if len(text) <= MOST_TEXT else f"{text[:half]} [...] {text[-half:]}"
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)
+
+
+class SamplesFile(StepFile):
+    """A few responses of some steps, token by token, for the report: RUN/samples.jsonl, one line per step.
+
+        {"step": 10, "time": 1700000000.0, "samples": [{"prompt": "2+2=", "tokens": ["4", "\\n"], "reward": 1.0,
+         "values": {"rollout_logprobs": [-0.1, -0.02]}, ...}]}
+
+    The file's size is bounded: a number of steps, a few responses each, and both ends of a long response.
+    """
+
+    def log(self, step: int, samples: list[Sample]) -> None:
+        self.write(step, {"samples": [asdict(shortened(sample)) for sample in samples]})
+
+
+def read_samples(path: Path) -> list[Mapping[str, Any]]:
+    """Return the records of the complete lines; none if there is no file."""
+    return read_metrics(path) if Path(path).is_file() else []

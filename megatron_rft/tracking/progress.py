@@ -28,7 +28,9 @@ SHOWN = (
     ("mismatch/kl", "mismatch KL", "{:.1e}"),
     ("tokens/per_second", "tokens/s", "{:,.0f}"),
     ("memory/peak_gib", "peak GiB", "{:.1f}"),
+    ("reward/grader_errors", "grader errors", "{:.0f}"),
 )
+FAULTS = ("reward/grader_errors",)  # shown where they are not 0
 # The display draws a sparkline of the first one that the run has
 TREND = ("reward/mean", "policy/loss")
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -50,6 +52,12 @@ class Progress:
 
     def close(self) -> None:
         """Leave the screen as it is."""
+
+
+def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return (label, number) of each metric of SHOWN that a step has."""
+    there = [each for each in SHOWN if metrics.get(each[0]) is not None]
+    return [(label, form.format(metrics[name])) for name, label, form in there if metrics[name] or name not in FAULTS]
 
 
 def accuracy(metrics: Mapping[str, float]) -> str | None:
@@ -120,9 +128,9 @@ class PlainProgress(Progress):
         self._pace.step_done(step)
         width = len(str(self._pace.total_steps))
         parts = [f"step {step:>{width}}/{self._pace.total_steps}"]
-        parts += [f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN if name in metrics]
-        if (shown := accuracy(metrics)) is not None:
-            parts.append(f"held-out pass@1 {shown}")
+        parts += [f"{label} {number}" for label, number in shown(metrics)]
+        if (held_out := accuracy(metrics)) is not None:
+            parts.append(f"held-out pass@1 {held_out}")
         if "seconds/step" in metrics:
             longest = ", ".join(f"{name} {value:.1f}" for name, value in list(phase_seconds(metrics).items())[:3])
             parts.append(f"{metrics['seconds/step']:.1f} s ({longest})")
@@ -157,8 +165,8 @@ class RichProgress(Progress):
         for name, values in self._trends.items():
             if name in metrics:
                 values.append(metrics[name])
-        if (shown := accuracy(metrics)) is not None:
-            self._accuracies.append(shown)
+        if (held_out := accuracy(metrics)) is not None:
+            self._accuracies.append(held_out)
         self._live.update(self._draw())
 
     def example(self, text: str) -> None:
@@ -187,7 +195,7 @@ class RichProgress(Progress):
         return row
 
     def _draw_numbers(self) -> Table | None:
-        cells = [(label, form.format(self._metrics[name])) for name, label, form in SHOWN if name in self._metrics]
+        cells = shown(self._metrics)
         if not cells:
             return None
         table = Table.grid(padding=(0, 3))

@@ -5,16 +5,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rft.config.sections import Tracking
-from megatron_rft.tracking.metrics import MetricsFile
-from megatron_rft.tracking.notes import NOTES_FILE, add_note
+from megatron_rft.tracking.metrics import (
+    NOTES_FILE,
+    SAMPLES_FILE,
+    MetricsFile,
+    Sample,
+    SamplesFile,
+    add_note,
+    due,
+    ranges,
+)
 from megatron_rft.tracking.progress import Progress, make_progress
-from megatron_rft.tracking.samples import SAMPLES_FILE, Sample, SamplesFile, due
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class Logger(Protocol):
-    """A destination of metrics besides the metrics file: wandb or TensorBoard."""
+    """A destination of metrics besides the metrics file: wandb, TensorBoard or Prometheus."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -51,6 +58,8 @@ class Tracker:
         self._samples_file = SamplesFile(output_dir / SAMPLES_FILE, resume_step)
         self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
         self._progress = make_progress(config.progress, total_steps, title=name)
+        if lost := set(range(1, resume_step)) - self._metrics_file.steps:
+            self.note(f"{METRICS_FILE} has no lines of steps {ranges(lost)}: something else has changed the file")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._metrics_file is None:
@@ -73,10 +82,10 @@ class Tracker:
         if self._progress is not None:
             self._progress.example(text)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, alarm: bool = False) -> None:
         if self._progress is not None:
             self._progress.note(text)
-            add_note(self._folder / NOTES_FILE, text)
+            add_note(self._folder / NOTES_FILE, text, alarm)
 
     def sync(self) -> None:
         """Flush the files to the disk. Call this before a checkpoint is marked complete."""
@@ -97,12 +106,16 @@ def optional_loggers(
 ) -> list[Logger]:
     loggers: list[Logger] = []
     if config.wandb is not None:
-        from megatron_rft.tracking.wandb import WandbLogger
+        from megatron_rft.tracking.loggers import WandbLogger
 
         given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
         loggers.append(WandbLogger(output_dir, {"name": name} | given, resolved))
     if config.tensorboard:
-        from megatron_rft.tracking.tensorboard import TensorBoardLogger
+        from megatron_rft.tracking.loggers import TensorBoardLogger
 
         loggers.append(TensorBoardLogger(output_dir, resume_step))
+    if config.prometheus is not None:
+        from megatron_rft.tracking.loggers import PrometheusLogger
+
+        loggers.append(PrometheusLogger(Path(config.prometheus), name))
     return loggers

@@ -17,10 +17,13 @@ from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.base import Reward
+from megatron_rft.training import adapters
 from megatron_rft.training.engines import gather, rank_among_engines
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError
+
+TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 def tokenizer_folder(model: Model) -> Path:
@@ -29,6 +32,11 @@ def tokenizer_folder(model: Model) -> Path:
 
 def load_tokenizer(model: Model) -> Any:
     folder = tokenizer_folder(model)
+    if not any(found for name in TOKENIZERS for found in folder.glob(name)):  # transformers would make an empty one
+        raise DataError(
+            f"{'model.tokenizer' if model.tokenizer else 'model.path'}: {folder} has no tokenizer (tokenizer.json or "
+            "another of transformers' files). Set model.tokenizer to a folder or hub name that has one"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -67,14 +75,21 @@ def build_actor(recipe: Recipe, hf_config: Any, total_steps: int, moments: tuple
         optimizer=recipe.optimizer.model_dump(),
         total_steps=total_steps,
         moments=moments,
+        lora=recipe.lora,
     )
-    actor.load(start_weights(recipe.model, recipe.run.seed, hf_config))
+    load_start(actor, recipe.model, recipe.run.seed)
     return actor
 
 
-def build_critic(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
+def load_start(actor: Actor, model: Model, seed: int) -> None:
+    """Set the weights that training starts from."""
+    actor.load(start_weights(model, seed, actor.hf_config))
+    adapters.load_start(actor, model, seed)
+
+
+def build_critic(recipe: Recipe, hf_config: Any, total_steps: int, actor: Actor) -> Actor:
     """The value model: the weights of the policy or of critic.path, and a zero value head. Its learning rate follows
-    the policy's schedule, scaled."""
+    the policy's schedule, scaled. With adapters, it has its own on the frozen weights of `actor`, or of critic.path."""
     options = recipe.critic
     scale = options.lr / recipe.optimizer.lr
     own = {"lr": options.lr, "lr_warmup_steps": options.lr_warmup_steps, "clip_grad": options.clip_grad}
@@ -86,10 +101,13 @@ def build_critic(recipe: Recipe, hf_config: Any, total_steps: int) -> Actor:
         optimizer=recipe.optimizer.model_dump() | own | {"min_lr": recipe.optimizer.min_lr * scale},
         total_steps=total_steps,
         value_head=True,
+        lora=recipe.lora,
     )
     if options.path is None:
-        critic.load(start_weights(recipe.model, recipe.run.seed, hf_config))
+        load_start(critic, recipe.model, recipe.run.seed)
+        adapters.share_base(critic, actor)
     else:
+        adapters.load_start(critic, recipe.model, recipe.run.seed)
         critic.load(weights.open_folder(model_folder(options.path, "critic.path"), hf_config))
     return critic
 
@@ -99,31 +117,32 @@ def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tenso
     if model.reference is None:
         return actor.snapshot()
     actor.load(weights.open_folder(model_folder(model.reference, "model.reference"), actor.hf_config))
-    reference = actor.snapshot()
-    actor.load(start_weights(model, seed, actor.hf_config))
+    if actor.lora:  # adapters without effect
+        actor.load(weights.new_adapters(actor.hf_config, actor.lora, seed), adapters=True)
+    reference = actor.snapshot(frozen=True)
+    load_start(actor, model, seed)
     return reference
 
 
 def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:
     """The end-of-sequence token and those of rollout.stop. Each stop must be one token."""
-    found = [eos_token_id(tokenizer)]
+    ends = [eos_token_id(tokenizer)]
     for stop in stops:
         ids = [stop] if isinstance(stop, int) else tokenizer.encode(stop, add_special_tokens=False)
         if len(ids) != 1:
             raise DataError(f"rollout.stop {stop!r} is {len(ids)} tokens for this tokenizer; a stop must be one token")
-        found += ids
-    return tuple(dict.fromkeys(found))
+        ends += ids
+    return tuple(dict.fromkeys(ends))
 
 
 def build_sampling(
     rollout: Rollout, tokenizer: Any, max_tokens: int | None = None, temperature: float | None = None
 ) -> Sampling:
-    """`max_tokens`, `temperature`: if they differ from those of `rollout`."""
-    return Sampling(
-        max_tokens=max_tokens or rollout.max_response_tokens,
-        temperature=rollout.temperature if temperature is None else temperature,
-        stop_token_ids=stop_token_ids(rollout.stop, tokenizer),
-    )
+    """`max_tokens`, `temperature`: an evaluation's, which samples from the whole distribution."""
+    stops, length = stop_token_ids(rollout.stop, tokenizer), max_tokens or rollout.max_response_tokens
+    if temperature is not None:
+        return Sampling(length, temperature, stop_token_ids=stops)
+    return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, stops)
 
 
 def build_evaluator(

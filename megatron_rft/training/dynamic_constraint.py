@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rft.config import Recipe
-from megatron_rft.config.constraint import Constraint
+from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.data.rendering import ask_again
 from megatron_rft.inference.engine import Engine, request_seed
 from megatron_rft.megatron.actor import Actor
@@ -18,12 +18,12 @@ from megatron_rft.objectives.base import Loss, LossFunction
 from megatron_rft.records import Batch
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rollout.refiner import Refiner
-from megatron_rft.rollout.sampler import Rollout
+from megatron_rft.rollout.sampler import ScoredResponse
 from megatron_rft.tracking.metrics import drop_from
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
-from megatron_rft.training.grad_norms import GradientNorms, due
 from megatron_rft.training.models import LOGPROBS
+from megatron_rft.training.monitor import GradientNorms, due
 from megatron_rft.training.problems import Problems
 
 REFINER_STREAM = 1  # a stream of sampling seeds other than the policy's
@@ -49,7 +49,7 @@ def build_refiner(
     )
 
 
-def gradient_norms(options: Constraint) -> GradientNorms:
+def gradient_norms(options: DynamicOptions) -> GradientNorms:
     """Gradient norms of the base loss and of the constraint, for mini-batches with pairs."""
     return GradientNorms(
         options.norms_every,
@@ -84,7 +84,7 @@ class Examples:
     response. Tokens of a' beyond |a| are not part of the constraint and are left out.
     """
 
-    def __init__(self, options: Constraint, folder: Path, actor: Actor, tokenizer: Any):
+    def __init__(self, options: DynamicOptions, folder: Path, actor: Actor, tokenizer: Any):
         self.options, self.actor, self.tokenizer, self.is_main = options, actor, tokenizer, dist.get_rank() == 0
         self.path = folder / EXAMPLES_FILE
 
@@ -93,7 +93,7 @@ class Examples:
         if self.is_main and self.path.exists():
             drop_from(self.path, done + 1)
 
-    def write(self, step: int, rollouts: list[Rollout]) -> None:
+    def write(self, step: int, rollouts: list[ScoredResponse]) -> None:
         """Write the first pairs that are trained on. Collective; call it before the step's updates."""
         pairs = [each for each in rollouts if each.refined and each.refined.kept]
         chosen = pairs[: self.options.examples]

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from megatron_rft.config import Faults, Recipe, Rollout
-from megatron_rft.config.constraint import Constraint
-from megatron_rft.config.recipe import CORRECT, ROUNDED
+from megatron_rft.config.constraint import DynamicOptions
+from megatron_rft.config.environment import AnyEnvironment
+from megatron_rft.config.lora import Lora
+from megatron_rft.config.trainers import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.conversion import hf_shapes, load_config
+from megatron_rft.environments.player import Episodes
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
@@ -25,6 +28,7 @@ from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
+from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.model_shape import shape_of
 from megatron_rft.plan.vllm import GPU_SHARE, choose, choose_for
@@ -40,6 +44,11 @@ def gather(items: list) -> list:
     return [item for part in parallel.from_all_ranks(items, "generation") for item in part]
 
 
+def gather_on_main(items: list) -> list:
+    """The same on rank 0 alone; elsewhere the rank's own items."""
+    return [item for part in parallel.on_main_from_all_ranks(items, "generation") for item in part]
+
+
 @dataclass(frozen=True)
 class EngineBuilder:
     """Builds a recipe's engines, without weights."""
@@ -47,13 +56,17 @@ class EngineBuilder:
     rollout: Rollout
     vllm: Vllm
     faults: Faults = Faults()
-    constraint: Constraint | None = None  # of the refiner
+    constraint: DynamicOptions | None = None  # of the refiner
+    lora: Lora | None = None  # if the engine gets adapters apart
     dtype: torch.dtype = torch.float32
     folder: Path = Path("engines")  # logs of engines in processes and servers
     longest_generation: int = 0  # tokens of a prompt and its response
     longest_refinement: int = 0  # the same for the refiner
     corrects: bool = True  # the loss corrects for an engine that rounds weights
     gpu_share: float = GPU_SHARE  # of a device's memory, for an engine on a rank's device
+    environment: AnyEnvironment | None = None  # episodes.py puts it around the policy's engine
+    chat: bool = False  # data.chat
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, recipe: Recipe) -> "EngineBuilder":
@@ -61,13 +74,17 @@ class EngineBuilder:
             recipe.rollout,
             recipe.vllm,
             recipe.faults,
-            recipe.constraint,
+            recipe.constraint if recipe.refines else None,
+            recipe.lora if recipe.lora and recipe.lora.sync == "adapters" else None,
             DTYPES[recipe.rollout.dtype or recipe.model.precision],
             Path(recipe.run.output_dir) / "engines",
             recipe.longest_generation,
             recipe.longest_refinement if recipe.refines else 0,
-            recipe.trainer != "rl" or recipe.corrects,
+            recipe.corrects,
             gpu_share(recipe),
+            recipe.environment,
+            recipe.data.chat,
+            recipe.data.chat_template_kwargs,
         )
 
     # ---- the policy's engine and the refiner's
@@ -111,7 +128,9 @@ class EngineBuilder:
             options=without_predicted_output(self.vllm) if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
+            reserve=round(self.rollout.reserve_gib * GIB),
             sleeps=arguments is None,  # vLLM's sleep mode supports one engine per process: the policy's
+            lora=self.lora if arguments is None else None,
         )
         engine = importlib.import_module(f"megatron_rft.inference.{self.kind(config)}.engine")
         return engine.builder(source, self.dtype, options)
@@ -238,6 +257,8 @@ def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
 
 def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
     """This rank's index among the ranks that drive an engine (None if it drives none), and their number."""
+    if isinstance(engine, Episodes):
+        engine = engine.engine
     if isinstance(engine, EnginePool):
         return engine.driver
     number, follows = divmod(dist.get_rank(), engine.ranks)
@@ -251,7 +272,8 @@ def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool
     for model in offloaded:
         model.training_state.offload()
     engine = build()
-    weights = EngineWeights(models[0], engine, offloaded)
+    adapters = models[0].lora is not None and models[0].lora.sync == "adapters"
+    weights = EngineWeights(models[0], engine, offloaded, adapters)
     if offloaded:
         weights.sleep()
     return engine, weights
@@ -259,6 +281,8 @@ def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool
 
 def engine_metrics(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:
     """The engine's statistics since the last call. Calls `note` with a line for each replaced engine."""
+    if isinstance(engine, Episodes):
+        return engine.statistics() | engine_metrics(engine.engine, note)
     if not isinstance(engine, EnginePool):
         return engine.statistics()
     for line in engine.news:

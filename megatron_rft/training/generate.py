@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron_rft.config import Recipe
-from megatron_rft.conversion import fingerprint
+from megatron_rft.config import Recipe, RewardOptions
+from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.trajectories import Trajectory
@@ -26,10 +26,10 @@ from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards import registry
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
+from megatron_rft.training.episodes import around
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
-from megatron_rft.utils.errors import DataError, RunFailed
-from megatron_rft.utils.exit_codes import FINISHED
+from megatron_rft.utils.errors import FINISHED, DataError, RunFailed
 
 
 @dataclass
@@ -45,11 +45,11 @@ class Generator:
         Raises:
             RunFailed: the grader failed and reward.on_error is "stop".
         """
-        found = [self._trajectory(*each) for each in self.sampler(prompts, "generate")]
-        failed = [each for each in found if each.error is not None]
+        trajectories = [self._trajectory(*each) for each in self.sampler(prompts, "generate")]
+        failed = [each for each in trajectories if each.error is not None]
         if failed and self.on_error == "stop":
             raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
-        return found
+        return trajectories
 
     def _trajectory(self, prompt: Prompt, sample: int, response: Response, text: str, score: Score) -> Trajectory:
         right = score.reward >= self.sampler.reward.maximum if score.correct is None else score.correct
@@ -58,13 +58,14 @@ class Generator:
             sample=sample,
             prompt=prompt.text,
             answer=prompt.answer,
-            prompt_ids=prompt.token_ids,
+            prompt_ids=response.prompt_ids or prompt.token_ids,
             response_ids=response.token_ids,
             text=text,
             reward=None if score.error is not None else 1 if right else -1,
             error=score.error,
             logprobs=response.logprobs,
             finish_reason=response.finish_reason,
+            turns=[position for first, end, _ in response.turns for position in (first, end)] or None,
             fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
         )
 
@@ -77,15 +78,18 @@ def run(recipe: Recipe) -> int:
         time.sleep(0.1)
     claim_folder(recipe)
     tokenizer, hf_config = build.load_model_files(recipe.model)
-    found = Problems.of(recipe).prompts("train", tokenizer)
-    prompts, size = found.prompts, recipe.generation.problems_per_shard
+    problems = Problems.of(recipe).prompts("train", tokenizer)
+    prompts, size = problems.prompts, recipe.generation.problems_per_shard
     shards = -(-len(prompts) // size)
     if rank == 0:
-        for reason, count in found.dropped.items():
+        for reason, count in problems.dropped.items():
             print(f"data.train: {count} rows left out ({reason})", flush=True)
     mine = [number for number in store.missing(folder, shards) if number % world == rank]
     with ExitStack() as stack:
-        generator = _generator(recipe, tokenizer, stack) if mine else None
+        generator = None
+        if mine:
+            engines = EngineBuilder.of(recipe)
+            generator = _generator(engines, recipe.model.path, recipe.run.seed, recipe.reward, tokenizer, stack)
         for number in mine:
             answers = generator.answers(prompts[number * size : (number + 1) * size])
             store.write_shard(folder, number, answers)
@@ -98,20 +102,21 @@ def run(recipe: Recipe) -> int:
     return FINISHED
 
 
-def _generator(recipe: Recipe, tokenizer: Any, stack: ExitStack) -> Generator:
-    options = recipe.rollout
+def _generator(
+    engines: EngineBuilder, model: str, seed: int, options: RewardOptions, tokenizer: Any, stack: ExitStack
+) -> Generator:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the one that this worker sees
-    reward = stack.enter_context(closing(registry.build(recipe.reward)))
+    reward = stack.enter_context(closing(registry.build(options)))
     if math.isinf(reward.maximum):
         raise DataError(
-            f"reward.kind: {recipe.reward.kind} has no best reward, but trajectories are right or wrong: use a verifier"
+            f"reward.kind: {options.kind} has no best reward, but trajectories are right or wrong: use a verifier"
         )
-    engine = EngineBuilder.of(recipe).local(model_folder(recipe.model.path))(device)
+    engine = engines.local(model_folder(model))(device)
     stack.enter_context(closing(engine))
-    sampling = build.build_sampling(options, tokenizer)
-    seed, on_nonfinite = recipe.run.seed, recipe.reward.on_nonfinite
-    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.group_size, seed, on_nonfinite)
-    return Generator(sampler, recipe.reward.on_error)
+    sampling, size = build.build_sampling(engines.rollout, tokenizer), engines.rollout.group_size
+    player = around(engine, engines, tokenizer, stack)
+    sampler = GradedSampler(player, sampling, tokenizer, reward, size, seed, options.on_nonfinite)
+    return Generator(sampler, options.on_error)
 
 
 def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:
@@ -119,8 +124,8 @@ def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]
     options = recipe.rollout
     return {
         "model": recipe.model.path,
-        "model_fingerprint": fingerprint.of_model(model_folder(recipe.model.path)),
-        "tokenizer_fingerprint": fingerprint.of_tokenizer(build.tokenizer_folder(recipe.model)),
+        "model_fingerprint": model_fingerprint(model_folder(recipe.model.path)),
+        "tokenizer_fingerprint": tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
         "data": recipe.data.train.path,
         "problems": len(prompts),
         "responses_per_problem": options.group_size,
@@ -131,6 +136,7 @@ def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]
         "dtype": options.dtype or recipe.model.precision,
         "seed": recipe.run.seed,
         "reward": recipe.reward.kind,
+        "environment": recipe.environment and recipe.environment.model_dump(),
     }
 
 

@@ -4,16 +4,16 @@ Every rank runs this file and holds the whole batch, so the algorithm is plain c
 are distributed, are in megatron_rft.megatron.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from megatron_rft.objectives.base import Objective, State, Update
 from megatron_rft.records import Batch
 from megatron_rft.training.models import Models
-from megatron_rft.training.run import Run
-from megatron_rft.utils.exit_codes import FINISHED, STOPPED
+from megatron_rft.training.run import TrainingRun
+from megatron_rft.utils.errors import FINISHED, STOPPED
 
 
-class Batches(Protocol):
+class Batches(ABC):
     """A source of batches. It keeps a colocated engine asleep during training."""
 
     def restore(self, state: State) -> State:
@@ -24,25 +24,25 @@ class Batches(Protocol):
         """Start the batch of `step`. Returns whether other processes now generate it while the trainer is idle."""
         return False
 
+    @abstractmethod
     def next(self, step: int) -> Batch:
         """The batch of `step`. Collective."""
-        ...
 
+    @abstractmethod
     def publish(self, version: int, asked: bool, verify: bool = False) -> dict[str, float]:
         """Send the actor's weights after step `version` to the engine. Returns metrics of the sync. `asked`: an
         evaluation uses the engine next. `verify`: compare the weights bit by bit. Collective."""
-        ...
 
+    @abstractmethod
     def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:
         """Metrics, notes and samples of a batch after it is trained on."""
-        ...
 
+    @abstractmethod
     def state(self) -> State:
         """State of pending batches for a checkpoint."""
-        ...
 
 
-def train(run: Run, batches: Batches, models: Models, objective: Objective) -> int:
+def train(run: TrainingRun, batches: Batches, models: Models, objective: Objective) -> int:
     """Train until the last step, early stopping or a signal. Returns the exit status."""
     state = batches.restore(run.restore(objective.init()))
     batches.publish(run.done, run.evaluates_at_start, verify=True)
@@ -50,7 +50,7 @@ def train(run: Run, batches: Batches, models: Models, objective: Objective) -> i
 
     for step in run.steps():
         if batches.begin(step):
-            run.compute_foreseen(objective.foreseen(state))
+            models.while_waiting(state, run.phases)
         batch = batches.next(step)
         with run.phases("logprobs"):
             batch = models.outputs(batch)

@@ -1,9 +1,10 @@
 """The networks of a run: the actor, and those that its objective needs.
 
-A reference and a teacher use the actor's modules; their weights are in host memory.
+A reference and an averaged teacher use the actor's modules; their weights are in host memory. The teacher of a
+distillation is a model of its own.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,51 @@ from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Engine
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
-from megatron_rft.megatron.second_distribution import Recorded, Second
-from megatron_rft.objectives.base import SecondDistribution, Update
+from megatron_rft.megatron.two_distributions import Second
+from megatron_rft.objectives.base import SecondDistribution, State, Update
 from megatron_rft.objectives.kl import k3
 from megatron_rft.objectives.plugins.dynamic import has_pairs, on_response_tokens, pairs
+from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Batch
-from megatron_rft.training.grad_norms import GradientNorms, due
+from megatron_rft.tracking.throughput import Phases
+from megatron_rft.training.monitor import GradientNorms, due
+from megatron_rft.training.teacher import Teacher
+
+
+@dataclass
+class EarlyVerification:
+    """PIPO's verification while engines in other processes generate the next batch and the trainer would wait.
+
+    For phi > 0 its gradient, apart from the scale, depends on the previous batch and the current weights alone
+    (objectives/plugins/pipo.py). It stays in the gradient buffers, which nothing else uses before the step's first
+    optimizer step, before it is known whether the step makes the verification.
+    """
+
+    objective: PIPO
+    actor: Actor
+    update: Update | None = None
+    metrics: dict[str, float] | None = None  # of the gradient of `update`
+
+    def compute(self, state: State, skip: bool, phase: AbstractContextManager) -> None:
+        """Compute the gradient if there may be a verification. `skip`: leave out sequences without a gradient."""
+        self.update = self.objective.foreseen(state)
+        if self.update is not None:
+            (mini_batch,) = self.update.steps()
+            batch, counts = self.update.computed(mini_batch, skip)
+            with phase:
+                self.metrics = self.actor.backward(batch, self.update.loss, counts, self.update.outputs)
+
+    def take(self, update: Update) -> dict[str, float] | None:
+        """The metrics of the gradient if it is that of the step's first update, `update`; else None."""
+        computed, self.update = self.update, None
+        return self.metrics if computed is not None and same(computed.batch, update.batch) else None
+
+
+def same(one: Batch, other: Batch) -> bool:
+    """Whether all values are equal: phi < 0 has other advantages, and a stale batch verifies an older update."""
+    values, others = one.state_dict(), other.state_dict()
+    return values.keys() == others.keys() and all(torch.equal(values[name], others[name]) for name in values)
+
 
 LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
 
@@ -30,6 +70,7 @@ class Models:
     actor: Actor
     needs: frozenset[str] = frozenset()  # Objective.needs
     norms: GradientNorms | None = None
+    verification: EarlyVerification | None = None  # PIPO's
 
     @property
     def trained(self) -> dict[str, Actor]:
@@ -50,10 +91,28 @@ class Models:
         """Metrics of the batch before the step, if any are due."""
         return {}
 
-    def second(self, update: Update, mini_batch: Batch) -> Second | Recorded | None:
+    def second(self, update: Update, mini_batch: Batch) -> Second | None:
         """The second distribution that `update` compares with."""
         assert update.second is None, update.second
         return None
+
+    def while_waiting(self, state: State, phases: Phases) -> None:
+        """Compute what the next step may need, while engines in other processes generate its batch."""
+        if self.verification:
+            self.verification.compute(state, self.skips_zero_advantages, phases("verification"))
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        return self.actor.batching.skip_zero_advantages == "auto"
+
+    def step(
+        self, update: Update, batch: Batch, counts: dict[str, float], second: Second | None = None
+    ) -> dict[str, float]:
+        """Make one optimizer step of `update` on `batch` and `counts` of `Update.computed`. Returns its metrics."""
+        actor = self.trained[update.model]
+        gradient = self.verification and self.verification.take(update)
+        gradient = gradient or actor.backward(batch, update.loss, counts, update.outputs, second)
+        return actor.apply(gradient, update.learning_rate, update.moments, update.scale)
 
     def end_of_step(self) -> None: ...
 
@@ -65,6 +124,7 @@ class OnlineModels(Models):
     critic: Actor | None = None
     reference: list[Tensor] | None = None
     teacher: MovingAverage | None = None
+    distilled: Teacher | None = None  # the other model of a distillation
     old_logprobs: str = "recompute"  # algorithm.old_logprobs
     kl_every: int = 0  # constraint.kl_every
 
@@ -86,8 +146,8 @@ class OnlineModels(Models):
         if "ref_logprobs" in self.needs:
             batch = batch.with_tokens(ref_logprobs=self.reference_logprobs(batch))
         if "refined_logprobs" in self.needs:
-            found = self.actor.outputs(pairs(batch), LOGPROBS)["logprobs"] if has_pairs(batch) else torch.zeros(0)
-            batch = batch.with_tokens(refined_logprobs=on_response_tokens(found, batch))
+            logprobs = self.actor.outputs(pairs(batch), LOGPROBS)["logprobs"] if has_pairs(batch) else torch.zeros(0)
+            batch = batch.with_tokens(refined_logprobs=on_response_tokens(logprobs, batch))
         if "teacher_logprobs" in self.needs:
             batch = batch.with_tokens(teacher_logprobs=self._teacher_logprobs(batch))
         if self.critic:
@@ -108,10 +168,10 @@ class OnlineModels(Models):
         with self.actor.use_weights(self.reference):
             return self.actor.outputs(batch, LOGPROBS)["logprobs"]
 
-    def push_reference(self, engine: Engine) -> None:
+    def send_reference(self, engine: Engine) -> None:
         """Send the reference's weights to the refiner's engine."""
         with self.actor.use_weights(self.reference):
-            weight_sync.push(self.actor.stream(), engine, version=0, verify=True)
+            weight_sync.send(self.actor.stream(), engine, version=0, verify=True)
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor:
         with self.actor.use_weights(self.teacher.weights) if self.teacher else nullcontext():
@@ -120,6 +180,8 @@ class OnlineModels(Models):
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
         if update.second is None:
             return None
+        if update.second.weights == "distil":
+            return self.distilled.second(mini_batch, update.second.mixture)
         return Second(
             mini_batch.in_context() if update.second.in_context else mini_batch,
             self._weights(update.second),

@@ -4,27 +4,229 @@ Every rank holds all trajectories (token ids and a few numbers each) and draws t
 data.validation, or the store's held-out problems; the run exports the model with the best validation.
 """
 
+import json
 import math
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_rft import objectives
-from megatron_rft.config import Recipe
-from megatron_rft.conversion import fingerprint
+from megatron_rft.config import Model, Recipe
+from megatron_rft.conversion import shard
+from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
 from megatron_rft.data import trajectories as store
+from megatron_rft.data.hidden_states import INDEX, HiddenCache, Writer
+from megatron_rft.data.hub import model_folder
 from megatron_rft.data.stream import Stream
 from megatron_rft.data.trajectories import Stored
+from megatron_rft.families.checks import whole_sequences
+from megatron_rft.megatron import model as models
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.balance import Costs
+from megatron_rft.megatron.two_distributions import Second
+from megatron_rft.objectives.base import Update
 from megatron_rft.objectives.offline.base import part_of
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.training import build, loop
-from megatron_rft.training.grad_norms import GradientNorms
-from megatron_rft.training.offline_reference import OfflineModels, Reference, ReferenceSource
-from megatron_rft.training.run import Run
+from megatron_rft.training.engines import DTYPES, gather
+from megatron_rft.training.models import LOGPROBS, Models
+from megatron_rft.training.monitor import GradientNorms
+from megatron_rft.training.run import TrainingRun
 from megatron_rft.training.stored import StoredBatches, build_evaluator
 from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import replacing
+
+CHUNK_TOKENS = 1 << 16  # response tokens that are computed and written together
+LOGPROBS_FILE = "reference_logprobs.safetensors"
+
+
+@dataclass(frozen=True)
+class ReferenceSource:
+    """The inputs of the reference's log-probs and hidden states, and the folders where they are stored."""
+
+    model: Model
+    seed: int
+    run_folder: Path
+    digest: str  # of the data
+    compares: bool = False  # the objective needs the reference's full distribution
+    cached: bool = False  # from stored hidden states, without a second pass
+    cache: str | None = None  # algorithm.reference_cache
+
+    @classmethod
+    def of(cls, recipe: Recipe, digest: str) -> "ReferenceSource":
+        options, compares = recipe.algorithm, recipe.algorithm.compares_distributions
+        cached = compares and options.reference == "cached_hidden"
+        cache = options.reference_cache if cached else None
+        return cls(recipe.model, recipe.run.seed, Path(recipe.run.output_dir), digest, compares, cached, cache)
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The folder of the hidden states; None if the run uses none."""
+        return Path(self.cache or self.run_folder / "reference_cache") if self.cached else None
+
+    def check_cache(self) -> None:
+        """Check, before a model is built, that an existing cache is complete and of this run's data and model.
+
+        Raises:
+            DataError: it is not, or the folder holds other files.
+        """
+        folder = self.cache_folder
+        if folder is not None and folder.exists() and any(folder.iterdir()):
+            HiddenCache(folder, self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """The facts that determine the reference's log-probs and hidden states."""
+        path, option = self.model.path, "model.path"
+        if self.model.reference is not None:
+            path, option = self.model.reference, "model.reference"
+        random = self.model.reference is None and self.model.initialise == "random"
+        model = model_fingerprint(model_folder(path, option))
+        return {
+            "data": self.digest,
+            "model": f"random weights of seed {self.seed}, {model}" if random else model,
+            "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(self.model)),
+            "dtype": str(DTYPES[self.model.precision]).removeprefix("torch."),
+        }
+
+    def output_weight(self, hf_config: Any) -> Tensor:
+        """[V, H] the whole output matrix."""
+        name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
+        if self.model.reference is None:
+            return build.start_weights(self.model, self.seed, hf_config)(name)
+        return weights.open_folder(model_folder(self.model.reference, "model.reference"), hf_config)(name)
+
+
+class Reference:
+    """The frozen reference of offline training: its log-probs of the data, computed once and stored with the run, and
+    its full distribution, which a forward KL and FPA need: each step by a forward pass with the reference's weights
+    (`recompute`), or from hidden states that are computed and stored once (`cached_hidden`).
+
+    Build it while the actor has the initial weights. `data` is the whole data set."""
+
+    def __init__(self, source: ReferenceSource, actor: Actor, data: Batch):
+        self.source, self.actor, self.weights, self.cache = source, actor, None, None
+        folder, path = source.cache_folder, source.run_folder / LOGPROBS_FILE
+        self.facts = source.facts()
+        assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
+        kept = _kept_logprobs(path, self.facts)
+        missing = source.cached and not parallel.on_main((folder / INDEX).is_file)
+        if kept is None or missing or (source.compares and not source.cached):
+            self.weights = build.reference_weights(source.model, source.seed, actor)
+        self.logprobs = kept if kept is not None else self._logprobs(data, path)
+        if source.cached:
+            if missing:
+                self._write_cache(data, folder)
+            self.cache, self.output = self._open_cache(folder)
+        if not source.compares or source.cached:
+            self.weights = None
+
+    def data(self, data: Batch) -> Batch:
+        """`data` with the reference's log-probs and each token's index in the data set."""
+        return data.with_tokens(ref_logprobs=self.logprobs, data_index=torch.arange(len(data.response_ids)))
+
+    def second(self, update: Update, batch: Batch) -> Second | None:
+        """The reference's distribution, if `update` compares with it."""
+        if update.second is None:
+            return None
+        if self.cache is None:
+            return Second(batch, self.weights, update.second.extrapolation)
+        index = batch.tokens["data_index"]
+        return Second(
+            batch,
+            extrapolation=update.second.extrapolation,
+            rows=lambda tokens: self.cache.rows(index[tokens]),
+            output_weight=self.output,
+        )
+
+    def _logprobs(self, data: Batch, path: Path) -> Tensor:
+        with self.actor.use_weights(self.weights):
+            parts = [self.actor.outputs(data.select(chunk), LOGPROBS)["logprobs"] for chunk in chunks(data)]
+        logprobs = torch.cat(parts)
+        if dist.get_rank() == 0:
+            with replacing(path) as new:
+                save_file({"logprobs": logprobs}, new, metadata={"facts": json.dumps(self.facts)})
+        return logprobs
+
+    def _write_cache(self, data: Batch, folder: Path) -> None:
+        """Collective. One rank of the last pipeline stage writes."""
+        writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
+        writer = Writer(folder) if writes else None
+        with self.actor.use_weights(self.weights):
+            for chunk in chunks(data):
+                hidden = self.actor.hidden_states(data.select(chunk))
+                if writer:
+                    writer.add(hidden)
+        if writer:
+            writer.finish(self.source.output_weight(self.actor.hf_config).to(_dtype(self.actor)), self.facts)
+            print(describe(writer.tokens, self.actor.hf_config, _dtype(self.actor), folder), flush=True)
+        dist.barrier()
+
+    def _open_cache(self, folder: Path) -> tuple[HiddenCache, Tensor]:
+        """The verified cache, and this rank's rows of its output matrix."""
+        cache = HiddenCache(folder, self.facts)
+        torn = [path for path in gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
+        if torn:
+            raise DataError(f"algorithm.reference_cache: {torn[0]} is not as it was written: remove {folder}")
+        part = shard("output_layer.weight", cache.output_weight(), parallel.tp_size(), parallel.tp_rank())
+        if parallel.is_last_stage():
+            own = models.output_weight(self.actor.models[-1])
+            part = part.to(own.device, own.dtype)
+            assert len(part) == len(own), f"output matrix: {len(part)} rows in the cache, {len(own)} in the model"
+        return cache, part
+
+
+def chunks(data: Batch) -> list[Tensor]:
+    """The positions of sequences, in order, in parts of about CHUNK_TOKENS response tokens."""
+    before = data.response_lens.cumsum(0) - data.response_lens
+    _, sizes = (before // CHUNK_TOKENS).unique_consecutive(return_counts=True)
+    return list(torch.arange(len(data)).split(sizes.tolist()))
+
+
+def describe(tokens: int, hf_config: Any, dtype: torch.dtype, folder: Path) -> str:
+    """A line with the size of the cache, compared with logits."""
+    each, logits = hf_config.hidden_size * dtype.itemsize, hf_config.vocab_size * dtype.itemsize
+    return (
+        f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {folder}; "
+        f"logits would take {logits} bytes a token, {logits / each:.0f} times as much"
+    )
+
+
+def _dtype(actor: Actor) -> torch.dtype:
+    return next(actor.models[-1].parameters()).dtype
+
+
+def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
+    """Log-probs stored by an earlier start of this run; None if there are none. Collective."""
+    if not parallel.on_main(path.is_file):
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            stored, logprobs = json.loads(file.metadata()["facts"]), file.get_tensor("logprobs")
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}): remove it, and it is computed again") from None
+    changed = [name for name, value in facts.items() if stored.get(name) != value]
+    if changed:
+        raise DataError(f"{path} is of another {changed[0]}, which has changed since this run's first start")
+    return logprobs
+
+
+@dataclass
+class OfflineModels(Models):
+    """The actor and the frozen reference."""
+
+    reference: Reference | None = None
+
+    def second(self, update: Update, mini_batch: Batch) -> Second | None:
+        return self.reference.second(update, mini_batch)
 
 
 def train(recipe: Recipe) -> int:
@@ -34,11 +236,13 @@ def train(recipe: Recipe) -> int:
     stored = store.read(path)
     own = {} if recipe.data.validation else {"validation": stored.held_out}
     held_out = stored.held_out if own and recipe.evaluation.every else None
-    check_store(stored, path, fingerprint.of_tokenizer(build.tokenizer_folder(recipe.model)), held_out)
+    check_store(stored, path, tokenizer_fingerprint(build.tokenizer_folder(recipe.model)), held_out)
     options, objective = recipe.algorithm, objectives.build(recipe.algorithm)
     data = objective.annotate(stored.train)
     examples = objective.examples(data)
-    cost = Costs(data, not recipe.batching.why_not_shared(recipe.megatron.context_parallel_size))
+    cost = Costs(
+        data, not recipe.batching.why_not_shared(recipe.megatron.context_parallel_size, whole_sequences(hf_config))
+    )
     check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)
     source = ReferenceSource.of(recipe, stored.digest)
     source.check_cache()
@@ -47,10 +251,10 @@ def train(recipe: Recipe) -> int:
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     actor = build.build_actor(recipe, hf_config, steps)
     reference = Reference(source, actor, data)
-    models = OfflineModels(actor, objective.needs, gradient_norms(options.part_norms_every), reference)
+    models = OfflineModels(actor, objective.needs, gradient_norms(options.part_norms_every), reference=reference)
     with ExitStack() as stack:
         evaluator, weights = build_evaluator(recipe, hf_config, tokenizer, models, stack, **own)
-        run = stack.enter_context(closing(Run(recipe, models, stream, steps, evaluator)))
+        run = stack.enter_context(closing(TrainingRun(recipe, models, stream, steps, evaluator)))
         batches = StoredBatches(stream, size, partial(draw, reference.data(data)), weights, run.phases)
         return loop.train(run, batches, models, objective)
 

@@ -10,6 +10,7 @@ from megatron_rft.config.datasets import DATASETS
 from megatron_rft.data.prompts import Demonstration, PromptSet, demonstrations, prompt_set
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
+from megatron_rft.environments.schemas import schemas
 from megatron_rft.utils.errors import DataError
 
 
@@ -20,10 +21,12 @@ class Problems:
     data: Data
     benchmarks: dict[str, Source]
     learns_answers: bool  # data.train has answers to learn from
+    tools: tuple[dict[str, Any], ...] = ()  # that the environment offers
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Problems":
-        return cls(recipe.data, recipe.evaluation.benchmarks, recipe.trainer == "sft")
+        tools = schemas(recipe.environment) if recipe.environment else ()
+        return cls(recipe.data, recipe.evaluation.benchmarks, recipe.trainer == "sft", tools)
 
     def source(self, part: str) -> Source:
         return self.benchmarks.get(part) or getattr(self.data, part)
@@ -49,7 +52,7 @@ class Problems:
         """The format of a part's prompts. An adapter has its own field names and template."""
         data, source = self.data, self.source(part)
         shared = ("chat", "chat_template_kwargs", "max_prompt_tokens", "overlong")
-        common = {name: getattr(data, name) for name in shared}
+        common = {name: getattr(data, name) for name in shared} | {"tools": self.tools}
         if source.adapter is None:
             prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
             return PromptFormat(prompt, answer, source.prompt_template or data.prompt_template, **common)

@@ -4,11 +4,12 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_rft.config import Recipe, difference, dump, load
+from megatron_rft.config import Recipe, difference, dump, load_saved
 from megatron_rft.utils.errors import ConfigError
 from megatron_rft.utils.files import write_atomically
 
 RECIPE_FILE = "recipe.yaml"
+BESIDE = {"launch", "diagnosis"}  # folders in a run's folder that do not make it one
 
 
 def claim_folder(recipe: Recipe) -> Path:
@@ -23,16 +24,16 @@ def claim_folder(recipe: Recipe) -> Path:
     if stored.is_file():
         if mode == "never":
             raise ConfigError(f"run.output_dir {folder} holds a run and run.resume is 'never': choose another folder")
-        if begun(folder) and (changed := difference(load(stored), recipe)):
+        if begun(folder) and (changed := difference(load_saved(stored), recipe)):
             raise ConfigError(
                 f"run.output_dir {folder} holds another run; this one differs in {', '.join(changed)}. "
                 "Choose another run.output_dir, or undo these changes to resume it"
             )
     elif mode == "must":
         raise ConfigError(f"run.resume is 'must', and there is no run in run.output_dir {folder}")
-    elif folder.is_dir() and (found := sorted(p.name for p in folder.iterdir() if p.name != "launch")):
+    elif folder.is_dir() and (others := sorted(p.name for p in folder.iterdir() if p.name not in BESIDE)):
         raise ConfigError(
-            f"run.output_dir {folder} holds other files ({', '.join(found[:3])} ...): choose another folder"
+            f"run.output_dir {folder} holds other files ({', '.join(others[:3])} ...): choose another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(stored, dump(recipe))  # the workers of `generate` share a folder and read this file
@@ -44,7 +45,7 @@ def begun(folder: Path) -> bool:
     generating worker, the writer of a killed start); files that they delete meanwhile do not count."""
     for path, folders, files in os.walk(folder):
         if Path(path) == folder:
-            folders[:] = set(folders) - {"launch", "engines"}
+            folders[:] = set(folders) - BESIDE - {"engines"}
             files = set(files) - {RECIPE_FILE}
         for name in files:
             with suppress(FileNotFoundError):

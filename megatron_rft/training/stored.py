@@ -12,9 +12,10 @@ from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rewards.registry import build as build_reward
-from megatron_rft.tracking.phases import Phases
+from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder, build_beside
+from megatron_rft.training.episodes import around
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.loop import Batches
 from megatron_rft.training.models import Models
@@ -40,7 +41,7 @@ class StoredBatches(Batches):
         if not asked or self.weights is None or self.weights.sent(version):
             return {}
         with self.phases("sync"):
-            return self.weights.push(version, verify)
+            return self.weights.send(version, verify)
 
     def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:
         return {"tokens/trained": float(batch.lengths.sum())}
@@ -62,4 +63,5 @@ def build_evaluator(
     trained, builder = list(models.trained.values()), EngineBuilder.of(recipe)
     engine, weights = build_beside(trained, partial(builder.build, hf_config), recipe.rollout.offload_trainer)
     stack.enter_context(closing(engine))
-    return build.build_evaluator(recipe, engine, tokenizer, reward, **given), weights
+    player = around(engine, builder, tokenizer, stack)
+    return build.build_evaluator(recipe, player, tokenizer, reward, **given), weights

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rft.config.algorithms.own import Own
+from megatron_rft.config.algorithms.online import OwnAlgorithm
 from megatron_rft.config.messages import explain
 from megatron_rft.config.sections import Section
 from megatron_rft.objectives.base import PolicyObjective, Setting
@@ -15,10 +15,10 @@ from megatron_rft.utils.errors import ConfigError, did_you_mean
 
 OPTION = "algorithm.objective"
 CAN_NEED = ("old_logprobs", "ref_logprobs", "ref_kl", "reference", "values")
-OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `Own` has for every class
+OF_ONLINE = ("mini_batch_prompts", "epochs", "old_logprobs")  # options that `OwnAlgorithm` has for every class
 
 
-def build_objective(section: Own, setting: Setting, reference: bool) -> PolicyObjective:
+def build_objective(section: OwnAlgorithm, setting: Setting, reference: bool) -> PolicyObjective:
     """The user's objective with its options. `reference`: whether the recipe sets model.reference.
 
     Raises:
@@ -35,18 +35,18 @@ def build_objective(section: Own, setting: Setting, reference: bool) -> PolicyOb
 
 
 def _class(named: str) -> type[PolicyObjective]:
-    found = user_code.load(named, OPTION)
-    if not (isinstance(found, type) and issubclass(found, PolicyObjective)):
+    cls = user_code.load(named, OPTION)
+    if not (isinstance(cls, type) and issubclass(cls, PolicyObjective)):
         raise ConfigError(
             f"{OPTION}: {named} is no class that derives from megatron_rft.objectives.base.PolicyObjective, or from an "
             "algorithm such as megatron_rft.objectives.grpo.GRPO"
         )
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise ConfigError(f"{OPTION}: {named} does not define {', '.join(missing)}")
-    return found
+    return cls
 
 
-def _options(cls: type[PolicyObjective], algorithm: Own) -> Section:
+def _options(cls: type[PolicyObjective], algorithm: OwnAlgorithm) -> Section:
     """The class's section, with the recipe's options."""
     section = _section(cls)
     known = section.model_fields.keys() - {"name"}
@@ -54,15 +54,15 @@ def _options(cls: type[PolicyObjective], algorithm: Own) -> Section:
         if name not in known and algorithm.differs(name):
             raise ConfigError(f"algorithm.{name} does nothing: {cls.__name__} has no field {name}")
     given: dict[str, Any] = {name: getattr(algorithm, name) for name in OF_ONLINE if name in known}
-    given |= algorithm.model_extra
+    given |= algorithm.extra
     for name in given.keys() - known:
         hint = did_you_mean(name, known) or f" There are: {', '.join(sorted(known)) or 'none'}."
         raise ConfigError(f"algorithm.{name}: {cls.__name__} has no such field.{hint}")
     try:
         return section(**given)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        place, problem = explain(found, ("algorithm", *map(str, found["loc"])), known)
+        detail = error.errors(include_url=False)[0]
+        place, problem = explain(detail, ("algorithm", *map(str, detail["loc"])), known)
         raise ConfigError(f"{'.'.join(place)}: {problem}") from None
 
 

@@ -38,7 +38,8 @@ def digests(paths: Iterable[Path]) -> dict[str, dict]:
 
 def write_own_digests(folder: Path, rank: int) -> None:
     """Write the digests of the shards that `rank` has written, for `join_digests`."""
-    content = digests(sorted(folder.glob(f"__{rank}_*.distcp")))
+    own = [*folder.glob(f"__{rank}_*.distcp"), *folder.glob(f"optimizer_{rank:05d}.safetensors")]
+    content = digests(sorted(own))
     write_atomically(folder / f"digests_{rank}.json", json.dumps(content))
 
 

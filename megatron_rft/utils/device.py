@@ -1,5 +1,6 @@
 """Finds out whether this machine has an NVIDIA GPU and whether the installed packages can use it. Imports no torch."""
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -69,3 +70,32 @@ def has_fused_attention(capability: tuple[int, int]) -> bool:
     """Whether Transformer Engine has a fused kernel for packed sequences on a GPU of this compute capability: cuDNN's
     from 9.0 on, or that of the package flash-attn. Its remaining kernel stores every score."""
     return capability >= (9, 0) or importlib.util.find_spec("flash_attn") is not None
+
+
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def machine_bytes() -> int | None:
+    """What processes may take here: all memory, or a container's limit; None where Linux does not say."""
+    found = []
+    try:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+        found.append(int(line.split()[1]) << 10)
+    except (OSError, StopIteration):
+        return None
+    for limit in LIMITS:
+        try:
+            found.append(int(Path(limit).read_text()))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return min(found)
+
+
+def return_free_pages() -> None:
+    """Give what the allocator keeps free back to the system, with glibc; elsewhere this does nothing.
+
+    Batches of all lengths leave gaps of a megabyte between blocks, which glibc would keep for itself.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

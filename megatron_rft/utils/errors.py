@@ -59,12 +59,26 @@ def disk_problem(error: Exception) -> str:
     return ""
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest to `name`, if one is close."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'lr'?"` if a known name is close to `name`, else an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    found = closest(name, known)
+    return f" Did you mean {found!r}?" if found else ""
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, for use within a sentence."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+FINISHED = 0
+USER_ERROR = 2
+"""Some input of the user is wrong; running the same command again gives the same error."""
+FAILED = 3
+"""The run failed: a killed rank, a numerical failure, a full disk."""
+STOPPED = 75
+"""Stopped after a checkpoint; the same command continues from there (EX_TEMPFAIL of sysexits.h)."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY = "megatron_rft_????????.tmp"
+START = ("MASTER_ADDR", "MASTER_PORT", "MEGATRON_RFT_LAUNCHER", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")  # of a run
 SHARED = ".shared_memory"  # files with paths, one a line
 
 
@@ -105,3 +106,20 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def one_of_node(what: str) -> Iterator[bool]:
+    """Yield whether the hub should be asked for `what`: not if another rank of this start of the run, on this node, has
+    asked. The ranks of a node come here one after the other; a process that is no rank asks."""
+    if "LOCAL_RANK" not in os.environ:
+        yield True
+        return
+    name = hashlib.sha256("/".join([what, *(os.environ.get(each, "") for each in START)]).encode()).hexdigest()[:16]
+    with open(Path(tempfile.gettempdir(), f"megatron_rft_{os.getuid()}_{name}.asked"), "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        try:
+            yield not file.read()
+        finally:  # after an error the others need not ask either
+            file.write("asked")

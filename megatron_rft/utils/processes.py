@@ -1,40 +1,94 @@
-"""Ends child processes with their parent, removes the shared memory that they leave, and reserves free ports."""
+"""Starts the helper processes of a run; removes the shared memory that processes leave, and reserves free ports.
+
+Helpers are graders, sandboxes, engines, environments and the writers of checkpoints. `timeout`, a terminal and Slurm
+send a stop signal to all processes of a run. The run needs its helpers to finish the step and to save, so each of them
+is started by `start_helper`, or forked inside `without_stop_signals`: it never receives a stop signal, and it ends when
+the process that started it ends, for any reason.
+"""
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+from megatron_rft.utils import end_with_parent
+from megatron_rft.utils.end_with_parent import STOP_SIGNALS, die_with
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SHARED = r"/dev/shm/(psm_|vllm_dist_|.*cpushm)"  # vLLM's: Python's, and that of its ranks on CPUs
-REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # followed by the parent's pid and a command
+ENDING = (sys.executable, "-IS", end_with_parent.__file__)  # followed by the parent's pid and a command
+REAPER = (sys.executable, "-m", "megatron_rft.utils.processes")  # the same
+END = signal.SIGHUP  # what ends a reaper
+FIRST_INTERRUPT = "stopping after this step; Ctrl-C again to kill\n"
+SAME_S = 1.0
 
 
-def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when `parent`, which started it, ends for any reason. Linux only."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # the parent ended before the call
-        os.kill(os.getpid(), number)
+def start_helper(command: list[str], reap: bool = False, **options: Any) -> subprocess.Popen:
+    """Start a helper process of a run. `options`: those of Popen. `reap`: when it ends, or is told to by `end_reaper`,
+    kill all processes that it has started."""
+    whole = [*(REAPER if reap else ENDING), str(os.getpid()), *command]
+    return _starter(os.getpid()).submit(subprocess.Popen, whole, **options).result()
+
+
+def end_reaper(process: subprocess.Popen) -> None:
+    """End a helper that was started with `reap`, and all processes that it has started."""
+    process.send_signal(END)
+    process.wait()
+
+
+@contextlib.contextmanager
+def without_stop_signals() -> Iterator[None]:
+    """Processes that this thread starts inside never receive a stop signal, because the mask of blocked signals is
+    inherited and, unlike a handler, not replaced by the libraries of the process. A forked one calls `die_with`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def _starter(_process: int) -> ThreadPoolExecutor:
+    """Return the thread of this process that starts its helpers. It lives as long as the process: the kernel signals a
+    child when the thread that started it ends."""
+    return ThreadPoolExecutor(1, "helpers", signal.pthread_sigmask, (signal.SIG_BLOCK, STOP_SIGNALS))
+
+
+class Interrupts:
+    """Tells a second Ctrl-C from one SIGINT that arrives twice at once: `timeout` sends it to a process and to its
+    group."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def again(self) -> bool:
+        """Call it for each SIGINT. Returns whether it is another one."""
+        now = time.monotonic()
+        self._first = self._first or now
+        return now - self._first > SAME_S
 
 
 def reaper(parent: int, command: list[str]) -> int:
-    """Run a command, and kill all processes that it started when it ends, on SIGTERM, and when `parent` ends. Returns
-    the command's status. Removes vLLM's shared memory that these processes used."""
+    """Run a command, and kill all processes that it started when it ends, on END, and when `parent` ends. Returns the
+    command's status. Removes vLLM's shared memory that these processes used."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(END, _leave)
     try:
-        die_with(parent, signal.SIGTERM)
-        return subprocess.Popen(command).wait()
+        die_with(parent, END)
+        return subprocess.Popen([*ENDING, str(os.getpid()), *command]).wait()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(END, signal.SIG_IGN)
         shared: set[str] = set()
         while found := children(os.getpid()):
             shared |= {path for pid in found for path in shared_memory(pid)}

@@ -9,7 +9,7 @@ import torch
 
 import megatron_rft
 from megatron_rft.config import Batching, Megatron
-from megatron_rft.config.algorithms.sft import SFT as Options
+from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.conversion.mapping import Mapping
 from megatron_rft.megatron import model as models

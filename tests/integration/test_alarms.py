@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rft.tracking.notes import NOTES_FILE
+from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.utils.files import read_json_lines
 from tests.integration.test_online_algorithms import PIPO, recipe_of
 from tests.integration.tiny import train

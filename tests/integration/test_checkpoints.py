@@ -68,6 +68,7 @@ def test_the_model_of_another_architecture(run, tmp_path, capsys):
 
 def test_a_run_whose_model_is_gone(run, tmp_path, capsys):
     shutil.copytree(run / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/export")  # it would stand in
     recipe = tmp_path / "run/recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(run / "model"), str(tmp_path / "moved")))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2

@@ -1,5 +1,6 @@
 """Runs with engines in separate processes: engines are killed, and the trainer is; no process is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,39 +30,36 @@ def undisturbed(recipe, tmp_path_factory) -> bytes:
     return (out / "export/model.safetensors").read_bytes()
 
 
-def engines_of(trainer: int) -> list[int]:
-    """The engine processes that a process started, also after its end: their last argument is its pid."""
+def engines_of(run: Path) -> list[int]:
+    """The engine processes whose log is in a run's folder, also after the end of the trainer."""
     found = []
     for folder in Path("/proc").iterdir():
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
-        except OSError:
-            continue
-        if b"megatron_rft.inference.process_worker" in words and words[-2] == str(trainer).encode():
-            found.append(int(folder.name))
+            if b"megatron_rft.inference.process_worker" in words and (folder / "fd/1").readlink().is_relative_to(run):
+                found.append(int(folder.name))
     return found
 
 
-def gone(trainer: int) -> bool:
-    return wait_until(lambda: not engines_of(trainer))
+def gone(run: Path) -> bool:
+    return wait_until(lambda: not engines_of(run))
 
 
 def test_a_killed_engine_is_replaced_and_the_run_is_the_same(recipe, undisturbed, tmp_path):
     """With staleness 0 the actor has the weights of the lost engine, and seeds belong to requests."""
-    out, trainers = tmp_path / "process", []
+    out = tmp_path / "process"
 
     def kill_an_engine(process: subprocess.Popen) -> None:
-        pids = engines_of(process.pid)
+        pids = engines_of(out)
         assert len(pids) == 2
         os.kill(pids[0], signal.SIGKILL)
-        trainers.append(process.pid)
 
     status, output = disturbed(kill_an_engine, recipe, out, PROCESS, "rollout.processes=2", step=2, left=2)
     assert status == 0, output[-3000:]
     assert "was killed by SIGKILL; it was started again with the actor's weights" in output
     assert metrics(out)[-1]["faults/engine_restarts"] == 1
     assert (out / "engines/engine_1.log").exists()
-    assert gone(*trainers)
+    assert gone(out)
     assert (out / "export/model.safetensors").read_bytes() == undisturbed
 
 
@@ -73,7 +71,7 @@ def test_killed_in_syncs(recipe, undisturbed, tmp_path):
     assert process.returncode == 0, output[-3000:]
     assert output.count("was killed by SIGKILL; it was started again with the actor's weights") == 2
     assert metrics(out)[-1]["faults/engine_restarts"] == 2
-    assert gone(process.pid)
+    assert gone(out)
     assert (out / "export/model.safetensors").read_bytes() == undisturbed
 
 
@@ -81,10 +79,10 @@ def test_no_engine_outlives_a_killed_trainer(recipe, tmp_path):
     out = tmp_path / "run"
     process = start(recipe, f"run.output_dir={out}", PROCESS, "run.steps=1000")
     wait_for_step(out, process, 1)
-    assert len(engines_of(process.pid)) == 1
+    assert len(engines_of(out)) == 1
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=600)
-    assert gone(process.pid)
+    assert gone(out)
 
 
 def test_an_engine_process_that_cannot_start_ends_the_run_with_its_log(recipe, tmp_path):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.tracking.notes import NOTES_FILE
-from megatron_rft.utils.exit_codes import FAILED
+from megatron_rft.tracking.metrics import NOTES_FILE
+from megatron_rft.utils.errors import FAILED
 from megatron_rft.utils.files import read_json_lines
 from tests.integration.tiny import kill, start, train, wait_until, write_recipe
 

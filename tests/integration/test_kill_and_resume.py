@@ -3,6 +3,7 @@
 MEGATRON_RFT_KILLS says how many times the run is killed (default 3).
 """
 
+import contextlib
 import os
 import random
 import shutil
@@ -10,17 +11,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_rft.tracking.samples import SAMPLES_FILE, read_samples
+from megatron_rft.launching.hangs import descendants
+from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
 from megatron_rft.utils.checkpoint_files import latest
+from megatron_rft.utils.processes import STOP_SIGNALS
 from tests.integration.tiny import freeze, kill, metrics, start, train, wait_until, write_recipe
 
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
-TIMED = ("seconds/", "ranks/", "memory/", "per_second", "rollout/", "sync/seconds", "time", "mfu")
+TIMED = ("seconds/", "wait_seconds", "ranks/", "memory/", "per_second", "rollout/", "sync/seconds", "time", "mfu")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,18 @@ def terminate(process: subprocess.Popen) -> None:
     process.send_signal(signal.SIGTERM)
 
 
+def stop_all(process: subprocess.Popen, number: int = signal.SIGTERM) -> None:
+    """Send a signal to all processes of the run, as Slurm does, and then again to the group of the first one, as
+    `timeout` and a terminal do. The run was stopped, and goes on."""
+    for pid in (process.pid, *descendants(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
 @pytest.mark.slow
 def test_a_run_with_gradients_computed_during_generation_resumes_exactly(tmp_path):
     """With engines in processes PIPO's gradient is computed before phi is known and is not in a checkpoint. Killed and
@@ -181,15 +197,33 @@ def test_a_run_with_staleness_1_resumes_exactly(tmp_path):
     assert_same_run(out, tmp_path / "run")
 
 
-def test_sigterm_saves_and_says_so(undisturbed, tmp_path):
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_all_processes_saves_and_says_so(undisturbed, tmp_path, number):
+    """Also while a checkpoint is written: there is one after each step."""
     folder, expected = undisturbed
-    out = tmp_path / "run"
-    status, output = disturbed(terminate, folder / "recipe.yaml", out, "checkpoint.every=0", step=2, left=2)
-    assert status == 75 and "stopped by SIGTERM" in output, output
-    assert list((out / "checkpoints").glob("step_*"))
-    status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", "checkpoint.every=0")
+    out, every = tmp_path / "run", "checkpoint.every=1"
+    status, output = disturbed(partial(stop_all, number=number), folder / "recipe.yaml", out, every, step=2, left=2)
+    assert status == 75 and f"stopped by {number.name}" in output, output
+    assert [path for path in out.glob("checkpoints/*") if path.suffix] == [], "incomplete checkpoints"
+    assert (output.count("stopping after this step; Ctrl-C again to kill") == 1) == (number == signal.SIGINT)
+    status, output = train(folder / "recipe.yaml", f"run.output_dir={out}", every)
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, expected)
+
+
+def test_a_signal_to_two_ranks_with_engines_and_graders(tmp_path):
+    """Launcher, ranks, engine processes and the processes that grade get it, while they work."""
+    recipe = write_recipe(tmp_path, rollout={"placement": "process"}, reward={"kind": "math"})
+    status, output = train(recipe, "--nproc", "2")
+    assert status == 0, output[-3000:]
+    out = tmp_path / "stopped"
+    number = partial(stop_all, number=signal.SIGUSR1)
+    status, output = disturbed(number, recipe, out, "--nproc", "2", step=2, left=2)
+    assert status == 75 and "stopped by SIGUSR1" in output, output
+    assert "engine process" not in output, output  # none was lost
+    status, output = train(recipe, "--nproc", "2", f"run.output_dir={out}")
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert_same_run(out, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -232,3 +266,29 @@ def test_a_resume_says_what_has_changed_under_the_run(tmp_path):
     status, output = train(recipe, "run.steps=3")
     assert status == 0 and "data.train is no longer what it was in the checkpoint of step 2" in output, output[-3000:]
     assert "model.path is no longer" not in output
+
+
+def test_a_second_start_in_a_folder_is_refused_and_changes_nothing(tmp_path):
+    """Nor does it where it would start a launcher. The first run ends with each step once."""
+    recipe, out = write_recipe(tmp_path, run={"steps": 8}), tmp_path / "run"
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".position"}
+
+    first = start(recipe)
+    wait_for_step(out, first, 2)
+    assert freeze(first)
+    before = files()
+    for arguments in ([], ["--nproc", "2"]):
+        status, output = train(recipe, *arguments)
+        assert status == 2 and f"process {first.pid} on" in output and "trains there" in output, output[-3000:]
+    assert files() == before
+    first.send_signal(signal.SIGCONT)
+    assert "taken over" not in first.communicate(timeout=900)[0] and first.returncode == 0
+    assert [line["step"] for line in metrics(out)] == list(range(9))
+
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:3] + lines[5:7] + lines[8:]))
+    status, output = train(recipe, "run.steps=9")
+    assert status == 0 and "metrics.jsonl has no lines of steps 3-4, 7: " in output, output[-3000:]
+    assert out.stat().st_mode & 0o777 == 0o750 and (out / "metrics.jsonl").stat().st_mode & 0o777 == 0o640

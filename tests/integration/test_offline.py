@@ -18,7 +18,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.data.trajectories import sha256
-from megatron_rft.tracking.notes import NOTES_FILE
+from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.utils.files import read_json_lines
 from tests.fork_server import ENVIRONMENT
 from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step

@@ -1,6 +1,7 @@
 """Whole runs of the five algorithms with PIPO: after kill -9 and a resume they end with the same weights, bit for bit.
 The cheap variants run once."""
 
+import math
 import random
 
 import pytest
@@ -71,6 +72,48 @@ def test_killed_and_resumed_it_is_the_same_run(name, tmp_path):
     status, output = train(recipe, f"run.output_dir={out}")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, tmp_path / "run")
+
+
+def test_truncated_sampling_is_replayed_exactly(tmp_path):
+    """fp32 on both sides: what the engine and the trainer compute over the engine's supports differs by rounding. Over
+    the whole vocabulary the trainer's log-probs would be lower, since the supports hold less than all of it."""
+    rollout = {"top_k": 3, "top_p": 0.6, "min_p": 0.05, "group_size": 8, "max_response_tokens": 2}
+    sections = {"algorithm": {"name": "grpo", "mini_batch_prompts": 2, "kl_estimator": "exact"}, "rollout": rollout}
+    status, output = train(recipe_of(tmp_path, sections | {"pipo": PIPO}))
+    assert status == 0, output[-3000:]
+    lines = metrics(tmp_path / "run")[1:]
+    assert all(line["mismatch/kl"] < 1e-10 and line["mismatch/max"] < 1e-4 for line in lines)
+    assert all(1 < line["rollout/support"] < 3 and line["policy/entropy"] < math.log(3) for line in lines)
+    assert any("verification/grad_norm" in line for line in lines)
+
+
+SDPO = {key: value for key, value in CLOSED["sdpo"]["algorithm"].items() if key != "mini_batch_prompts"}
+NEVER_VERIFIED = {
+    "grpo": {"algorithm": {"name": "grpo", "old_logprobs": "rollout"}},
+    "gspo_recomputed": {"algorithm": {"name": "gspo", "importance": "truncated", "mini_batch_prompts": 2}},
+    "sdpo": {"algorithm": SDPO | {"importance_cap": 2.0, "old_logprobs": "rollout"}},
+}
+
+
+@pytest.mark.parametrize("name", NEVER_VERIFIED)
+def test_a_window_that_never_verifies_gives_the_bases_run(name, tmp_path):
+    """Bit for bit, with the trainer's and the engine's log-probs as the ratio's denominator. Responses come from older
+    weights, so the ratio is not 1."""
+    rollout = {"placement": "process", "staleness": 1, "group_size": 8}
+    sections = NEVER_VERIFIED[name] | {"run": {"steps": 4, "seed": 3}, "rollout": rollout}
+    found = []
+    for pipo in (None, {"window": 100}):
+        folder = tmp_path / str(bool(pipo))
+        folder.mkdir()
+        status, output = train(recipe_of(folder, sections | ({"pipo": pipo} if pipo else {})))
+        assert status == 0, output[-3000:]
+        found.append((load_file(folder / "run/export/model.safetensors"), metrics(folder / "run")))
+    (weights, lines), (with_pipo, with_lines) = found
+    assert all(torch.equal(value, with_pipo[key]) for key, value in weights.items())
+    for key in ("policy/ratio_mean", "policy/clip_fraction", "policy/importance_mean", "policy/loss"):
+        assert [line.get(key) for line in lines] == [line.get(key) for line in with_lines], key
+    if name == "grpo":
+        assert any(line.get("policy/ratio_mean", 1.0) != 1.0 for line in lines), "on-policy: this proves little"
 
 
 def test_responses_without_a_gradient_are_left_out(tmp_path):

@@ -20,10 +20,11 @@ from megatron_rft.conversion import hf_shapes, load_config
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import gathered, update_memory
 from megatron_rft.plan.parameters import Sizes
-from megatron_rft.plan.shared_prompts import Group
+from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.rehearsal import report
 from megatron_rft.rehearsal.report import Stage
 from megatron_rft.utils.errors import ConfigError, RunFailed
+from tests.shapes import sizes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COMMON = dict(
@@ -48,25 +49,20 @@ EXPERTS = dict(
 )
 
 
-def sizes(hidden, layers, heads, kv_heads, ffn, **more):
-    names = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ffn)
-    return COMMON | names | {"num_key_value_heads": kv_heads} | more
-
-
 def experts(count, each, chosen):
     return EXPERTS | dict(num_experts=count, moe_intermediate_size=each, num_experts_per_tok=chosen)
 
 
 TINY = dict(vocab_size=512, head_dim=16)
 MODELS = {
-    "tiny": sizes(64, 4, 4, 2, 128, **TINY),
-    "tiny_mixture": sizes(64, 4, 4, 2, 128, **TINY, **experts(8, 32, 2)),
-    "8b": sizes(4096, 36, 32, 8, 12_288),
-    "8b_4_layers": sizes(4096, 4, 32, 8, 12_288),
-    "8b_2_layers": sizes(4096, 2, 32, 8, 12_288),
-    "32b": sizes(5120, 64, 64, 8, 25_600),
-    "30b_a3b": sizes(2048, 48, 32, 4, 6144, **experts(128, 768, 8)),
-    "30b_a3b_2_layers": sizes(2048, 2, 32, 4, 6144, **experts(128, 768, 8)),
+    "tiny": COMMON | sizes(4, 64, 4, 2, 128, **TINY),
+    "tiny_mixture": COMMON | sizes(4, 64, 4, 2, 128, **TINY, **experts(8, 32, 2)),
+    "8b": COMMON | sizes(36, 4096, 32, 8, 12_288),
+    "8b_4_layers": COMMON | sizes(4, 4096, 32, 8, 12_288),
+    "8b_2_layers": COMMON | sizes(2, 4096, 32, 8, 12_288),
+    "32b": COMMON | sizes(64, 5120, 64, 8, 25_600),
+    "30b_a3b": COMMON | sizes(48, 2048, 32, 4, 6144, **experts(128, 768, 8)),
+    "30b_a3b_2_layers": COMMON | sizes(2, 2048, 32, 4, 6144, **experts(128, 768, 8)),
 }
 
 
@@ -157,6 +153,15 @@ def test_few_waits_with_refined_responses_pairs_and_a_teacher(rehearse, recipe):
     assert status == 0, told + error
     check_waits(stage)
     assert sum(row[-1] for row in stage["found"]["waits"] if row[0] == "end of the step") <= 1  # the teacher's update
+
+
+def test_a_distillations_teacher(rehearse, tmp_path):
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher/config.json").write_text(json.dumps(sizes(96, 6, 4, 2, 192, **TINY)))
+    options = [f"distil={{teacher: {tmp_path}/teacher, coefficient: 0.5}}", "model.precision=bf16"]
+    status, told, error, (stage,) = rehearse("pipo/tiny/grpo.yaml", "tiny", 1, *options, "--micro-batches", "1")
+    assert status == 0, told + error
+    assert "second distribution" in stage["found"]["peaks"]
 
 
 def test_the_trainers_state_leaves_while_the_engine_generates(rehearse, tmp_path):
@@ -291,7 +296,7 @@ def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     found, peak = stage["found"], stage["found"]["peaks"]["training"]
     tokens = found["largest"]["training"] * layout.cp
     batching = options.batching.model_copy(update={"micro_batch_tokens": tokens})
-    keys = Group.of(options.trainer, options.batching, options.data, options.rollout, layout.cp, 0.5).keys
+    keys = SharedGroup.of(options.trainer, options.batching, options.data, options.rollout, layout.cp, 0.5).keys
     state, estimate = update_memory(options, batching, keys, s, layout, number)
     assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
     assert found["uploads"]["loading"][1] == pytest.approx(state.weights, rel=0.01)  # each weight once

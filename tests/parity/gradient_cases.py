@@ -4,6 +4,7 @@ usage: gradient_cases.py OUT.pt CASE [CASE ...]      a case is "tp=2,sp=1,budget
 The first run, on one process, writes what the others are compared with.
 """
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config import Batching, Megatron
+from megatron_rft.config.plugins import Teaching
+from megatron_rft.conversion import FolderWriter, hf_shapes
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.second_distribution import Second
-from megatron_rft.objectives.base import PolicyObjective, Update, with_gradient
+from megatron_rft.megatron.two_distributions import Second
+from megatron_rft.objectives.base import PolicyObjective, Update
 from megatron_rft.records import Batch
-from tests.made import dynamic, made
+from megatron_rft.training.teacher import Teacher
+from tests.made import ONLINE, distilled, dynamic, made
 
 KEYS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
 KEYS |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
@@ -52,9 +56,9 @@ def model_config(mixture: bool = False) -> Qwen3Config | Qwen3MoeConfig:
     return Qwen3Config(**SHAPE, architectures=["Qwen3ForCausalLM"])
 
 
-def mini_batch(starved: bool = False) -> Batch:
+def mini_batch(starved: bool = False, masked: bool = False) -> Batch:
     """Twelve ragged responses to four prompts, a third of them without a context, and seven refined ones. Starved: only
-    one token of one response has mask 1."""
+    one token of one response has mask 1. Masked: an environment wrote a third of the tokens."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(low: int, high: int) -> list[list[int]]:
@@ -69,6 +73,8 @@ def mini_batch(starved: bool = False) -> Batch:
     if starved:
         mask = torch.zeros(tokens)
         mask[tokens // 2] = 1
+    if masked:
+        mask = (torch.arange(tokens) // 2 % 3 != 1).float()
     group, rewards = torch.arange(12) // 4, torch.rand(12, generator=generator)
     batch = batch.with_sequences(group=group, rewards=torch.where(group == 1, 0.5, rewards))
     batch = batch.with_contexts([c if i % 3 else [] for i, c in enumerate(contexts)])
@@ -76,7 +82,7 @@ def mini_batch(starved: bool = False) -> Batch:
     return batch.with_tokens(noise=torch.randn(tokens, generator=generator), response_mask=mask)
 
 
-LOSSES: dict[str, PolicyObjective] = {
+LOSSES: dict[str, PolicyObjective] = {name: made(name) for name in (*ONLINE, "sft")} | {
     "grpo": made("grpo", kl_coefficient=0.05, entropy_coefficient=0.01),
     "grpo, exact KL": made("grpo", kl_coefficient=0.05, kl_estimator="exact", aggregation="group_mean"),
     "grpo, truncated weights": made("grpo", kl_coefficient=0.0, importance="truncated", aggregation="sequence_sum"),
@@ -87,11 +93,11 @@ LOSSES: dict[str, PolicyObjective] = {
     "cispo": made("cispo", clip_high=0.2, importance="masked", importance_cap=1.2),
     "rloo": made("rloo", kl_coefficient=0.05, aggregation="sequence_mean"),
     "reinforce_plus_plus": made("reinforce_plus_plus", gamma=0.9),
-    "reinforce_plus_plus_baseline": made("reinforce_plus_plus_baseline"),
     "ppo": made("ppo", kl_coefficient=0.05),
-    "sdpo": made("sdpo"),
+    "grpo, truncated sampling": made("grpo", kl_coefficient=0.05, kl_estimator="exact", entropy_coefficient=0.01),
     "sdpo, averaged teacher": made("sdpo", teacher_rate=0.5, aggregation="sequence_mean"),
-    "sft": made("sft"),
+    "distil, jsd": made("distil", divergence="jsd", jsd_beta=0.3),
+    "grpo, distilled": distilled(made("grpo", kl_coefficient=0.05), divergence="forward_kl", coefficient=0.5),
 }
 
 
@@ -119,24 +125,57 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
         options = {"optimizer": OPTIMIZER, "temperature": 0.8, "value_head": model == "critic"}
         actors[model] = Actor(model_config(bool(case.get("moe"))), megatron, batching, "fp32", **options)
         actors[model].load(with_value_head(weights.random_tensors(actors[model].hf_config, seed=3)))
-    batch = mini_batch(starved=bool(case.get("starved")))
+    student, options = actors["actor"].hf_config, Teaching(teacher=str(teacher_folder(bool(case.get("moe")))))
+    actors["teacher"] = Teacher(options, student, megatron, batching, "fp32", temperature=0.8)
+    batch = mini_batch(starved=bool(case.get("starved")), masked=bool(case.get("masked")))
     frozen = frozen_weights(actors["actor"])
     batch = with_outputs(batch, actors, frozen)
-    found, logged, left_out = {}, {}, {}
-    for name, objective in LOSSES.items():
-        for update in objective.prepare(batch, objective.init()).updates:
-            (steps,) = update.steps()
-            actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
-            computed = with_gradient(steps) if "skip" in case else steps
-            number = update.counts(steps), update.counts(computed)
-            beside = second(update, computed, frozen)
-            logged[key] = actor.backward(computed, update.loss, number[0], update.outputs, beside, number[1])
-            left_out[key] = len(steps) - len(computed)
-            with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
-                found[key] = {name: value.clone().cpu() for name, value in actor.stream()}
+    found, logged, left_out = of_losses(batch, actors, frozen, "skip" in case)
+    if case.get("masked"):
+        again, others, _ = of_losses(poisoned(batch), actors, frozen, "skip" in case)
+        for name in found:
+            assert all(torch.equal(found[name][n], again[name][n]) for n in found[name]), f"{name}: poisoned gradient"
+            assert logged[name] == others[name], f"{name}: poisoned metrics"
     logged["outputs"] = {name: float(value.double().sum()) for name, value in batch.tokens.items()}
     parallel.destroy_layout()
     return found, logged, left_out
+
+
+def poisoned(batch: Batch) -> Batch:
+    """The batch with absurd values on an environment's tokens, and a turn's reward of zero elsewhere."""
+    theirs = batch.response_mask == 0
+    assert theirs.any() and not theirs.all()
+    real = {name: values for name, values in batch.tokens.items() if values.is_floating_point()}
+    named = {name: torch.where(theirs, 1e4, values) for name, values in real.items() if name != "response_mask"}
+    return batch.with_tokens(**named, turn_rewards=torch.where(theirs, 1e4, 0.0))
+
+
+def of_losses(
+    batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tensor], skip: bool
+) -> tuple[dict[str, dict], dict[str, dict[str, float]], dict[str, int]]:
+    """As `gradients`."""
+    found, logged, left_out = {}, {}, {}
+    for name, objective in LOSSES.items():
+        given = truncated(batch) if name.endswith("truncated sampling") else batch
+        for update in objective.prepare(given, objective.init()).updates:
+            (steps,) = update.steps()
+            actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
+            computed, number = update.computed(steps, skip=skip)
+            beside = second(update, computed, frozen, actors["teacher"])
+            logged[key] = actor.backward(computed, update.loss, number, update.outputs, beside)
+            left_out[key] = len(steps) - len(computed)
+            with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
+                found[key] = {name: value.clone().cpu() for name, value in actor.stream()}
+    return found, logged, left_out
+
+
+def truncated(batch: Batch) -> Batch:
+    """Supports of 1 to 8 tokens that spread over the vocabulary, each with the token that was sampled."""
+    kept = [
+        tuple({(token + 13 * j) % 99 for j in range(1 + i % 8)}) for i, token in enumerate(batch.response_ids.tolist())
+    ]
+    ends = batch.response_lens.cumsum(0).tolist()
+    return batch.with_supports([tuple(kept[a:b]) for a, b in zip([0, *ends], ends, strict=False)])
 
 
 def with_value_head(lookup: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
@@ -173,9 +212,26 @@ def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tens
     )
 
 
-def second(update: Update, batch: Batch, frozen: list[torch.Tensor]) -> Second | None:
+def teacher_folder(mixture: bool) -> Path:
+    """A teacher of another width and a larger vocabulary; the first run writes it."""
+    folder = Path(f"{sys.argv[1]}.teacher{int(mixture)}")
+    if not folder.exists():
+        config = copy.deepcopy(model_config(mixture))
+        config.hidden_size, config.intermediate_size, config.vocab_size = 48, 80, 112
+        config.tie_word_embeddings = False
+        lookup = weights.random_tensors(config, seed=6)
+        writer = FolderWriter(folder)
+        for name in hf_shapes(config):
+            writer.add(name, lookup(name))
+        writer.finish(config, None)
+    return folder
+
+
+def second(update: Update, batch: Batch, frozen: list[torch.Tensor], teacher: Teacher) -> Second | None:
     if update.second is None:
         return None
+    if update.second.weights == "distil":
+        return teacher.second(batch, update.second.mixture)
     return Second(
         batch.in_context() if update.second.in_context else batch,
         None if update.second.weights == "actor" else frozen,
@@ -187,7 +243,7 @@ def main() -> None:
     for text in cases:
         case = {k: int(v) for k, v in (part.split("=") for part in text.split(",") if part)}
         found, logged, left_out = gradients(case)
-        reference = Path(f"{path}.{case.get('starved', 0)}.{case.get('moe', 0)}")
+        reference = Path(f"{path}.{case.get('starved', 0)}.{case.get('moe', 0)}.{case.get('masked', 0)}")
         if "write" in case:
             torch.save((found, logged), reference)
         wanted, wanted_logged = torch.load(reference)

@@ -6,6 +6,8 @@ and a padded micro-batch in one pipeline schedule) and the exported tensors. Pri
 
 import sys
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,10 +25,9 @@ from megatron_rft.families import family_of
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.packing import zigzag
+from tests.shapes import sizes
 
-SMALL = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-)
+SMALL = sizes(4, 64, 4, 2, 96, head_dim=16)
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 FAMILIES = {
     "llama": LlamaConfig(
@@ -233,7 +234,21 @@ def critic(family, name, layout, path, ids, hidden):
     wrong = sorted(set(exported) ^ expected) + (
         [] if torch.equal(exported["score.weight"], score) else ["score.weight"]
     )
-    report(family, f"critic {name}", difference(found, [h @ score[0] for h in hidden]), wrong)
+    report(family, name, difference(found, [h @ score[0] for h in hidden]), wrong)
+
+
+def cases(world):
+    """Yield (family, name, layout) of all comparisons on `world` ranks; a critic's beside its model's."""
+    for family in FAMILIES:
+        mixture = family == "qwen3_moe"
+        for name, layout in LAYOUTS[world].items():
+            if "ep" in layout and not mixture:
+                continue
+            if mixture and "tp" in layout:
+                layout = {**layout, "sp": True}  # megatron-core wants it of a mixture
+            yield family, name, layout
+            if family == "qwen3" and ("sp" in layout or world == 1):
+                yield family, f"critic {name}", layout
 
 
 def main():
@@ -242,21 +257,18 @@ def main():
     logging.disable_progress_bar()
     parallel.initialize(section())
     world = dist.get_world_size()
-    for family, hf_config in FAMILIES.items():
-        path, mixture = root / family, family == "qwen3_moe"
+    for family, group in groupby(cases(world), key=itemgetter(0)):
+        path, hf_config = root / family, FAMILIES[family]
         write_folder(path, hf_config)
         ids = micro_batches(hf_config.vocab_size)
         logits, hidden = reference(path, *ids)
-        for name, layout in LAYOUTS[world].items():
-            if "ep" in layout and not mixture:
-                continue
-            if mixture and "tp" in layout:
-                layout = {**layout, "sp": True}  # megatron-core wants it of a mixture
+        for _, name, layout in group:
             parallel.destroy_layout()
             parallel.initialize(section(**layout))
-            policy(family, name, layout, path, ids, logits)
-            if family == "qwen3" and ("sp" in layout or world == 1):
+            if name.startswith("critic "):
                 critic(family, name, layout, path, ids, hidden)
+            else:
+                policy(family, name, layout, path, ids, logits)
     parallel.shutdown()
 
 

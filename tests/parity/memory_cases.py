@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft.config import Recipe
+from megatron_rft.config.trainers import OnlineRecipe
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.families import family_of
 from megatron_rft.megatron import parallel
@@ -31,17 +31,19 @@ OPTIONS = {
     "bf16 alone": dict(precision="bf16", distributed=False),
     "bf16": dict(precision="bf16", distributed=True),
     "bf16, small buckets": dict(precision="bf16", distributed=True, overlap_grad_reduce=True, bucket_size=20_000),
+    "bf16, adapters": dict(precision="bf16", distributed=True, lora={"rank": 4, "targets": ["attention"]}),
 }
 
 
-def recipe_of(layout, precision, distributed, **more):
+def recipe_of(layout, precision, distributed, lora=None, **more):
     names = dict(tp="tensor_model_parallel_size", pp="pipeline_model_parallel_size", sp="sequence_parallel")
     names |= dict(cp="context_parallel_size", ep="expert_model_parallel_size")
     names |= dict(vpp="virtual_pipeline_model_parallel_size")
-    return Recipe(
+    return OnlineRecipe(
         run={"output_dir": "out", "steps": 1},
         model={"path": "x", "precision": precision},
         data={"train": {"path": "arithmetic"}},
+        lora=lora,
         megatron={names[key]: value for key, value in layout.items()} | more,
         optimizer={"use_distributed_optimizer": distributed},
         algorithm={"name": "grpo"},
@@ -56,7 +58,7 @@ def storages(tensors):
 def measured(actor):
     """Bytes of (weights, gradients, optimizer) on this rank."""
     actor.optimizer.fill_in()
-    weights = list(actor.parameters())
+    weights = list(actor.tensors(frozen=True))
     own = {w.untyped_storage().data_ptr() for w in weights}
     gradients = [b.grad_data for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     state = []
@@ -70,7 +72,12 @@ def measured(actor):
 def case(folder, hf_config, layout, options):
     recipe = recipe_of(layout, **options)
     actor = Actor(
-        hf_config, recipe.megatron, recipe.batching, recipe.model.precision, optimizer=recipe.optimizer.model_dump()
+        hf_config,
+        recipe.megatron,
+        recipe.batching,
+        recipe.model.precision,
+        optimizer=recipe.optimizer.model_dump(),
+        lora=recipe.lora,
     )
     actor.load(lambda name: torch.ones(SHAPES[name]))
     expected = state_of(

@@ -15,11 +15,11 @@ from megatron_rft.config import Batching, Megatron
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.second_distribution import Recorded, Second
+from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.records import Batch
 from megatron_rft.training.offline import draw
 from tests.made import OFFLINE, made
-from tests.parity.gradient_cases import KEYS, mini_batch, model_config
+from tests.parity.gradient_cases import KEYS, mini_batch, model_config, poisoned
 
 OBJECTIVES = {name: made(name) for name in OFFLINE} | {
     "off_rl_kl": made("off_rl", kl_coefficient=0.5),
@@ -31,6 +31,7 @@ class Case:
     """The model in one layout, and a reference."""
 
     def __init__(self, options: dict[str, int]):
+        self.masked = bool(options.get("masked"))
         megatron = Megatron(
             sequence_parallel=bool(options.get("sp")), **{KEYS[k]: v for k, v in options.items() if k in KEYS}
         )
@@ -54,24 +55,32 @@ class Case:
         self.actor.load(weights.random_tensors(model_config(), seed=3))
 
     def _data(self) -> Batch:
-        data = mini_batch()
+        data = mini_batch(masked=self.masked)
         data = data.only(set(), {"group"}).with_sequences(rewards=torch.tensor([1.0, -1.0, -1.0, 1.0] * 3))
         return data.with_tokens(ref_logprobs=self.actor.outputs(data, frozenset({"logprobs"}))["logprobs"])
 
-    def second(self, update, batch: Batch, recorded: bool) -> Second | Recorded | None:
+    def second(self, update, batch: Batch, recorded: bool) -> Second | None:
         if update.second is None:
             return None
         if not recorded:
             return Second(batch, self.reference, update.second.extrapolation)
         index = batch.tokens["data_index"]
         output = self.output if parallel.is_last_stage() else None
-        return Recorded(batch, lambda tokens: self.hidden[index[tokens]], output, update.second.extrapolation)
+        given = {"rows": lambda tokens: self.hidden[index[tokens]], "output_weight": output}
+        return Second(batch, extrapolation=update.second.extrapolation, **given)
 
     def gradient(self, objective, recorded: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         data = objective.annotate(self.data)
         batch = draw(data, objective.examples(data))
         if "old_logprobs" in objective.needs:
             batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, frozenset({"logprobs"}))["logprobs"])
+        gradients, metrics = self._gradient(objective, batch, recorded)
+        if self.masked:
+            again, others = self._gradient(objective, poisoned(batch), recorded)
+            assert all(torch.equal(gradients[n], again[n]) for n in gradients) and metrics == others, objective
+        return gradients, metrics
+
+    def _gradient(self, objective, batch: Batch, recorded: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         (update,) = objective.prepare(batch, {}).updates
         (mini,) = update.steps()
         second = self.second(update, mini, recorded)
@@ -88,8 +97,8 @@ def main() -> None:
         found = {name: case.gradient(each, bool(options.get("recorded"))) for name, each in OBJECTIVES.items()}
         parallel.destroy_layout()
         if "write" in options:
-            torch.save(found, path)
-        wanted = torch.load(path)
+            torch.save(found, f"{path}.{case.masked}")
+        wanted = torch.load(f"{path}.{case.masked}")
         for name, (gradients, metrics) in found.items():
             expected, expected_metrics = wanted[name]
             worst = max(((gradients[n] - expected[n]).abs().max() / expected[n].abs().max()).item() for n in expected)

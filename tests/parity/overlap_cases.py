@@ -39,7 +39,8 @@ def build(megatron: Megatron, clip: float = 0.0) -> Actor:
 def step(actor: Actor, batch: Batch, waits: bool) -> dict[str, float]:
     computed = actor.backward(batch, LOSS, counts(batch)) if waits else None
     actor.outputs(batch_of(9), LOGPROBS)
-    return actor.step(batch, LOSS, counts(batch), learning_rate=1e-2, scale=0.3, computed=computed)
+    computed = computed or actor.backward(batch, LOSS, counts(batch))
+    return actor.apply(computed, learning_rate=1e-2, scale=0.3)
 
 
 def trained(megatron: Megatron, clip: float = 0.0, waits: bool = False) -> tuple[list[dict], list[torch.Tensor]]:

@@ -6,26 +6,43 @@ Or makes one step of GRPO under a layout (PP stages; further ranks are data para
 first run, on one rank, samples the responses with vLLM, and writes them and its gradient for the others:
 
     smollm2_cases.py MODEL grpo FILE PP
+
+Or prints the mismatch in bf16 with and without truncated sampling, of an engine of PLACES:
+
+    smollm2_cases.py MODEL truncated PLACE FOLDER
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft.config import Batching, Megatron
+from megatron_rft.config import Batching, Megatron, load
 from megatron_rft.conversion import HFFolder, load_config
+from megatron_rft.inference import weight_sync
+from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import counts
-from megatron_rft.records import Batch
+from megatron_rft.objectives.surrogates import mismatch
+from megatron_rft.records import Batch, Prompt, Score
+from megatron_rft.rollout.sampler import ScoredResponse, to_batch
+from megatron_rft.training.engines import EngineBuilder
 from tests.made import made
 
 STEPS, RATE = 4, 1e-5
 LOGPROBS = frozenset({"logprobs"})
+PLACES = {
+    "hf": ["rollout.engine=hf", "vllm=null"],
+    "rank": [],
+    "process": ["rollout.placement=process"],
+    "server": ["rollout.placement=server"],
+}
+SAMPLINGS = {"whole": {}, "nucleus": {"top_k": 20, "top_p": 0.95}, "top_k": {"top_k": 20}}
 TEXTS = [
     [("What is 17 + 25?", "17 + 25 = 42."), ("Name a colour.", "Blue."), ("What is 90 - 12?", "78")],
     [("Say hello.", "Hello! How can I help you today?"), ("What is 3 * 4?", "3 * 4 = 12.")],
@@ -40,11 +57,11 @@ def rows(tokenizer, step: int) -> list[tuple[list[int], list[int]]]:
     return [(prompt, tokenizer(answer)["input_ids"] + end) for prompt, (_, answer) in zip(prompts, chats, strict=True)]
 
 
-def actor_of(folder: Path, megatron: Megatron, distributed: bool = True) -> Actor:
+def actor_of(folder: Path, megatron: Megatron, distributed: bool = True, precision: str = "fp32") -> Actor:
     parallel.initialize(megatron)
     config = load_config(folder)
     adam = {"lr": RATE, "weight_decay": 0.0, "clip_grad": 1.0, "use_distributed_optimizer": distributed}
-    actor = Actor(config, megatron, Batching(), "fp32", optimizer=adam)
+    actor = Actor(config, megatron, Batching(), precision, optimizer=adam if precision == "fp32" else None)
     actor.load(HFFolder(folder, config))
     return actor
 
@@ -77,7 +94,6 @@ def by_transformers(folder: Path, tokenizer) -> None:
 
 def sampled(folder: Path, tokenizer) -> Batch:
     """Four responses of vLLM to each of two questions, every other one rewarded, with vLLM's log-probs."""
-    from megatron_rft.inference.engine import Request, Sampling
     from megatron_rft.inference.vllm.engine import VLLMEngine
 
     prompts = [tuple(prompt) for prompt, _ in rows(tokenizer, 0)[:2]]
@@ -124,10 +140,42 @@ def one_step(folder: Path, tokenizer, file: Path, pp: int) -> None:
     parallel.shutdown()
 
 
+def truncated(folder: Path, tokenizer, place: str, out: str) -> None:
+    actor = actor_of(folder, Megatron(), precision="bf16")
+    given = [
+        f"model.path={folder}",
+        f"run.output_dir={out}",
+        "rollout.max_response_tokens=24",
+        "rollout.temperature=1.0",
+    ]
+    recipe = load(Path(__file__).parents[2] / "examples/smollm2/grpo_pipo.yaml", [*given, *PLACES[place]])
+    engine = EngineBuilder.of(recipe).build(actor.hf_config)
+    weight_sync.send(actor.stream(), engine, 1, verify=True)
+    prompts = [Prompt(i, tuple(ids), "", "") for i, (ids, _) in enumerate(rows(tokenizer, 0) + rows(tokenizer, 1))]
+    asked, found = [Request(each.index, each.token_ids, 6, seed=each.index) for each in prompts], {}
+    for name, options in SAMPLINGS.items():
+        groups = sorted(engine.generate(asked, Sampling(24, 1.0, **options)), key=lambda group: group.id)
+        answers = [(group.id, i, each) for group in groups for i, each in enumerate(group.responses)]
+        batch = to_batch([ScoredResponse(g, i, prompts[g], each, "", Score(0.0)) for g, i, each in answers])
+        batches = {name: batch}
+        if batch.support_lens is not None:
+            batches[f"{name}, not replayed"] = replace(batch, support_ids=None, support_lens=None)
+            found[f"{name}, longest support"] = int(batch.support_lens.max())
+            found[f"{name}, bytes"] = (batch.support_ids.nbytes + batch.support_lens.nbytes) / len(batch.response_ids)
+        for what, each in batches.items():
+            logprobs = actor.outputs(each, LOGPROBS)["logprobs"]
+            found[what] = mismatch(each.tokens["rollout_logprobs"], logprobs, each.response_mask)["mismatch/kl"]
+    engine.close()
+    print("FOUND", json.dumps(found), flush=True)
+    parallel.shutdown()
+
+
 if __name__ == "__main__":
     model, what, *rest = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model)
     if what == "grpo":
         one_step(Path(model), tokenizer, Path(rest[0]), int(rest[1]))
+    elif what == "truncated":
+        truncated(Path(model), tokenizer, *rest)
     else:
         {"megatron": by_megatron, "transformers": by_transformers}[what](Path(model), tokenizer)

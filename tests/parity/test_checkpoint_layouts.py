@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.families import FAMILIES
 from tests.parity.launch import run_ranks
 
-CASES = 4 * 2 * 4 + 2 * 1 + 2 * 2  # families x tied or not x layouts, and one each with virtual stages and with experts
+# families x tied or not x layouts, one each with virtual stages and with experts, and one layout of each other family
+CASES = 4 * 2 * 4 + 2 * 1 + 2 * 2 + len(FAMILIES)
 
 
 @pytest.mark.slow

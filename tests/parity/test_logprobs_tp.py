@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_rft.megatron.logprobs import logprobs_and_entropy
+from megatron_rft.megatron.vocabulary import logprobs_and_entropy
+from megatron_rft.records import Support
 
 RANKS, HIDDEN, PADDED = 2, 8, 256
 
@@ -17,7 +18,14 @@ def problem(tokens):
     return hidden, weight, targets, torch.randn(2, tokens, generator=generator)
 
 
-CASES = [(200, 13), (101, 13), (200, 0)]  # (vocabulary, tokens): with 101, rank 1 holds nothing but padding
+CASES = [(200, 13, 0), (101, 13, 0), (200, 0, 0), (200, 13, 6), (101, 13, 6)]
+"""(vocabulary, tokens, size of the support of truncated sampling or 0): with 101, rank 1 holds nothing but padding"""
+
+
+def support(targets, size):
+    """The target and tokens in steps of 29: each rank has some, or none."""
+    ids = (targets[:, None] + 29 * torch.arange(size)) % 100
+    return Support(ids.flatten(), torch.full((len(targets),), size)) if size else None
 
 
 def measured(hidden, weight, targets, pulls, **options):
@@ -31,11 +39,10 @@ def measured(hidden, weight, targets, pulls, **options):
 def on_a_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    for case, (vocab_size, tokens) in enumerate(CASES):
+    for case, (vocab_size, tokens, size) in enumerate(CASES):
         hidden, weight, targets, pulls = problem(tokens)
-        found = measured(
-            hidden, weight.chunk(RANKS)[rank], targets, pulls, group=dist.group.WORLD, vocab_size=vocab_size
-        )
+        options = {"vocab_size": vocab_size, "support": support(targets, size)}
+        found = measured(hidden, weight.chunk(RANKS)[rank], targets, pulls, group=dist.group.WORLD, **options)
         dist.all_reduce(found[2])  # the gradient of hidden: summing it is the caller's duty
         torch.save(found, f"{folder}/{case}.{rank}.pt")
     dist.destroy_process_group()
@@ -43,9 +50,10 @@ def on_a_rank(rank, folder):
 
 def test_two_ranks_equal_one(tmp_path):
     mp.spawn(on_a_rank, (str(tmp_path),), nprocs=RANKS)
-    for case, (vocab_size, tokens) in enumerate(CASES):
+    for case, (vocab_size, tokens, size) in enumerate(CASES):
         ranks = [torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(RANKS)]
-        *expected, grad_weight = measured(*problem(tokens), vocab_size=vocab_size)
+        given = problem(tokens)
+        *expected, grad_weight = measured(*given, vocab_size=vocab_size, support=support(given[2], size))
         for found in ranks:
             torch.testing.assert_close(found[:3], expected, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(torch.cat([found[3] for found in ranks]), grad_weight, rtol=2e-5, atol=2e-5)

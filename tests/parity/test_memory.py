@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.parity.launch import run_ranks
 
-CASES = 2 * 2 * 5 * 4 + 2 * 4  # families x tied or not x layouts x options, and those of experts
+CASES = 2 * 2 * 5 * 5 + 2 * 5  # families x tied or not x layouts x options, and those of experts
 
 
 def test_announced_bytes_are_those_of_a_built_actor(tmp_path):

@@ -12,7 +12,15 @@ from tests.parity.offline_cases import OBJECTIVES
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("offline_cases.py")
 CASES = {  # world size -> layouts; the first of all writes the reference
-    1: ["write=1,shared=0", "shared=1,recorded=1", "shared=0,budget=64", "budget=64", "padded=1,budget=70,recorded=1"],
+    1: [
+        "write=1,shared=0",
+        "shared=1,recorded=1",
+        "shared=0,budget=64",
+        "budget=64",
+        "padded=1,budget=70,recorded=1",
+        "write=1,shared=0,masked=1",
+        "masked=1,recorded=1",
+    ],
     2: [
         "dp=2",
         "dp=2,budget=64,recorded=1",
@@ -21,6 +29,7 @@ CASES = {  # world size -> layouts; the first of all writes the reference
         "pp=2,budget=64",
         "pp=2,recorded=1",
         "cp=2",
+        "tp=2,sp=1,masked=1,recorded=1",
     ],
     4: ["tp=2,pp=2,sp=1,recorded=1"],
 }

@@ -24,12 +24,17 @@ from megatron_rft.inference.vllm.server_client import ServerEngine
 from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.errors import ConfigError, RunFailed
-from megatron_rft.utils.processes import children, reserved_port
+from megatron_rft.utils.processes import STOP_SIGNALS, children, reserved_port
 from tests.parity.launch import EVERYTHING
+from tests.shapes import sizes
+from tests.unit.inference.tiny import assert_supports
 
-SHAPE = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SHAPE = sizes(2, 128, 4, 2, 96)
 CONFIG = Qwen3Config(**SHAPE, vocab_size=64, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True)
+# The last prompt fills blocks of the prefix cache: keys and values of old weights would change its answers.
 REQUESTS = [Request(i, tuple(range(3, 9 + i)), 2, i) for i in range(6)]
+REQUESTS += [Request(6, tuple(3 + i * i % 61 for i in range(300)), 2, 6)]
+TRUNCATED = Sampling(20, 0.4, top_p=0.9, top_k=5, stop_token_ids=(2,))
 GREEDY = Sampling(20, temperature=0.0, stop_token_ids=(2,))
 SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "tensor_parallel_size": 2}
 
@@ -73,17 +78,31 @@ def killing(stream, pid: int):
         yield pair
 
 
+def descendants(pid: int) -> list[int]:
+    return sorted(found for child in children(pid) for found in (child, *descendants(child)))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_a_server(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(0).items()}
     server = LocalServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
     pool = EnginePool([server], torch.float32)
-    pool.reload = lambda: weight_sync.push(weights(2).items(), pool, 2, verify=True)
+    pool.reload = lambda: weight_sync.send(weights(2).items(), pool, 2, verify=True)
     try:
         for version in (1, 2):
-            weight_sync.push(weights(version).items(), pool, version, verify=True)
+            weight_sync.send(weights(version).items(), pool, version, verify=True)
             assert_equal(pool, version, version)
+        server_and_engine = descendants(server.process.pid)
+        assert len(server_and_engine) > 1
+        for pid in server_and_engine:  # what `scontrol requeue` does: the run's servers outlive it
+            for number in STOP_SIGNALS:
+                os.kill(pid, number)
+        assert_equal(pool, 2, 2)
+        assert descendants(server.process.pid) == server_and_engine
+        local = AutoModelForCausalLM.from_config(CONFIG).eval()
+        local.load_state_dict(weights(version), strict=False)
+        assert_supports(local, REQUESTS, {g.id: g.responses for g in pool.generate(REQUESTS, TRUNCATED)}, TRUNCATED)
 
         with pytest.raises(ConfigError, match="serves another model: its vocab_size is 64, that of model.path 65"):
             ServerEngine(
@@ -117,7 +136,7 @@ def test_a_server(tmp_path):
         while not running(server):
             assert writing.is_alive(), "it was over before new weights came"
             time.sleep(0.01)
-        weight_sync.push(weights(3).items(), server, 3)
+        weight_sync.send(weights(3).items(), server, 3)
         assert writing.is_alive(), "it was not in the middle of it"
         writing.join()
         assert [len(r.token_ids) for r in answers[0].responses] == [2000] * 4
@@ -128,12 +147,12 @@ def test_a_server(tmp_path):
         bad = weights(4)
         bad["model.layers.1.self_attn.q_norm.weight"] *= torch.nan
         with pytest.raises(RunFailed, match="version 4: model.layers.1.self_attn.q_norm.weight has 32 non-finite"):
-            weight_sync.push(bad.items(), pool, 4)
-        weight_sync.push(weights(2).items(), pool, 2)
+            weight_sync.send(bad.items(), pool, 4)
+        weight_sync.send(weights(2).items(), pool, 2)
 
         processes = family(server.process.pid)
         assert len(processes) >= 2  # the server, and its engine
-        weight_sync.push(killing(weights(2).items(), processes[-1]), pool, 2, verify=True)
+        weight_sync.send(killing(weights(2).items(), processes[-1]), pool, 2, verify=True)
         assert pool.lost and pool.recover() and pool.restarts == 1
         assert_equal(pool, 2, 2)
 
@@ -168,11 +187,11 @@ def test_vllm_in_a_process_of_its_own(tmp_path):
     build = partial(VLLMEngine, CONFIG, torch.float32, "cpu", **options)
     engine = EngineProcess(build, "engine process 0", tmp_path / "log", 300, 120, {"OMP_NUM_THREADS": "1"})
     try:
-        weight_sync.push(weights(1).items(), engine, 1, verify=True)
+        weight_sync.send(weights(1).items(), engine, 1, verify=True)
         assert_equal(engine, 1, 1)
         found = engine.generate([Request(0, (5, 6, 7), 4, 1), Request(1, (5, 6), 1, 1, max_tokens=2)], Sampling(1500))
         assert next(found).id == 1  # from now on it is in the middle of the other
-        weight_sync.push(weights(2).items(), engine, 2)
+        weight_sync.send(weights(2).items(), engine, 2)
         assert [(len(r.token_ids), r.weight_version) for r in next(found).responses] == [(1500, 1)] * 4
         assert list(found) == []
         assert_equal(engine, 2, 2)

@@ -31,16 +31,9 @@ from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from tests.parity.hf_cases import section
+from tests.shapes import sizes
 
-SHAPE = dict(
-    hidden_size=128,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=130,
-    max_position_embeddings=256,
-)
+SHAPE = sizes(2, 128, 4, 2, 96, vocab_size=130, max_position_embeddings=256)
 FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "experts": Qwen3MoeConfig}
 TOGETHER = {"together": {}, "apart": {"enable_expert_parallel": True}}
 EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1])
@@ -114,7 +107,7 @@ def case(placement, family, tied, root):
         for sync in range(SYNCS):
             version = place * SYNCS + sync
             weights.load(chunks, lookup(hf_config, version), hf_config)
-            weight_sync.push(weights.stream(chunks, hf_config), engine, version, verify=sync == 0 or together)
+            weight_sync.send(weights.stream(chunks, hf_config), engine, version, verify=sync == 0 or together)
             weights.save_folder(weights.stream(chunks, hf_config), root / "export", hf_config)
             if parallel.rank() == 0:
                 exported = load_file(root / "export" / "model.safetensors")
@@ -158,7 +151,7 @@ def rounded_in_parts(hf_config, model, views, sent):
     options = {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}
     engine = VLLMEngine(hf_config, torch.bfloat16, max_batch_sequences=PROMPTS, options=options)
     for version in (0, 1):
-        weight_sync.push(sent.items(), engine, version, verify=True)
+        weight_sync.send(sent.items(), engine, version, verify=True)
     held, down = engine.checksums(), "model.layers.0.mlp.down_proj.weight"
     assert held[down] is held[down.replace("mlp.down", "self_attn.v")] is None and None not in (
         held[name] for name in held if "norm" in name or "embed" in name

@@ -168,11 +168,7 @@ class TestStartedAgain:
     def test_time_limit_preemption_and_a_dead_node_leave_no_trace(self, cluster, tmp_path):
         """One job, started four times, ends with the weights of an undisturbed run."""
         keys = tiny_keys(tmp_path, run__steps=60, checkpoint__every=10, **self.LAYOUT)
-        recipe, undisturbed = "examples/pipo/qwen3_4b_base/grpo_pipo.yaml", tmp_path / "undisturbed"
-        command = ["megatron-rft", "train", recipe, "--nproc", "2", *keys, f"run.output_dir={undisturbed}"]
-        status, output = cluster.run(*command)
-        assert status == 0, output[-3000:]
-
+        undisturbed = run_undisturbed(cluster, tmp_path, keys)
         options = ["--nodes=2", "--partition=low", "--nodelist=n[1-2]", "--time=60", f"--output={tmp_path}/log"]
         job, run = cluster.submit("launch/pipo_4b.sh", *options, *keys, LAUNCH_NPROC="1"), tmp_path / "run"
 
@@ -199,9 +195,23 @@ class TestStartedAgain:
         assert job.wait() == "COMPLETED", job.log[-6000:]
         assert job.log.count("stopped by SIGUSR1 after step") == 2
         assert len(list(job.folder.glob("start_*/before.json"))) == 4
-        assert [line["step"] for line in metrics(run)] == list(range(1, 61))
-        ours, theirs = (folder / "export/model.safetensors" for folder in (run, undisturbed))
-        assert ours.read_bytes() == theirs.read_bytes()
+        assert_same_end(run, undisturbed, steps=60)
+
+    def test_requeue_and_signals_to_all_processes_leave_no_trace(self, cluster, tmp_path):
+        """Slurm signals the ranks and their helpers, and when it requeues also the script."""
+        keys = tiny_keys(tmp_path, run__steps=60, checkpoint__every=10, **self.LAYOUT)
+        undisturbed = run_undisturbed(cluster, tmp_path, keys)
+        options = ["--nodes=2", f"--output={tmp_path}/log"]
+        job, run = cluster.submit("launch/pipo_4b.sh", *options, *keys, LAUNCH_NPROC="1"), tmp_path / "run"
+        commands = (("scontrol", "requeue"), ("scancel", "--signal=USR1"))
+        for start, command in enumerate(commands):
+            pause_after_step(job, run, 3 + 10 * start)
+            cluster.run(*command, job.number)
+            job.go_on()
+            job.wait_for(lambda: job.shown("Restarts") == str(start + 1), " ".join(command))  # noqa: B023
+        assert job.wait() == "COMPLETED", job.log[-6000:]
+        assert job.log.count("stopped by SIG") == 2, job.log[-6000:]
+        assert_same_end(run, undisturbed, steps=60)
 
     def test_a_crash_that_nothing_cures_is_given_up(self, cluster, tmp_path):
         """Its status is 3, and Slurm's state is FAILED."""
@@ -233,6 +243,20 @@ class TestStartedAgain:
         cluster.run("scancel", job.number)
         assert job.wait() == "CANCELLED"
         assert job.shown("Restarts") == "0"
+
+
+def run_undisturbed(cluster, folder: Path, keys: list[str]) -> Path:
+    """The folder of the same run on two ranks, without Slurm."""
+    recipe, out = "examples/pipo/qwen3_4b_base/grpo_pipo.yaml", folder / "undisturbed"
+    status, output = cluster.run("megatron-rft", "train", recipe, "--nproc", "2", *keys, f"run.output_dir={out}")
+    assert status == 0, output[-3000:]
+    return out
+
+
+def assert_same_end(run: Path, undisturbed: Path, steps: int) -> None:
+    assert [line["step"] for line in metrics(run)] == list(range(1, steps + 1))
+    ours, theirs = (folder / "export/model.safetensors" for folder in (run, undisturbed))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def pause_after_step(job, run: Path, step: int) -> None:

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from pydantic_core import PydanticCustomError
 from megatron_rft.commands import main
 from megatron_rft.config import load, passthrough
 from megatron_rft.config.algorithms import SECTIONS
-from megatron_rft.config.loading import _Loader, section_options
-from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.loading import _Loader
+from megatron_rft.config.one_of import Choices
+from megatron_rft.config.trainers import TRAINERS, WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 NOT_OPTIONS = re.compile(r".*\.(py|md)|run\.json|model\.safetensors|megatron\.core.*|vllm\..*")  # vLLM's own names
+NAMES = {name for recipe in TRAINERS.values() for name in recipe.model_fields}
 MINIMAL = {"run": {"output_dir": "x"}, "model": {"path": "m"}, "data": {"train": "arithmetic"}}
 
 
@@ -78,15 +81,13 @@ def test_commands_parse(page):
 def exists(key: str) -> bool:
     """Whether a recipe has this option or section."""
     place = tuple(key.split("."))
-    try:
-        if place[-1] in (known := section_options(place)):
-            return True
+    if Choices.at(place, WHOLE).having(place[-1]):
+        return True
+    with suppress(PydanticCustomError):
         if place[0] in ("megatron", "optimizer"):
-            passthrough.check(place[0], {place[-1]: None}, known)
+            passthrough.check(place[0], {place[-1]: None}, set())
             return True
-        return False
-    except (KeyError, PydanticCustomError):
-        return False
+    return False
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -94,7 +95,7 @@ def test_options_exist(page):
     """Text in backticks that looks like section.option, with or without a value."""
     for text in in_backticks(page):
         found = re.fullmatch(r"([a-z]\w*(?:\.[a-z]\w*)+)(?:[:=] ?\S.*)?", text)
-        if found and found[1].split(".")[0] in Recipe.model_fields and not NOT_OPTIONS.fullmatch(found[1]):
+        if found and found[1].split(".")[0] in NAMES and not NOT_OPTIONS.fullmatch(found[1]):
             assert exists(found[1]), f"{page.name}: {text}"
 
 
@@ -115,7 +116,7 @@ def test_recipes_load(page, tmp_path):
         content = yaml.load(block, _Loader)
         assert isinstance(content, dict), f"{page.name}: {block}"
         content.pop("base", None)
-        if content.keys() - Recipe.model_fields.keys():
+        if content.keys() - NAMES:
             pytest.fail(f"{page.name}: no sections of a recipe: {sorted(content)}")
         for name, section in MINIMAL.items():
             content[name] = section | content.get(name, {})
@@ -153,5 +154,5 @@ def test_examples_in_python_run(name, tmp_path):
 
 def test_the_readme_names_every_algorithm():
     table = re.search(r"^\| algorithms \|.*?\n\n", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)[0]
-    named = set(re.findall(r"`([a-z_]+)`", table)) - {"pipo", "constraint"}
+    named = set(re.findall(r"`([a-z_]+)`", table)) - {"pipo", "constraint", "lora"}
     assert named == set(SECTIONS)

@@ -8,28 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, SeedOssConfig
 
 from megatron_rft.data import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SECTION = """
-from typing import ClassVar, Literal
-
-from megatron_rft.config.algorithms.base import Clipped
-from megatron_rft.config.sections import Positive
-
-
-class Median(Clipped):
+SECTION = """class Median(Clipped):
     name: Literal["median"] = "median"
     compares_responses: ClassVar[bool] = True
     scale: Positive = 2.0
+
+
 """
 OBJECTIVE = """
 from torch import Tensor
 
-from megatron_rft.config.algorithms import median as section
+from megatron_rft.config.algorithms import online as section
 from megatron_rft.objectives.policy_gradient import GroupRelative
 
 
@@ -39,7 +34,7 @@ class Median(GroupRelative):
     def relative(self, rewards: Tensor, group: Tensor) -> Tensor:
         return self.options.scale * (rewards - rewards.median())
 """
-LINE = '    "median.Median",\n'
+LINE = '    "median": (Median, "median.Median"),\n'
 USE = """
 import sys
 
@@ -103,17 +98,23 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_an_algorithm_is_two_files_and_a_line(package):
-    (package / "config/algorithms/median.py").write_text(SECTION)
+def test_an_algorithm_is_a_file_a_section_and_a_line(package):
     (package / "objectives/median.py").write_text(OBJECTIVE)
-    table = package / "config/algorithms/__init__.py"
-    first, rest = table.read_text().split("ALGORITHMS = (\n")
-    table.write_text(f"{first}ALGORITHMS = (\n{LINE}{rest}")
+    sections = package / "config/algorithms/online.py"
+    before, table = sections.read_text().split("ONLINE:")
+    sections.write_text(f"{before}{SECTION}ONLINE:{table}")
+    add_line(sections, "objectives/)\n", LINE)
     (package.parent / "recipe.yaml").write_text(RECIPE)
     done = run(package.parent, USE)
     assert done.returncode == 0, done.stderr
 
 
+BRIEF = """class BriefOptions(RewardOptions):
+    kind: Literal["brief"] = "brief"
+    max_tokens: Count
+
+
+"""
 REWARD = """
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.base import Reward
@@ -201,9 +202,12 @@ def completions(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "results" / "test.jsonl").read_text().splitlines()]
 
 
-def test_a_reward_is_a_file_and_a_line(package, recipe):
+def test_a_reward_is_a_file_a_section_and_a_line(package, recipe):
     (package / "rewards/brief.py").write_text(REWARD)
-    add_line(package / "config/rewards.py", "KINDS = {\n", '    "brief": Kind("brief:BriefReward", ("max_tokens",)),\n')
+    table = package / "config/rewards.py"
+    sections, lines = table.read_text().split("REWARDS:")
+    table.write_text(f"{sections}{BRIEF}REWARDS:{lines}")
+    add_line(table, "under rewards/)\n", '    "brief": (BriefOptions, "brief.BriefReward"),\n')
     options = ["--model", "model", "--out", "results", "reward={kind: brief, max_tokens: 3}"]
     command(package.parent, "evaluate", "recipe.yaml", *options)
     found = completions(package.parent)
@@ -228,12 +232,12 @@ def test_an_engine_is_a_folder_and_a_line(package, recipe):
 
 def test_a_family_is_a_table(package, recipe):
     """`convert` compares names, shapes and bits of both formats, and with --logits megatron-core with transformers."""
-    line = '    "mistral": Family("MistralForCausalLM", ATTENTION | MLP_NORM | DENSE),\n'
-    add_line(package / "families.py", "FAMILIES = {  # by `model_type`\n", line)
+    line = '    "seed_oss": Family("SeedOssForCausalLM", ATTENTION | QKV_BIAS | MLP_NORM | DENSE),\n'
+    add_line(package / "families/tables.py", "FAMILIES = {  # by `model_type`\n", line)
     known = AutoConfig.from_pretrained(package.parent / "model")
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     shape = {name: getattr(known, name) for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings")}
-    write_model(package.parent / "model", MistralConfig(**shape, sliding_window=None, pad_token_id=None))
+    write_model(package.parent / "model", SeedOssConfig(**shape, pad_token_id=None))
     told = command(package.parent, "convert", "model", "converted", "--logits")
     assert "logits differ by at most" in told and "names, shapes and bits equal the source's" in told
     assert "MiB of weights" in command(package.parent, "plan", "recipe.yaml")

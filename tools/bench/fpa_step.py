@@ -17,12 +17,11 @@ import torch
 from setups import SIZES, actor_like, hf_model, qwen3, set_threads
 
 from megatron_rft import objectives
-from megatron_rft.config.algorithms.offline.fpa import FPA
-from megatron_rft.config.algorithms.offline.off_rl import OffRL
+from megatron_rft.config.algorithms.offline import FPA, OffRL
 from megatron_rft.data.hidden_states import HiddenCache, Writer
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.second_distribution import Recorded, Second
+from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.records import Batch
 
 SMALLEST = "--size 1m --vocab 64 --sequences 2 --prompt 4 --response 8 --rounds 1"  # tests/bench
@@ -76,7 +75,7 @@ def main() -> None:
         cache, weight = cache_of(actor, batch, Path(folder))
         second = {
             "Off-RL": None,
-            "FPA, cached": Recorded(batch, cache.rows, weight, 1.0),
+            "FPA, cached": Second(batch, extrapolation=1.0, rows=cache.rows, output_weight=weight),
             "FPA, recomputed": Second(batch, reference, 1.0),
         }
 

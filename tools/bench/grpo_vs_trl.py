@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 
-from megatron_rft.config.algorithms.grpo import GRPO as Options  # noqa: E402
+from megatron_rft.config.algorithms.online import GRPO as Options  # noqa: E402
 from megatron_rft.data import arithmetic  # noqa: E402
 from megatron_rft.inference import weight_sync  # noqa: E402
 from megatron_rft.inference.engine import Sampling  # noqa: E402
@@ -40,7 +40,7 @@ from megatron_rft.inference.vllm.engine import VLLMEngine  # noqa: E402
 from megatron_rft.megatron import parallel  # noqa: E402
 from megatron_rft.objectives.base import counts  # noqa: E402
 from megatron_rft.objectives.grpo import GRPO  # noqa: E402
-from megatron_rft.objectives.mismatch import mismatch  # noqa: E402
+from megatron_rft.objectives.surrogates import mismatch  # noqa: E402
 from megatron_rft.plan.vllm import unusable  # noqa: E402
 from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
@@ -84,7 +84,7 @@ class Ours:
             )
         else:
             self.engine = HFEngine(model.config, DTYPES[precision], max_batch_sequences=sequences)
-        weight_sync.push(self.actor.stream(), self.engine, version=0)
+        weight_sync.send(self.actor.stream(), self.engine, version=0)
         self.objective = GRPO(Options(clip_low=CLIP, clip_high=CLIP, kl_coefficient=KL))
         sampling = Sampling(max_tokens=args.tokens)
         self.sampler = Sampler(self.engine, sampling, OurReward(), tokenizer, args.group, seed=0)
@@ -123,7 +123,7 @@ class Ours:
                 self.actor.step(mini_batch, update.loss, counts(mini_batch), update.outputs)
         lap("training")
         self.done += 1
-        weight_sync.push(self.actor.stream(), self.engine, version=self.done)
+        weight_sync.send(self.actor.stream(), self.engine, version=self.done)
         lap("sync")
 
 

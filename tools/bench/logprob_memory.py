@@ -27,7 +27,7 @@ def materialised(hidden, weight, targets, args):
 
 
 def fused(hidden, weight, targets, args):
-    from megatron_rft.megatron.logprobs import logprobs_and_entropy
+    from megatron_rft.megatron.vocabulary import logprobs_and_entropy
 
     options = {"vocab_size": len(weight), "with_entropy": args.entropy, "block_bytes": args.block_mib << 20}
     return logprobs_and_entropy(hidden, weight, targets, **options)[0]

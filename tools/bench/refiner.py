@@ -26,8 +26,8 @@ from setups import actor_like, set_threads
 from transformers import AutoModelForCausalLM
 
 from megatron_rft import objectives
-from megatron_rft.config.algorithms.grpo import GRPO
-from megatron_rft.config.constraint import Constraint
+from megatron_rft.config.algorithms.online import GRPO
+from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import prompt_set
 from megatron_rft.data.rendering import PromptFormat, ask_again
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
 
 class Bench:
     def __init__(self, args: argparse.Namespace):
-        self.args, self.reward = args, MathReward(workers=0)
+        self.args, self.reward = args, MathReward()
         self.tokenizer, self.form = arithmetic.tokenizer(), PromptFormat(prompt_template=args.prompt_template)
         rows = arithmetic.rows("train", args.prompts)
         self.prompts = prompt_set(rows, self.tokenizer, self.form, "arithmetic").prompts
@@ -95,7 +95,7 @@ class Bench:
             TEMPLATE,
             self.reward.maximum if "skip" in measures else math.inf,
             lambda *parts: request_seed(0, 1, *parts),
-            Constraint(kind="dynamic", eta=1e-3, overlap="overlap" in measures),
+            DynamicOptions(eta=1e-3, overlap="overlap" in measures),
             draft="draft" in measures,
         )
 
@@ -111,7 +111,7 @@ class Bench:
             old_logprobs=self.actor.outputs(sampled.batch, frozenset({"logprobs"}))["logprobs"]
         )
         base = objectives.build(GRPO(kl_coefficient=0.0), Setting(mini_batches=2))
-        objective = DynamicConstraint(base, Constraint(kind="dynamic", eta=1e-3))
+        objective = DynamicConstraint(base, DynamicOptions(eta=1e-3))
         for update in objective.prepare(batch, {}).updates:
             for mini_batch in update.steps():
                 self.actor.step(mini_batch, update.loss, update.counts(mini_batch), update.outputs, learning_rate=1e-20)

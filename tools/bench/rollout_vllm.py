@@ -6,7 +6,7 @@ plain copy of the same bytes.
 Seconds are those of this process's CPU, one thread: a busy machine does not change them much.
 
 Both engines hold the quickstart's model with the same random weights and sample 32 x 8 responses of up to 64 tokens at
-temperature 1 with log-probs, in turns, best of `--rounds`. A sync is the whole of `weight_sync.push`, from tensors in
+temperature 1 with log-probs, in turns, best of `--rounds`. A sync is the whole of `weight_sync.send`, from tensors in
 this process, without the full comparison; the copy is `copy_` of every tensor into memory that is there already.
 """
 
@@ -86,7 +86,7 @@ def sync(size: str, rounds: int, dtype: torch.dtype) -> None:
         for name, tensor in weights.items():
             target[name].copy_(tensor)
         copied = time.process_time()
-        weight_sync.push(weights.items(), engine, version=round)
+        weight_sync.send(weights.items(), engine, version=round)
         ended = time.process_time()
         if round:
             best["copy"] = min(best["copy"], copied - start)

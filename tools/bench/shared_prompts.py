@@ -18,7 +18,7 @@ import time
 import torch
 from setups import SIZES, actor_like, hf_model, qwen3, set_threads
 
-from megatron_rft.config.algorithms.sft import SFT as Options
+from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.megatron import parallel
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT

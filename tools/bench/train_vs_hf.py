@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from setups import ADAMW, DTYPES, SIZES, actor_like, hf_model, qwen3, set_threads
 from transformers import AutoModelForCausalLM
 
-from megatron_rft.config.algorithms.sft import SFT as Options
+from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.megatron import parallel
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT

@@ -3,7 +3,7 @@
 Other parts of the package read these flags and properties, never an algorithm's name.
 """
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -26,11 +26,19 @@ class Lengths(NamedTuple):
 
 
 class Algorithm(Section):
-    """A section `algorithm`."""
+    """A section `algorithm`. Each has a field `name`, whose default is its name."""
+
+    if TYPE_CHECKING:
+        name: str
 
     trainer: ClassVar[Trainer]
     of_user: ClassVar[bool] = False  # the user's code has the class
     pairs: ClassVar[bool] = False  # an example is a right and a wrong trajectory of one problem
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether the loss compares with a second full distribution."""
+        return False
 
     @property
     def uses_reference(self) -> bool:
@@ -48,6 +56,8 @@ class Online(Algorithm):
 
     trainer: ClassVar[Trainer] = "rl"
     needs_critic: ClassVar[bool] = False
+    uses_rewards: ClassVar[bool] = True
+    uses_old_logprobs: ClassVar[bool] = True  # in the loss of a batch with several steps
     has_ratio: ClassVar[bool] = True  # the loss has a ratio of new to old probabilities
     uses_feedback: ClassVar[bool] = False  # a teacher reads feedback on each response
     takes_constraint: ClassVar[bool] = False  # the section `constraint` can add to its loss or rewards
@@ -117,6 +127,10 @@ class PolicyGradient(Aggregating):
     @property
     def uses_reference(self) -> bool:
         return self.kl_coefficient > 0
+
+    @property
+    def compares_distributions(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_estimator == "exact"
 
     @property
     def corrects_sampling(self) -> bool:

@@ -4,7 +4,7 @@
     API-Bank, SDPO  JSON: [{"name": ..., "parameters": {...}}]
     BFCL      JSON: [{name: {parameter: [accepted values]}}], [] where no function fits the request
               (irrelevance), "any" where any call is right (relevance); the field `function` has the descriptions of
-              the functions, as in BFCL
+              the functions, as in BFCL. Of several turns: JSON of each turn's calls, as source
 
 The tools of RLLA and API-Bank are written into the system turn.
 """
@@ -29,7 +29,7 @@ RAW_DIALOGUE = unusable(
     "a raw dialogue, without the descriptions of its tools: take API-Bank's test-data/level-*-api.json, or convert it "
     "to rows of system (with the tools), user and answer, as ToolRL's level-*-api_processed.json has them"
 )
-NOT_SINGLE_TURN = unusable("a conversation of several turns with tools that run, not single calls")
+NOT_SINGLE_TURN = unusable("a task of several turns (adapter bfcl_multi_turn)")
 
 BFCL_SYSTEM = """You can call these functions:
 
@@ -41,7 +41,20 @@ Call those that the request needs, with all their required parameters, one JSON 
 {{"name": "function name", "parameters": {{"parameter": "value"}}}}
 </tool_call>
 
-If none of them can serve the request, or a required parameter is missing, call none and say so."""
+{end}"""
+ONE_TURN = "If none of them can serve the request, or a required parameter is missing, call none and say so."
+SEVERAL_TURNS = "You then see the results, and can call again. When the request is done, say so without a call."
+BACKENDS = {  # of BFCL's tasks of several turns: the file with the functions' descriptions
+    "GorillaFileSystem": "gorilla_file_system",
+    "MathAPI": "math_api",
+    "MessageAPI": "message_api",
+    "TwitterAPI": "posting_api",
+    "TicketAPI": "ticket_api",
+    "TradingBot": "trading_bot",
+    "TravelAPI": "travel_booking",
+    "VehicleControlAPI": "vehicle_control",
+}
+PLAYED = re.compile(r"multi_turn_(base|miss_param|long_context)_\d")
 
 
 def rlla(fields: Fields) -> Row:
@@ -128,7 +141,7 @@ def bfcl(fields: Fields) -> Row:
         return NOT_SINGLE_TURN
     history, question = conversation(turns[0], fields)
     allowed = WITHOUT_REFERENCE[category] if category in WITHOUT_REFERENCE else _allowed(fields, number)
-    listed = BFCL_SYSTEM.format(functions="\n".join(json.dumps(tool) for tool in tools))
+    listed = BFCL_SYSTEM.format(functions="\n".join(json.dumps(tool) for tool in tools), end=ONE_TURN)
     own = [turn["content"] for turn in history if turn["role"] == "system"]
     return as_row(
         question,
@@ -138,6 +151,39 @@ def bfcl(fields: Fields) -> Row:
         subject=category,
         id=number,
     )
+
+
+def bfcl_multi_turn(fields: Fields) -> Row:
+    """The first of the user's turns; the environment `bfcl` says the `later` ones. Answer: the calls of each turn."""
+    number = fields.text("id")
+    if not (named := PLAYED.match(number)):
+        return unusable("no task of several turns whose functions are all there from the start")
+    (_, question), *later = (conversation(turn, fields) for turn in fields.items("question"))
+    backends, left_out = fields.items("involved_classes"), fields.maybe("excluded_function") or []
+    folder = fields.file.parent / "multi_turn_func_doc"
+    files = [folder / f"{BACKENDS[each]}{fields.file.suffix}" for each in backends]
+    if lacking := next((file for file in files if not file.is_file()), None):
+        raise fields.wrong(f"there is no {lacking}: BFCL's multi_turn_func_doc folder belongs beside its questions")
+    tools = [line for file in files for name, line in _functions(file).items() if name not in left_out]
+    return as_row(
+        question,
+        json.dumps(_allowed(fields, number)),
+        history=system(BFCL_SYSTEM.format(functions="\n".join(tools), end=SEVERAL_TURNS)),
+        later=[question for _, question in later],
+        initial_config=fields.get("initial_config"),
+        involved_classes=backends,
+        excluded_function=left_out,
+        subject=named[1],
+        id=number,
+    )
+
+
+@lru_cache(maxsize=16)
+def _functions(file: Path) -> dict[str, str]:
+    """The descriptions of a backend's functions, as JSON by name; what they return is left out."""
+    with file.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
+    return {row["name"]: json.dumps({key: row[key] for key in row if key != "response"}) for row in rows}
 
 
 def _allowed(fields: Fields, number: str) -> list:
@@ -158,4 +204,10 @@ def _answers(file: Path) -> dict[str, list]:
         return {row["id"]: row["ground_truth"] for row in map(json.loads, filter(str.strip, lines))}
 
 
-ADAPTERS = {"rlla": rlla, "api_bank": api_bank, "bfcl": bfcl, "sdpo_tools": sdpo_tools}
+ADAPTERS = {
+    "rlla": rlla,
+    "api_bank": api_bank,
+    "bfcl": bfcl,
+    "bfcl_multi_turn": bfcl_multi_turn,
+    "sdpo_tools": sdpo_tools,
+}

@@ -28,39 +28,41 @@ def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count, dtype=np.float32)
 
 
-def choose(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample tokens: [L, V] logits, [L] uniform numbers -> [L] tokens, [L] log-probs under the sampled distribution.
+def choose(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sample tokens: [L, V] logits, [L] uniform numbers -> [L] tokens, [L] log-probs under the sampled distribution,
+    and [L, k] the ids that truncated sampling kept, -1 in the rest of a row, or None.
 
-    The distribution is softmax(logits / temperature), truncated to top_k and then to top_p (keep a token if the more
-    probable ones have less mass than top_p) and renormalised. Temperature 0 takes the largest logit, with its log-prob
-    at temperature 1.
+    Temperature 0 takes the largest logit, with its log-prob at temperature 1.
     """
-    logits = logits.float()
+    logits, ids = logits.float(), None
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
         token = logits.argmax(-1, keepdim=True)
-    else:
-        logprobs = _truncate((logits / sampling.temperature).log_softmax(-1), sampling).log_softmax(-1)
-        mass = logprobs.exp().cumsum(-1)  # [L, V]
-        below_total = mass[:, -1:].nextafter(torch.zeros_like(mass[:, -1:]))  # since u * total may round up to total
-        token = torch.searchsorted(mass, torch.minimum(u[:, None] * mass[:, -1:], below_total), right=True)
-    return token[:, 0], logprobs.gather(-1, token)[:, 0]
+        return token[:, 0], logprobs.gather(-1, token)[:, 0], None
+    logprobs = (logits / sampling.temperature).log_softmax(-1)
+    if sampling.truncates:
+        logprobs, ids = _truncate(logprobs, sampling)
+    mass = logprobs.exp().cumsum(-1)  # [L, V], or [L, k]
+    below_total = mass[:, -1:].nextafter(torch.zeros_like(mass[:, -1:]))  # since u * total may round up to total
+    place = torch.searchsorted(mass, torch.minimum(u[:, None] * mass[:, -1:], below_total), right=True)
+    token = place if ids is None else ids.gather(-1, place)
+    kept = None if ids is None else ids.masked_fill(logprobs.isinf(), -1)
+    return token[:, 0], logprobs.gather(-1, place)[:, 0], kept
 
 
-def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
-    if 0 < sampling.top_k < logprobs.shape[-1]:
-        least = logprobs.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logprobs = logprobs.masked_fill(logprobs < least, float("-inf")).log_softmax(-1)
-    if sampling.top_p < 1:
-        ordered, order = logprobs.sort(dim=-1, descending=True)
-        before = ordered.exp().cumsum(-1) - ordered.exp()
-        cut = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
-        logprobs = logprobs.masked_fill(cut, float("-inf"))
-    return logprobs
+def _truncate(logprobs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """[L, V] log-probs -> [L, k] renormalised ones of the most probable tokens in order, and their ids. A token is kept
+    if the more probable ones of the top_k have less mass than top_p, and if it is at least min_p times as probable as
+    the first."""
+    ordered, ids = logprobs.topk(min(sampling.top_k or logprobs.shape[-1], logprobs.shape[-1]), dim=-1)
+    ordered = ordered.log_softmax(-1)
+    probs = ordered.exp()
+    cut = (probs.cumsum(-1) - probs >= sampling.top_p) | (probs < sampling.min_p * probs[:, :1])
+    return ordered.masked_fill(cut, float("-inf")).log_softmax(-1), ids
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """The responses of one request that are decoded together: all of them, or as many as the batch has rows."""
 
     request: Request
@@ -88,7 +90,7 @@ class Decoder:
         self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
         longest_first = sorted(requests, key=lambda r: (-len(r.prompt_ids), r.id))
         self.waiting = deque(
-            Part(r, range(first, min(first + most_rows, r.n)))
+            BatchPart(r, range(first, min(first + most_rows, r.n)))
             for r in longest_first
             for first in range(0, r.n, most_rows)
         )
@@ -100,7 +102,7 @@ class Decoder:
         self.cache = SharedPrefixCache(
             config, groups, self.width, rows, (len(longest_first[0].prompt_ids), tokens), like
         )
-        self.parts: list[Part] = []  # one for each live group
+        self.parts: list[BatchPart] = []  # one for each live group
         self.owners: list[tuple[Request, int, int]] = []  # (request, sample, weight version) for each live row
         self.most_rows = rows
 
@@ -112,6 +114,8 @@ class Decoder:
         self.done = column(dtype=torch.bool)
         self.u = column(tokens + 1, dtype=torch.float32)  # one column more: finished rows still write, into the last
         self.tokens, self.logprobs = column(tokens + 1), column(tokens + 1, dtype=torch.float32)
+        kept = min(sampling.top_k or config.vocab_size, config.vocab_size) if sampling.truncates else 0
+        self.supports = column(tokens + 1, kept, dtype=torch.int32)  # -1 where a token has fewer
 
     def run(self) -> Iterator[Group]:
         steps_per_check = GPU_STEPS_PER_CHECK if self.device.type == "cuda" else 1
@@ -137,13 +141,14 @@ class Decoder:
         if not entering:
             return
         group = len(self.parts)
-        logits = torch.cat([self._prefill(group + start, parts) for start, parts in _chunks(entering)])  # [n, V]
+        logits = torch.cat([self._prefill(group + start, parts) for start, parts in self._chunks(entering)])  # [n, V]
         sizes = torch.tensor([len(part.samples) for part in entering], device=self.device)
+        self.cache.enter(first, sizes)
         self._register(entering)
         self._write(slice(first, len(self.owners)), logits.repeat_interleave(sizes, dim=0))
         self._measure()
 
-    def _prefill(self, group: int, parts: list[Part]) -> Tensor:
+    def _prefill(self, group: int, parts: list[BatchPart]) -> Tensor:
         """Write the prompts' keys and values into the cache. Returns [n, V] logits of the first response tokens."""
         prompts = [torch.tensor(part.request.prompt_ids) for part in parts]
         ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)  # [n, S]
@@ -151,7 +156,19 @@ class Decoder:
         hidden = self.forward(ids, torch.arange(ids.shape[1], device=self.device)[None], self.cache)  # [n, S, H]
         return self.head(hidden[torch.arange(len(parts)), torch.tensor([len(prompt) - 1 for prompt in prompts])])
 
-    def _register(self, entering: list[Part]) -> None:
+    def _chunks(self, parts: list[BatchPart]) -> Iterator[tuple[int, list[BatchPart]]]:
+        """Split `parts`, longest prompts first, into prefills of about PREFILL_TOKENS: (index of the first, parts). A
+        delta net's state would go on through padding, so its prompts are of one length."""
+        first = 0
+        while first < len(parts):
+            length = len(parts[first].request.prompt_ids)
+            count = max(1, PREFILL_TOKENS // length)
+            if self.cache.row_states:
+                count = min(count, sum(len(part.request.prompt_ids) == length for part in parts[first:]))
+            yield first, parts[first : first + count]
+            first += count
+
+    def _register(self, entering: list[BatchPart]) -> None:
         """Add rows for all samples of the parts after the live rows."""
         new, owners, slots, version = len(self.owners), [], [], self.weight_version()
         for group, part in enumerate(entering, len(self.parts)):
@@ -185,7 +202,9 @@ class Decoder:
         """Append a token to each of `rows`. Finished rows write after their end, where nothing is read."""
         count, done = self.count[rows], self.done[rows]
         at = count[:, None]
-        token, logprob = choose(logits, self.u[rows].gather(1, at)[:, 0], self.sampling)
+        token, logprob, support = choose(logits, self.u[rows].gather(1, at)[:, 0], self.sampling)
+        if support is not None:
+            self.supports[rows].scatter_(1, at[..., None].expand(-1, 1, support.shape[1]), support[:, None].int())
         self.tokens[rows].scatter_(1, at, token[:, None])
         self.logprobs[rows].scatter_(1, at, logprob[:, None])
         self.last[rows] = torch.where(done, self.last[rows], token)
@@ -211,10 +230,14 @@ class Decoder:
         for row, count, last, ids, lps in zip(ended.tolist(), counts, lasts, tokens, logprobs, strict=True):
             request, sample, version = self.owners[row]
             reason = "stop" if last in self.sampling.stop_token_ids else "length"
-            answer = Response(tuple(ids[:count]), tuple(lps[:count]), reason, version)
+            supports = self._supports(row, count) if self.sampling.truncates else ()
+            answer = Response(tuple(ids[:count]), tuple(lps[:count]), reason, version, supports)
             self.answers[request.id][sample] = answer
             if None not in self.answers[request.id]:
                 yield Group(request.id, tuple(self.answers.pop(request.id)))
+
+    def _supports(self, row: int, count: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(i for i in ids if i >= 0) for ids in self.supports[row, :count].tolist())
 
     def _compact(self) -> None:
         """Move the last live rows and groups into the positions of finished ones."""
@@ -224,8 +247,9 @@ class Decoder:
             move(self.cache.keys, self.cache.values, to, source, self.spans[2])
             for column in (self.slot, self.prompt_len, self.count, self.limit, self.last, self.done):
                 column[to] = column[source]
-            for table in (self.u, self.tokens, self.logprobs):
+            for table in (self.u, self.tokens, self.logprobs, self.supports):
                 table[to] = table[source]
+        self.cache.keep(to, source, sum(keep))
         _compact_list(self.owners, to, source, sum(keep))
         self._compact_groups()
         self._measure()
@@ -254,12 +278,3 @@ def _compact_list(entries: list, to: list[int], source: list[int], count: int) -
     for hole, entry in zip(to, source, strict=True):
         entries[hole] = entries[entry]
     del entries[count:]
-
-
-def _chunks(parts: list[Part]) -> Iterator[tuple[int, list[Part]]]:
-    """Split `parts`, longest prompts first, into prefills of about PREFILL_TOKENS: (index of the first, parts)."""
-    first = 0
-    while first < len(parts):
-        count = max(1, PREFILL_TOKENS // len(parts[first].request.prompt_ids))
-        yield first, parts[first : first + count]
-        first += count

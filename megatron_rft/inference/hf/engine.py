@@ -1,7 +1,7 @@
 """Generates with a transformers model in this process, on the CPU or on one GPU, where vLLM is not installed.
 
-It supports the families of `families.py` without sliding windows. The model's own forward computes everything except
-the attention over the caches.
+It supports the families of `families`. The model's own forward computes everything except the attention over the
+caches.
 """
 
 import copy
@@ -14,12 +14,24 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from megatron_rft.families import FAMILIES
-from megatron_rft.inference.engine import Engine, EngineOptions, Group, Request, Sampling, check_requests, checksum
+from megatron_rft.families.checks import why_unsupported
+from megatron_rft.families.shapes import hf_shapes
+from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES
+from megatron_rft.inference.engine import (
+    Engine,
+    EngineOptions,
+    Group,
+    Request,
+    Sampling,
+    WeightValidator,
+    check_requests,
+    checksum,
+)
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
-from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.utils.errors import DataError, RunFailed
+
+EXPERT_BIASES = tuple(EXPERT_BIAS.values())
 
 
 def builder(
@@ -49,6 +61,9 @@ class HFEngine(Engine):
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
         self.dtype, self.device, self.max_batch_sequences = dtype, torch.device(device), max_batch_sequences
         self.model = model.eval().requires_grad_(False).to(self.device)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(EXPERT_BIASES):
+                buffer.data = buffer.data.float()  # as the trainer and vLLM have it
         self.weight_version = -1 if given else 0
         self.targets = hf_views(self.model)
         self.validator = WeightValidator(
@@ -82,7 +97,12 @@ class HFEngine(Engine):
     def _hidden(self, ids: Tensor, positions: Tensor, cache) -> Tensor:
         """[L, S] ids -> [L, S, H]."""
         return self.model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, cache=cache
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=None,
+            use_cache=False,
+            past_key_values=cache.states,
+            cache=cache,
         ).last_hidden_state
 
     @torch.no_grad()
@@ -117,25 +137,28 @@ class HFEngine(Engine):
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    """Refuse models of other families, whose logits may not be the output matrix times the last hidden state, and
-    sliding windows."""
+    """Refuse models of other families, whose logits may not be the output matrix times the last hidden state, and what
+    the trainer refuses."""
     if config.model_type not in FAMILIES:
         raise DataError(f"the hf engine generates with {', '.join(FAMILIES)}, not with {config.model_type!r}")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise DataError(f"this {config.model_type} model has sliding windows in its attention; the hf engine has none")
+    if refused := why_unsupported(config):
+        raise DataError(refused)
 
 
 def hf_views(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return views of the model's parameters by HF checkpoint name. transformers stores a layer's experts in two
     tensors, gate_up_proj [E, 2I, H] and down_proj [E, H, I]; checkpoints have three tensors for each expert."""
     views = {}
+    whole = hf_shapes(model.config)  # some families' checkpoints have the two tensors as well
     for name, parameter in model.named_parameters():  # a tied lm_head is not listed again
         experts = name.removesuffix("gate_up_proj").removesuffix("down_proj")
-        if name.endswith("experts.gate_up_proj"):
+        if name in whole:
+            views[name] = parameter.data
+        elif name.endswith("experts.gate_up_proj"):
             for e, (gate, up) in enumerate(expert.chunk(2) for expert in parameter.data):
                 views |= {f"{experts}{e}.gate_proj.weight": gate, f"{experts}{e}.up_proj.weight": up}
         elif name.endswith("experts.down_proj"):
             views |= {f"{experts}{e}.down_proj.weight": down for e, down in enumerate(parameter.data)}
         else:
             views[name] = parameter.data
-    return views
+    return views | {name: bias.data for name, bias in model.named_buffers() if name.endswith(EXPERT_BIASES)}

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,18 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megatron_rft.config.sections import MAX_TOP_K
 from megatron_rft.families import head_dim
 from megatron_rft.inference.engine import Request, Sampling, limit, request_seed
+from megatron_rft.utils.errors import RunFailed
 
 PREFILL_TOKENS = 8192  # in one forward pass
 CACHE_BYTES = 1 << 30  # default limit of the KV cache on the CPU
 CACHE_BLOCK = 128  # tokens
+LOGPROBS_PER_TOP_K = 2  # vLLM keeps all tokens that are as probable as the last of the top_k
+LEFT_OUT = -1000.0  # log-probs below are those of tokens that truncated sampling left out
+# GPUs would default to vLLM's second model runner, which no test of this package has met yet.
+RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def save_config(config: PreTrainedConfig, folder: Path) -> None:
@@ -34,19 +42,25 @@ def common(model: str, dtype: torch.dtype, transfer: str, longest: int, sequence
         "load_format": "dummy",
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",  # under the distribution that is sampled from
+        "max_logprobs": LOGPROBS_PER_TOP_K * MAX_TOP_K,
         "weight_transfer_config": {"backend": transfer},
         "skip_tokenizer_init": True,
+        "async_scheduling": False,  # vLLM's default on GPUs, which no test of this package has met yet
         "enable_chunked_prefill": False,  # vLLM crashes with chunked prefill and per-request seeds
         "max_num_batched_tokens": max(PREFILL_TOKENS, longest, sequences),  # prompts are not split
     }
 
 
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, ranks: int) -> int:
+    """Return the bytes of a token's keys and values on each of an engine's `ranks`."""
+    heads = max(1, config.num_key_value_heads // ranks)
+    return 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
+
+
 def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, longest: int, sequences: int, ranks: int = 1) -> int:
     """Return the size of the KV cache on the CPU for each of the engine's `ranks`: all sequences at their longest, at
     most CACHE_BYTES, but at least one sequence."""
-    heads = max(1, config.num_key_value_heads // ranks)  # key-value heads of each rank
-    token = 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
-    sequence = token * (-(-longest // CACHE_BLOCK) + 1) * CACHE_BLOCK
+    sequence = token_bytes(config, dtype, ranks) * (-(-longest // CACHE_BLOCK) + 1) * CACHE_BLOCK
     return max(min(sequence * sequences, CACHE_BYTES), 2 * sequence)
 
 
@@ -88,13 +102,31 @@ def sampling_parameters(request: Request, sample: int, sampling: Sampling) -> di
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_tokens": limit(request, sampling),
         "seed": request_seed(request.seed, sample),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # only `stop_token_ids` end a response
-        "logprobs": 0,
+        "logprobs": LOGPROBS_PER_TOP_K * sampling.top_k if sampling.truncates else 0,  # beside the sampled token's
         "detokenize": False,
     }
+
+
+def kept_tokens(candidates: Iterable[tuple[int, float]]) -> tuple[int, ...]:
+    """Return the tokens that truncated sampling kept at one position, from its most probable (token, log-prob) pairs;
+    vLLM gives the others a log-prob of -inf, or -9999 in JSON.
+
+    Raises:
+        RunFailed: the candidates do not hold the whole distribution.
+    """
+    found = {token: logprob for token, logprob in candidates if logprob > LEFT_OUT}
+    mass = math.fsum(map(math.exp, found.values()))
+    if abs(mass - 1) > 1e-3:
+        raise RunFailed(
+            f"vLLM's {len(found)} most probable tokens have {mass:.4f} of the truncated distribution, and training on "
+            "it needs all of it: too many tokens are equally probable at rollout.top_k. Set another rollout.top_k"
+        )
+    return tuple(found)
 
 
 def flag(name: str, value: Any) -> list[str]:

@@ -17,9 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from megatron_rft.inference.vllm.arguments import RUNNER
+from megatron_rft.utils import bf16
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
     "VLLM_NO_USAGE_STATS": "1",
+    **RUNNER,
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads run in this process too
 }
@@ -35,6 +39,8 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
         torch._dynamo.config.disable = True  # else the first computation of log-probs compiles C++ for 10 s
+        # It would bind the trainer's memory too, and warn of it.
+        torch.ops._C.init_cpu_memory_env = lambda nodes: None
 
 
 @contextmanager
@@ -156,6 +162,8 @@ def start(arguments: dict[str, Any]) -> Any:
         _created_world = not torch.distributed.is_initialized()
     repair_dispatcher()
     repair_shared_memory_name()
+    if arguments.get("dtype") == "bfloat16" and not torch.cuda.is_available():
+        bf16.install()
     with preserved_process_state():
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     engine.engine_core._finalizer.detach()  # it would destroy the trainer's process groups

@@ -5,10 +5,13 @@ with a seed that depends on (request seed, sample); vLLM's prefix cache computes
 """
 
 import copy
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,14 +22,32 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.conversion.lora import shapes as adapter_shapes
 from megatron_rft.inference.acceptance import COUNTERS, Acceptance
-from megatron_rft.inference.engine import Engine, EngineOptions, Group, Request, Sampling, check_requests
+from megatron_rft.inference.engine import (
+    Engine,
+    EngineOptions,
+    Group,
+    Request,
+    Sampling,
+    WeightValidator,
+    check_requests,
+)
 from megatron_rft.inference.vllm import cpu_patches
-from megatron_rft.inference.vllm.arguments import cache_bytes, common, sampling_parameters, save_config, speculation
+from megatron_rft.inference.vllm.arguments import (
+    cache_bytes,
+    common,
+    kept_tokens,
+    sampling_parameters,
+    save_config,
+    speculation,
+    token_bytes,
+)
 from megatron_rft.inference.vllm.proposer import PredictedOutput
-from megatron_rft.inference.weight_checks import WeightValidator
-from megatron_rft.plan.vllm import GPU_SHARE
+from megatron_rft.plan.devices import GIB
+from megatron_rft.plan.vllm import GPU_SHARE, room_for_cache
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.files import record_shared_memory
@@ -47,9 +68,10 @@ class VLLMEngine(Engine):
     """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
 
     `max_model_len`: tokens of the longest prompt and response. `options`: further engine arguments of vLLM.
-    `gpu_share`: the share of the GPU's memory; None: vLLM's default. `keep_caches`: unfinished responses keep their
-    keys and values when new weights come. `sleeps`: `sleep` frees the GPU's memory; vLLM allows that for only one
-    engine of a process.
+    `gpu_share`: the share of the GPU's memory, beside which `reserve` bytes stay free; None: vLLM's default.
+    `keep_caches`: unfinished responses keep their keys and values when new weights come. `sleeps`: `sleep` frees the
+    GPU's memory; vLLM allows that for only one engine of a process. `lora`: streams have the model and its adapters
+    (A, and s B) apart, and after the first one may have the adapters alone.
 
     With `tensor_parallel_size` n in the options, n consecutive ranks of the trainer's world form one engine. They make
     all calls together; the first of them passes the requests and gets the answers.
@@ -66,11 +88,15 @@ class VLLMEngine(Engine):
         gpu_share: float | None = GPU_SHARE,
         keep_caches: bool = False,
         sleeps: bool = True,
+        reserve: int = 0,
+        lora: Lora | None = None,
     ):
         given = isinstance(source, PreTrainedConfig)
         self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
         options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
+        self.lora = lora
         self.sleeps = sleeps and torch.device(device).type == "cuda"
+        self.reserve = reserve
         self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
@@ -78,10 +104,12 @@ class VLLMEngine(Engine):
         self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
         self.acceptance, self.counting = Acceptance(), "speculative_config" in options
         shapes = hf_shapes(self.config)
-        self.validator = WeightValidator(shapes, self.config.model_type)
+        added = adapter_shapes(self.config, lora) if lora else {}
+        self.validator = WeightValidator(shapes | added, self.config.model_type)
         cpu_patches.prepare()
-        from megatron_rft.inference.vllm import draft_models, weights
+        from megatron_rft.inference.vllm import adapters, draft_models, weights
 
+        options |= adapters.arguments(lora) if lora else {}
         weights.register()
         draft_models.load_from_their_folder()
         if cpu_patches.faulty():
@@ -110,7 +138,7 @@ class VLLMEngine(Engine):
             defaults |= {"enable_sleep_mode": self.sleeps}
             if self.sleeps and self.counting and options["speculative_config"].get("model"):
                 defaults["sleep_preserve_parameter_names"] = ["draft.*"]  # no trainer sends a draft model's weights
-            defaults |= {"gpu_memory_utilization": gpu_share} if gpu_share else {}
+            defaults |= self._share(options, gpu_share) if gpu_share else {}
         else:
             room = cache_bytes(self.config, self.dtype, self.max_model_len, sequences, self.ranks)
             defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": room}
@@ -118,6 +146,23 @@ class VLLMEngine(Engine):
             defaults["disable_log_stats"] = False
             options = options | {"speculative_config": speculation(options["speculative_config"])}
         return defaults | options
+
+    def _share(self, options: dict[str, Any], share: float) -> dict[str, Any]:
+        """Return the sizes of an engine beside the trainer. Raises ConfigError if its share is not free now."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        share = options.get("gpu_memory_utilization", share)
+        if share * total > free - self.reserve:
+            raise ConfigError(
+                f"vllm.gpu_memory_utilization: {share:g} of {total / GIB:.1f} GiB is more than is free beside the "
+                f"trainer, {free / GIB:.1f} GiB, less rollout.reserve_gib {self.reserve / GIB:g}. Lower it, or set "
+                "rollout.offload_trainer=true"
+            )
+        if self.counting and options["speculative_config"].get("model"):
+            return {"gpu_memory_utilization": share}  # vLLM measures what a draft model takes
+        weights = sum(math.prod(shape) for shape in hf_shapes(self.config).values()) * self.dtype.itemsize / self.ranks
+        sequence = token_bytes(self.config, self.dtype, self.ranks) * self.max_model_len
+        cache = room_for_cache(share, total, weights, sequence)
+        return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache}
 
     # --- generation
 
@@ -128,7 +173,8 @@ class VLLMEngine(Engine):
         room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
         check_requests(requests, sampling, self.max_model_len, room, self.config.vocab_size)
         answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
-        self.llm.reset_prefix_cache()  # cached prefixes of an earlier call would change the last bits of the log-probs
+        if not sampling.continues:  # cached prefixes of an earlier call would change the last bits of the log-probs
+            self.llm.reset_prefix_cache()
         self.versions = {str(self.weight_version)}
         try:
             for request in requests:
@@ -140,7 +186,7 @@ class VLLMEngine(Engine):
                     self.on_step()
                 for output in self._step():
                     id, sample = map(int, output.request_id.split("/"))
-                    answers[id][sample] = self._response(output.outputs[0])
+                    answers[id][sample] = self._response(output.outputs[0], sampling.truncates)
                     if None not in answers[id]:
                         group = Group(id, tuple(answers.pop(id)))
                         if self._is_first_rank():
@@ -156,9 +202,16 @@ class VLLMEngine(Engine):
             return requests, sampling
         assert self._is_first_rank() or not requests, "a rank that is not its engine's first has requests"
         group = self._group()
-        asked = [requests, sampling]
+        asked = [[replace(request, problem=None) for request in requests], sampling]  # a row may be large
         dist.broadcast_object_list(asked, group.ranks[0], group.cpu_group)
         return asked[0], asked[1]
+
+    def agree(self, flag: bool) -> bool:
+        if self.ranks == 1:
+            return flag
+        group, flags = self._group(), [flag]
+        dist.broadcast_object_list(flags, group.ranks[0], group.cpu_group)
+        return flags[0]
 
     def _is_first_rank(self) -> bool:
         return self.ranks == 1 or self._group().is_first_rank
@@ -186,18 +239,26 @@ class VLLMEngine(Engine):
             extra_args={"draft": list(request.draft)} if request.draft and not sampling.temperature else None,
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
-        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters)
+        adapter = None
+        if self.lora:
+            from megatron_rft.inference.vllm.adapters import REQUEST as adapter
+        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters, lora_request=adapter)
 
-    def _response(self, output: Any) -> Response:
-        tokens, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+    def _response(self, output: Any, truncates: bool) -> Response:
+        tokens, flat = tuple(output.token_ids), output.logprobs
+        logprobs = tuple(flat.logprobs[start] for start in flat.start_indices)  # the sampled token comes first
         assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
+        supports = ()
+        if truncates:
+            spans = zip(flat.start_indices, flat.end_indices, strict=True)
+            supports = tuple(kept_tokens(zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True)) for a, b in spans)
         versions = [span.version for span in output.weight_versions or ()]
         if not versions or not set(versions) <= self.versions:
             raise RunFailed(
                 f"vLLM wrote a response with weights of version {', '.join(versions) or 'unknown'}, and those "
                 f"of version {self.weight_version} were loaded"
             )
-        return Response(tokens, logprobs, output.finish_reason, int(versions[0]))
+        return Response(tokens, logprobs, output.finish_reason, int(versions[0]), supports)
 
     def statistics(self) -> dict[str, float]:
         counted = self.llm.get_metrics() if self.counting else ()
@@ -213,10 +274,15 @@ class VLLMEngine(Engine):
 
         self.weight_version = -1
         stream = iter(stream)
-        weights.send(self.llm, ((name, tensor.detach()) for name, tensor in self.validator.checked(stream)))
+        checked = ((name, tensor.detach()) for name, tensor in self.validator.checked(stream))
+        if self.lora:
+            problem = self._load_beside_adapters(checked)
+        else:
+            weights.send(self.llm, checked)
+            problem = self.validator.refused or self.validator.missing() or weights.problem(self.llm)
         for _ in stream:
             pass
-        if problem := self.validator.refused or self.validator.missing() or weights.problem(self.llm):
+        if problem:
             raise RunFailed(f"weights of version {version}: {problem}")
         self.validator.accept()
         self.llm.set_weight_version(str(version))
@@ -224,6 +290,20 @@ class VLLMEngine(Engine):
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = version
         self.versions.add(str(version))
+
+    def _load_beside_adapters(self, stream: Iterator[tuple[str, Tensor]]) -> str | None:
+        """Load the model, unless the stream has the adapters alone, and the adapters. Returns the problem, or None."""
+        from megatron_rft.inference.vllm import adapters, weights
+
+        found: dict[str, Tensor] = {}
+        base, problem = adapters.set_aside(stream, found), None
+        if (first := next(base, None)) is not None:
+            weights.send(self.llm, chain([first], base))
+            problem = weights.problem(self.llm)
+        if problem := self.validator.refused or self.validator.missing() or problem:
+            return problem
+        self.validator.kept = frozenset(self.validator.shapes.keys() - found.keys())
+        return self.llm.collective_rpc(adapters.bind, args=(found,))[0]
 
     def checksums(self) -> dict[str, int]:
         from megatron_rft.inference.vllm import readback

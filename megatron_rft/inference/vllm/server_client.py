@@ -31,11 +31,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatron_rft.inference.acceptance import Acceptance
-from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
+from megatron_rft.inference.engine import EngineLost, Group, Request, Sampling
+from megatron_rft.inference.pool import Member
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.transport.shared_memory import local_gpu
 from megatron_rft.inference.vllm import server_checks, token_check
-from megatron_rft.inference.vllm.arguments import command, sampling_parameters
+from megatron_rft.inference.vllm.arguments import command, kept_tokens, sampling_parameters
 from megatron_rft.records import Response
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from megatron_rft.utils.network_interface import name_for_gloo
@@ -46,7 +47,7 @@ DYING_S = 10  # a server notices that its engine is dead after at most this time
 PING_S = 2.0  # interval of health checks while waiting for responses
 
 
-class ServerEngine(Engine):
+class ServerEngine(Member):
     """`shapes`: HF name -> shape of every parameter. `longest`: tokens of a prompt and response that must fit.
     `keep_caches`: unfinished responses keep their keys and values when new weights come."""
 
@@ -181,7 +182,7 @@ class ServerEngine(Engine):
         body = {"token_ids": list(request.prompt_ids), "sampling_params": parameters}
         try:
             (choice,) = self._call("POST", GENERATE, body, epoch=epoch)["choices"]
-            answer: Any = as_response(choice)
+            answer: Any = as_response(choice, sampling.truncates)
         except Exception as error:
             answer = error
         ended.put((request, sample, answer))
@@ -345,12 +346,15 @@ def local_address(url: str) -> str:
         return probe.getsockname()[0]
 
 
-def as_response(choice: dict[str, Any]) -> Response:
+def as_response(choice: dict[str, Any], truncates: bool) -> Response:
     """Build a Response from vLLM's answer. Its version is that of the weights that generated the first token."""
-    tokens = tuple(choice["token_ids"])
+    tokens, supports = tuple(choice["token_ids"]), ()
     logprobs = tuple(each["logprob"] for each in choice["logprobs"]["content"])
     assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
     versions = choice.get("weight_versions")
     if not versions or not versions[0]["version"].isdecimal():
         raise RunFailed(f"a server generated a response with weights that this run did not send: {versions}")
-    return Response(tokens, logprobs, choice["finish_reason"], int(versions[0]["version"]))
+    if truncates:
+        content = [each["top_logprobs"] for each in choice["logprobs"]["content"]]
+        supports = tuple(kept_tokens((one["token_id"], one["logprob"]) for one in each) for each in content)
+    return Response(tokens, logprobs, choice["finish_reason"], int(versions[0]["version"]), supports)

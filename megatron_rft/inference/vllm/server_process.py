@@ -12,16 +12,26 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_rft.inference.process import last_lines
 from megatron_rft.inference.vllm import token_check
-from megatron_rft.inference.vllm.arguments import cache_bytes, command, save_config
+from megatron_rft.inference.vllm.arguments import RUNNER, cache_bytes, command, save_config
 from megatron_rft.inference.vllm.server_client import ServerEngine, wait_until_ready
 from megatron_rft.utils.errors import RunFailed
-from megatron_rft.utils.processes import REAPER, reserved_port
+from megatron_rft.utils.processes import end_reaper, reserved_port, start_helper
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first computation of log-probs compiles C++ for 10 s
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# Runs a module like `python -m`, deaf to the signals that stop a run: the start of multiprocessing's resource tracker
+# unblocks SIGTERM and SIGINT, and vLLM handles them.
+DEAF = """
+import runpy, signal, sys
+from multiprocessing.resource_tracker import ensure_running
+ensure_running()
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 def spawn(
@@ -41,9 +51,11 @@ def spawn(
         environment = CPU_ENVIRONMENT | environment
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
-        return subprocess.Popen(
-            [*REAPER, str(os.getpid()), *command(str(model), dtype, port, host, arguments)],
-            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment,
+        python, _, *module = command(str(model), dtype, port, host, arguments)
+        return start_helper(
+            [python, "-c", DEAF, *module],
+            reap=True,
+            env=RUNNER | os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -114,7 +126,6 @@ class LocalServer(ServerEngine):
     def _kill(self) -> None:
         """End the server. The reaper also ends all processes that it has started."""
         if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
+            end_reaper(self.process)
             self.port.close()
             self.process = None

@@ -29,14 +29,14 @@ HANDOVER = "handover"
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class TensorUpdate(WeightTransferUpdateInfo):
     tensors: Iterable[tuple[str, Tensor]]
 
 
-class Receiver(WeightTransferEngine[WeightTransferInitInfo, Update]):
+class Receiver(WeightTransferEngine[WeightTransferInitInfo, TensorUpdate]):
     """The worker's side of the transfer."""
 
-    init_info_cls, update_info_cls = WeightTransferInitInfo, Update
+    init_info_cls, update_info_cls = WeightTransferInitInfo, TensorUpdate
     supports_draft_weight_update = False
     problems: list[str | None] = []  # of the last update
 
@@ -53,7 +53,7 @@ class Receiver(WeightTransferEngine[WeightTransferInitInfo, Update]):
             cpu_patches.before_reload(self.model)
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: TensorUpdate) -> None:
         self.load(update_info.tensors)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

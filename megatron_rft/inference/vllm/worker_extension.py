@@ -12,13 +12,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rft.config.vllm import installed
+from megatron_rft.inference.engine import WeightValidator
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.transport.shared_memory import local_gpu
 from megatron_rft.inference.vllm import cpu_patches, draft_models
 from megatron_rft.inference.vllm.readback import checksums
 from megatron_rft.inference.vllm.server_checks import MODEL
 from megatron_rft.inference.vllm.weights import Receiver
-from megatron_rft.inference.weight_checks import WeightValidator
 from megatron_rft.utils.files import record_shared_memory
 from megatron_rft.utils.network_interface import name_for_gloo
 from megatron_rft.utils.position import write_engine_stacks

@@ -7,7 +7,7 @@ loss = mean over trajectories of (beta2 log(pi(y|x) / pi_ref(y|x)) - (R - V(x)))
 import torch
 from torch import Tensor
 
-from megatron_rft.config.algorithms.offline import a_star_po as section
+from megatron_rft.config.algorithms import offline as section
 from megatron_rft.objectives.base import Outputs, Sum
 from megatron_rft.objectives.offline.base import Offline, log_ratios, over_sequences
 from megatron_rft.records import Batch, like

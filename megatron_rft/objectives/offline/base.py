@@ -9,7 +9,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from megatron_rft.config.algorithms.offline import base as section
+from megatron_rft.config.algorithms import offline as section
 from megatron_rft.objectives import base
 from megatron_rft.objectives.base import (
     Loss,
@@ -94,21 +94,21 @@ def dynamics(outputs: Outputs, batch: Batch) -> dict[str, Sum]:
     share whose FPA weight is closer to 0 or 1 than `SATURATED`."""
     logprobs = outputs["logprobs"].detach()
     values = {"log_ratio": log_ratios(logprobs, batch), "weight": weights(logprobs, batch)}
-    found = {}
+    metrics = {}
     if "extrapolated_logprobs" in outputs:
         future = values["future_weight"] = weights(outputs["extrapolated_logprobs"], batch)
         values["future_ratio"] = future / values["weight"]
         saturated = torch.minimum(future, 1 - future) < SATURATED
-        found["dynamics/future_weight_saturated"] = over_sequences(saturated.to(logprobs), batch)
-    found |= {
+        metrics["dynamics/future_weight_saturated"] = over_sequences(saturated.to(logprobs), batch)
+    metrics |= {
         f"dynamics/{name}_{part}": over_sequences(value, batch, part)
         for name, value in values.items()
         for part in ("correct", "incorrect")
     }
     for name in values.keys() & {"weight", "future_weight"}:
         low = over_sequences((values[name] < LOW).to(logprobs), batch, "incorrect")
-        found[f"dynamics/low_{name}_incorrect"] = Sum(low.total, "one")
-    return found
+        metrics[f"dynamics/low_{name}_incorrect"] = Sum(low.total, "one")
+    return metrics
 
 
 def part_of(loss: LossFunction, part: str) -> LossFunction:

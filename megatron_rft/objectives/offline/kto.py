@@ -9,7 +9,7 @@ z0 is the mean of r over the whole global mini-batch, without a gradient, and ma
 
 import torch
 
-from megatron_rft.config.algorithms.offline import kto as section
+from megatron_rft.config.algorithms import offline as section
 from megatron_rft.objectives.base import Outputs, Prepared, State, Sum, trained_tokens
 from megatron_rft.objectives.offline.base import Offline, log_ratios, over_sequences
 from megatron_rft.records import Batch, send

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rft.config.constraint import Constraint
+from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.objectives.base import (
     Loss,
     LossFunction,
@@ -33,6 +33,7 @@ from megatron_rft.records import OPTIONAL, Batch, concatenate, like, segment_ids
 
 def constrained_lens(batch: Batch) -> Tensor:
     """[B] the number of terms of D: min(|a|, |a'|), 0 for a response without a refined one."""
+    assert batch.refined_lens is not None, "a batch without refined responses"
     return torch.minimum(batch.response_lens, batch.refined_lens)
 
 
@@ -44,6 +45,7 @@ def pairs(batch: Batch) -> Batch:
     """(s0, a') of every pair, with a' cut to the terms of D."""
     kept = batch.select(constrained_lens(batch) > 0)
     lens = constrained_lens(kept)
+    assert kept.refined_ids is not None and kept.refined_lens is not None
     ids = kept.refined_ids[_first(kept.refined_lens, lens)]
     return Batch(kept.prompt_ids, kept.prompt_lens, ids, lens, sequences=dict(kept.sequences))
 
@@ -63,15 +65,15 @@ def _first(lens: Tensor, wanted: Tensor) -> Tensor:
 
 def joined(batch: Batch) -> Batch:
     """The sampled sequences followed by the pairs, which have `refined` 1 and response_mask 0."""
-    found = pairs(batch)
+    refined = pairs(batch)
     sampled = replace(batch, **dict.fromkeys(OPTIONAL)).with_tokens(response_mask=batch.response_mask)
-    tokens = {name: value.new_zeros(len(found.response_ids)) for name, value in sampled.tokens.items()}
-    found = found.with_tokens(**tokens, refined_mask=torch.ones(len(found.response_ids)))
-    if "no_gradient" in found.sequences:
-        found = found.with_sequences(no_gradient=torch.zeros(len(found), dtype=torch.bool))
+    tokens = {name: value.new_zeros(len(refined.response_ids)) for name, value in sampled.tokens.items()}
+    refined = refined.with_tokens(**tokens, refined_mask=torch.ones(len(refined.response_ids)))
+    if "no_gradient" in refined.sequences:
+        refined = refined.with_sequences(no_gradient=torch.zeros(len(refined), dtype=torch.bool))
     sampled = sampled.with_tokens(refined_mask=torch.zeros(len(sampled.response_ids)))
     return concatenate(
-        [each.with_sequences(refined=torch.full((len(each),), i)) for i, each in enumerate((sampled, found))]
+        [each.with_sequences(refined=torch.full((len(each),), i)) for i, each in enumerate((sampled, refined))]
     )
 
 
@@ -93,11 +95,11 @@ def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
 
 
 class DynamicConstraint(PolicyObjective):
-    options: Constraint
+    options: DynamicOptions
 
-    def __init__(self, base: PolicyObjective, options: Constraint):
+    def __init__(self, base: PolicyObjective, options: DynamicOptions):
         super().__init__(options)
-        self.base, self.eta, self.mode = base, options.eta, options.mode or "loss"
+        self.base, self.eta, self.mode = base, options.eta or 0.0, options.mode or "loss"
 
     @property
     def needs(self) -> frozenset[str]:

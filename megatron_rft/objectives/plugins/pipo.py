@@ -14,9 +14,9 @@ that sampled that batch. The base's dual_clip, which Eq. 11 lacks, applies here 
 J_PI is abs(phi) times the surrogate of sign(phi) a_{t-1}. For phi > 0 this surrogate depends only on the previous batch
 and the current weights, so `foreseen` returns it before mu_t is known. For phi < 0 the clip bounds the other side.
 
-No step is made if phi is zero (also if the std is zero or not finite) or if every attribution is zero: Adam's momentum
-would move the weights even with a zero gradient. A step in which the base does not update the policy (PPO's critic
-warm-up) is not stored: there is nothing to verify.
+No step is made if phi is zero (also if mu_t equals the window's mean, or its std is zero, both up to rounding) or if
+every attribution is zero: Adam's momentum would move the weights even with a zero gradient. A step in which the base
+does not update the policy (PPO's critic warm-up) is not stored: there is nothing to verify.
 
 With `staleness` n > 0, responses of batch t come from weights up to n steps older than the policy, possibly of several
 versions. Let v be the oldest version with which any response of the batch began. The update that made v is the newest
@@ -25,26 +25,36 @@ The last n + 1 batches are stored; with n = 0, B_v is B_{t-1}. A batch that no u
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_rft.config import pipo as section
+from megatron_rft.config import plugins as section
 from megatron_rft.objectives.base import PolicyObjective, Prepared, State, Update, zero_sequences
 from megatron_rft.records import Batch
 
 KEPT_TOKENS = {"old_logprobs", "attributions", "response_mask"}  # of the previous batch
 KEPT_SEQUENCES = {"group", "unit"}
+ROUNDING = 1e-12  # relative; equal means that were summed in another order differ by about 1e-16
+
+
+def anchor(window: Tensor) -> tuple[float, float]:
+    """Mean and std (with K - 1) of the window's means, from exact sums; NaN if a value is not finite or K is 1."""
+    values = window.tolist()
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan, math.nan
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def improvement(mu: float, window: Tensor, bound: float) -> float:
-    """xi of Eq. 9, clipped to [-bound, bound]; 0 if the window's std is zero or a value is not finite."""
-    if window.min() == window.max():  # a computed std would be rounding noise
+    """xi of Eq. 9, clipped to [-bound, bound]; 0 if the difference or the std is only rounding, or a value is not
+    finite."""
+    mean, std = anchor(window)
+    rounding = ROUNDING * max(1.0, abs(mu))
+    if not math.isfinite(mu - mean) or abs(mu - mean) <= rounding or std <= rounding:
         return 0.0
-    std = window.double().std().item()
-    xi = (mu - window.double().mean().item()) / std if std > 0 else 0.0
-    return max(-bound, min(bound, xi)) if math.isfinite(xi) else 0.0
+    return max(-bound, min(bound, (mu - mean) / std))
 
 
 def rectified(xi: float, rectification: float) -> float:
@@ -71,9 +81,13 @@ def _part(state: State, prefix: str) -> State:
 class PIPO(PolicyObjective):
     options: section.PIPO
 
-    def __init__(self, base: PolicyObjective, options: section.PIPO, staleness: int = 0):
+    def __init__(
+        self, base: PolicyObjective, options: section.PIPO, staleness: int = 0, old_logprobs: str = "recompute"
+    ):
+        """`old_logprobs`: algorithm.old_logprobs. With "rollout" they are the engine's, which every base reads."""
         super().__init__(options)
         self.base, self.staleness = base, staleness
+        self.only_ours = old_logprobs == "recompute" and "old_logprobs" not in base.needs
 
     @property
     def needs(self) -> frozenset[str]:
@@ -95,6 +109,8 @@ class PIPO(PolicyObjective):
         return self.base.improvement_attributions(batch)
 
     def foreseen(self, state: State) -> Update | None:
+        """The verification that the next `prepare` returns if phi > 0, apart from its scale; None if it returns none.
+        It has one mini-batch."""
         kept = _kept(state)
         ready = kept and len(state["mu"]) >= self.options.window
         return self._verification(kept[-1], 1.0) if ready else None
@@ -102,14 +118,11 @@ class PIPO(PolicyObjective):
     def prepare(self, batch: Batch, state: State) -> Prepared:
         mu = batch.scalars["sampled_reward_sum"] / batch.scalars["sampled_count"]
         kept = _kept(state)
-        verified = verified_batch(batch, kept)
-        update, metrics = self._verify(mu, state, verified)
-        updates = []
-        if update is not None:
-            updates = [replace(update, foreseen=metrics["pipo/phi"] > 0 and verified is kept[-1])]
-        # Without a verification step, an on-policy base computes exactly what it computes without this plug-in.
-        on_policy = not updates and "old_logprobs" not in self.base.needs
-        base = self.base.prepare(batch.without_tokens("old_logprobs") if on_policy else batch, _part(state, "base."))
+        update, metrics = self._verify(mu, state, verified_batch(batch, kept))
+        updates = [] if update is None else [update]
+        # Without a verification step, the base computes exactly what it computes without this plug-in.
+        hidden = self.only_ours and not updates
+        base = self.base.prepare(batch.without_tokens("old_logprobs") if hidden else batch, _part(state, "base."))
         base_state = {f"base.{k}": v for k, v in base.state.items()}
         if all(update.model != "actor" for update in base.updates):
             return Prepared(base.updates, state | base_state, base.metrics | {"pipo/mu": mu})
@@ -125,13 +138,13 @@ class PIPO(PolicyObjective):
         """The update on the previous batch, or None, and its metrics."""
         if len(state["mu"]) < self.options.window:
             return None, {"pipo/mu": mu}
-        xi = improvement(mu, state["mu"], self.options.xi_max)
+        xi, (mean, std) = improvement(mu, state["mu"], self.options.xi_max), anchor(state["mu"])
         phi = rectified(xi, self.options.rectification)
         update = None if previous is None else self._verification(previous, phi)
         metrics = {
             "pipo/mu": mu,
-            "pipo/anchor_mean": state["mu"].mean().item(),
-            "pipo/anchor_std": state["mu"].std().item(),
+            "pipo/anchor_mean": mean,
+            "pipo/anchor_std": std,
             "pipo/xi": xi,
             "pipo/phi": phi,
             "pipo/reinforced": float(update is not None and phi > 0),

@@ -1,8 +1,11 @@
-"""Decides whether two final answers of mathematics are equivalent.
+"""Decides whether a final answer of mathematics is equivalent to the reference, and no question in disguise.
 
-latex      normalises the many ways to write an answer (text only)
-rationals  reads numbers without algebra
-structure  compares lists, sets, tuples, intervals, matrices and equations part by part
-algebra    compares the parts that need sympy
-worker     runs all of it behind a pipe, with a time limit
+tokens     cuts texts into tokens
+trees      canonical trees
+reader     reads tokens into trees: the one reader of references, answers and the questions' formulas
+units      units of measure
+values     values of trees at points
+compare    compares two trees, part by part
+disguise   the rule for what is no answer although it has the reference's value
+judge      says whether an answer is right
 """

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_rft.utils.processes import start_helper
+
 INSIDE = Path(__file__).parent / "inside"
 MODES = ("bubblewrap", "namespaces")
 START_TIMEOUT_S, EXIT_TIMEOUT_S = 60.0, 10.0  # enough for a busy machine
@@ -43,7 +45,7 @@ class Server:
         self._errors = os.memfd_create("errors")
         fd = theirs.fileno()
         try:
-            self.process = subprocess.Popen(
+            self.process = start_helper(
                 command(mode, fd),
                 env=ENVIRONMENT,
                 pass_fds=[fd],
@@ -51,6 +53,7 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
+                umask=0o022,  # the user nobody reads the container's folders
                 cwd="/",
             )
         finally:

@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramResult:
     """The result of a program's process. A negative `status` is the signal that killed it."""
 
     status: int
@@ -61,12 +61,12 @@ class Run:
 class Tested:
     """A module's run, and (outcome, test, detail) of each finished test. Outcomes: pass, fail, error, gone."""
 
-    run: Run
+    run: ProgramResult
     tests: list[tuple[str, str, str]]
     judge_late: bool = False  # judging the results exceeded the time limit
 
 
-def run_script(server: Server, source: str, text: str, limits: Limits) -> Run:
+def run_script(server: Server, source: str, text: str, limits: Limits) -> ProgramResult:
     """Run a program on one input."""
     with ExitStack() as stack:
         stdin, out, err, payload = (stack.enter_context(_file(each)) for each in (text, "", "", source))
@@ -133,21 +133,27 @@ def _collect(server: Server, numbers: set[int], wall_s: float) -> dict[int, dict
     return ended
 
 
-def _read(ended: dict, out: int, err: int, limits: Limits) -> Run:
+def _read(ended: dict, out: int, err: int, limits: Limits) -> ProgramResult:
     # The kernel counts CPU time against the limit in ticks. Where the machine, or its host, is busy, a tick may count
     # for far more than the process had of it, and far more than the reported time.
     late = ended["timeout"] or (ended["code"] == -9 and ended["cpu_s"] >= 0.25 * math.ceil(limits.cpu_s))
     size = os.fstat(err).st_size
     errors = os.pread(err, MAX_ERROR_CHARS, max(size - MAX_ERROR_CHARS, 0)).decode(errors="replace")
     output = os.pread(out, limits.output_mb << 20, 0).decode(errors="replace")
-    return Run(ended["code"], late, output, errors, ended["cpu_s"])
+    return ProgramResult(ended["code"], late, output, errors, ended["cpu_s"])
 
 
-def _outcomes(judged: Run) -> list[tuple[str, str, str]]:
+def _outcomes(judged: ProgramResult) -> list[tuple[str, str, str]]:
     """Parse the tester's report. An incomplete one means that the tester exceeded its time or memory."""
     lines = [json.loads(line) for line in judged.output.splitlines() if line.endswith("]")]
     if lines and lines[-1][0] == "end":
-        return [tuple(line) for line in lines[:-1]]
+        return _by_test(lines[:-1])
     if judged.timeout:
-        return [*(tuple(line) for line in lines), ("gone", "", "")]
+        return [*_by_test(lines), ("gone", "", "")]
     raise SandboxError(f"the tests ended with status {judged.status}: {judged.errors[-200:]}")
+
+
+def _by_test(lines: list[list]) -> list[tuple[str, str, str]]:
+    """One outcome for each test: the last of an assert that ran several times."""
+    found = {count if place is None else f"assert {place}": line for count, (*line, place) in enumerate(lines)}
+    return list(map(tuple, found.values()))

@@ -10,7 +10,8 @@ import json
 import re
 from typing import Any
 
-from megatron_rft.records import Prompt, Score
+from megatron_rft.records import Score
+from megatron_rft.rewards.base import Row
 from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls
 
 TYPES = {
@@ -21,10 +22,11 @@ ANY = "any"  # the reference of relevance rows: any call is right
 LOOSE = re.compile(r"[ ,./\-_*^]")  # what the leaderboard ignores in texts
 
 
-def bfcl(prompt: Prompt, text: str) -> Score:
+def bfcl(prompt: Row, text: str) -> Score:
     wanted = _reference(prompt)
+    functions = _described(prompt)
     try:
-        made = tool_calls(text)
+        made = tool_calls(text, {name: each.get("properties", {}) for name, each in functions.items()})
     except Malformed as error:
         return _verdict(str(error))
     if wanted == ANY:
@@ -33,7 +35,6 @@ def bfcl(prompt: Prompt, text: str) -> Score:
         return _verdict(f"no function fits, {made[0].name} is called" if made else None)
     if len(made) != len(wanted):
         return _verdict(f"{len(made)} calls, expected {len(wanted)}")
-    functions = _described(prompt)
     left = list(made)
     for possible in wanted:
         problems = [_mismatch(possible, call, functions) for call in left]
@@ -47,7 +48,7 @@ def _verdict(problem: str | None) -> Score:
     return Score(1.0, "correct", correct=True) if problem is None else Score(0.0, problem, correct=False)
 
 
-def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
+def _reference(prompt: Row) -> list[tuple[str, dict[str, list]]] | str:
     """Return [{function: {argument: accepted values}}] as pairs, or ANY."""
     try:
         calls = json.loads(prompt.answer)
@@ -60,7 +61,7 @@ def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
     return pairs
 
 
-def _described(prompt: Prompt) -> dict[str, dict]:
+def _described(prompt: Row) -> dict[str, dict]:
     """Return the parameters of each function as JSON Schema, by its name."""
     functions = prompt.fields.get("tools") or prompt.fields.get("function") or []
     try:

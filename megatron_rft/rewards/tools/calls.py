@@ -35,7 +35,7 @@ from typing import Any
 TAG = r"<\|?(?:tool_call|function_?call)s?\|?>"
 # What a tag encloses holds no second opening tag: otherwise tags that are never closed would take quadratic time.
 TAGGED = re.compile(TAG + rf"((?:(?!{TAG}).)*?)" + r"<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
-FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```(?:(\w*)\n)?(.*?)```", re.DOTALL)
 PRINTED = re.compile(r"^print\((.*)\)[ \t]*$", re.MULTILINE)
 DSML = "｜DSML｜"  # the prefix of DeepSeek-V3.2's tags
 LLAMA = re.compile(
@@ -62,6 +62,7 @@ MARKERS = re.compile(
     r"</?\|?/?\s*(?:tool_?calls?|function_?calls?|invoke|tools?)\b|<\|python_(?:tag|start)\|>|\[TOOL_CALLS\]"
     r"|</?function\b|^[ \t>*]*Action(?:[ _]Input)?[ \t*]*:|[<｜]tool▁|\bto=functions\.|\bfunctools\["
     r"|[\"'](?:tool_calls|function_call)[\"']\s*:|[\"']name[\"']\s*:\s*[\"'][^\"']*[\"']\s*,\s*[\"'](?:arg|par|inp)"
+    r"|[\"'](?:arguments|parameters)[\"']\s*:\s*\{"
     r"|(?:^|:)[ \t]*(?:\[[A-Za-z_][\w.]*\(|[A-Za-z_][\w.]*\(\w+=)|\A\s*[A-Za-z_][\w.]*\([^()\n]*\)\s*\Z",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -95,8 +96,31 @@ def equal(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
-def tool_calls(text: str) -> list[Call]:
-    """Return the calls of a response, possibly none. Raises Malformed."""
+class Written(str):
+    """An argument between tags: only the function's description says whether 2022 is a number or a text."""
+
+
+def written_as(calls: list[Call]) -> dict[str, dict]:
+    """Describe the texts among the arguments of calls, as JSON Schema's properties."""
+    return {
+        call.name: {key: {"type": "string"} for key, value in call.arguments.items() if isinstance(value, str)}
+        for call in calls
+    }
+
+
+def tool_calls(text: str, described: dict[str, dict] | None = None) -> list[Call]:
+    """Return the calls of a response, possibly none. `described`: properties (JSON Schema) of the arguments of each
+    function, for formats that write all values as text. Raises Malformed."""
+    return [_typed(call, (described or {}).get(call.name, {})) for call in _read(text)]
+
+
+def _typed(call: Call, properties: dict[str, dict]) -> Call:
+    kinds = {key: each.get("type") for key, each in properties.items() if isinstance(each, dict)}
+    given = call.arguments.items()
+    return Call(call.name, {k: _value(v, kinds.get(k)) if isinstance(v, Written) else v for k, v in given})
+
+
+def _read(text: str) -> list[Call]:
     text = text.rpartition("</think>")[2].replace(DSML, "")
     for parse in (_tagged, _llama, _mistral, _functions, _headed, _bare):
         calls = parse(text)
@@ -150,7 +174,8 @@ def _functions(text: str) -> list[Call] | None:
 def _function(name: str, content: str) -> Call:
     closed = content[: content.rfind(CLOSED) + len(CLOSED)]  # a search behind it would take quadratic time in vain
     if parameters := PARAMETER.findall(closed):
-        return Call(name, {key: text if kind == "true" else _value(text) for key, kind, text in parameters})
+        texts = [(key, text if kind == "true" else Written(text)) for key, kind, text in parameters]
+        return Call(name, _unique(texts))
     return _call({"name": name, "arguments": content.strip()})
 
 
@@ -161,15 +186,23 @@ def _keyed(text: str) -> list[Call] | None:
         return None
     if rest.strip() != name[1]:
         raise Malformed(f"{name[1]} without readable arguments")
-    return [Call(name[1], {key.strip(): _value(value.strip()) for key, value in PAIR.findall(text)})]
+    return [Call(name[1], _unique([(key.strip(), Written(value.strip())) for key, value in PAIR.findall(text)]))]
 
 
-def _value(text: str) -> Any:
-    """Parse a text as JSON, or return it unchanged."""
+def _value(text: str, kind: Any = None) -> Any:
+    """Parse a text as JSON, or return it unchanged, as it is where a text is wanted."""
+    if kind == "string":
+        return str(text)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
-        return text
+        return str(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise Malformed(f"an argument twice: {', '.join(key for key, _ in pairs)[:80]}")
+    return found
 
 
 def _headed(text: str) -> list[Call] | None:
@@ -230,13 +263,17 @@ def _flat(value: Any) -> list[Any]:
 def _json_values(text: str, most: int = 1000) -> tuple[list[Any], str]:
     """Return the JSON values, objects and lists, that begin a text, and what follows them. A text that is a Python
     literal alone is one value too."""
-    decoder, place, values = json.JSONDecoder(), 0, []
-    with suppress(ValueError, RecursionError):
+    decoder, place, values = json.JSONDecoder(object_pairs_hook=_unique), 0, []
+    try:
         while place < len(text) and text[place] in "[{" and len(values) < most:
             value, place = decoder.raw_decode(text, place)
             values.append(value)
             while place < len(text) and text[place] in " \t\r\n,;":
                 place += 1
+    except Malformed:
+        raise
+    except (ValueError, RecursionError):
+        pass
     if not values and text[:1] in ("[", "{"):
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value, place = ast.literal_eval(text.strip(" `\n")), len(text)
@@ -256,7 +293,7 @@ def _call(value: Any) -> Call:
         arguments = value[given] if given else {}
         if isinstance(arguments, str):  # some write the arguments as JSON in a string
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(arguments or "{}", object_pairs_hook=_unique)
             except ValueError as error:
                 raise Malformed(f"arguments of {value[key]}: {error}") from None
         if isinstance(arguments, dict):

@@ -1,16 +1,17 @@
 """Tool calls that must be the reference's, in any order: 1 or 0, as SDPO grades its tool rows (arXiv 2601.20802)."""
 
-from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls
+from megatron_rft.records import Score
+from megatron_rft.rewards.base import Row
+from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls, written_as
 
 
-def exact(prompt: Prompt, text: str) -> Score:
+def exact(prompt: Row, text: str) -> Score:
     try:
         wanted = tool_calls(prompt.answer)
     except Malformed as error:
         raise BrokenReference(str(error)) from None
     try:
-        left = tool_calls(text)
+        left = tool_calls(text, written_as(wanted))
     except Malformed as error:
         return Score(0.0, str(error), correct=False)
     if len(left) != len(wanted):

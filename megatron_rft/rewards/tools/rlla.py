@@ -11,21 +11,22 @@ equal arguments. The format is the reference's: <think>, then <tool_call> and/or
 import math
 from collections import Counter
 
-from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls
+from megatron_rft.records import Score
+from megatron_rft.rewards.base import Row
+from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls, written_as
 
 MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
 TAGS = ("think", "tool_call", "response")
 
 
-def rlla(prompt: Prompt, text: str) -> Score:
+def rlla(prompt: Row, text: str) -> Score:
     try:
         wanted = tool_calls(prompt.answer)
     except Malformed as error:
         raise BrokenReference(str(error)) from None
     shape = follows_format(text, prompt.answer)
     try:
-        made, problem = tool_calls(text), ""
+        made, problem = tool_calls(text, written_as(wanted)), ""
     except Malformed as error:
         made, problem = None, str(error)
     correctness, why = (-3.0, problem) if made is None else _correctness(wanted, made)
@@ -42,11 +43,13 @@ def follows_format(text: str, reference: str) -> float:
 
 
 def has_sections(text: str, tags: list[str]) -> bool:
-    """<a> ... </a> <b> ... </b>, each once, in this order, with nothing but white space outside."""
+    """<a> ... </a> <b> ... </b>, each once and with content, in this order, with nothing but white space outside."""
     rest = text.strip()
     for tag in tags:
-        _, closed, after = rest.removeprefix(f"<{tag}>").partition(f"</{tag}>")
-        if not rest.startswith(f"<{tag}>") or not closed:
+        inside, closed, after = rest.removeprefix(f"<{tag}>").partition(f"</{tag}>")
+        if not rest.startswith(f"<{tag}>") or not closed or not inside.strip():
+            return False
+        if any(f"<{other}>" in inside for other in tags):
             return False
         rest = after.strip()
     return not rest

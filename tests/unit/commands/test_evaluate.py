@@ -145,7 +145,7 @@ def test_the_recipes_template_is_for_mathematics(recipe):
 
 
 def test_a_benchmark_has_the_reward_that_its_adapter_asks_for(recipe):
-    loaded = load(recipe, ["reward.timeout_s=9"])
+    loaded = load(recipe, ["reward.answer=any"])
     assert standalone.reward_of(loaded.reward, "math500") == standalone.reward_of(loaded.reward, None) == loaded.reward
 
 

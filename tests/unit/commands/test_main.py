@@ -16,6 +16,7 @@ from megatron_rft.commands import doctor, main, train
 from megatron_rft.config import vllm
 from megatron_rft.launching import ranks
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
+from tests.shapes import json_of
 
 PRELUDE = """
 import os, signal, sys, time
@@ -39,15 +40,7 @@ def no_rank(monkeypatch):
 
 @pytest.fixture
 def recipe(tmp_path):
-    config = dict(
-        architectures=["LlamaForCausalLM"],
-        num_hidden_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=128,
-        max_position_embeddings=2048,
-        vocab_size=64,
-    )
+    config = json_of(2, 64, 4, 4, 128, 64, head_dim=16, max_position_embeddings=2048)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     path = tmp_path / "recipe.yaml"
@@ -92,7 +85,9 @@ class TestWords:
 
     def test_engine_is_an_override(self, recipe, capsys, monkeypatch):
         monkeypatch.setattr(vllm, "installed", lambda: None)
-        assert main.main(["plan", str(recipe), "--engine", "vllm"]) == 2
+        assert main.main(["plan", str(recipe), "--engine", "vllm"]) == 0, "a plan needs no engine"
+        assert "engine: vllm" in capsys.readouterr().out
+        assert main.main(["train", str(recipe), "--engine", "vllm"]) == 2
         assert "rollout.engine: vLLM is not installed" in capsys.readouterr().err
 
     def test_user_errors_are_one_line_without_traceback(self, recipe):
@@ -181,7 +176,11 @@ class TestWords:
             (tmp_path / name).write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
             (tmp_path / name).chmod(0o755)
         assert doctor.slurm_problem().startswith("installed, but no cluster answers (no controller): use a login node")
+        monkeypatch.setattr(doctor, "found", lambda name: name == "fla")
+        kernels = {cuda: doctor.used(cuda, with_te=False)["delta nets"] for cuda in (True, False)}
+        assert kernels == {True: "flash-linear-attention", False: doctor.DELTA_NETS_IN_TORCH}
         monkeypatch.setattr(doctor, "found", lambda name: False)
+        assert doctor.used(True, with_te=False)["delta nets"] == doctor.DELTA_NETS_IN_TORCH
         assert "megatron-rft[wandb]" in doctor.tracker_problem("wandb")
         assert "megatron-rft[tensorboard]" in doctor.tracker_problem("tensorboard")
         assert "tools/setup_nemo_env.sh" in doctor.nemo_run_problem(tmp_path)
@@ -328,7 +327,7 @@ class TestRanks:
         code += "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)"
         assert ranks.launch(rank_command(code, tmp_path), 3, str(tmp_path)) == ranks.FAILED
         told = capsys.readouterr().err
-        assert told.startswith("error: rank 1 was killed by SIGKILL; the other ranks were stopped.")
+        assert "\nerror: rank 1 was killed by SIGKILL; the other ranks were stopped." in "\n" + told
         assert not any(running(int((tmp_path / f"pid_{rank}").read_text())) for rank in range(3))
 
     def test_a_peers_abort_does_not_hide_the_cause(self, tmp_path, capsys, patient):

@@ -1,6 +1,7 @@
 """Recipes: inheritance, overrides, refusals with their messages, and the arithmetic of a plan."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,22 +19,14 @@ from megatron_rft.plan import check, checks
 from megatron_rft.plan.layout import Layout, possible, problems
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.utils.errors import ConfigError, DataError, UserError
+from tests.shapes import sizes
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 RECIPES = sorted(
     p for p in EXAMPLES.rglob("*.yaml") if p.parent.name not in ("parts", "grids") and p.name != "common.yaml"
 )
 ON_HUB = [path for path in RECIPES if path.is_relative_to(EXAMPLES / "dynamic") and "tiny" not in path.parts]
-SHAPE = dict(
-    architectures=["Qwen3ForCausalLM"],
-    num_hidden_layers=4,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=384,
-    max_position_embeddings=2048,
-    vocab_size=256,
-)
+SHAPE = sizes(4, 128, 4, 2, 384, vocab_size=256, max_position_embeddings=2048, architectures=["Qwen3ForCausalLM"])
 
 
 @pytest.fixture
@@ -122,13 +115,26 @@ class TestLoading:
         ("algorithm.clip_lw=1", "algorithm.clip_lw: there is no such option. Did you mean 'clip_low'?"),
         ("rollout.group_size=many", "rollout.group_size: 'many' is not a whole number"),
         ("rollout.group_size=2.5", "2.5 is not a whole number"),
+        ("rollout.group_size=1e1", "rollout.group_size: 10.0 has a decimal point or an exponent: write 10"),
+        ("group_size=4", "group_size: there is no such option. Did you mean rollout.group_size?"),
+        ("run.group_size=4", "run.group_size: there is no such option. Did you mean rollout.group_size?"),
+        ("seed=4", "seed: there is no such option. Did you mean run.seed?"),
+        (
+            "data.prompt_template={word}",
+            "data.prompt_template: is not text: YAML reads {...} and [...] as values. Quote",
+        ),
+        (
+            "data={prompt_field: word, prompt_template: boxed}",
+            "data.prompt_field: does nothing: data.prompt_template does not have {word}",
+        ),
         ("rollout.group_size=true", "true is not a whole number"),
         ("run.steps=0", "run.steps: 0 is not at least 1"),
         ("rollout.engine=vlm", "'vlm' is not one of auto, hf, vllm. Did you mean 'vllm'?"),
         ("algorithm.name=dap", "'dap' is not one of ppo, grpo,"),
         ("rollout=3", "rollout: 3 is not a section of options"),
-        ("rollout.top_p=0.9", "cannot replay"),
-        ("rollout.top_k=50", "cannot replay"),
+        ("rollout.top_p=0.9", "rollout.top_p: needs top_k (at most 64)"),
+        ("rollout.min_p=0.1", "rollout.min_p: needs top_k"),
+        ("rollout.top_k=65", "64"),
         ("pipo.window=1", "1 is not at least 2"),
         ("run.output_dir=null", "run.output_dir: is required"),
         ("run.steps=null", "run.steps: is required with trainer rl"),
@@ -157,6 +163,7 @@ class TestLoading:
         ("data.train=rows.tsv", "'rows.tsv' is neither"),
         ("data.train={path: a.jsonl, split: test}", "split: does nothing for a file"),
         ("no-equals-sign", "is not an override"),
+        ("run.steps=", "the override 'run.steps=' has no value: run.steps=null takes the default"),
         ("run.steps=[", "is not valid YAML"),
         ("run.steps=" + "[" * 100_000, "[...': its values are nested more deeply than can be read"),
         ("run.steps=" + "9" * 6000, "9...' is not valid YAML (line 1: Exceeds the limit"),
@@ -172,6 +179,18 @@ def test_a_refusal_names_option_value_and_fix(recipe, override, words):
         assert load(recipe, [override]).algorithm.name == "sft"
     else:
         assert words in refusal(recipe, *([override] if isinstance(override, str) else override))
+
+
+@pytest.mark.parametrize(
+    "path, why",
+    [
+        ("dynamic/tiny/dynamic.yaml", "refined responses were not sampled from the kept tokens"),
+        ("smollm2/trajectories.yaml", "does nothing with trainer generate"),
+    ],
+)
+def test_truncation_is_refused_where_the_kept_tokens_are_missing(path, why):
+    with pytest.raises(ConfigError, match=f"rollout.top_k: .*{why}"):
+        load(EXAMPLES / path, ["rollout.top_k=20"])
 
 
 def test_error_names_the_file_it_stands_in(recipe):
@@ -266,6 +285,20 @@ class TestPlan:
         assert "global batch: 256 responses = 32 prompts x 8" in plan.lines
         assert "layout: TP 1 x PP 1 x CP 1 x DP 2 = 2 ranks" in plan.lines
         assert (plan.steps_per_batch, plan.optimizer_steps, plan.layout.dp) == (8, 80, 2)
+
+    @pytest.mark.parametrize(
+        "override, words",
+        [
+            ("model.precision=fp8", "model.precision: fp8 needs Transformer Engine"),
+            ("tracking.tensorboard=true", "tracking.tensorboard: tensorboard is not installed: pip install"),
+            ("tracking.wandb={}", "tracking.wandb: wandb is not installed: pip install"),
+        ],
+    )
+    def test_a_package_that_is_missing(self, recipe, monkeypatch, override, words):
+        monkeypatch.setattr(checks, "find_spec", lambda name: name == "psutil" or None)
+        monkeypatch.setattr(checks.device, "has_transformer_engine", lambda: False)
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check(load(recipe, [override]))
 
     @pytest.mark.parametrize(
         "override, world_size, words",
@@ -368,3 +401,50 @@ class TestDifference:
 
 def test_data_errors_are_user_errors():
     assert issubclass(DataError, UserError)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["trainer=stf"], "trainer: 'stf' is not one of rl, sft, offline, generate. Did you mean 'sft'?"),
+        (
+            ["trainer=sft", "rollout.group_size=4"],
+            "group_size: does nothing with trainer sft, only with rl, gen",
+        ),
+        (
+            ["trainer=sft", "pipo.window=4"],
+            "pipo: does nothing with trainer sft, only with rl: leave it",
+        ),
+        (["evaluation.patience=2"], "evaluation.patience: does nothing with trainer rl, only with offline: leave it"),
+        (["trainer=sft", "rollout.temperatur=1"], "Did you mean 'temperature', of rl, generate?"),
+        (["reward.tag=[a]"], "reward.tag: there is no such option with kind math. Did you mean 'tags', of format?"),
+        (["reward.answr=any"], "reward.answr: there is no such option. Did you mean 'answer'?"),
+        (
+            ["reward={kind: sum, parts: [{kind: choice, rules: exact}]}"],
+            "reward.parts.0.rules: does nothing with",
+        ),
+        (["reward=3"], "reward: 3 is not a section of options"),
+        (["reward.kind=3"], "reward.kind: 3 is not one of math, code,"),
+        (["constraint.eta=0.1"], "constraint.kind: is required: one of none, static, dynamic"),
+        (
+            ["constraint={kind: none, etta: 0.1}"],
+            "with kind none. Did you mean 'eta', of static, dynamic?",
+        ),
+    ],
+)
+def test_an_option_of_another_trainer_or_kind_is_named_with_it(recipe, overrides, words):
+    assert words in refusal(recipe, *overrides)
+
+
+def test_what_earlier_versions_wrote_into_a_run_is_read(recipe, tmp_path):
+    """They wrote all options, also those that did nothing with this trainer or kind."""
+    now = load(recipe, ["constraint={kind: static, eta: 0.1}"])
+    content = yaml.safe_load(dump(now))
+    content["constraint"] |= {"per": "responses", "template": None}
+    content["evaluation"]["patience"] = None
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(content))
+    assert config.load_saved(tmp_path / "saved.yaml") == now
+    content["constraint"]["etta"] = 0.1
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=r"saved.yaml: constraint.etta: there is no such option. Did you mean 'eta'"):
+        config.load_saved(tmp_path / "saved.yaml")

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from megatron_rft import config
-from megatron_rft.config.rewards import KINDS, Reward
+from megatron_rft.config.rewards import REWARDS, SECTIONS, RewardOptions
 from megatron_rft.utils.errors import ConfigError
 
 BASE = {"run": {"output_dir": "x", "steps": 1}, "model": {"path": "m"}, "data": {"train": "arithmetic"}}
@@ -22,7 +22,7 @@ def load(tmp_path, reward: dict):
     [
         ({"kind": "maths"}, "Did you mean 'math'"),
         ({"kind": "choice", "timeout_s": 3.0}, "reward.timeout_s: does nothing with kind choice"),
-        ({"kind": "code", "workers": 0}, "must be at least 1 with kind code"),
+        ({"kind": "code", "workers": 0}, "reward.workers: 0 is not at least 1"),
         ({"kind": "format"}, "reward.tags: is required with kind format"),
         ({"kind": "model"}, "reward.model: is required"),
         ({"kind": "model", "model": "m", "template": "{question}"}, "format string over {prompt} and {response}"),
@@ -43,15 +43,16 @@ def test_what_would_do_nothing_or_fail_is_refused(reward, problem, tmp_path):
 
 
 def test_every_kind_can_be_built_and_has_options():
-    assert KINDS.keys() == set(Reward.model_fields["kind"].annotation.__args__)
-    for kind in KINDS.values():
-        module, _, name = kind.made_by.partition(":")
-        made_by = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
-        assert set(kind.reads) <= inspect.signature(made_by).parameters.keys() & Reward.model_fields.keys()
+    for kind, (section, made_by) in REWARDS.items():
+        assert section.model_fields["kind"].default == kind
+        module, _, name = made_by.rpartition(".")
+        verifier = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
+        own = section.model_fields.keys() - RewardOptions.model_fields.keys()
+        assert own == inspect.signature(verifier).parameters.keys() - {"args", "kwargs"}
 
 
 def test_a_nested_section_can_be_written_and_read_again(tmp_path):
     parts = [{"kind": "math"}, {"kind": "format", "tags": ["a"], "weight": 0.5, "shaping": True}]
     recipe = load(tmp_path, {"kind": "by_row", "kinds": {"x": {"kind": "sum", "parts": parts}, "y": {"kind": "code"}}})
-    again = Reward.model_validate(recipe.reward.model_dump())
+    again = SECTIONS["by_row"].model_validate(recipe.reward.model_dump())
     assert again == recipe.reward and "memory_mb" not in recipe.reward.model_dump()["kinds"]["x"]

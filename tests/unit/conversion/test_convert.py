@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from megatron_rft.conversion import FolderWriter, HFFolder, hf_shapes
 from megatron_rft.conversion import convert as conversion
-from megatron_rft.conversion.convert import Source, convert
+from megatron_rft.conversion.convert import SourceCheckpoint, convert
 from megatron_rft.conversion.torch_dist import MegatronFolder, Unpickler
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed
+from tests import families
 from tests.shapes import SMALL
 
 WITHOUT_HEAD_DIM = {name: size for name, size in SMALL.items() if name != "head_dim"}
@@ -29,6 +30,7 @@ FAMILIES = {
     "qwen3_moe": Qwen3MoeConfig(
         **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[0]
     ),
+    **families.FAMILIES,
 }
 
 
@@ -43,7 +45,7 @@ def write(path, hf_config, dtype=torch.bfloat16):
     for name in ("tokenizer.json", "generation_config.json"):
         (path / name).write_text("{}")
     (path / "chat_template.jinja").write_text("{{ messages }}")
-    return Source(path, "hf", hf_config, path)
+    return SourceCheckpoint(path, "hf", hf_config, path)
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def source(tmp_path):
 def megatron(source, tmp_path):
     """The same as a torch_dist checkpoint."""
     convert(source, tmp_path / "megatron", "megatron")
-    return Source(tmp_path / "megatron", "megatron", source.hf_config, source.path)
+    return SourceCheckpoint(tmp_path / "megatron", "megatron", source.hf_config, source.path)
 
 
 def files(folder):
@@ -68,9 +70,9 @@ def test_there_and_back(tmp_path, family):
     source = write(tmp_path / "hf", hf_config)
     there = convert(source, tmp_path / "megatron", "megatron", tensor_parallel=2, file_bytes=2000)
     assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 1
-    middle = Source(tmp_path / "megatron", "megatron", hf_config, tmp_path / "megatron")
+    middle = SourceCheckpoint(tmp_path / "megatron", "megatron", hf_config, tmp_path / "megatron")
     again = convert(middle, tmp_path / "recut", "megatron")
-    back = convert(Source(tmp_path / "recut", "megatron", hf_config, source.path), tmp_path / "back", "hf")
+    back = convert(SourceCheckpoint(tmp_path / "recut", "megatron", hf_config, source.path), tmp_path / "back", "hf")
     assert there.digest == again.digest == back.digest and back.tensors == len(hf_shapes(hf_config))
     before, after = HFFolder(source.path, hf_config), HFFolder(tmp_path / "back", hf_config)
     assert all(torch.equal(before(name), after(name)) for name in hf_shapes(hf_config))
@@ -93,7 +95,7 @@ def test_vllm_loads_it_and_gives_the_same_log_probs(tmp_path):
     known_to_vllm = Qwen3Config(**SMALL | {"head_dim": 32})  # its CPU build has no attention for smaller heads
     source = write(tmp_path / "hf", known_to_vllm, torch.float32)
     convert(source, tmp_path / "megatron", "megatron")
-    convert(Source(tmp_path / "megatron", "megatron", source.hf_config, source.path), tmp_path / "back", "hf")
+    convert(SourceCheckpoint(tmp_path / "megatron", "megatron", source.hf_config, source.path), tmp_path / "back", "hf")
     from megatron_rft.inference.engine import Request, Sampling
     from megatron_rft.inference.vllm.engine import VLLMEngine
 

@@ -5,7 +5,7 @@ import shutil
 import torch
 from safetensors.torch import save_file
 
-from megatron_rft.conversion import fingerprint
+from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
 
 
 def model(folder, change=None, elements=3_000_000):
@@ -20,10 +20,10 @@ def model(folder, change=None, elements=3_000_000):
 def test_models(tmp_path):
     first = model(tmp_path / "a")
     shutil.copytree(first, tmp_path / "copy")
-    assert fingerprint.of_model(first) == fingerprint.of_model(tmp_path / "copy")
+    assert model_fingerprint(first) == model_fingerprint(tmp_path / "copy")
     others = [model(tmp_path / "b", change=1e-5), model(tmp_path / "c", elements=3_000_001)]
     (tmp_path / "copy" / "config.json").write_text('{"hidden_size": 9}')
-    assert len({fingerprint.of_model(folder) for folder in (first, *others, tmp_path / "copy")}) == 4
+    assert len({model_fingerprint(folder) for folder in (first, *others, tmp_path / "copy")}) == 4
 
 
 def test_tokenizers(tmp_path):
@@ -31,5 +31,5 @@ def test_tokenizers(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(text)
         (tmp_path / name / "config.json").write_text(name)  # the model's, not the tokenizer's
-    found = [fingerprint.of_tokenizer(tmp_path / name) for name in "abc"]
+    found = [tokenizer_fingerprint(tmp_path / name) for name in "abc"]
     assert found[0] == found[2] != found[1]

@@ -97,3 +97,18 @@ def test_a_configuration_that_cannot_be(tmp_path, wrong, why):
     config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
     with pytest.raises(DataError, match=f"no model configuration can be loaded from {tmp_path}: .*{why}"):
         load_config(tmp_path)
+
+
+def test_other_parts_of_a_published_model_are_left_out_by_name(tmp_path, capsys):
+    """A text model inside one that sees, with layers that predict further tokens; any other tensor is refused."""
+    write(tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    text = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()}
+    beside = ("model.visual.patch_embed.weight", "mtp.fc.weight", "model.language_model.layers.2.mlp.up_proj.weight")
+    save_file(text | {name: torch.ones(2) for name in beside}, file)
+    folder = HFFolder(tmp_path / "out", CONFIG)
+    assert folder("model.norm.weight").shape == (16,) and len(folder.skipped) == 3
+    assert "3 tensors of other parts of the model are left out: model.layers.2.mlp" in capsys.readouterr().out
+    save_file(text | {"model.language_model.extra.weight": torch.ones(2)}, file)
+    with pytest.raises(DataError, match="1 unexpected: model.extra.weight"):
+        HFFolder(tmp_path / "out", CONFIG)

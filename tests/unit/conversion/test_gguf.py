@@ -8,15 +8,9 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from megatron_rft.commands.main import main
 from megatron_rft.conversion import HFFolder, gguf, hf_shapes, load_config
+from tests.shapes import sizes
 
-CONFIG = Qwen3Config(
-    vocab_size=8,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-)
+CONFIG = Qwen3Config(**sizes(1, 32, 2, 1, 64, vocab_size=8))
 PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

@@ -7,6 +7,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen
 from megatron_rft.conversion import Mapping, hf_shapes
 from megatron_rft.families import family_of
 from megatron_rft.utils.errors import DataError
+from tests.families import FAMILIES
 from tests.shapes import SMALL
 
 SIZES = SMALL | dict(hidden_size=8, intermediate_size=12, head_dim=2)
@@ -74,9 +75,10 @@ def test_shapes_are_those_of_transformers(tmp_path):
         Qwen2Config(**SIZES),
         Qwen3Config(**SIZES),
         Qwen3MoeConfig(**SIZES, **MIXTURE),
+        *FAMILIES.values(),
     ):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
-        with safe_open(tmp_path / config.model_type / "model.safetensors", "pt") as file:
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "written")
+        with safe_open(tmp_path / "written" / "model.safetensors", "pt") as file:
             written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         assert hf_shapes(config) == written, config.model_type
 

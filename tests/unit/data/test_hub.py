@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -172,3 +173,30 @@ def test_a_model_that_is_not_there_is_one_sentence(server):
         model_folder("org/none", "critic.path")
     assert str(told.value).startswith("critic.path: org/none is no local folder, and could not be downloaded")
     assert "check the name" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_one_rank_of_a_node_asks_the_hub(server, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    rows, folder = load_rows("hub:org/sums", subset="main", part="train"), model_folder("org/tiny")
+    Hub.asked.clear()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert load_rows("hub:org/sums", subset="main", part="train") == rows and model_folder("org/tiny") == folder
+    assert Hub.asked == []
+    test = load_rows("hub:org/sums", "test", subset="hard")  # nobody has asked for these files
+    assert [row["answer"] for row in test] == ["198"] and Hub.asked
+    monkeypatch.setenv("MASTER_PORT", "29501")  # another start of the run
+    Hub.asked.clear()
+    assert load_rows("hub:org/sums", subset="main", part="train") == rows and Hub.asked
+
+
+def test_after_an_error_the_other_ranks_of_a_node_do_not_ask_again(server, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(DataError, match="org/none could not be downloaded .*404"):
+        load_rows("hub:org/none")
+    Hub.asked.clear()
+    with pytest.raises(DataError, match="another rank of this node could not download org/none"):
+        load_rows("hub:org/none")
+    assert Hub.asked == []

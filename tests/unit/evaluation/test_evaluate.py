@@ -48,7 +48,7 @@ def sampler(reward, engine=None, samples=4) -> GradedSampler:
 
 
 def run(**options):
-    return evaluate(sampler(MathReward(workers=0)), PROMPTS, **options)
+    return evaluate(sampler(MathReward()), PROMPTS, **options)
 
 
 def test_the_result_does_not_depend_on_ranks_or_batches():
@@ -78,8 +78,8 @@ def test_a_reward_that_is_no_number_is_an_error_or_ends_the_run():
             return [Score(math.nan) if i % 4 == 1 else score for i, score in enumerate(scores)]
 
     with pytest.raises(RunFailed, match=r"test: the reward is nan on response 1 to problem \d+ .*on_nonfinite=drop"):
-        evaluate(sampler(Broken(workers=0)), PROMPTS)
-    result = evaluate(replace(sampler(Broken(workers=0)), on_nonfinite="drop"), PROMPTS)
+        evaluate(sampler(Broken()), PROMPTS)
+    result = evaluate(replace(sampler(Broken()), on_nonfinite="drop"), PROMPTS)
     assert result.errors == 7 and 0 < result.pass_at_1 < 1
     assert {each.error for each in result.completions} == {None, "the reward is nan"}
 
@@ -126,7 +126,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
         engine.dies_at = dies_at
         cache = EvaluationCache(tmp_path, "toy", {"weights": [("a", 1)]} | depends_on, 4)
         found = len(cache.completions)
-        return found, evaluate(sampler(MathReward(workers=0), engine), PROMPTS, batch=2, cache=cache)
+        return found, evaluate(sampler(MathReward(), engine), PROMPTS, batch=2, cache=cache)
 
     with pytest.raises(KeyboardInterrupt):
         go(dies_at=14)  # in the third of four batches
@@ -147,7 +147,7 @@ def test_failed_gradings_are_counted_apart():
             scores = super().__call__(prompts, texts)
             return [Score(0.0, error="broken"), *scores[1:]]
 
-    result = evaluate(sampler(Failing(workers=0)), PROMPTS)
+    result = evaluate(sampler(Failing()), PROMPTS)
     assert result.errors == 1 and [each.error for each in result.completions].count("broken") == 1
 
 
@@ -160,7 +160,7 @@ def test_request_seeds_are_stable():
 
 def test_no_problems():
     with pytest.raises(DataError, match="'test' has no problems"):
-        evaluate(sampler(MathReward(workers=0)), [])
+        evaluate(sampler(MathReward()), [])
 
 
 class Tiers:

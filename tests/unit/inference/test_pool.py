@@ -54,7 +54,7 @@ def pool(model, tmp_path, gate):
     build = partial(Gated, model.config, gate)
     members = [EngineProcess(build, f"engine process {i}", tmp_path / f"{i}.log") for i in range(2)]
     pool = EnginePool(members, torch.float32)
-    pool.reload = lambda: weight_sync.push(hf_stream(model), pool, 3, verify=True)
+    pool.reload = lambda: weight_sync.send(hf_stream(model), pool, 3, verify=True)
     yield pool
     pool.close()
 
@@ -73,7 +73,7 @@ def answers(groups) -> dict[int, list]:
 def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
     """One fixture and one sequence, because starting a process takes seconds."""
     expected = answers(engine.generate(REQUESTS, SAMPLING))
-    weight_sync.push(hf_stream(model), pool, 3, verify=True)
+    weight_sync.send(hf_stream(model), pool, 3, verify=True)
     assert not pool.recover()
     assert answers(pool.generate(REQUESTS, SAMPLING)) == expected
     first, second = pool.members
@@ -93,13 +93,13 @@ def test_killed_in_generation_and_in_a_sync(pool, model, engine, gate):
                 kill(first)
             yield pair
 
-    weight_sync.push(killing(hf_stream(model)), pool, 4, verify=True)
+    weight_sync.send(killing(hf_stream(model)), pool, 4, verify=True)
     assert pool.lost and pool.recover() and pool.restarts == 2
     assert answers(pool.generate(REQUESTS, SAMPLING)) == expected
 
     def reload():
         first.silence_timeout_s = 300
-        weight_sync.push(hf_stream(model), pool, 3, verify=True)
+        weight_sync.send(hf_stream(model), pool, 3, verify=True)
 
     pool.reload = reload
     first.silence_timeout_s = 4
@@ -139,10 +139,16 @@ class Doomed(Engine):
     def load_weights(self, stream, version):
         list(stream)
 
+    def checksums(self):
+        return {}
+
+    def close(self):
+        pass
+
 
 def test_requests_are_asked_again_once(model):
     pool = EnginePool([Doomed()], torch.float32)
-    pool.reload = lambda: weight_sync.push(hf_stream(model), pool, 3)
+    pool.reload = lambda: weight_sync.send(hf_stream(model), pool, 3)
     with pytest.raises(RunFailed, match="the doomed was killed a second time"):
         list(pool.generate(REQUESTS, SAMPLING))
     assert pool.restarts == 1
@@ -153,8 +159,8 @@ def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
     pool = EnginePool([engine], torch.float32)
     bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
     with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has 12 non-finite"):
-        weight_sync.push(bad, pool, 7)
-    weight_sync.push(hf_stream(model), pool, 8, verify=True)  # it is alive, and takes good ones
+        weight_sync.send(bad, pool, 7)
+    weight_sync.send(hf_stream(model), pool, 8, verify=True)  # it is alive, and takes good ones
     assert pool.weight_version == 8 and next(pool.generate(REQUESTS, SAMPLING)).responses[0].weight_version == 8
     pool.close()
 
@@ -183,7 +189,7 @@ def test_an_engine_that_is_lost_while_others_are_counted(model):
 
 def test_a_rank_without_an_engine_keeps_up(model):
     pool = EnginePool([], torch.float32, driver=(None, 1))
-    weight_sync.push(hf_stream(model), pool, 3, verify=True)
+    weight_sync.send(hf_stream(model), pool, 3, verify=True)
     assert list(pool.generate([], SAMPLING)) == []
 
 

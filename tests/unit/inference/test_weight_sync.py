@@ -8,17 +8,9 @@ from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.utils.errors import RunFailed
+from tests.shapes import sizes
 
-CONFIG = Qwen3Config(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    tie_word_embeddings=True,
-)
+CONFIG = Qwen3Config(**sizes(1, 8, 2, 1, 16, vocab_size=16, head_dim=4), tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -41,7 +33,7 @@ class Exhausted:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_push_loads_all_tensors_and_returns_metrics(tensors, dtype):
     engine, stream = HFEngine(CONFIG, dtype), Exhausted(tensors)
-    metrics = weight_sync.push(stream, engine, version=2, verify=True)
+    metrics = weight_sync.send(stream, engine, version=2, verify=True)
     assert engine.weight_version == 2 and stream.ended
     assert metrics["sync/tensors"] == len(tensors) == 13
     assert metrics["sync/bytes"] == 4 * sum(tensor.numel() for _, tensor in tensors)
@@ -52,20 +44,20 @@ def test_a_refused_tensor_ends_the_run_after_the_stream_has_ended(tensors):
     tensors[3] = (tensors[3][0], tensors[3][1] * torch.nan)
     stream = Exhausted(tensors)
     with pytest.raises(RunFailed, match=f"version 1: {tensors[3][0]} has .* non-finite"):
-        weight_sync.push(stream, HFEngine(CONFIG), version=1)
+        weight_sync.send(stream, HFEngine(CONFIG), version=1)
     assert stream.ended
 
 
 def test_after_a_stream_that_broke_off_nothing_is_generated(tensors):
     engine = HFEngine(CONFIG)
-    weight_sync.push(tensors, engine, version=1)
+    weight_sync.send(tensors, engine, version=1)
 
     def broken():
         yield tensors[0]
         raise OSError("no actor any more")
 
     with pytest.raises(OSError, match="no actor"):
-        weight_sync.push(broken(), engine, version=2)
+        weight_sync.send(broken(), engine, version=2)
     with pytest.raises(RunFailed, match="before any weights were loaded"):
         list(engine.generate([], Sampling(1)))
 
@@ -102,5 +94,5 @@ class Broken(HFEngine):
 def test_weight_sync_finds_what_an_engine_does_not_report(tensors, kind, error, message):
     stream = Exhausted(tensors)
     with pytest.raises(error, match=message):
-        weight_sync.push(stream, kind(CONFIG), version=1, verify=True)
+        weight_sync.send(stream, kind(CONFIG), version=1, verify=True)
     assert stream.ended

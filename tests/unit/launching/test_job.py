@@ -9,8 +9,7 @@ from megatron_rft.launching import job as module
 from megatron_rft.launching.job import RETRIES, Job
 from megatron_rft.launching.ranks import launch
 from megatron_rft.launching.slurm import Node
-from megatron_rft.utils.errors import RunFailed
-from megatron_rft.utils.exit_codes import FAILED, FINISHED, STOPPED, USER_ERROR
+from megatron_rft.utils.errors import FAILED, FINISHED, STOPPED, USER_ERROR, RunFailed
 
 
 @pytest.fixture
@@ -106,3 +105,11 @@ class TestLauncher:
         assert launch(["bash", "-c", code], 2, str(tmp_path / "run"), Node(1, 3, "n1", 4000)) == 0
         assert (tmp_path / "2").read_text() == "2 0 6 n1:4000\n"
         assert (tmp_path / "3").read_text() == "3 1 6 n1:4000\n"
+
+
+def test_a_node_opens_only_the_status_files_that_are_there(start, monkeypatch):
+    job, opened = start(0, nodes=1024), []
+    monkeypatch.setattr(module, "read_json", lambda path: opened.append(path.name) or {"status": FAILED})
+    assert job.failed_elsewhere() is None and opened == []
+    (job.start / "node_700.json").touch()
+    assert job.failed_elsewhere() == "node 700 of this job failed" and opened == ["node_700.json"]

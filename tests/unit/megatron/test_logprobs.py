@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron_rft.megatron.logprobs import logprobs_and_entropy
+from megatron_rft.megatron.vocabulary import logprobs_and_entropy
+from megatron_rft.records import Support, segment_ids
 
 VOCAB, PADDED, HIDDEN = 700, 768, 16
 SMALL = 4 * 41 * 256  # bytes: three blocks of 256 columns for 41 tokens
@@ -127,3 +128,41 @@ def test_frozen_inputs_and_broken_ones():
     hidden[7, 0] = float("nan")
     logprobs, _ = logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB)
     assert logprobs.isnan().nonzero().flatten().tolist() == [7]  # seen, and only where it is
+
+
+def kept(lens, targets):
+    """A support of `lens` tokens for each row, the target among them."""
+    generator = torch.Generator().manual_seed(5)
+    ids = []
+    for length, target in zip(lens.tolist(), targets.tolist(), strict=True):
+        others = [token for token in torch.randperm(VOCAB, generator=generator).tolist() if token != target]
+        ids += [target, *others[: length - 1]] if length else []
+    return Support(torch.tensor(ids), lens)
+
+
+def truncated(full, support):
+    """Logits with -inf outside of each row's support; a row without one stays."""
+    mask = torch.zeros_like(full, dtype=torch.bool)
+    mask[segment_ids(support.lens), support.ids] = True
+    return full.masked_fill(~mask & (support.lens > 0)[:, None], float("-inf"))
+
+
+@pytest.mark.parametrize("block_bytes", [SMALL, ONE])
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+def test_a_truncated_distribution_equals_the_dense_one(dtype, bound, block_bytes):
+    """Supports of 0 (everything) to 8 tokens. A support of one token is certain: no entropy, no gradient."""
+    hidden, weight, targets, pulls = problem()
+    support = kept(torch.arange(len(targets)) % 9, targets)
+
+    def reference(h, w):
+        full = truncated(h @ w[:VOCAB].t() / 0.6, support).log_softmax(-1)
+        entropy = -(full.exp() * full.masked_fill(full.isinf(), 0.0)).sum(-1)
+        return full.gather(1, targets[:, None])[:, 0], entropy
+
+    options = {"vocab_size": VOCAB, "temperature": 0.6, "block_bytes": block_bytes, "support": support}
+    ours = run(lambda h, w: logprobs_and_entropy(h, w, targets, **options), dtype, pulls, hidden, weight)
+    expected = run(reference, torch.float64, pulls, hidden, weight)
+    for found, true in zip(ours, expected, strict=True):
+        assert found.isfinite().all() and distance(found, true) < bound
+    certain = support.lens == 1
+    assert not ours[0][certain].any() and not ours[1][certain].any() and not ours[2][certain].any()

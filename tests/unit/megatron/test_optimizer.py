@@ -19,18 +19,9 @@ from megatron_rft.records import Batch
 from megatron_rft.utils.checkpoint_files import latest
 from megatron_rft.utils.errors import ConfigError
 from tests.made import made
+from tests.shapes import SMALL
 
-CONFIG = Qwen3Config(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-    architectures=["Qwen3ForCausalLM"],
-)
+CONFIG = Qwen3Config(**SMALL | {"vocab_size": 32}, max_position_embeddings=64, architectures=["Qwen3ForCausalLM"])
 
 
 @pytest.fixture
@@ -101,7 +92,7 @@ def test_a_gradient_waits_for_its_scale(one_rank, distributed):
     found = step(at_once, 1, scale=0.3)
     computed = waiting.backward(batch_of(1), made("sft").loss, counts(batch_of(1)))
     waiting.outputs(other, frozenset({"logprobs"}))
-    assert step(waiting, 1, scale=0.3, computed=computed) == found
+    assert waiting.apply(computed, learning_rate=1e-2, scale=0.3) == found
     assert torch.equal(snapshot(waiting), snapshot(at_once))
     unscaled = step(build(distributed), 1)
     assert (found["loss"], found["grad_norm"]) == pytest.approx((0.3 * unscaled["loss"], 0.3 * unscaled["grad_norm"]))
@@ -192,7 +183,9 @@ class LayerWithExtraState(torch.nn.Linear):
 
 def test_an_average_leaves_extra_states_out(one_rank):
     layer = LayerWithExtraState(2, 2, bias=False)
-    weights_of = SimpleNamespace(models=[layer], snapshot=lambda: [layer.weight.detach().clone()], pinned=torch.clone)
+    weights_of = SimpleNamespace(
+        models=[layer], lora=None, snapshot=lambda: [layer.weight.detach().clone()], pinned=torch.clone
+    )
     average = MovingAverage(weights_of, 0.5)
     found = average.sharded("teacher", {})["teacher.0"]
     assert found["teacher.weight"].data is average.weights[0]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rft.megatron.packing import Layout, filler, pack, zigzag
+from megatron_rft.megatron.packing import PackLayout, filler, pack, zigzag
 from megatron_rft.records import Batch
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def batch(*lengths: tuple[int, int]) -> Batch:
 
 
 def test_packed_by_hand():
-    micro = pack(Batch.of([[5, 6], [7]], [[8, 9], [10, 11, 12]]), Layout(), CPU)
+    micro = pack(Batch.of([[5, 6], [7]], [[8, 9], [10, 11, 12]]), PackLayout(), CPU)
     assert micro.token_ids.tolist() == [[5, 6, 8, 7, 10, 11]]  # the last token of a sequence is not fed
     assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
     assert micro.rows.tolist() == [1, 2, 3, 4, 5]
@@ -27,7 +27,7 @@ def test_packed_by_hand():
 
 
 def test_padded_by_hand():
-    micro = pack(Batch.of([[5, 6], [7]], [[8], [10, 11, 12]]), Layout(packed=False), CPU)
+    micro = pack(Batch.of([[5, 6], [7]], [[8], [10, 11, 12]]), PackLayout(packed=False), CPU)
     assert micro.token_ids.tolist() == [[5, 6, 0], [7, 10, 11]]
     assert micro.rows.tolist() == [2, 1, 3, 5]  # of [S, b]: position 1 of sequence 0, positions 0 1 2 of sequence 1
 
@@ -40,7 +40,7 @@ def test_padded_by_hand():
 def test_every_response_token_is_predicted_once_by_the_token_before_it(packed, lengths, cp):
     whole, seen = batch(*lengths), torch.zeros(sum(r for _, r in lengths))
     for rank in range(cp):
-        micro = pack(whole, Layout(cp_size=cp, cp_rank=rank, total_multiple=4, packed=packed), CPU)
+        micro = pack(whole, PackLayout(cp_size=cp, cp_rank=rank, total_multiple=4, packed=packed), CPU)
         flat = micro.token_ids.flatten() if packed else micro.token_ids.t().flatten()
         assert (micro.token_ids.numel() if packed else micro.token_ids.shape[1]) % 4 == 0
         assert torch.equal(flat[micro.rows], micro.targets - 1)  # ids count up, so the predecessor is one less
@@ -58,7 +58,7 @@ def test_zigzag_by_hand():
 def test_shared_by_hand():
     """Two responses to (5, 6), one of a single token to it, and one to (7) of its own; packed to a multiple of 4."""
     whole = Batch.of([[5, 6], [7], [5, 6], [5, 6]], [[8, 9], [10, 11], [12, 13, 14], [15]])
-    micro = pack(whole, Layout(share_prompts=True, total_multiple=4), CPU)
+    micro = pack(whole, PackLayout(share_prompts=True, total_multiple=4), CPU)
     assert micro.token_ids.tolist() == [[5, 6, 8, 12, 13, 7, 10, 0]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 0]]
     assert micro.rows.tolist() == [1, 2, 5, 6, 1, 3, 4, 1]
@@ -73,7 +73,7 @@ def test_shared_by_hand():
 
 def test_without_a_common_prompt_nothing_changes():
     whole = batch((2, 4), (3, 1), (4, 2))
-    shared, apart = (pack(whole, Layout(share_prompts=share), CPU) for share in (True, False))
+    shared, apart = (pack(whole, PackLayout(share_prompts=share), CPU) for share in (True, False))
     assert type(shared.packed) is type(apart.packed)
     assert torch.equal(shared.token_ids, apart.token_ids) and torch.equal(shared.rows, apart.rows)
 
@@ -82,7 +82,7 @@ def test_without_a_common_prompt_nothing_changes():
 def test_every_response_token_is_predicted_by_the_token_before_it_also_behind_a_shared_prompt(prompts, data):
     lengths = [(prompt, data.draw(st.integers(1, 5))) for prompt in prompts]  # a prompt's length says which it is
     whole = batch(*lengths)
-    micro = pack(whole, Layout(share_prompts=True, total_multiple=2), CPU)
+    micro = pack(whole, PackLayout(share_prompts=True, total_multiple=2), CPU)
     tokens, positions = micro.token_ids.flatten(), micro.position_ids.flatten()
     assert torch.equal(tokens, positions)  # ids count up over a sequence, 0 in padding
     assert torch.equal(tokens[micro.rows], micro.targets - 1)

@@ -63,7 +63,7 @@ def test_tensor_parallel_ranks_have_one_connection_to_their_gpu(monkeypatch):
     try:
         parallel.initialize(Megatron())
         assert name not in os.environ
-        with pytest.raises(ConfigError, match="cannot be divided"):
+        with pytest.raises(RuntimeError, match="not divisible"):  # the plan refuses it before
             parallel.initialize(Megatron(tensor_model_parallel_size=2))
         assert os.environ[name] == "1"
     finally:
@@ -102,3 +102,11 @@ def test_every_wait_has_its_own_limit():
 def seconds(group):
     device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
     return group._get_backend(device).options._timeout.total_seconds()
+
+
+def test_ranks_of_one_node_meet_where_no_other_node_can_connect():
+    """Of several nodes: at the node's own address, and on all interfaces where that is not known."""
+    with socket.socket(fileno=parallel._listen("127.0.0.1", 0, several_nodes=False)) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+    assert parallel._listen("127.0.0.1", 0, several_nodes=True) is None
+    assert parallel._listen("192.0.2.1", 0, several_nodes=True) is None  # not of this machine

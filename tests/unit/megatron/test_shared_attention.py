@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rft.megatron import shared_attention, spec
-from megatron_rft.megatron.packing import Layout, MicroBatch, pack
-from megatron_rft.megatron.shared_attention import attend_gathered, bottom_right, take_rows, with_shared_prompts
+from megatron_rft.megatron import torch_attention
+from megatron_rft.megatron.cpu import layers
+from megatron_rft.megatron.packing import MicroBatch, PackLayout, pack
+from megatron_rft.megatron.torch_attention import attend_gathered, bottom_right, take_rows, with_shared_prompts
 from megatron_rft.records import Batch
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ SHAPES = {
 
 def micro_batch(shapes: list[tuple[int, int]]) -> MicroBatch:
     whole = Batch.of([[7] * p for p, _ in shapes], [[9] * r for _, r in shapes])
-    return pack(whole, Layout(share_prompts=True, total_multiple=2), CPU)
+    return pack(whole, PackLayout(share_prompts=True, total_multiple=2), CPU)
 
 
 def inputs(tokens: int) -> list[torch.Tensor]:
@@ -45,7 +46,7 @@ def sequence_by_sequence(q, k, v, micro: MicroBatch, scale=None) -> torch.Tensor
 
 
 def on_the_cpu(q, k, v, micro, scale=None):
-    module = spec.TorchAttention.__new__(spec.TorchAttention)
+    module = torch_attention.TorchAttention.__new__(torch_attention.TorchAttention)
     torch.nn.Module.__init__(module)
     module.softmax_scale = scale
     return module.attend_shared(q, k, v, micro.packed).unflatten(1, (HEADS, SIZE))
@@ -120,7 +121,7 @@ def test_bf16_is_as_near_as_one_call_of_the_kernel():
 
 @pytest.mark.parametrize("few_keys", [0, 384], ids=["in bf16", "in fp32"])
 def test_bf16_gradients_are_those_of_double_precision_to_rounding(few_keys, monkeypatch):
-    monkeypatch.setattr(shared_attention, "FEW_KEYS", few_keys)
+    monkeypatch.setattr(layers, "FEW_KEYS", few_keys)
     micro = micro_batch(SHAPES["two groups and one alone"])
     length = int(micro.rows.max()) + 1
     parts = [x.detach().bfloat16().requires_grad_() for x in inputs(micro.token_ids.numel())]

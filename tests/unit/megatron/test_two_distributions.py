@@ -1,10 +1,13 @@
 """Two distributions from hidden states against float64 autograd on materialised logits: values, gradients, corners."""
 
+import math
+
 import pytest
 import torch
 
-from megatron_rft.megatron.logprobs import logprobs_and_entropy
 from megatron_rft.megatron.two_distributions import NAMES, WITH_GRADIENT, compare
+from megatron_rft.megatron.vocabulary import logprobs_and_entropy
+from megatron_rft.records import Support
 
 VOCAB, PADDED, HIDDEN, OTHER_HIDDEN, TOKENS = 700, 768, 16, 12, 29
 BLOCKS = {"several": 4 * TOKENS * 256, "one": 1 << 20}  # bytes: three blocks of 256 columns, or everything in one
@@ -22,16 +25,18 @@ def pulls():
     return {name: torch.randn(TOKENS, generator=generator, dtype=torch.float64) for name in sorted(NAMES)}
 
 
-def dense(hidden, weight, other_hidden, other_weight, targets, temperature=1.0, extrapolation=0.0):
+def dense(hidden, weight, other_hidden, other_weight, targets, temperature=1.0, extrapolation=0.0, vocab=VOCAB):
     """Every statistic from [N, V] logits in float64."""
-    z, u = hidden @ weight[:VOCAB].t() / temperature, other_hidden @ other_weight[:VOCAB].t() / temperature
+    z, u = hidden @ weight[:vocab].t() / temperature, other_hidden @ other_weight[:vocab].t() / temperature
     p, q = z.log_softmax(-1), u.log_softmax(-1)
+    mixed = torch.logaddexp(p, q) - math.log(2)
     ahead = ((1 + extrapolation) * z - extrapolation * u).log_softmax(-1)
     return {
         "logprobs": p.gather(1, targets[:, None])[:, 0],
         "entropy": -(p.exp() * p).sum(-1),
         "other_logprobs": q.gather(1, targets[:, None])[:, 0],
         "extrapolated_logprobs": ahead.gather(1, targets[:, None])[:, 0],
+        "jsd": 0.5 * (p.exp() * (p - mixed)).sum(-1) + 0.5 * (q.exp() * (q - mixed)).sum(-1),
         "reverse_kl": (p.exp() * (p - q)).sum(-1),
         "forward_kl": (q.exp() * (q - p)).sum(-1),
     }
@@ -216,3 +221,34 @@ def test_bf16_logits_are_not_rounded_before_they_are_extrapolated(extrapolation,
     found = compare(*given, targets, names=names, extrapolation=extrapolation, **options)["extrapolated_logprobs"]
     expected = dense(*(each.double() for each in given), targets, extrapolation=extrapolation)["extrapolated_logprobs"]
     assert (found - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_truncated_distributions_are_compared_within_the_support(dtype, bound, blocks):
+    """Both distributions are renormalised over the tokens that the engine kept; a row without any has all."""
+    *tensors, targets = problem()
+    lens = torch.arange(TOKENS) % 7
+    others = torch.arange(TOKENS * 7).view(TOKENS, 7) * 3
+    rows = [[t, *o][:n] for t, o, n in zip(targets.tolist(), others.tolist(), lens.tolist(), strict=True)]
+    support = Support(torch.tensor([token for row in rows for token in row]), lens)
+    names = NAMES - {"extrapolated_logprobs"}
+
+    def reference(hidden, weight, other_hidden, other_weight, targets):
+        found = []
+        for n in range(TOKENS):
+            columns = sorted(set(rows[n])) or list(range(VOCAB))
+            target = torch.tensor([columns.index(targets[n].item())])
+            part = hidden[n : n + 1], weight[columns], other_hidden[n : n + 1], other_weight[columns]
+            found.append(dense(*part, target, vocab=len(columns)))
+        return {name: torch.cat([each[name] for each in found]) for name in names}
+
+    def ours(*given):
+        return compare(*given, names=names, vocab_size=VOCAB, block_bytes=BLOCKS[blocks], support=support)
+
+    values, *gradients = run(ours, dtype, names, tensors, targets)
+    expected, *expected_gradients = run(reference, torch.float64, names, tensors, targets)
+    for name in names:
+        assert distance(values[name], expected[name]) < bound, name
+    for found, true in zip(gradients, expected_gradients, strict=True):
+        assert found.isfinite().all() and distance(found, true) < bound

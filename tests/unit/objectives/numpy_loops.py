@@ -9,6 +9,9 @@ import math
 
 import numpy as np
 
+NAMES = ("ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "rloo")
+NAMES += ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
 
 def groups_of(batch: list[dict]) -> dict[int, list[dict]]:
     found: dict[int, list[dict]] = {}
@@ -67,6 +70,8 @@ def advantages(batch: list[dict], name: str, o: dict) -> list[list[float]]:
                 value = reward - mean
             else:
                 value = (reward - mean) / std if max(rewards) > min(rewards) else 0.0
+            if o.get("filter_groups") and len({other["reward"] for other in members}) == 1:
+                value = 0.0  # of DAPO's equal groups penalties and shaping are all that differs
             per_sequence[id(s)] = value
     spread = [[per_sequence[id(s)]] * len(s["mask"]) for s in batch]
     return whitened(batch, spread, True) if name == "reinforce_plus_plus_baseline" else spread

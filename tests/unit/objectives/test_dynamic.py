@@ -139,6 +139,22 @@ def test_a_group_that_agrees_is_kept_for_its_pair(batch):
         assert not objective.keep(agreeing.with_refined([[]] * 6)).any()
 
 
+def test_a_group_that_agrees_is_trained_on_its_pairs_alone(batch):
+    """Three zeros with a pair, and three unequal rewards. Neither overlong penalties nor shaping give credit to equal
+    rewards; PIPO does not verify such credit either."""
+    rewards, shaping = torch.tensor([0.0, 0, 0, 1, 0, 0]), torch.tensor([0.0, -0.5, -1, 0, 0, 0])
+    shaped = batch.with_sequences(rewards=rewards, shaping=shaping).with_refined([[70], [], [], [], [], []])
+    base = made("dapo", overlong_buffer=2, max_response_tokens=4)
+    objective = dynamic(base, eta=0.1, agreeing=True)
+    assert base._penalty(shaped).any() and objective.keep(shaped).all()
+    first = shaped.groups[shaped.sequence_ids] == shaped.groups[0]
+    for credit in (objective.advantages(shaped), objective.improvement_attributions(shaped)):
+        assert not credit[first].any() and credit[~first].any()
+    nothing_kept = shaped.with_sequences(rewards=torch.zeros(6))  # the last round of a step
+    assert not base.advantages(nothing_kept).any()
+    assert made("dapo", filter_groups=False).advantages(nothing_kept)[first].any()
+
+
 def test_refined_rows_spoil_nothing_however_unlikely(batch):
     """A log-prob of -200 with a reference's placeholder of 0 would be infinite in k3."""
     update = policy(dynamic(made("grpo", kl_coefficient=0.1), eta=1.0), batch)

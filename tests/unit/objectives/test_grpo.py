@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rft.objectives.base import counts
-from megatron_rft.objectives.mismatch import mismatch
+from megatron_rft.objectives.surrogates import mismatch
 from tests.made import made
 
 LN2 = math.log(2)

@@ -3,6 +3,7 @@ objective has an effect."""
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -19,7 +20,6 @@ from tests.made import ONLINE, made, pipo
 from tests.unit.objectives import numpy_loops as loops
 
 LIMIT = 6
-NAMES = sorted(set(ONLINE) - {"sdpo"})
 TOKENS = {
     "old": "old_logprobs",
     "ref": "ref_logprobs",
@@ -117,7 +117,12 @@ def one_step(objective, batch: Batch, outputs: dict, update: str = "policy") -> 
     return float(losses[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(ONLINE) - set(loops.NAMES)))
+def test_an_algorithm_without_loops_has_a_test_of_its_own(name):
+    assert Path(__file__).with_name(f"test_{name}.py").exists()
+
+
+@pytest.mark.parametrize("name", loops.NAMES)
 @given(data=st.data())
 @settings(max_examples=30)
 def test_loss_is_that_of_the_loops(name, data):
@@ -208,7 +213,7 @@ NOT_THE_OBJECTIVES = {"name", "mini_batch_prompts", "old_logprobs", "max_rounds"
 NOT_THE_OBJECTIVES |= {"max_feedback_tokens", "teacher_template", "solution_template", "error_template"}
 EVERY_OPTION = [
     (name, option)
-    for name in sorted(ONLINE)
+    for name in sorted(set(ONLINE) - {"distil"})  # test_distil.py
     for option in (*sorted(SECTIONS[name].model_fields.keys() - NOT_THE_OBJECTIVES), *OF_THE_RUN)
     if (name, option) not in {("sdpo", "clip_low"), ("sdpo", "clip_high")}  # see below
 ]

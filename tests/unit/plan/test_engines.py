@@ -33,6 +33,8 @@ def test_a_loss_without_a_ratio_needs_no_correction_but_its_verification_does(re
 @pytest.mark.parametrize(
     "overrides, message",
     [
+        ([PROCESS, "rollout.reserve_gib=3"], "rollout.reserve_gib: does nothing with placement process"),
+        (["rollout.engine=hf", "rollout.reserve_gib=3"], "rollout.reserve_gib: does nothing with rollout.engine hf"),
         (["rollout.processes=2"], "rollout.processes: does nothing with placement colocated"),
         (["rollout.servers=[http://a:1]"], "rollout.servers: does nothing with placement colocated"),
         (["faults.engine_silence_s=5"], "faults.engine_silence_s: does nothing with rollout.placement colocated"),

@@ -2,12 +2,14 @@
 
 import pytest
 
+from megatron_rft.plan import generation
 from megatron_rft.plan.devices import Device, Efficiency
-from megatron_rft.plan.generation import KERNELS, Engine
+from megatron_rft.plan.generation import KERNELS, EngineEstimate
 from megatron_rft.plan.parameters import Sizes
+from tests.shapes import json_of
 
-DENSE = Sizes(2, 4, 2, 1, 8, 0, 0, 64, 16, 2, False, False, False, 0, (False, False))
-MIXTURE = Sizes(2, 4, 2, 1, 8, 4, 2, 64, 16, 2, False, False, False, 1, (True, True))
+EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=2, num_experts_per_tok=1)
+DENSE, MIXTURE = (Sizes.of(json_of(2, 4, 2, 1, 8, 16, 2, **more)) for more in ({}, EXPERTS))
 PERFECT = Efficiency(compute=1, memory=1, link=1, launch=0.5, latency=0)
 
 
@@ -16,7 +18,7 @@ def chip(flops=1e30, bandwidth=1e30):
 
 
 def test_weights_once_a_step_and_the_cache_of_each_token():
-    engine = Engine(chip(bandwidth=2.0), PERFECT, DENSE, 1, places=4)
+    engine = EngineEstimate(chip(bandwidth=2.0), PERFECT, DENSE, 1, places=4)
     weights = DENSE.multiplied * 2 / 2
     cache = 8 * 10 * (6 + 5) * (2 * 2 * 2 * 2) / 2  # 8 responses of 10 tokens behind 6; 2 layers, keys and values of 2
     least, most = engine.seconds(prompts=2, group=4, prompt=6, response=10, longest=15)
@@ -27,13 +29,21 @@ def test_weights_once_a_step_and_the_cache_of_each_token():
 
 
 def test_a_large_batch_is_bound_by_its_products_and_prompts_count_once():
-    engine = Engine(chip(flops=1.0), PERFECT, DENSE, 2, places=64)
+    engine = EngineEstimate(chip(flops=1.0), PERFECT, DENSE, 2, places=64)
     least, _ = engine.seconds(prompts=2, group=4, prompt=6, response=10, longest=15)
     assert least == pytest.approx(2 * DENSE.multiplied * (80 + 12) / 2)
 
 
 def test_a_mixture_reads_the_experts_that_are_chosen():
-    one, many = (Engine(chip(), PERFECT, MIXTURE, 1, places=n)._read(n) for n in (1, 1000))
+    one, many = (EngineEstimate(chip(), PERFECT, MIXTURE, 1, places=n)._read(n) for n in (1, 1000))
     expert = 3 * 4 * 2
     assert one == pytest.approx(MIXTURE.multiplied)
     assert many == pytest.approx(MIXTURE.multiplied + 2 * 3 * expert)
+
+
+def test_lengths_have_the_mean_and_one_of_a_hundred_reaches_the_limit():
+    parts = 4096
+    mean = sum(4 * generation.share_longer((i + 0.5) * 4, 1000, 4096) for i in range(parts))  # also beyond the limit
+    assert mean == pytest.approx(1000, rel=0.02)
+    assert generation.share_longer(4096, 1000, 4096) == pytest.approx(0.01)
+    assert generation.share_longer(4000, 4096, 4096) == 1.0  # every response is as long as the limit

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_rft.plan import host
-from megatron_rft.plan.memory import GIB, Memory, State, gib
+from megatron_rft.plan.memory import GIB, MemoryPlan, State, gib
 
-MEMORY = Memory(
+MEMORY = MemoryPlan(
     0, State(2 * GIB, GIB, GIB), activations=4 * GIB, engine=3 * GIB, awake=0, cache=2 * GIB, links=0, host=GIB
 )
 

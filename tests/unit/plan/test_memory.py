@@ -9,19 +9,12 @@ from megatron_rft.config import load, vllm
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import lines, memory_of, state_of
 from megatron_rft.plan.parameters import Sizes, buckets, owned
+from megatron_rft.plan.vllm import room_for_cache
+from megatron_rft.utils.errors import ConfigError
+from tests.shapes import json_of
 
-CONFIG = dict(
-    architectures=["Qwen3ForCausalLM"],
-    model_type="qwen3",
-    hidden_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    intermediate_size=16,
-    vocab_size=10,
-    max_position_embeddings=4096,
-    tie_word_embeddings=False,
+CONFIG = json_of(
+    2, 8, 4, 2, 16, 10, head_dim=2, model_type="qwen3", max_position_embeddings=4096, tie_word_embeddings=False
 )
 LAYER = 3 * 64 + 64 + 2 * 2 + 3 * 128 - 64 + 2 * 8  # q, o 64 each, k, v 32 each; two norms of 2; three of 128; two of 8
 WHOLE = 2 * 80 + 2 * LAYER + 8
@@ -152,7 +145,7 @@ def test_plan_says_what_fits_and_what_would_help(path, capsys):
     assert main.main(["plan", str(path), "--gpus", "2", "--gpu-gib", "80"]) == 0
     told = capsys.readouterr().out
     assert "memory of a rank: weights" in told and "fits 80 GiB" in told
-    assert main.main(["plan", str(path), "--gpus", "2", "--gpu-gib", "0.01"]) == 2
+    assert main.main(["plan", str(path), "--gpus", "2", "--gpu-gib", "0.01", "rollout.reserve_gib=1e-6"]) == 2
     error = capsys.readouterr().err
     assert "needs" in error and "and there are 0.01 GiB" in error
     helps = [line.strip() for line in error.splitlines()[1:]]
@@ -172,10 +165,12 @@ def test_the_policys_engine_sleeps_while_the_trainer_works_and_the_refiners_does
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)
     m = memory_of(load(path), s, layout, device)
-    assert m.phases == {"training": m.state.total + m.activations, "generation": m.state.total + m.engine}
+    reserve = 5 << 30
+    assert m.phases == {"training": m.state.total + m.activations, "generation": m.state.total + m.engine + reserve}
+    assert memory_of(load(path, ["rollout.reserve_gib=3"]), s, layout, device).reserve == 3 << 30
     m = memory_of(load(path, REFINER), s, layout, device)
     always = m.state.total + m.awake
-    assert m.phases == {"training": always + m.activations, "generation": always + m.engine}
+    assert m.phases == {"training": always + m.activations, "generation": always + m.engine + reserve}
 
 
 def test_an_engine_takes_less_beside_a_critic(path, monkeypatch):
@@ -190,8 +185,22 @@ def test_a_checkpoint_is_gathered_on_the_host_of_one_rank(path):
     recipe = load(path, ["optimizer.use_distributed_optimizer=true", "checkpoint.every=0"])
     bucket = state_of(recipe, sizes(path), layout, 0).gradients // 4  # with padding
     planned = memory_of(recipe, sizes(path), layout).checkpoint
-    assert planned == 12 * WHOLE + (12 + 12 // 2) * bucket
+    weights = 2 * WHOLE // 2  # of which each rank copies its share
+    assert planned == 12 * WHOLE + weights + (12 + 12 // 2) * bucket
     both = load(path, ["optimizer.use_distributed_optimizer=true", "pipo.optimizer_state=own"])
-    assert memory_of(both, sizes(path), layout).checkpoint == 2 * 12 * WHOLE + (12 + 12 // 2) * bucket
+    assert memory_of(both, sizes(path), layout).checkpoint == 2 * 12 * WHOLE + weights + (12 + 12 // 2) * bucket
     told = "\n".join(lines(recipe, sizes(path), layout))
     assert f"memory of the host for a checkpoint: {planned / 2**20:.2f} MiB on 1 rank of the run" in told
+
+
+def test_vllms_cache_is_what_its_share_leaves():
+    gib = 1 << 30
+    assert room_for_cache(0.5, 80 * gib, 16 * gib, 1 * gib) == 22 * gib  # half, less weights and 2 GiB of workspace
+    with pytest.raises(ConfigError, match="gpu_memory_utilization: 0.5 of 4.0 GiB, less 0.5 of .* does not hold"):
+        room_for_cache(0.5, 4 * gib, gib / 2, gib)
+
+
+def test_a_share_without_room_for_a_sequence_does_not_fit(path, capsys):
+    given = ["plan", str(path), "--gpus", "2", "--gpu-gib", "30", "vllm.gpu_memory_utilization=0.05"]
+    assert main.main(given) == 2
+    assert "does not hold the keys and values of one sequence" in capsys.readouterr().err

@@ -5,20 +5,10 @@ import json
 import pytest
 
 from megatron_rft.commands import main
+from tests.shapes import json_of
 
-CONFIG = dict(
-    architectures=["Qwen3ForCausalLM"],
-    model_type="qwen3",
-    hidden_size=4096,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=12_288,
-    vocab_size=151_936,
-    max_position_embeddings=40_960,
-    tie_word_embeddings=False,
-)
+CONFIG = json_of(36, 4096, 32, 8, 12_288, 151_936, head_dim=128, model_type="qwen3", tie_word_embeddings=False)
+CONFIG |= dict(max_position_embeddings=40_960)
 
 
 @pytest.fixture
@@ -63,3 +53,18 @@ def test_the_memory_must_be_given(plan):
     assert status == 2 and "--search needs --gpu-gib" in error
     status, _, error = plan("--gpus", "16", "--search", "--gpu-gib", "80", "--device", "h200x")
     assert status == 2 and "no device 'h200x'" in error
+
+
+def test_engines_of_few_and_of_many_gpus_get_different_numbers_of_them(plan):
+    """On 64 GPUs an engine has few sequences, whose tail reads all weights: more GPUs for each pay off."""
+    best = {}
+    for gpus in ("8", "64"):
+        rollout = ["rollout.prompts_per_step=128", "rollout.max_response_tokens=4096", "data.max_prompt_tokens=512"]
+        batch = ["batching.micro_batch_tokens=18432"]
+        _, told, _ = plan("--gpus", gpus, "--gpu-gib", "80", "--search", *rollout, *batch)
+        lines = told.splitlines()
+        (at,) = [i for i, line in enumerate(lines) if line.startswith("vllm.tensor_parallel_size by seconds")]
+        found = {int(n): float(rest.split()[0]) for n, rest in (line.split(":") for line in lines[at + 1 : at + 5])}
+        best[gpus] = min(found, key=found.get)
+        assert f"vllm.tensor_parallel_size={best[gpus]} would save {found[1] - min(found.values()):.1f} s" in told
+    assert best == {"8": 4, "64": 8}

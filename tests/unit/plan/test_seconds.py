@@ -6,22 +6,24 @@ from dataclasses import replace
 import pytest
 
 from megatron_rft.plan.devices import Efficiency, device
-from megatron_rft.plan.generation import Engine
+from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import State
 from megatron_rft.plan.parameters import Sizes, stage_chunks
 from megatron_rft.plan.seconds import EXPERTS, Bounds, Machine
+from tests.shapes import json_of
 
 
 def dense(hidden, layers, heads, ffn, vocabulary=128_256, qk_norm=False):
-    mixture = (False,) * layers
-    return Sizes(layers, hidden, heads, 8, ffn, 0, 0, 131_072, vocabulary, 128, False, False, qk_norm, 0, mixture)
+    kind = "qwen3" if qk_norm else "llama"
+    return Sizes.of(json_of(layers, hidden, heads, 8, ffn, vocabulary, 128, model_type=kind))
 
 
 LLAMA_8B, LLAMA_70B = dense(4096, 32, 32, 14_336), dense(8192, 80, 64, 28_672)
 LLAMA_405B = dense(16_384, 128, 128, 53_248)  # it has 126 layers, which no pipeline of 8 or 16 divides
 QWEN3_32B = dense(5120, 64, 64, 25_600, 151_936, qk_norm=True)
-QWEN3_30B_A3B = Sizes(48, 2048, 32, 4, 6144, 128, 768, 40_960, 151_936, 128, False, False, True, 8, (True,) * 48)
+MIXTURE = dict(model_type="qwen3_moe", num_experts=128, moe_intermediate_size=768, num_experts_per_tok=8)
+QWEN3_30B_A3B = Sizes.of(json_of(48, 2048, 32, 4, 6144, 151_936, 128, **MIXTURE))
 # (model, layout, tokens of a sequence, sequences of a step, TFLOP/s of a GPU, FP8), as docs/planning.md cites them.
 PUBLISHED = {
     "405B on 8,192": (LLAMA_405B, Layout(8192, 8, 16, 1, 1, 8, 8), 8192, 2048, 430, False),
@@ -81,7 +83,8 @@ def step_of_rl(s, layout, mean, longest, responses, workers):
     machine = Machine(device("h100"), Efficiency(), s, layout, layout.tp > 1, "selective")
     update = machine.passes(mean * MINI_BATCH, longest, mean, True) + machine.update(state_of(s, layout))
     found = update * (responses // MINI_BATCH) + machine.passes(mean * responses, longest, mean, False) * 2
-    engine, each = Engine(machine.chip, Efficiency(), s, workers, 256), math.ceil(responses * workers / layout.world)
+    engine = EngineEstimate(machine.chip, Efficiency(), s, workers, 256)
+    each = math.ceil(responses * workers / layout.world)
     least, most = engine.seconds(1, each, PROMPT, mean - PROMPT, longest - PROMPT)
     return found.least + least, found.most + most
 

@@ -8,15 +8,16 @@ from megatron_rft.plan.devices import Efficiency, device
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.seconds import Machine
-from megatron_rft.plan.shared_prompts import Group
+from megatron_rft.plan.shared_prompts import SharedGroup
+from tests.shapes import json_of
 
-S = Sizes(36, 4096, 32, 8, 12_288, 0, 0, 40_960, 151_936, 128, False, False, True, 0, (False,) * 36)
+S = Sizes.of(json_of(36, 4096, 32, 8, 12_288, 151_936, 128, model_type="qwen3"))
 DATA = Data(train="arithmetic", max_prompt_tokens=1024)
 ROLLOUT = Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
 
 
 def group(cp=1, data=DATA, rollout=ROLLOUT, fraction=1, **batching):
-    return Group.of("rl", Batching(**{"micro_batch_tokens": 16_384} | batching), data, rollout, cp, fraction)
+    return SharedGroup.of("rl", Batching(**{"micro_batch_tokens": 16_384} | batching), data, rollout, cp, fraction)
 
 
 def test_a_group_by_hand():

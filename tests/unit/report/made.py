@@ -6,8 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rft.tracking.metrics import MetricsFile
-from megatron_rft.tracking.samples import Sample, SamplesFile
+from megatron_rft.tracking.metrics import MetricsFile, Sample, SamplesFile
 
 EVIL = '</script><script>document.title="taken over"</script><!--data--><b>'
 

@@ -13,6 +13,7 @@ from megatron_rft.report.charts import CHARTS, phases, shown
 from megatron_rft.report.facts import clock, headline, recipe_facts
 from megatron_rft.report.groups import MOST_POINTS, differing, grouped, mean_and_error
 from megatron_rft.report.runs import read_all
+from megatron_rft.tracking.metrics import NOTES_FILE, add_note
 from megatron_rft.utils.errors import UserError
 from tests.unit.report.made import recipe, write_run
 
@@ -82,6 +83,10 @@ class TestGroups:
         assert [group.name for group in groups] == ["lr0.0001", "lr1e-05"]
         assert differing(groups) == [("optimizer.lr", [1e-4, 1e-5])]
 
+    def test_equal_folders_are_named_by_their_paths(self, tmp_path):
+        runs, _ = read_all([write_run(tmp_path / name / "run") for name in ("monday", "tuesday")])
+        assert [group.name for group in grouped(runs)] == ["monday/run", "tuesday/run"]
+
     def test_a_run_that_has_a_name_is_called_by_it(self, tmp_path):
         (group,) = grouped(read_all([write_run(tmp_path / "x", name="the first try")])[0])
         assert group.name == "the first try"
@@ -94,6 +99,33 @@ class TestFacts:
         assert found["pass@1, test"] == ("0.320 → 0.630", "± 0.010")
         assert found["reward"] == ("0.430 → 0.700", "first and last tenth")
         assert found["steps"] == ("30", "") and found["time"] == ("1 min 5 s", "2.0 s a step")
+
+    def test_accuracy_by_level(self, tmp_path):
+        """Only the easy problems are solved better."""
+        run = write_run(tmp_path / "run")
+        for step, easy in ((0, 0.2), (30, 1.0)):
+            path = run / f"evaluation/test_step_{step:06d}/results.json"
+            (result,) = json.loads(path.read_text())
+            levels = {"1": {"problems": 40, "pass_at_1": easy}, "2": {"problems": 60, "pass_at_1": 0.05}}
+            path.write_text(json.dumps([result | {"by_level": levels}]))
+        (group,) = grouped(read_all([run])[0])
+        found = [(number.label, number.value, number.more) for number in headline(group)]
+        assert ("level 1", "0.20 → 1.00", "40 problems") in found and ("level 2", "0.05 → 0.05", "60 problems") in found
+
+    def test_alarms_stand_before_the_numbers(self, tmp_path):
+        run = write_run(tmp_path / "run")
+        add_note(run / NOTES_FILE, "resumed after step 3")
+        for number in range(7):
+            add_note(run / NOTES_FILE, f"step {number}: the <entropy> has collapsed", alarm=True)
+        page = html_of([run])
+        first = page.index("step 0: the &lt;entropy&gt; has collapsed")
+        assert page.index("<h2>") < first < page.index('class="numbers"') and "resumed after" not in page
+        assert "and 2 more alarms" in page
+
+    def test_equal_options_stand_once(self, tmp_path):
+        pages = html_of([write_run(tmp_path / "a"), write_run(tmp_path / "b", pipo=True)])
+        assert pages.count("<dt>algorithm</dt>") == 1 and pages.count("<dt>PIPO</dt>") == 1
+        assert html_of([write_run(tmp_path / "c")]).count("<dt>algorithm</dt>") == 1
 
     def test_of_a_run_under_way(self, tmp_path):
         (group,) = grouped(read_all([write_run(tmp_path / "run", steps=3)])[0])
@@ -212,7 +244,7 @@ class TestCommand:
         (run / "recipe.yaml").unlink()
         (run / "evaluation/test_step_000030/results.json").write_text("[")
         (read_again,) = read_all([run])[0]
-        assert read_again.steps == 30 and len(read_again.samples) == 3 and len(read_again.tested()) == 1
+        assert read_again.steps == 30 and len(read_again.samples) == 3 and len(read_again.evaluated("test")) == 1
         assert "2+2" in html_of([run])
 
     def test_runs_of_different_kinds(self, tmp_path):

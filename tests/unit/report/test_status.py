@@ -7,7 +7,8 @@ import time
 import pytest
 
 from megatron_rft.commands.main import main
-from megatron_rft.tracking.notes import NOTES_FILE, add_note
+from megatron_rft.tracking.metrics import NOTES_FILE, add_note
+from megatron_rft.utils import run_lock
 from tests.unit.report.made import write_run
 
 
@@ -30,12 +31,14 @@ def node(run, index, age=0.0, still_s=2.0):
 
 def test_what_it_says(run, capsys):
     node(run, 0), node(run, 1, still_s=77.0), node(run, 2, age=600.0)
-    assert main(["status", str(run)]) == 0
+    with run_lock.held(run):
+        assert main(["status", str(run)]) == 0
     told = capsys.readouterr().out
+    assert f"process {os.getpid()} on " in told
     assert "mine: step 10 of 30" in told and "s per step" in told and "left" in told
     assert "reward 0.500" in told and "last evaluation, step 10: pass@1 0.400 ± 0.020" in told
     assert "  rank 0: step 11, training\n" in told and "rank 1: step 11, training, has not moved for 77 s" in told
-    assert "node n2: nothing heard for 10:0" in told
+    assert "node n2: nothing heard for 10:" in told
     assert "checkpoints: step_000004 (" in told and "step_000008 (" in told
     assert "the entropy has collapsed" in told
 
@@ -50,12 +53,25 @@ def test_a_run_has_finished_once_its_last_model_is_exported(run, capsys):
     os.utime(run / "export", (1e9, 1e9))
     assert main(["status", str(run)]) == 0
     told = capsys.readouterr().out
-    assert "finished" not in told and "nothing heard" in told
+    assert "finished" not in told and "no process: nothing runs here. The same command resumes" in told
+
+
+def test_a_run_whose_process_was_killed_has_no_time_left(run, capsys):
+    with run_lock.held(run):
+        content = run_lock.lock_file(run).read_text()
+    run_lock.lock_file(run).write_text(content.replace(run_lock.this_process().started, "12"))
+    node(run, 0)  # its launcher wrote this just before
+    assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert f"no process: process {os.getpid()} on " in told and "ended without saying why" in told
+    assert "left" not in told and "rank 0" not in told
 
 
 def test_no_run_and_no_step(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
-    (tmp_path / "recipe.yaml").write_text("run: {steps: 3}")
+    (tmp_path / "recipe.yaml").write_text("run: {steps: 3}")  # of a user, beside his data
+    assert main(["status", str(tmp_path)]) == 2
+    (tmp_path / "launch").mkdir()
     assert main(["status", str(tmp_path)]) == 0
     assert "no step has finished yet" in capsys.readouterr().out

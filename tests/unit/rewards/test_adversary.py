@@ -172,7 +172,7 @@ RIGHT = [
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = MathReward(timeout_s=20.0, workers=1)
+    reward = MathReward()
     yield reward
     reward.close()
 

@@ -108,3 +108,24 @@ def test_format():
         "<" * 100_000,
     ]
     assert [s.reward for s in reward([Prompt(0, (1,), "", "")] * 6, texts)] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["The answer is B (or C).", "The answer is B unless C", "B (C)", "The answer is B if C is not"]
+)
+def test_a_hedged_letter_is_no_choice(text):
+    assert chosen(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("<think></think><answer></answer>", 0),
+        ("<think>a</think><answer> </answer>", 0),
+        ("<think>a<think>b</think><answer>c</answer>", 0),
+    ],
+)
+def test_each_section_stands_once_with_content(text, right):
+    (score,) = FormatReward(["think", "answer"])([None], [text])
+    assert score.reward == right

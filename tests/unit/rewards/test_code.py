@@ -72,7 +72,7 @@ def test_calls(reward):
 
 def test_asserts(reward):
     code = "assert f(2) == 4\nassert abs(f(3) - 9) < 1e-6\nassert True\nfor n in range(3): assert f(n) >= 0, n"
-    right, three, none, text = grade(
+    right, one, none, text = grade(
         reward,
         {"kind": "assert", "code": code},
         "def f(n): return n * n",
@@ -80,8 +80,8 @@ def test_asserts(reward):
         "def f(n): pass",
         "def f(n): return str(n * n)",
     )
-    assert right.reward == 1.0 and len(right.details["tests"]) == 5  # `assert True` is no test
-    assert three.reward == pytest.approx(-0.3 + 1.3 * 3 / 5) and "f(2) == 4\ngot -4, expected 4" in three.reason
+    assert right.reward == 1.0 and len(right.details["tests"]) == 3  # `assert True` is no test
+    assert one.reward == pytest.approx(-0.3 + 1.3 / 3) and "f(2) == 4\ngot -4, expected 4" in one.reason
     assert none.reward == text.reward == -0.3  # the wrong type is a wrong answer
 
 
@@ -237,3 +237,36 @@ def test_the_block_that_defines_what_is_tested(reward):
 )
 def test_outputs(got, expected, same):
     assert same_output(got, expected) is same
+
+
+def test_an_assert_in_a_loop_is_one_test(reward):
+    tests = {"kind": "assert", "code": "for k in f():\n    assert k < 999\nassert f() == [1000]"}
+    (score,) = grade(reward, tests, "def f(): return list(range(1001))")
+    assert score.reward == -0.3 and score.details["tests"] == [False, False]
+    (score,) = grade(reward, tests, "def f(): return list(range(998))")
+    assert score.reward == pytest.approx(-0.3 + 1.3 / 2)
+    (score,) = grade(reward, {"kind": "assert", "code": "for k in f():\n    assert k"}, "def f(): return []")
+    assert (score.reward, score.error) == (-0.3, None) and "no assert of the tests ran" in score.reason
+
+
+def test_a_float_is_no_integer_by_rounding(reward):
+    tests = {"kind": "call", "name": "f", "inputs": [[0]], "outputs": [1000000007]}
+    assert [s.reward for s in grade(reward, tests, "def f(x): return 1e9", "def f(x): return 1000000007.0")] == [
+        -0.3,
+        1,
+    ]
+
+
+def test_types_and_json_keys_are_passed(reward):
+    tests = {"kind": "assert", "code": "assert f(int)\nassert f(str) is False"}
+    assert grade(reward, tests, "def f(kind): return isinstance(1, kind)")[0].reward == 1.0
+    tests = {"kind": "call", "name": "f", "inputs": [[]], "outputs": [{"false": 1, "null": 2, "3": 4}]}
+    assert grade(reward, tests, "def f(): return {False: 1, None: 2, 3: 4}")[0].reward == 1.0
+
+
+def test_a_response_that_breaks_the_tests_is_wrong_and_no_error(reward):
+    tests = {"kind": "assert", "code": "assert g(f(), f()) == 1"}
+    program = "def f(): return 'ab' * 5_000_000\ndef g(x, y): return 1\n"
+    forged = "import os, struct\nos.write(4, struct.pack('!I', 15 << 20) + b'[' * (15 << 20))\ndef f(): return 1\n"
+    large, early = grade(reward, tests, program, forged)
+    assert large.error is None and early.error is None and max(large.reward, early.reward) < 1

@@ -1,8 +1,8 @@
 import pytest
 
-from megatron_rft.config.rewards import Reward as Options
+from megatron_rft.config.rewards import SECTIONS, RewardOptions
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rewards.combine import Part, SumReward
+from megatron_rft.rewards.combine import SumReward, Term
 from megatron_rft.rewards.registry import build
 from megatron_rft.utils.errors import DataError
 
@@ -13,8 +13,8 @@ def prompts(*fields: dict) -> list[Prompt]:
     return [Prompt(i, (1,), "", "A", each) for i, each in enumerate(fields)]
 
 
-def options(**values) -> Options:
-    return Options.model_validate(values)
+def options(**values) -> RewardOptions:
+    return SECTIONS[values["kind"]].model_validate(values)
 
 
 def test_a_weighted_sum_keeps_shaping_apart():
@@ -55,7 +55,7 @@ class Fixed:
 
 
 def total(*scores: Score) -> Score:
-    parts = [Part(str(i), Fixed(score)) for i, score in enumerate(scores)]
+    parts = [Term(str(i), Fixed(score)) for i, score in enumerate(scores)]
     return SumReward(parts)(prompts({}), ["x"])[0]
 
 
@@ -65,9 +65,9 @@ def test_an_error_of_a_part_is_an_error():
 
 def test_the_maximum_of_sums_and_rows():
     assert (
-        SumReward([Part("a", Fixed(Score(0.0)), 0.5), Part("b", Fixed(Score(0.0)), 9.0, shaping=True)]).maximum == 2.0
+        SumReward([Term("a", Fixed(Score(0.0)), 0.5), Term("b", Fixed(Score(0.0)), 9.0, shaping=True)]).maximum == 2.0
     )
-    assert SumReward([Part("a", Fixed(Score(0.0)), -1.0)]).maximum == float("inf")
+    assert SumReward([Term("a", Fixed(Score(0.0)), -1.0)]).maximum == float("inf")
     assert build(options(kind="by_row", kinds={"a": {"kind": "tool"}, "b": {"kind": "choice"}})).maximum == 4.0
 
 

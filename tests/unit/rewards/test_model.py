@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTra
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.model import ModelReward, ServerReward
 from megatron_rft.utils.errors import DataError
+from tests.shapes import sizes
 
 WORDS = ["<pad>", "<eos>", "<unk>", "a", "b", "c", "d"]
 
@@ -24,10 +25,7 @@ def checkpoint(tmp_path_factory) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_labels=1, pad_token_id=0,
-    )  # fmt: skip
+    config = LlamaConfig(**sizes(2, 16, 2, 2, 32, vocab_size=len(WORDS)), num_labels=1, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     return folder
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no benchmark rows 
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = MathReward(timeout_s=20.0, workers=1)
+    reward = MathReward()
     yield reward
     reward.close()
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_rft.commands import doctor
+from megatron_rft.config.rewards import CodeOptions
 from megatron_rft.rewards.registry import build
 from megatron_rft.rewards.sandbox import launch, pool, runner
 from megatron_rft.rewards.sandbox.launch import SandboxError
@@ -146,10 +146,8 @@ def test_a_tester_that_breaks_off_is_our_error(sandbox):
     assert isinstance(error, SandboxError) and "the tests ended with status 0" in str(error)
 
 
-def options(**given) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"kind": "code", "timeout_s": 1.0, "row_timeout_s": 60.0, "memory_mb": 256, "workers": 1} | given
-    )
+def options(**given) -> CodeOptions:
+    return CodeOptions(timeout_s=1.0, row_timeout_s=60.0, memory_mb=256, workers=1, **given)
 
 
 def test_without_a_container_a_flag_is_needed(monkeypatch, capfd):

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_rft.config.rewards import Reward
+from megatron_rft.config.rewards import OwnOptions, SumOptions
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.registry import build
 from megatron_rft.utils.errors import ConfigError
@@ -19,6 +19,19 @@ def odd(prompt, text):
     return None
 def one(text):
     return 1.0
+def many(prompts, texts):
+    calls.append(len(texts))
+    return [prompt.answer in text for prompt, text in zip(prompts, texts)]
+def few(prompts, texts):
+    return [1.0]
+def broken_list(prompts, texts):
+    return 1 / 0
+async def later(prompt, text):
+    return 1.0
+class Later:
+    async def __call__(self, prompt, text):
+        return 1.0
+later_too = Later()
 """
 PROMPT = Prompt(0, (1,), "2+2=", "4")
 
@@ -27,7 +40,7 @@ PROMPT = Prompt(0, (1,), "2+2=", "4")
 def rewards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(CODE)
-    return lambda name, **options: build(Reward(kind="own", function=f"mine.py:{name}", **options))
+    return lambda name, **options: build(OwnOptions(function=f"mine.py:{name}", **options))
 
 
 def test_a_number_or_a_score(rewards):
@@ -45,17 +58,33 @@ def test_what_fails_is_an_error_and_no_zero(rewards):
     assert "gave None, which is neither a number nor a Score" in rewards("odd")([PROMPT], ["x"])[0].error
 
 
+def test_a_function_of_lists_is_called_once(rewards):
+    many = rewards("many")
+    assert many([PROMPT, PROMPT], ["it is 4", "no"]) == [Score(1.0), Score(0.0)]
+    assert many.function.__globals__["calls"] == [2]
+    scores = rewards("few")([PROMPT, PROMPT], ["", ""])
+    assert [each.error for each in scores] == ["mine.py:few: gave [1.0] for 2 responses, not a list of as many"] * 2
+    scores = rewards("broken_list")([PROMPT, PROMPT], ["", ""])
+    assert [each.error for each in scores] == ["mine.py:broken_list: ZeroDivisionError: division by zero"] * 2
+
+
 def test_as_a_part_of_a_sum(rewards):
     part = {"kind": "own", "function": "mine.py:right", "weight": 0.5, "shaping": True}
-    section = Reward.model_validate({"kind": "sum", "parts": [{"kind": "math", "workers": 0}, part]})
+    section = SumOptions.model_validate({"kind": "sum", "parts": [{"kind": "math"}, part]})
     reward = build(section)
     (score,) = reward([PROMPT], ["4"])
-    assert (score.reward, score.shaping) == (1.0, 0.5) and Reward.model_validate(section.model_dump()) == section
+    assert (score.reward, score.shaping) == (1.0, 0.5) and SumOptions.model_validate(section.model_dump()) == section
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("rigth", "Did you mean 'right'"), ("calls", "is a list, not a function"), ("one", "called with (prompt, text)")],
+    [
+        ("rigth", "Did you mean 'right'"),
+        ("calls", "is a list, not a function"),
+        ("one", "called with (prompt, text)"),
+        ("later", "is async, and nothing awaits it"),
+        ("later_too", "is async"),
+    ],
 )
 def test_what_cannot_be_used_is_refused(rewards, name, problem):
     with pytest.raises(ConfigError, match="reward.function") as error:

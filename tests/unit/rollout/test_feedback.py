@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rft.config.algorithms.sdpo import SDPO
+from megatron_rft.config.algorithms.online import SDPO
 from megatron_rft.data import arithmetic
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rollout.feedback import Feedback, cutter

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_rft.config.constraint import Constraint
+from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.data import arithmetic
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
@@ -19,7 +19,7 @@ from megatron_rft.rollout.refiner import (
     clean,
     edit_distance,
 )
-from megatron_rft.rollout.sampler import Rollout, Sampler
+from megatron_rft.rollout.sampler import Sampler, ScoredResponse
 from tests.made import dynamic, made
 from tests.unit.inference.tiny import build_engine, build_model
 
@@ -91,16 +91,16 @@ def refiner(says: dict[str, str] | None = None, maximum: float = 1.0, draft=True
         "{question}[{response}]{reward}",
         maximum,
         lambda *parts: request_seed(7, *parts),
-        Constraint(kind="dynamic", eta=1e-3, **named),
+        DynamicOptions(eta=1e-3, **named),
         draft,
         most_tokens,
     )
 
 
-def rollout(text: str, reward: float, sample: int = 0, **named) -> Rollout:
+def rollout(text: str, reward: float, sample: int = 0, **named) -> ScoredResponse:
     response = Response(ids(text), (0.0,) * (len(text) + 1), "stop", 0)
     score = Score(reward, **named)
-    return Rollout(3, sample, Prompt(9, (5,), "Q", "A", question="Q"), response, text, score)
+    return ScoredResponse(3, sample, Prompt(9, (5,), "Q", "A", question="Q"), response, text, score)
 
 
 def test_who_is_refined():
@@ -167,7 +167,7 @@ def sampled(overlap: bool, keep=None, group_size: int = 4, maximum: float = 2.0,
         "{question}{response}",
         maximum,
         lambda *parts: request_seed(7, *parts),
-        Constraint(kind="dynamic", eta=1e-3, overlap=overlap, **named),
+        DynamicOptions(eta=1e-3, overlap=overlap, **named),
         draft,
     )
     sampler = Sampler(policy, sampling, Digits(), Digit(), group_size=group_size, seed=1, refiner=some)

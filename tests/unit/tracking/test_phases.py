@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_rft.tracking.phases import Phases
+from megatron_rft.tracking.throughput import Phases
 
 
 def test_every_second_counts_once_and_inner_phases_take_theirs():

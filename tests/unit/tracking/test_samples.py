@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from megatron_rft.tracking.samples import HEAD, TAIL, Sample, SamplesFile, due, read_samples, short
+from megatron_rft.tracking.metrics import HEAD, TAIL, Sample, SamplesFile, due, read_samples, short
 
 
 def of_length(tokens: int, **rest) -> Sample:

@@ -5,11 +5,11 @@ import pytest
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Throughput, peak_tflops
+from tests.shapes import json_of
 
-TINY = dict(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocabulary=10, max_positions=64)
-TINY |= dict(tied=True, qkv_bias=False, qk_norm=True)
-DENSE = Sizes(**TINY, experts=0, expert_ffn=0, experts_per_token=0, mixture=(False, False))
-MIXTURE = Sizes(**TINY, experts=4, expert_ffn=3, experts_per_token=2, mixture=(False, True))
+EXPERTS = dict(num_experts=4, moe_intermediate_size=3, num_experts_per_tok=2, mlp_only_layers=[0])
+DENSE = Sizes.of(json_of(2, 4, 2, 1, 8, 10, 2, model_type="qwen3"))
+MIXTURE = Sizes.of(json_of(2, 4, 2, 1, 8, 10, 2, model_type="qwen3_moe", **EXPERTS))
 ATTENTION = 16 + 8 + 8 + 16  # q, k, v, o
 
 

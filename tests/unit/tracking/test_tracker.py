@@ -1,6 +1,5 @@
 import http.server
 import json
-import sys
 import threading
 from contextlib import closing
 
@@ -9,7 +8,6 @@ import torch
 
 from megatron_rft.config.sections import Tracking, Wandb
 from megatron_rft.tracking.tracker import Tracker
-from megatron_rft.utils.errors import UserError
 
 PLAIN = Tracking(progress="plain")
 
@@ -44,15 +42,6 @@ def test_a_resume_does_steps_again(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(7))
     assert [record["begun at"] for record in records] == [0, 0, 0, 3, 3, 3, 3]
-
-
-@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, package):
-    hidden = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[package]
-    monkeypatch.setitem(sys.modules, hidden, None)  # import then says ImportError
-    config = Tracking(progress="none", wandb=Wandb() if package == "wandb" else None, tensorboard=package != "wandb")
-    with pytest.raises(UserError, match=rf"tracking.{package} is set, .*megatron-rft\[{package}\]"):
-        Tracker(tmp_path, config, total_steps=1)
 
 
 def test_tensorboard_drops_what_is_done_again(tmp_path):

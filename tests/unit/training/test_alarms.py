@@ -2,8 +2,11 @@
 
 import pytest
 
-from megatron_rft.training.alarms import ALARMS, STEPS, Alarms
+from megatron_rft.config import Faults
+from megatron_rft.training.monitor import ALARMS, STEPS, Alarms, check_mismatch, check_mismatch_bounds
+from megatron_rft.utils.errors import ConfigError, RunFailed
 from tests.integration.tiny import ROOT
+from tests.made import made
 
 HEALTHY = {
     "policy/entropy": 1.0,
@@ -17,6 +20,7 @@ HEALTHY = {
     "constraint/improved": 0.2,
     "dynamics/future_weight_saturated": 0.5,
 }
+ALIKE = {"mismatch/kl": 1e-4, "mismatch/share": 0.02, "mismatch/max": 3.0}
 FAILURES = {
     "the entropy has collapsed": {"policy/entropy": 0.05},
     "the responses explode": {"response/length_mean": 50.0, "response/finished": 0.2},
@@ -57,3 +61,29 @@ def test_each_names_a_page_that_exists():
         page, _, heading = alarm.page.partition(", ")
         text = (ROOT / page).read_text()
         assert not heading or f"## {heading}\n" in text
+
+
+def test_within_the_bounds_or_without_numbers():
+    assert check_mismatch(ALIKE, Faults(), 3) is None and check_mismatch({}, Faults(), 3) is None
+
+
+@pytest.mark.parametrize("name, value, bound", [("kl", 0.2, 0.05), ("share", 0.5, 0.25), ("kl", float("nan"), 0.05)])
+def test_an_alarm_is_told_or_ends_the_run(name, value, bound):
+    metrics = ALIKE | {f"mismatch/{name}": value}
+    told = f"step 3: .*mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}\\. `megatron-rft diagnose"
+    with pytest.raises(RunFailed, match=told):
+        check_mismatch(metrics, Faults(on_mismatch="stop"), 3)
+    assert check_mismatch(metrics, Faults(), 3).startswith("step 3: engine and trainer disagree")
+    assert check_mismatch(metrics, Faults(**{f"mismatch_{name}": None}), 3) is None
+
+
+def test_the_largest_difference_has_no_bound_by_itself():
+    assert "mismatch/max 3 is above faults.mismatch_max, 1" in check_mismatch(ALIKE, Faults(mismatch_max=1.0), 3)
+
+
+def test_a_bound_on_what_is_not_computed_is_refused():
+    one, several = made("grpo"), made("grpo", epochs=2)
+    check_mismatch_bounds(Faults(mismatch_max=1.0), several.needs)
+    check_mismatch_bounds(Faults(), one.needs)
+    with pytest.raises(ConfigError, match="faults.mismatch_max: does nothing where a sampled batch gets one on-policy"):
+        check_mismatch_bounds(Faults(mismatch_max=1.0), one.needs)

@@ -3,13 +3,16 @@
 import json
 
 import pytest
+from transformers import Qwen3Config
 
-from megatron_rft.config import load
+from megatron_rft.config import Model, load
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import demonstrations
+from megatron_rft.training import build
 from megatron_rft.training.engines import without_predicted_output
 from megatron_rft.training.problems import Problems
+from megatron_rft.utils.errors import DataError
 
 
 def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
@@ -34,3 +37,10 @@ def test_predicted_outputs_are_for_the_refiners_engine_alone(method, left):
     options = Vllm(speculative_config={"method": method, "num_speculative_tokens": 4}, tensor_parallel_size=2)
     found = without_predicted_output(options)
     assert found.keys() == left | {"tensor_parallel_size"} and options.speculative_config is not None
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path):
+    """transformers makes an empty tokenizer for it, with which every prompt is empty."""
+    Qwen3Config().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=f"model.path: {tmp_path} has no tokenizer .* Set model.tokenizer to a folder"):
+        build.load_tokenizer(Model(path=str(tmp_path)))

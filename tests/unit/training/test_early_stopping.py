@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_rft.training import early_stopping
-from megatron_rft.training.early_stopping import BestModel, Selection
+from megatron_rft.training import evaluator
+from megatron_rft.training.evaluator import BestModel, Selection
 
 
 def test_by_hand():
@@ -34,8 +34,8 @@ def test_the_folder_says_which_evaluation_its_model_is_of(tmp_path, monkeypatch)
     """A run was killed between an evaluation and the next checkpoint, and did not evaluate that step again."""
     loaded = []
     actor = SimpleNamespace(stream=lambda: iter(()), hf_config=None, load=loaded.append)
-    monkeypatch.setattr(early_stopping.weights, "save_folder", write)
-    monkeypatch.setattr(early_stopping.weights, "open_folder", lambda folder, config: (folder / "model").read_text())
+    monkeypatch.setattr(evaluator.weights, "save_folder", write)
+    monkeypatch.setattr(evaluator.weights, "open_folder", lambda folder, config: (folder / "model").read_text())
     killed, resumed = (BestModel(actor, tmp_path / "best", tmp_path, None) for _ in range(2))
     assert killed.load() is None
     killed.judge(0.2, 8)

@@ -18,8 +18,9 @@ from megatron_rft.training import gpus as gpu_module
 from megatron_rft.training.engines import EngineBuilder, build_beside
 from megatron_rft.training.gpus import devices, engines_of_node
 from megatron_rft.utils.errors import ConfigError
+from tests.shapes import sizes
 
-CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+CONFIG = LlamaConfig(**sizes(1, 16, 2, 2, 16, vocab_size=8))
 
 
 class ForgetfulEngine(HFEngine):
@@ -51,7 +52,7 @@ class Actor:
 def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
     engine = ForgetfulEngine(CONFIG)
     weights = EngineWeights(Actor(), engine)
-    weights.push(0, verify=True)
+    weights.send(0, verify=True)
 
     def generated():
         (group,) = engine.generate([Request(0, (1, 2, 3), 2, seed=1)], Sampling(6, temperature=0.0))
@@ -60,7 +61,7 @@ def test_an_engine_inside_the_rank_sleeps_while_the_rank_trains():
     before = generated()
     weights.sleep()
     assert engine.asleep
-    weights.push(1)
+    weights.send(1)
     assert not engine.asleep and generated() == before
 
 
@@ -75,18 +76,18 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
         def __getattr__(self, name):
             return lambda *given, **named: (events.append((name, *named.values())), self.answers.get(name, {}))[1]
 
-    actor, critic = (SimpleNamespace(training_state=Recorded(), stream=list) for _ in range(2))
+    actor, critic = (SimpleNamespace(training_state=Recorded(), stream=list, lora=None) for _ in range(2))
     engine, weights = build_beside([actor, critic], lambda: (events.append(("start",)), Recorded())[1], offload=True)
     away, back = [("offload",)] * 2, [("restore",)] * 2
     assert events == [*away, ("start",), ("sleep",), *back]
-    events.clear(), weights.push(0)
+    events.clear(), weights.send(0)
     assert events == [*away, ("wake", False), ("load_weights",), ("wake",)]
     events.clear(), weights.wake()
     assert not events  # it is
     weights.sleep_to_save(), weights.wake()
     assert events == [("sleep",), *back, *away, ("wake", False), ("load_weights",), ("wake",)]
     engine, weights = build_beside([actor], Recorded, offload=False)
-    events.clear(), weights.push(0), weights.sleep_to_save(), weights.sleep()
+    events.clear(), weights.send(0), weights.sleep_to_save(), weights.sleep()
     assert events == [("wake", False), ("load_weights",), ("wake",), ("sleep",)]
 
 

@@ -5,8 +5,8 @@ import torch
 
 from megatron_rft.objectives.base import Update
 from megatron_rft.records import Batch, Prompt, Response, Score
-from megatron_rft.rollout.sampler import Rollout, to_batch
-from megatron_rft.training.sample_log import chosen, pieces, take
+from megatron_rft.rollout.sampler import ScoredResponse, to_batch
+from megatron_rft.training.online_batches import shown_rows, shown_samples, token_texts
 from tests.made import made
 
 
@@ -17,10 +17,10 @@ class Bytes:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
-def rollouts(*rewards: tuple[float, ...]) -> list[Rollout]:
+def rollouts(*rewards: tuple[float, ...]) -> list[ScoredResponse]:
     """One group per tuple; the response to problem 7 of group 0 is "0a", "0b" ..."""
     return [
-        Rollout(
+        ScoredResponse(
             place,
             sample,
             Prompt(7 + place, tuple(b"ask"), "ask", answer="42"),
@@ -36,18 +36,18 @@ def rollouts(*rewards: tuple[float, ...]) -> list[Rollout]:
 @pytest.mark.parametrize("text", ["plain", "naïve", "数学 🙂 ok", "🙂"])
 def test_pieces_are_the_text_and_never_half_a_character(text):
     ids = list(text.encode())
-    found = pieces(Bytes(), ids)
+    found = token_texts(Bytes(), ids)
     assert len(found) == len(ids) and "".join(found) == text
 
 
 def test_what_is_no_character_at_all_stays_visible():
-    assert "".join(pieces(Bytes(), [0xFF, 0xFE, 65])).endswith("A")
+    assert "".join(token_texts(Bytes(), [0xFF, 0xFE, 65])).endswith("A")
 
 
 def test_best_and_worst_of_groups_that_disagree_come_first():
     batch = to_batch(rollouts((1.0, 1.0), (0.0, 1.0, 0.5), (0.0, 0.0)))
-    assert chosen(batch) == [3, 2, 0]
-    assert chosen(to_batch(rollouts((0.0, 0.0), (1.0, 1.0), (0.0, 0.0)))) == [0, 2]
+    assert shown_rows(batch) == [3, 2, 0]
+    assert shown_rows(to_batch(rollouts((0.0, 0.0), (1.0, 1.0), (0.0, 0.0)))) == [0, 2]
 
 
 def test_a_sample_has_its_problem_and_all_numbers():
@@ -55,7 +55,7 @@ def test_a_sample_has_its_problem_and_all_numbers():
     batch = to_batch(sampled).with_tokens(old_logprobs=torch.tensor([-1.0, -2.0, -3.0, -4.0]))
     updates = made("grpo", kl_coefficient=0.0).prepare(batch, {}).updates
     other = Update("verification", Batch.of([[1]], [[2]], tokens={"advantages": torch.ones(1)}), lambda *_: None)
-    right, wrong = take(batch, [other, *updates], sampled, Bytes())
+    right, wrong = shown_samples(batch, [other, *updates], sampled, Bytes())
     assert (right.tokens, right.reward, right.problem, right.answer) == (["0", "b"], 1.0, 7, "42")
     assert right.reason == "because 1.0" and wrong.reason == "because 0.0" and wrong.prompt == "ask"
     assert right.values["old_logprobs"] == [-3.0, -4.0] and right.values["rollout_logprobs"] == [-0.5, -0.25]
@@ -67,4 +67,4 @@ def test_a_sample_has_its_problem_and_all_numbers():
 def test_a_response_that_was_not_sampled_has_no_reason():
     sampled = rollouts((0.0, 1.0))
     batch = replace(to_batch(sampled), response_ids=torch.tensor(list(b"xyzt")))
-    assert [sample.reason for sample in take(batch, [], sampled, Bytes())] == ["", ""]
+    assert [sample.reason for sample in shown_samples(batch, [], sampled, Bytes())] == ["", ""]

@@ -23,9 +23,9 @@ class Weights:
     def sleep_to_save(self):
         self.sleep()
 
-    def push(self, version, verify=False):
+    def send(self, version, verify=False):
         self.asleep, self.version = False, version
-        self.told.append(f"push {version}{' and compare' if verify else ''}")
+        self.told.append(f"send {version}{' and compare' if verify else ''}")
         return {"sync/tensors": 1.0}
 
 
@@ -42,14 +42,14 @@ def test_the_engine_is_awake_for_evaluations_alone():
         source.publish(step, asked=step == 2)
     source.publish(2, asked=True)  # the test at the end: the engine has these weights
     source.publish(1, asked=True)  # the best model's
-    assert weights.told == ["push 0 and compare", "sleep", "sleep", "push 2", "push 1"]
+    assert weights.told == ["send 0 and compare", "sleep", "sleep", "send 2", "send 1"]
 
 
 def test_an_engine_that_slept_for_a_checkpoint_gets_the_same_weights_again():
     weights = Weights()
     source = batches(weights)
     source.publish(1, asked=True), source.state(), source.publish(1, asked=True), source.publish(1, asked=True)
-    assert weights.told == ["push 1", "sleep", "push 1"]
+    assert weights.told == ["send 1", "sleep", "send 1"]
 
 
 def test_a_run_that_evaluates_nothing_has_no_engine():

@@ -13,12 +13,12 @@ from tests.unit.config.test_config import SHAPE
 CODE = """
 from typing import Annotated, Literal
 from pydantic import Field
-from megatron_rft.config.algorithms import grpo
+from megatron_rft.config.algorithms import online
 from megatron_rft.config.sections import Section
 from megatron_rft.objectives.base import PolicyObjective, Prepared, Update
 from megatron_rft.objectives.grpo import GRPO
 
-class BonusOptions(grpo.GRPO):
+class BonusOptions(online.GRPO):
     bonus: float = 0.1
     share: Annotated[float, Field(le=1)] = 0.5
     shape: Literal["flat", "steep"] = "flat"

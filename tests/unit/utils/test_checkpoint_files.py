@@ -2,7 +2,7 @@ import json
 
 from megatron_rft.commands import main
 from megatron_rft.utils.checkpoint_files import DIGESTS, damage, join_digests
-from megatron_rft.utils.exit_codes import FAILED
+from megatron_rft.utils.errors import FAILED
 
 
 def checkpoint(run):

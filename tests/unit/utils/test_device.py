@@ -1,9 +1,11 @@
 """Statements about this machine's GPU without torch, with simulated device files and versions."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from megatron_rft.commands.doctor import other_cudnn
 from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
 
@@ -53,3 +55,20 @@ def test_transformer_engine_without_its_extension_is_none(tmp_path, monkeypatch)
     assert not device.has_transformer_engine()
     (tmp_path / "transformer_engine" / "transformer_engine_torch.cpython-311.so").touch()
     assert device.has_transformer_engine()
+
+
+def test_a_second_cudnn_is_found(monkeypatch, tmp_path):
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    wheels = "\tlibcudnn.so.9 (libc6,x86-64) => /opt/rft/lib/python3.12/site-packages/nvidia/cudnn/lib/libcudnn.so.9\n"
+    image = "\tlibcudnn.so.9 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcudnn.so.9\n"
+    assert other_cudnn(wheels + "\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/libcuda.so.1\n") == []
+    assert other_cudnn(wheels + image) == ["/usr/lib/x86_64-linux-gnu"]
+    (tmp_path / "libcudnn.so.9").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    assert other_cudnn(wheels) == [str(tmp_path)]
+
+
+def test_the_image_brings_no_cudnn_of_its_own():
+    lines = (Path(__file__).resolve().parents[3] / "launch/Dockerfile").read_text().splitlines()
+    (base,) = [line for line in lines if line.startswith("FROM")]
+    assert "cudnn" not in base and any("other_cudnn()" in line for line in lines)

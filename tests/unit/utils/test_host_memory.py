@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from megatron_rft.utils import host_memory
+from megatron_rft.utils import device
 
 
 def resident() -> int:
@@ -14,12 +14,12 @@ def resident() -> int:
 
 def test_the_machines_memory(monkeypatch, tmp_path):
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    monkeypatch.setattr(host_memory, "LIMITS", ())
-    assert abs(host_memory.machine_bytes() - whole) < 1 << 20
+    monkeypatch.setattr(device, "LIMITS", ())
+    assert abs(device.machine_bytes() - whole) < 1 << 20
     (tmp_path / "limit").write_text("1000000\n")
     (tmp_path / "none").write_text("max\n")
-    monkeypatch.setattr(host_memory, "LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
-    assert host_memory.machine_bytes() == 1000000
+    monkeypatch.setattr(device, "LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
+    assert device.machine_bytes() == 1000000
 
 
 def test_gaps_between_blocks_go_back():
@@ -28,5 +28,5 @@ def test_gaps_between_blocks_go_back():
     kept = blocks[::2]
     del blocks
     before = resident()
-    host_memory.return_free_pages()
+    device.return_free_pages()
     assert before - resident() > 60e6 and len(kept) == 1000

@@ -1,4 +1,4 @@
-"""Reserved ports and parents of processes. Other tests check which processes end together."""
+"""Helpers of a run, which no stop signal reaches and which end with it; reserved ports; parents of processes."""
 
 import os
 import signal
@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.utils.processes import REAPER, children, reserved_port
+from megatron_rft.utils.processes import (
+    END,
+    STOP_SIGNALS,
+    children,
+    end_reaper,
+    process_state,
+    reserved_port,
+    start_helper,
+    without_stop_signals,
+)
+
+ENDED = ("", "Z")  # states
+ANSWERS = "import sys; print('ready', flush=True); print(sys.stdin.readline(), flush=True)"
 
 
 def test_a_reserved_port_is_for_a_server_that_is_told():
@@ -59,19 +71,79 @@ def test_children_of_a_process_whose_threads_come_and_go():
             each.wait()
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def signal_all(pid: int) -> None:
+    for each in (pid, *children(pid)):
+        for number in STOP_SIGNALS:
+            os.kill(each, number)
+
+
+# A library's handler (vLLM has some) must not bring a signal back, nor a shell, which may clear the mask.
+@pytest.mark.parametrize("reap", [False, True])
+@pytest.mark.parametrize("handler", ["", "import signal; [signal.signal(n, signal.SIG_DFL) for n in (2, 10, 15)]; "])
+def test_no_stop_signal_reaches_a_helper(reap, handler):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with start_helper([sys.executable, "-c", handler + ANSWERS], reap, **pipes) as helper:
+        signal_all(helper.pid)  # while it starts
+        assert helper.stdout.readline() == "ready\n"
+        signal_all(helper.pid)
+        assert helper.communicate("still here\n")[0].strip() == "still here"
+    assert helper.returncode == 0
+
+
+def test_a_shell_that_clears_the_mask_ignores_them_too():
+    kill = ["sh", "-c", "kill -TERM $$; kill -USR1 $$; kill -INT $$; echo here"]
+    assert start_helper(kill, stdout=subprocess.PIPE, text=True).communicate()[0] == "here\n"
+
+
+@pytest.mark.parametrize("how", ["start_helper(['sleep', '600'])", "start_helper(['sleep', '600'], reap=True)", "fork"])
+def test_a_helper_ends_with_its_process_and_not_with_a_thread(how, tmp_path):
+    """`how`: a helper that a thread starts, which then ends; or a fork."""
+    forked = "with without_stop_signals():\n    if not os.fork(): die_with(own); open('pid', 'w'); time.sleep(600)"
+    started = f"t = threading.Thread(target=lambda: {how}); t.start(); t.join()"
+    script = "import os, threading, time\nfrom megatron_rft.utils.processes import *\nown = os.getpid()\n"
+    script += f"{forked if how == 'fork' else started}\nprint('started', flush=True); time.sleep(600)"
+    script = script.replace("import *", "import die_with, start_helper, without_stop_signals")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment) as process:
+        process.stdout.readline()
+        wait_for(lambda: children(process.pid))
+        helpers = children(process.pid)
+        time.sleep(0.3)  # a helper that ended with its thread would be gone
+        assert all(process_state(pid) not in ENDED for pid in helpers)
+        process.kill()
+    wait_for(lambda: all(process_state(pid) in ENDED for pid in helpers))
+
+
+def test_a_fork_without_stop_signals_leaves_them_to_the_process():
+    with without_stop_signals():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(STOP_SIGNALS)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+
+
 def test_a_reaper_kills_all_descendants_when_signalled_repeatedly(tmp_path):
     """A command that left its session, and a child that lost its parent, both ignore SIGTERM."""
     deaf = "trap '' TERM; echo $$ >>pids; while :; do sleep 1; done"
     script = f'setsid sh -c "{deaf.replace("$", chr(92) + "$")}" & (sh -c "{deaf.replace("$", chr(92) + "$")}" &); wait'
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    reaper = subprocess.Popen([*REAPER, str(os.getpid()), "sh", "-c", script], cwd=tmp_path, env=environment)
+    reaper = start_helper(["sh", "-c", script], reap=True, cwd=tmp_path, env=environment)
     pids, deadline = tmp_path / "pids", time.monotonic() + 120
     while not pids.exists() or len(pids.read_text().splitlines()) < 2:
         assert time.monotonic() < deadline and reaper.poll() is None
         time.sleep(0.02)
     for _ in range(20):
-        reaper.send_signal(signal.SIGTERM)
-    assert reaper.wait(timeout=120) == 128 + signal.SIGTERM
+        reaper.send_signal(END)
+    assert reaper.wait(timeout=120) == 128 + END
     assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
 
 
@@ -82,14 +154,13 @@ def test_a_reaper_removes_shared_memory(tmp_path):
         "pathlib.Path('new').write_text(m.name); pathlib.Path('new').rename('name'); time.sleep(600)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [*REAPER, str(os.getpid()), sys.executable, "-c", script]
-    reaper = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    reaper = start_helper([sys.executable, "-c", script], reap=True, cwd=tmp_path, env=environment)
     name, deadline = tmp_path / "name", time.monotonic() + 120
     while not name.exists():
         assert time.monotonic() < deadline and reaper.poll() is None
         time.sleep(0.02)
     shared = Path("/dev/shm") / name.read_text()
     assert shared.exists()
-    reaper.send_signal(signal.SIGTERM)
-    assert reaper.wait(timeout=120) == 128 + signal.SIGTERM
+    end_reaper(reaper)
+    assert reaper.returncode == 128 + END
     assert not shared.exists()

@@ -107,7 +107,6 @@ def _isolate(order: dict, user: tuple[int, int]) -> None:
     kernel.drop_capabilities()
     if kernel.can_filter():
         kernel.filter_system_calls()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     random.seed(0)
 
 

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -37,7 +36,6 @@ def main(mode: str, socket_fd: int, folders: list[str]) -> None:
     kernel.become_nobody()
     sys.path.pop(0)  # programs must not import from this folder
     control = socket.socket(fileno=socket_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     kernel.compiled_filter(1)
     gc.freeze()  # keeps the memory shared: a cell's garbage collector would write to it
     control.send(b"ready")

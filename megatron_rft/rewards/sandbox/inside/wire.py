@@ -4,6 +4,7 @@ The receiver builds values of exact built-in types, so that no class of the prog
 takes part in a comparison. Objects of other types stay in their process; the other side gets an index for them.
 """
 
+import builtins
 import json
 import socket
 import struct
@@ -26,6 +27,10 @@ class Closed(Exception):
 
 class Unsendable(TypeError):
     """The value is not plain data."""
+
+
+class TooLarge(Unsendable):
+    """The value does not fit into a message."""
 
 
 def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
@@ -67,6 +72,8 @@ def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
             return {"timedelta": value.total_seconds()}
         case range() | KeysView() | ValuesView() | ItemsView():
             return each(value)
+        case type() if getattr(builtins, value.__name__, None) is value:
+            return {"type": value.__name__}
     return {"reference": reference(value)}
 
 
@@ -79,6 +86,8 @@ def decode(value: Any, dereference: Callable[[Any], Any]) -> Any:
     (kind, content), *_ = value.items()
     if kind == "reference":
         return dereference(content)
+    if kind == "type":
+        return getattr(builtins, content)
     if kind == "int":
         return int(content, 16)
     if kind in ("bytes", "bytearray"):
@@ -135,16 +144,16 @@ def update(old: Any, new: Any) -> Any:
 def send(channel: socket.socket, message: Any) -> None:
     body = json.dumps(message).encode()
     if len(body) > LIMIT:
-        raise Unsendable(f"a value of {len(body)} bytes")
+        raise TooLarge(f"a value of {len(body)} bytes")
     try:
         channel.sendall(struct.pack("!I", len(body)) + body)
     except OSError:
         raise Closed from None
 
 
-def receive(channel: socket.socket) -> Any:
+def receive(channel: socket.socket, limit: int = LIMIT) -> Any:
     (size,) = struct.unpack("!I", _read(channel, 4))
-    if size > LIMIT:
+    if size > limit:
         raise Closed
     return json.loads(_read(channel, size))
 

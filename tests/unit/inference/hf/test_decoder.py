@@ -10,14 +10,14 @@ from megatron_rft.inference.hf.decoder import choose, fill_holes, uniforms
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
 
-def draws(sampling: Sampling, count: int = 20_000) -> tuple[torch.Tensor, torch.Tensor]:
+def draws(sampling: Sampling, count: int = 20_000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     u = torch.from_numpy(uniforms(seed=1, sample=0, count=count))
     return choose(LOGITS.expand(count, -1), u, sampling)
 
 
 def test_the_inverse_of_the_cumulative_distribution_by_hand():
     u = torch.tensor([0.0, 0.09, 0.11, 0.29, 0.31, 0.59, 0.61, 0.99999994])
-    token, logprob = choose(LOGITS.expand(8, -1), u, Sampling(1))
+    token, logprob, _ = choose(LOGITS.expand(8, -1), u, Sampling(1))
     assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     torch.testing.assert_close(logprob.exp(), torch.tensor([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4]))
 
@@ -25,7 +25,8 @@ def test_the_inverse_of_the_cumulative_distribution_by_hand():
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_frequencies_are_the_probabilities(temperature):
     """chi^2 with 3 degrees of freedom exceeds 16.3 once in 1,000 draws of the whole sample."""
-    token, logprob = draws(Sampling(1, temperature=temperature))
+    token, logprob, support = draws(Sampling(1, temperature=temperature))
+    assert support is None
     expected = (LOGITS / temperature).softmax(-1)
     torch.testing.assert_close(logprob.exp(), expected[token])
     seen = token.bincount(minlength=4)
@@ -40,10 +41,14 @@ def test_frequencies_are_the_probabilities(temperature):
         (Sampling(1, top_p=0.75), [0, 2 / 9, 3 / 9, 4 / 9]),
         (Sampling(1, top_k=2, top_p=0.5), [0, 0, 0, 1]),
         (Sampling(1, temperature=0.5, top_k=2), [0, 0, 9 / 25, 16 / 25]),
+        (Sampling(1, top_k=4, min_p=0.5), [0, 2 / 9, 3 / 9, 4 / 9]),
+        (Sampling(1, top_k=3, top_p=0.7, min_p=0.9), [0, 0, 0, 1]),
     ],
 )
 def test_truncation_renormalises(sampling, expected):
-    token, logprob = draws(sampling)
+    token, logprob, support = draws(sampling)
+    kept = [i for i in reversed(range(4)) if expected[i]]
+    assert {tuple(i for i in row if i >= 0) for row in support.tolist()} == {tuple(kept)}
     expected = torch.tensor(expected, dtype=torch.float32)
     torch.testing.assert_close(logprob.exp(), expected[token])
     torch.testing.assert_close(token.bincount(minlength=4) / 20_000, expected, atol=0.02, rtol=0)

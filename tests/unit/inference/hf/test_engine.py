@@ -9,7 +9,7 @@ from transformers import GemmaConfig, Qwen2Config
 from megatron_rft.inference.engine import Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.utils.errors import DataError, RunFailed, UserError
-from tests.unit.inference.tiny import CONFIGS, SHAPE, build_engine, build_model, hf_stream
+from tests.unit.inference.tiny import CONFIGS, SHAPE, assert_supports, build_engine, build_model, hf_stream
 
 STOP = 2
 
@@ -35,7 +35,7 @@ def replay(model, prompt: tuple[int, ...], response: tuple[int, ...], temperatur
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logprobs_are_those_of_a_full_forward_pass(family):
     model = build_model(family)
-    requests, sampling = some_requests(6), Sampling(30, temperature=0.8, stop_token_ids=(STOP,))
+    requests, sampling = some_requests(6), Sampling(30, temperature=0.8, stop_token_ids=tuple(range(2, 8)))
     found = answers(build_engine(model, rows=8), requests, sampling)  # 18 rows in 8 places: rows enter and leave
     lengths = set()
     for request in requests:
@@ -46,6 +46,12 @@ def test_logprobs_are_those_of_a_full_forward_pass(family):
             assert response.weight_version == 3
             lengths.add(len(response.token_ids))
     assert len(lengths) > 3, "the rows should have ended at different times"
+
+
+def test_responses_of_truncated_sampling_carry_their_supports(model):
+    """Log-probs are those over the support, which holds the token; rows enter and leave."""
+    requests, sampling = some_requests(6), Sampling(30, 0.1, top_p=0.9, top_k=5, stop_token_ids=(STOP,))
+    assert_supports(model, requests, answers(build_engine(model, rows=8), requests, sampling), sampling)
 
 
 def test_a_response_does_not_depend_on_the_others(model, engine):
@@ -142,7 +148,7 @@ def test_families_it_does_not_know():
     with pytest.raises(DataError, match="not with 'gemma'"):
         HFEngine(GemmaConfig())
     windows = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    with pytest.raises(DataError, match="sliding windows"):
+    with pytest.raises(DataError, match="sliding-window"):
         HFEngine(windows)
 
 

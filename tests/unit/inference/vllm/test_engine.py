@@ -1,5 +1,6 @@
 """The vLLM engine against the model's own forward pass, and streams with faults. All tests share one engine."""
 
+import math
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -10,9 +11,10 @@ from transformers import Qwen3Config
 
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.inference.vllm.arguments import kept_tokens
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
-from tests.unit.inference.tiny import SHAPE, build_model, hf_stream
+from tests.unit.inference.tiny import SHAPE, assert_supports, build_model, hf_stream
 
 pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 
@@ -87,6 +89,19 @@ def test_logprobs_are_those_of_a_full_forward_pass(engine, models, temperature):
     assert len(lengths) > 3 or temperature == 0
 
 
+def test_responses_of_truncated_sampling_carry_their_supports(engine, models):
+    requests, sampling = some_requests(12, n=4), Sampling(20, 0.1, top_p=0.9, top_k=5, stop_token_ids=(STOP,))
+    assert_supports(models[0], requests, answers(engine, requests, sampling), sampling)
+
+
+def test_candidates_that_do_not_hold_the_distribution_are_refused():
+    """Four tokens of probability 1/4 tie at top_k 1, and two log-probs were asked for."""
+    quarter = math.log(0.25)
+    with pytest.raises(RunFailed, match="2 most probable tokens have 0.5000 .* rollout.top_k"):
+        kept_tokens([(5, quarter), (7, quarter), (9, -9999.0)])
+    assert kept_tokens([(5, quarter), (5, quarter), (7, math.log(0.75)), (9, -math.inf)]) == (5, 7)
+
+
 def test_a_response_is_a_function_of_its_seed(engine):
     requests, sampling = some_requests(6, n=4), Sampling(12, stop_token_ids=(STOP,))
     together = tokens(answers(engine, requests, sampling))
@@ -149,7 +164,7 @@ def test_a_prompt_is_computed_anew_with_new_weights(engine, models):
 
 @pytest.mark.parametrize("seed", [1, 0])
 def test_a_sync_is_compared_bit_by_bit(shared, models, seed):
-    weight_sync.push(hf_stream(models[seed]), shared, version=5 + seed, verify=True)
+    weight_sync.send(hf_stream(models[seed]), shared, version=5 + seed, verify=True)
     assert shared.weight_version == 5 + seed
 
 
@@ -178,7 +193,7 @@ def test_a_faulty_stream_is_refused_and_read_to_its_end(engine, models, fault):
     assert next(stream, None) is None
     with pytest.raises(RunFailed, match="before any weights"):
         list(engine.generate(some_requests(1), Sampling(3)))
-    weight_sync.push(hf_stream(models[1]), engine, version=5, verify=True)
+    weight_sync.send(hf_stream(models[1]), engine, version=5, verify=True)
     assert engine.weight_version == 5
 
 
@@ -195,7 +210,7 @@ def test_a_swapped_pair_is_found_by_the_comparison(engine, models, monkeypatch):
     monkeypatch.setattr(engine, "load_weights", lambda stream, version: load(swapped(stream), version))
     message = r"version 6: model.layers.0.mlp.down_proj.weight in the engine is not what the actor sent \(2 of"
     with pytest.raises(RunFailed, match=message):
-        weight_sync.push(hf_stream(models[1]), engine, version=6, verify=True)
+        weight_sync.send(hf_stream(models[1]), engine, version=6, verify=True)
 
 
 def test_a_loader_that_leaves_out_a_shard_is_found(engine, models, monkeypatch):
@@ -244,6 +259,25 @@ def test_arguments_that_vllm_refuses():
         VLLMEngine(CONFIG, options={"max_num_batched_tokens": 16})
 
 
+def test_an_engine_beside_the_trainer_takes_its_share_or_names_the_option(monkeypatch):
+    """On a GPU of 80 GiB, of which the trainer leaves 60 or 40. Nothing is started."""
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    engine, gib = object.__new__(VLLMEngine), 1 << 30
+    engine.config, engine.device, engine.dtype, engine.ranks = CONFIG, torch.device("cuda"), torch.bfloat16, 1
+    engine.max_model_len, engine.counting, engine.reserve = 1024, False, 5 * gib
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * gib, 80 * gib))
+    weights = 2 * sum(parameter.numel() for parameter in build_model(CONFIG, 0).parameters())
+    assert engine._share({}, 0.5) == {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 38 * gib - weights}
+    given = engine._share({"gpu_memory_utilization": 0.6}, 0.5)  # the recipe's comes first
+    assert given["kv_cache_memory_bytes"] == 46 * gib - weights
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 * gib, 80 * gib))
+    with pytest.raises(
+        ConfigError, match="0.5 of 80.0 GiB is more than is free .* 40.0 GiB, less rollout.reserve_gib 5"
+    ):
+        engine._share({}, 0.5)
+
+
 # --- speculative decoding
 
 
@@ -284,6 +318,7 @@ def test_a_draft_does_not_change_the_tokens(shared, engine, drafting):
 
 
 def test_above_temperature_zero_a_draft_is_not_used(engine, drafting):
+    drafting.statistics()  # what earlier tests counted
     requests, sampling = some_requests(6, n=2, draft=(5,) * 20), Sampling(20, stop_token_ids=(STOP,))
     assert tokens(answers(drafting, requests, sampling)) == tokens(answers(engine, requests, sampling))
     assert drafting.statistics() == {}
@@ -299,7 +334,7 @@ def test_a_draft_model_has_weights_of_its_own(shared, models, tmp_path):
     with closing(VLLMEngine(CONFIG, max_batch_sequences=32, options={"speculative_config": speculation})) as engine:
         for version, model in enumerate(models):
             for each in (engine, shared):
-                weight_sync.push(hf_stream(model), each, version, verify=True)
+                weight_sync.send(hf_stream(model), each, version, verify=True)
             assert tokens(answers(engine, requests, greedy)) == tokens(answers(shared, requests, greedy))
             counted = engine.statistics()
             accepted.append(counted["speculation/accepted"] / counted["speculation/proposed"])
@@ -336,3 +371,29 @@ def test_sampled_speculation_keeps_the_distribution(models):
             surprise.append(-chosen + (logprobs.exp() * logprobs).sum(-1))
     surprise = torch.cat(surprise)
     assert abs(surprise.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
+
+
+def test_the_prefix_cache_lives_from_turn_to_turn_until_a_sync(engine, models, monkeypatch):
+    """Second turns are bit by bit those of an empty cache, and new weights empty it."""
+    rng, cached, step = random.Random(7), [], engine._step
+    prompts = [tuple(rng.randrange(3, 100) for _ in range(150)) for _ in range(4)]  # longer than a block of the cache
+
+    def counting():
+        outputs = step()
+        cached.extend(output.num_cached_tokens for output in outputs if output.finished)
+        return outputs
+
+    def turns(requests: list[Request], continues: bool) -> tuple[dict, int]:
+        cached.clear()
+        return answers(engine, requests, Sampling(20, continues=continues)), sum(cached)
+
+    monkeypatch.setattr(engine, "_step", counting)
+    first, _ = turns([Request(i, prompt, 1, seed=i) for i, prompt in enumerate(prompts)], False)
+    second = [Request(i, prompts[i] + first[i][0].token_ids, 1, seed=9 + i) for i in first]
+    kept, reused = turns(second, True)
+    assert reused >= 4 * 128
+    assert turns(second, False) == (kept, 0)
+    engine.load_weights(hf_stream(models[1]), version=4)
+    synced, reused = turns(second, True)
+    assert reused == 0 and tokens(synced) != tokens(kept)
+    assert turns(second, False) == (synced, 0)

@@ -28,7 +28,9 @@ def models():
 def engine():
     from megatron_rft.inference.vllm.engine import VLLMEngine
 
-    options = {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
+    options = {"quantization": "fp8_per_channel"}
+    if torch.cpu._is_avx512_supported():  # else vLLM has no FP8 cache on CPUs
+        options["kv_cache_dtype"] = "fp8"
     engine = VLLMEngine(CONFIG, torch.bfloat16, max_batch_sequences=8, options=options)
     yield engine
     engine.close()
@@ -37,7 +39,7 @@ def engine():
 def test_close_to_the_exact_model_after_every_sync(engine, models):
     request = Request(0, tuple(range(3, 40)), 4, seed=1)
     for version, model in enumerate([*models, models[0]]):
-        weight_sync.push(hf_stream(model), engine, version, verify=True)
+        weight_sync.send(hf_stream(model), engine, version, verify=True)
         found = engine.checksums()
         assert found[DOWN] is found[KEY] is None and found["model.norm.weight"] is not None
         (group,) = engine.generate([request], Sampling(12))
@@ -49,7 +51,7 @@ def test_close_to_the_exact_model_after_every_sync(engine, models):
 
 
 def test_a_change_after_the_comparison_is_found(engine, models):
-    weight_sync.push(hf_stream(models[0]), engine, 1)
+    weight_sync.send(hf_stream(models[0]), engine, 1)
     engine._model().model.layers[0].mlp.down_proj.weight_scale.data[3] *= 1.01
     held = engine.checksums()
     with pytest.raises(RunFailed, match=f"version 1: {DOWN} in the engine is not what the actor sent"):
@@ -74,7 +76,7 @@ def test_a_scale_that_is_off_by_little(engine, models, monkeypatch):
     with pytest.raises(RunFailed, match="version 3: .*weight in the engine is not what the actor sent, rounded to FP8"):
         engine.load_weights(hf_stream(models[0]), 3)
     monkeypatch.undo()
-    weight_sync.push(hf_stream(models[0]), engine, 4, verify=True)
+    weight_sync.send(hf_stream(models[0]), engine, 4, verify=True)
 
 
 def test_a_layer_that_was_not_read_back(engine, models, monkeypatch):

@@ -22,8 +22,9 @@ from megatron_rft.inference.vllm.server_client import ServerEngine, local_addres
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from tests.integration.tiny import wait_until
+from tests.unit.inference.tiny import SHAPE
 
-CONFIG = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+CONFIG = Qwen3Config(**SHAPE)
 FACTS = {name: getattr(CONFIG, name) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
 FACTS |= {"dtype": "torch.float32", "max_model_len": 512, "workers": 1, "replicas": 1, "sequences": 128}
 FACTS |= {"vllm": "0.32.0", "transfer": "wire", "logprobs_mode": "processed_logprobs", "chunked_prefill": False}

@@ -36,6 +36,7 @@ F = Call("f", {"a": 1})
         ('Let me see.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', [F, Call("g", {})]),
         ('<function=f>{"a": 1}</function>', [F]),
         ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [F]),
+        ('I do: ```[f(a=1)]```', [F]),
         ('Thought: I look it up.\nAction: f\nAction Input: {"a": 1}\n', [F]),
         ('Action: f\nAction Input: {"a": 1}\n\nAction: g\nAction Input: {}', [F, Call("g", {})]),
         ('I look it up.\n\n{"name": "f", "arguments": {"a": 1}}', [F]),
@@ -311,3 +312,31 @@ def test_a_broken_reference_is_an_error():
 def test_broken_tools_are_an_error(tools):
     (score,) = ToolReward("bfcl")([Prompt(3, (1,), "", '[{"f": {}}]', {"tools": tools})], ["f()"])
     assert score.error.startswith("the reference of problem 3: its tools are no list of described functions")
+
+
+def test_the_description_says_whether_an_argument_is_a_text():
+    for text in (
+        "<tool_call>\n<function=f>\n<parameter=a>\n2022\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>2022</arg_value></tool_call>",
+    ):
+        assert tool_calls(text) == [Call("f", {"a": 2022})]
+        assert tool_calls(text, {"f": {"a": {"type": "string"}}}) == [Call("f", {"a": "2022"})]
+        tools = [{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}]
+        row = Prompt(0, (1,), "", '[{"f": {"a": ["2022"]}}]', {"tools": tools})
+        assert ToolReward("bfcl")([row], [text])[0].reward == 1.0
+        row = Prompt(0, (1,), "", '[{"name": "f", "arguments": {"a": "2022"}}]')
+        assert ToolReward("exact")([row], [text])[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {"a": 1, "a": 2}}',
+        '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',
+        "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+        '{"arguments": {"a": 1}, "name": "f"} or {"arguments": {"a": 2}, "name": "f"}',
+    ],
+)
+def test_an_argument_twice_or_a_choice_of_calls_is_no_call(text):
+    with pytest.raises(Malformed):
+        tool_calls(text)

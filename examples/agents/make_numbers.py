@@ -1,0 +1,29 @@
+"""Writes the number game: a model with a vocabulary of thirteen, and problems. FOLDER is the argument."""
+
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rft.data.arithmetic import qwen3_config
+
+TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456", *"?<>"]
+
+
+def main(folder: Path) -> None:
+    """The tokenizer has one token for each character; the weights are drawn when the run starts."""
+    vocabulary = {token: number for number, token in enumerate(TOKENS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder / "model")
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    qwen3_config(**size, vocab_size=len(TOKENS), num_attention_heads=4, head_dim=16).save_pretrained(folder / "model")
+    rows = [json.dumps({"question": "?", "answer": str(number % 7)}) + "\n" for number in range(70)]
+    (folder / "numbers.jsonl").write_text("".join(rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""`megatron-rft diagnose`: whether the mismatch of engine and trainer is rounding or a bug, and whose.
+
+training/diagnosis.py measures, on as many ranks as `--nproc` says; this file launches, prints the table and concludes.
+"""
+
+import argparse
+import json
+import os
+import sys
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.commands.convert import find_source
+from megatron_rft.commands.train import check_user_code, fetch_models, work
+from megatron_rft.config import Recipe, load
+from megatron_rft.launching import ranks as launcher
+from megatron_rft.plan import check, make_folder
+from megatron_rft.tracking.metrics import read_metrics
+from megatron_rft.training import diagnosis
+from megatron_rft.training.diagnosis import EXACT, FLOORS, MEASURED
+from megatron_rft.utils.errors import FAILED, FINISHED, ConfigError
+from megatron_rft.utils.files import write_atomically
+
+KEYS = ("kl", "max", "share")
+
+
+def run(recipe: Recipe, args: argparse.Namespace) -> int:
+    """Returns the exit status: FAILED if there is a bug."""
+    world, node = launcher.check_environment(args.nproc)
+    if recipe.trainer != "rl":
+        raise ConfigError(f"trainer: {recipe.trainer} compares no engine with the trainer: diagnose takes trainer rl")
+    if recipe.rollout.servers:
+        raise ConfigError("rollout.servers: diagnose needs engines in two precisions: leave it out, and it starts them")
+    if "RANK" in os.environ and launcher.PARENT not in os.environ:
+        raise ConfigError("RANK is set: start diagnose once on each node, with --nproc: it launches several layouts")
+    if args.run and not (args.run / "checkpoints").is_dir():
+        raise ConfigError(f"--run: {args.run} has no checkpoints; without --run the start weights are compared")
+    folder = (args.run or Path(recipe.run.output_dir)) / "diagnosis"
+    args.overrides.append(f"run.output_dir={json.dumps(str(folder))}")
+    if "RANK" in os.environ:
+        return work(str(folder), lambda: measure(args))
+    check_user_code(recipe)
+    fetch_models(recipe.model, None)
+    print(check(recipe, world, launcher.ranks_per_node(world, node), starts=True), flush=True)
+    make_folder(str(folder))
+    command = [sys.executable, "-m", "megatron_rft", "diagnose", args.recipe, *args.overrides[:-1]]
+    command += ["--prompts", str(args.prompts), *(["--run", str(args.run)] if args.run else [])]
+
+    def ranks(*layout: str) -> int:
+        return launcher.launch([*command, *layout], args.nproc or 1, str(folder), node, None, recipe.faults)
+
+    status = ranks() if args.nproc else work(str(folder), lambda: measure(args))
+    if status != FINISHED:
+        return status
+    found = json.loads((folder / MEASURED).read_text())
+    for layout in found["layouts"]:
+        status = ranks("--layout", layout)
+        refused = [{"name": layout, "refused": f"its launch ended with status {status}"}]
+        done = status == FINISHED
+        found["rows"] += json.loads((folder / f"{layout}.json").read_text())["rows"] if done else refused
+    found["verdict"] = verdict(found)
+    found["rows"] += of_run(args.run) if args.run else []
+    write_atomically(folder / "diagnosis.json", json.dumps(found, indent=1) + "\n")
+    print("\n".join([*table(found["rows"]), "", found["verdict"], f"{folder / 'diagnosis.json'} has these numbers"]))
+    return FAILED if found["bug"] else FINISHED
+
+
+def measure(args: argparse.Namespace) -> int:
+    lookup = find_source(str(args.run), option="--run").open() if args.run else None
+    diagnosis.run(lambda *more: load(args.recipe, [*args.overrides, *more]), lookup, args.prompts, args.layout)
+    return FINISHED
+
+
+def of_run(run: Path) -> list[dict[str, Any]]:
+    """A row with the means of the run's last ten steps."""
+    last = [line for line in read_metrics(run / "metrics.jsonl") if "mismatch/kl" in line][-10:]
+    known = [key for key in KEYS if last and all(f"mismatch/{key}" in line for line in last)]
+    means = {key: sum(line[f"mismatch/{key}"] for line in last) / len(last) for key in known}
+    return [{"name": f"the run, its last {len(last)} steps", **means}] if last else []
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'':{width}}  {'KL':>8}  {'largest':>8}  {'share':>6}"]
+    for row in rows:
+        kl, largest, share = (row.get(key, nan) for key in KEYS)
+        cells = f"{kl:8.1e}  {largest:8.1e}  {share:6.1%}"
+        lines.append(f"{row['name']:{width}}  {row.get('refused', cells)}")
+    return lines
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """One sentence."""
+    base, floor, in_fp32 = found["base"], found["floor"], f"(KL {found['in_fp32']:.1e} with both sides in fp32)"
+    if found["bug"]:
+        return f"A bug, not rounding {in_fp32}: {found['bug']}."
+    right = f"weights, tokens, masks and temperature are right {in_fp32}"
+    if "by_engine" not in found:
+        return f"Rounding: {right}, and the recipe computes in fp32."
+    if base <= EXACT:
+        return f"Rounding: {right}, and the KL of {base:.1e} in the recipe's precision is next to nothing."
+    if base <= FLOORS * floor:
+        return f"Rounding: {right}, and {base:.1e} is at most {FLOORS} times the trainer's KL from itself, {floor:.1e}."
+    causes = [row for row in found["rows"] if row["name"].startswith("without ") and row.get("kl", base) <= base / 2]
+    if causes:
+        falls = ", ".join(f"to {row['kl']:.1e} {row['name']}" for row in causes)
+        return f"An option is the cause: {right}, but the KL falls from {base:.1e} {falls}."
+    by_engine, by_trainer = found["by_engine"], found["by_trainer"]
+    side = "the engine" if by_engine > 2 * by_trainer else "the trainer" if by_trainer > 2 * by_engine else "both sides"
+    return f"Rounding, of {side}: {right}, and no option that was tried halves the KL of {base:.1e}."

@@ -1,0 +1,112 @@
+"""`megatron-rft environment check`: plays a recipe's environment twice with the same turns and compares its answers."""
+
+import argparse
+import json
+import random
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.config import Recipe
+from megatron_rft.config.environment import AnyEnvironment
+from megatron_rft.environments.process import EnvironmentProcesses, EpisodeFailed, shown
+from megatron_rft.environments.schemas import schemas
+from megatron_rft.records import Prompt
+from megatron_rft.training import build
+from megatron_rft.training.problems import Problems
+from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
+
+SAMPLES = {"integer": 7, "number": 2.5, "string": "a", "boolean": True, "array": [1, 2], "object": {}}
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What an environment said in an episode, and the seconds of its slowest answer."""
+
+    said: list[Any]
+    fault: str | None
+    slowest: float
+
+
+def run(recipe: Recipe, args: argparse.Namespace) -> int:
+    """Returns the exit status.
+
+    Raises:
+        RunFailed: an environment failed, or answered otherwise the second time.
+    """
+    options = recipe.environment
+    if options is None:
+        raise ConfigError("environment: the recipe has none")
+    problems = Problems.of(recipe).prompts("train", build.load_tokenizer(recipe.model)).prompts[: args.episodes]
+    turns = recorded(args.turns) if args.turns else [invented(options, problem) for problem in problems]
+    log = Path(recipe.run.output_dir) / "environment" / "check"
+    plays = []
+    for _ in range(2):
+        processes = EnvironmentProcesses(options.own_options(), options.processes, options.turn_timeout_s, log)
+        with closing(processes):
+            jobs = [
+                processes.submit(processes.new(problem, seed), Player(problem, seed, texts[: options.max_turns]))
+                for seed, (problem, texts) in enumerate(zip(problems, turns, strict=False))
+            ]
+            plays.append([job.result() for job in jobs])
+    found = [line for problem, *both in zip(problems, *plays, strict=False) if (line := difference(problem, *both))]
+    slowest = max(each.slowest for each in plays[0])
+    print(f"{options.name}: {len(plays[0])} episodes, the slowest answer took {slowest:.3f} s", flush=True)
+    if found:
+        raise RunFailed("\n".join(found))
+    print("the second time it said the same", flush=True)
+    return FINISHED
+
+
+@dataclass(frozen=True)
+class Player:
+    problem: Prompt
+    seed: int
+    texts: list[str]
+
+    def __call__(self, ask: Any) -> Transcript:
+        said, slowest = [], 0.0
+        calls = [("reset", {"prompt": shown(self.problem), "seed": self.seed})]
+        calls += [("step", {"text": text}) for text in self.texts] + [("end", {})]
+        try:
+            for call, arguments in calls:
+                if call == "step" and len(said) > 1 and said[-1]["done"]:
+                    continue
+                start = time.perf_counter()
+                said.append(ask(call, **arguments))
+                slowest = max(slowest, time.perf_counter() - start)
+        except EpisodeFailed as error:
+            return Transcript(said, str(error), slowest)
+        return Transcript(said, None, slowest)
+
+
+def difference(problem: Prompt, first: Transcript, second: Transcript) -> str | None:
+    """The line about an episode that failed or was not the same twice."""
+    for number, (one, other) in enumerate(zip(first.said, second.said, strict=False)):
+        if one != other:
+            return f"problem {problem.index}, call {number}: said {one!r:.200}, the second time {other!r:.200}"
+    fault = first.fault or second.fault
+    return fault and f"problem {problem.index}, call {len(first.said)}: {fault}"
+
+
+def recorded(path: Path) -> list[list[str]]:
+    try:
+        turns = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"--turns: {path} cannot be read: {error}") from None
+    if not turns or not all(isinstance(each, list) and all(isinstance(t, str) for t in each) for each in turns):
+        raise DataError(f"--turns: {path}: each line must be a JSON list of texts, the policy's turns of an episode")
+    return turns
+
+
+def invented(environment: AnyEnvironment, problem: Prompt) -> list[str]:
+    """Turns for one problem: calls of the functions with made-up arguments, digits, words, and at last its answer."""
+    rng, calls = random.Random(problem.index), []
+    for tool in (each["function"] for each in schemas(environment)):
+        given = {name: SAMPLES.get(about.get("type"), "a") for name, about in tool["parameters"]["properties"].items()}
+        given |= {"code": "print(6 * 7)"} if tool["name"] == "python" else {}
+        calls.append("<tool_call>" + json.dumps({"name": tool["name"], "arguments": given}) + "</tool_call>")
+    words = [str(rng.randint(0, 9)), problem.question[:20] or "?", *calls]
+    return [rng.choice(calls or words) for _ in range(environment.max_turns - 1)] + [problem.answer]

@@ -1,0 +1,178 @@
+"""The sections of the algorithms that learn from given data, and their table. No torch.
+
+SFT learns from answers; the others, whose mathematics is in `objectives/offline`, from a store of trajectories.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from megatron_rft.config.algorithms.base import Algorithm, Trainer
+from megatron_rft.config.messages import at
+from megatron_rft.config.sections import Count, Natural, NonNegative, Positive
+
+
+class SFT(Algorithm):
+    """Supervised fine-tuning."""
+
+    trainer: ClassVar[Trainer] = "sft"
+
+    name: Literal["sft"] = "sft"
+    batch_sequences: Count = 64
+    """Sequences per optimizer step."""
+
+
+class Offline(Algorithm):
+    """The base class of offline methods."""
+
+    trainer: ClassVar[Trainer] = "offline"
+
+    batch_sequences: Count = 64
+    """Trajectories per optimizer step; a pair has two."""
+    part_norms_every: Natural = 0
+    """Steps between separate measurements of the gradient norms of right and of wrong trajectories, which take two more
+    passes. 0: never."""
+
+    @property
+    def uses_reference(self) -> bool:
+        return True  # every method logs log-ratios to the reference
+
+
+class Pairwise(Offline):
+    pairs: ClassVar[bool] = True
+
+    pairing: Literal["cover", "one", "all"] = "cover"
+    """cover: each trajectory of a problem is in at least one pair. one: one pair per problem. all: each right
+    trajectory with each wrong one."""
+
+    @model_validator(mode="after")
+    def _check_even(self):
+        if self.batch_sequences % 2:
+            raise at("batch_sequences", f"{self.batch_sequences} must be even: a pair has two trajectories")
+        return self
+
+
+class RFT(Offline):
+    """Rejection fine-tuning: supervised fine-tuning on the right trajectories."""
+
+    name: Literal["rft"] = "rft"
+
+
+class DPO(Pairwise):
+    """The margin between the log-ratios of a right and a wrong trajectory."""
+
+    name: Literal["dpo"] = "dpo"
+    beta: Positive = 0.1
+    """Strength of the method's implicit KL to the reference."""
+
+
+class RPO(DPO):
+    """DPO plus the likelihood of the right trajectory."""
+
+    name: Literal["rpo"] = "rpo"
+    alpha: NonNegative = 1.0
+    """Factor of the right trajectory's likelihood."""
+
+
+class IPO(Pairwise):
+    """Regression of the margin between log-ratios to a finite value."""
+
+    name: Literal["ipo"] = "ipo"
+    beta: Positive = 0.1
+    """The target of the margin is 1 / (2 beta)."""
+    length_normalised: bool = True
+    """true: mean log-ratio per token. false: the sum over tokens, as in the paper."""
+
+
+class SimPO(Pairwise):
+    """A margin of length-normalised likelihoods."""
+
+    name: Literal["simpo"] = "simpo"
+    beta: Positive = 2.0
+    gamma: NonNegative = 1.0
+    """The margin."""
+
+
+class SimPER(Pairwise):
+    """Compares the inverse perplexities of both sides."""
+
+    name: Literal["simper"] = "simper"
+
+
+class KTO(Offline):
+    """Compares each trajectory with the mean log-ratio."""
+
+    name: Literal["kto"] = "kto"
+    beta: Positive = 0.1
+    weight_correct: NonNegative = 1.0
+    weight_incorrect: NonNegative = 1.0
+
+
+class AStarPO(Offline):
+    """Regression of the log-ratio on the advantage."""
+
+    name: Literal["a_star_po"] = "a_star_po"
+    beta1: Positive = 0.5
+    """Temperature of the optimal value's estimate."""
+    beta2: Positive = 1e-3
+    """Factor of the log-ratio."""
+
+
+class OffRL(Offline):
+    """REINFORCE on each trajectory's length-normalised probability."""
+
+    name: Literal["off_rl"] = "off_rl"
+    kl_coefficient: NonNegative = 0.0
+    """Factor of the forward KL(reference || policy), exact over the vocabulary. fpa.txt B.6 uses 0.04."""
+    kl_aggregation: Literal["sequence_sum", "token_mean"] = "sequence_sum"
+    """sequence_sum: sum over each trajectory, then mean over trajectories, as in fpa.txt Eq. 31. token_mean: mean over
+    all tokens."""
+    reference: Literal["recompute", "cached_hidden"] = "recompute"
+    """The source of the reference's distribution. recompute: a forward pass in each step. cached_hidden: hidden states
+    on disk."""
+    reference_cache: str | None = None
+    """Folder of those hidden states; it is created if missing. None: a folder of the run."""
+
+    @property
+    def compares_distributions(self) -> bool:
+        return self.kl_coefficient > 0
+
+    @model_validator(mode="after")
+    def _check_reference(self):
+        if self.differs("kl_aggregation") and not self.kl_coefficient:
+            raise at("kl_aggregation", "does nothing while kl_coefficient is 0")
+        if self.differs("reference") and not self.compares_distributions:
+            raise at("reference", f"does nothing: {self.name} needs no distribution while kl_coefficient is 0")
+        if self.reference_cache and self.reference != "cached_hidden":
+            raise at("reference_cache", "does nothing unless reference is cached_hidden")
+        return self
+
+
+class FPA(OffRL):
+    """Off-RL weighted by an extrapolation of the policy."""
+
+    name: Literal["fpa"] = "fpa"
+    extrapolation: NonNegative = 1.0
+    """lambda: how far the policy is extrapolated away from the reference. 0 is Off-RL."""
+    fpa_on: Literal["both", "correct", "incorrect"] = "both"
+    """Trajectories weighted by the extrapolated policy; the others are weighted by the current one."""
+
+    @property
+    def compares_distributions(self) -> bool:
+        return True
+
+
+OFFLINE: dict[str, tuple[type[Algorithm], str]] = {
+    # algorithm.name: (section, MODULE.CLASS of its objective under objectives/)
+    "sft": (SFT, "sft.SFT"),
+    "rft": (RFT, "sft.RFT"),
+    "dpo": (DPO, "offline.pairs.DPO"),
+    "rpo": (RPO, "offline.pairs.RPO"),
+    "ipo": (IPO, "offline.pairs.IPO"),
+    "simpo": (SimPO, "offline.pairs.SimPO"),
+    "simper": (SimPER, "offline.pairs.SimPER"),
+    "kto": (KTO, "offline.kto.KTO"),
+    "a_star_po": (AStarPO, "offline.a_star_po.AStarPO"),
+    "off_rl": (OffRL, "offline.fpa.OffRL"),
+    "fpa": (FPA, "offline.fpa.FPA"),
+}

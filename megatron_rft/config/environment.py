@@ -1,0 +1,143 @@
+"""The section `environment`: what answers the policy between its turns. No torch."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_rft.config.messages import at
+from megatron_rft.config.sections import Count, Positive, Section
+
+
+class Base(Section):
+    kind: str
+    """own: your class. tools: your functions. python: a sandbox for the policy's programs. gymnasium, textarena: an
+    environment of that library. bfcl: BFCL's tasks of several turns."""
+    max_turns: Count = 8
+    """Turns of the policy in an episode."""
+    turn_tokens: Count | None = None
+    """Tokens of one turn; an episode ends with a turn that reaches them. rollout.max_response_tokens limits the whole
+    episode, with the environment's tokens. None: only that limit."""
+    turn_timeout_s: Positive = 30.0
+    """Seconds for an answer of the environment. A later one drops the episode."""
+    processes: Count = 4
+    """Processes of each rank with an engine, in which the environments are. Each answers one episode at a time."""
+
+    roles: ClassVar[tuple[str, ...]] = ("user",)  # of the messages between turns
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.kind
+
+    @property
+    def calls(self) -> bool:
+        """Whether the policy calls functions."""
+        return "tool" in self.roles
+
+    @property
+    def code(self) -> list[str]:
+        """The user's code that it names."""
+        return []
+
+    def own_options(self) -> dict[str, Any]:
+        """What the process of an environment gets: the kind and its own options."""
+        return {"kind": self.kind} | {k: v for k, v in self.model_dump().items() if k not in Base.model_fields}
+
+
+class Own(Base):
+    kind: Literal["own"]
+    episode: str
+    """my_file.py:Class (relative to the working directory) or my_module:Class, an `Environment` (docs/agents.md)."""
+
+    @property
+    def name(self) -> str:
+        return self.episode.rpartition(":")[2]
+
+    @property
+    def code(self) -> list[str]:
+        return [self.episode]
+
+
+class Tools(Base):
+    roles = ("tool",)
+    kind: Literal["tools"]
+    functions: list[str] = Field(min_length=1)
+    """my_file.py:function or my_module:function: typed Python functions with a docstring that describes each argument.
+    The chat template shows them to the policy, and its calls run them."""
+
+    @field_validator("functions")
+    @classmethod
+    def _named_once(cls, functions: list[str]) -> list[str]:
+        names = [each.rpartition(":")[2] for each in functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two functions are called {name!r}, and the policy calls them by their names")
+        return functions
+
+    @property
+    def code(self) -> list[str]:
+        return self.functions
+
+
+class Python(Base):
+    roles = ("tool",)
+    kind: Literal["python"]
+    timeout_s: Positive = 5.0
+    """Processor seconds of a program; twice that in elapsed time."""
+    memory_mb: Count = 1024
+    """Address space of a program."""
+    without_container: bool = False
+    """Run programs even if no container works. They can then read this machine's files."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.turn_timeout_s < 2 * self.timeout_s:
+            raise at(
+                "turn_timeout_s", f"{self.turn_timeout_s:g} s is less than a program may take, 2 x {self.timeout_s:g} s"
+            )
+        return self
+
+
+class LibraryGame(Base):
+    kind: Literal["gymnasium", "textarena"]
+    id: str
+    """The environment's name in the library, for example FrozenLake-v1 or GuessTheNumber-v0-raw."""
+    options: dict[str, Any] = {}
+    """Arguments for the library's `make`."""
+
+    @property
+    def name(self) -> str:
+        return self.id
+
+
+class Bfcl(Base):
+    roles = ("tool", "user")
+    kind: Literal["bfcl"]
+
+
+AnyEnvironment = Own | Tools | Python | LibraryGame | Bfcl
+ENVIRONMENTS = {  # by `environment.kind`
+    "own": Own,
+    "tools": Tools,
+    "python": Python,
+    "gymnasium": LibraryGame,
+    "textarena": LibraryGame,
+    "bfcl": Bfcl,
+}
+
+
+def check(environment: Base, longest: int, evaluates: bool, refines: bool) -> None:
+    """Refuse what does nothing or does not work. `longest`: rollout.max_response_tokens."""
+    if environment.turn_tokens and environment.turn_tokens >= longest:
+        raise at(
+            "environment.turn_tokens",
+            f"{environment.turn_tokens} does nothing: rollout.max_response_tokens, {longest}, limits the whole episode",
+        )
+    if refines:
+        raise at(
+            "environment",
+            "does not work with a dynamic constraint: a refined response would have the environment's answers to "
+            "another response. Set constraint to null",
+        )
+    if not evaluates:
+        raise at("environment", "does nothing: this run samples no responses")

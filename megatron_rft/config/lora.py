@@ -1,0 +1,60 @@
+"""The section `lora`: train low-rank adapters of a frozen model."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from megatron_rft.config.sections import Count, Positive, Section, Share
+
+TARGETS = {  # Hugging Face's modules
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+class Lora(Section):
+    """Names and meaning are those of PEFT's LoraConfig: r, lora_alpha, lora_dropout, use_rslora."""
+
+    rank: Count = 16
+    """Columns of each adapter's B and rows of its A."""
+    alpha: Positive = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+    targets: Annotated[list[Literal[*TARGETS]], Field(min_length=1)] = list(TARGETS)  # pyright: ignore[reportInvalidTypeForm]
+    """Layers with adapters. attention: q_proj, k_proj, v_proj, o_proj. mlp: gate_proj, up_proj, down_proj."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that a larger rank does not learn more slowly."""
+    dropout: Share = 0.0
+    """Share of the adapter's inputs that are zero in training. Log-probs before the step are computed without it."""
+    path: str | None = None
+    """A folder in PEFT's format to start from: adapters of this model with the same options. None: A is random and B
+    zero, so that training starts from the model itself."""
+
+    sync: Literal["merged", "adapters"] = "merged"
+    """What the engine gets. merged: W + s B A, rounded to its dtype. adapters: W once and then A and s B alone; vLLM
+    adds B A x itself, so that nothing of a small change is rounded away. Needs rollout.placement process."""
+
+    @field_validator("targets")
+    @classmethod
+    def _once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"names a target twice: {', '.join(value)}")
+        return value
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    @classmethod
+    def of_peft(cls, config: dict[str, Any]) -> "Lora":
+        """The options of PEFT's adapter_config.json. Raises ValueError for adapters of other modules, and KeyError."""
+        modules = set(config["target_modules"])
+        targets = [name for name, its in TARGETS.items() if modules.issuperset(its)]
+        if modules != {module for name in targets for module in TARGETS[name]}:
+            raise ValueError(f"target_modules {sorted(modules)} are not those of {' and '.join(TARGETS)}")
+        scale = {"rank": config["r"], "alpha": config["lora_alpha"], "use_rslora": config.get("use_rslora", False)}
+        return cls(**scale, targets=targets)
+
+    def peft(self) -> dict[str, Any]:
+        """The fields of PEFT's adapter_config.json that must agree."""
+        modules = sorted(module for target in self.targets for module in TARGETS[target])
+        return {"r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.use_rslora, "target_modules": modules}

@@ -1,0 +1,45 @@
+"""The plug-ins around an online algorithm, sections pipo and distil, and the options of a distillation's teacher."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rft.config.messages import at
+from megatron_rft.config.sections import Positive, Section, ShareOrAll
+
+Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
+
+
+class Teaching(Section):
+    teacher: str
+    """Folder or hub name of the teacher: any size and family, with the model's tokenizer."""
+    divergence: Divergence = "reverse_kl"
+    """reverse_kl: KL(student || teacher). forward_kl: KL(teacher || student). jsd: the Jensen-Shannon divergence. Exact
+    over the vocabulary."""
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """jsd: the teacher's share of the mixture."""
+
+    @model_validator(mode="after")
+    def _check_divergence(self):
+        if self.differs("jsd_beta") and self.divergence != "jsd":
+            raise at("jsd_beta", f"does nothing with divergence {self.divergence}")
+        return self
+
+
+class Distil(Teaching):
+    coefficient: Positive = 1.0
+    """Of the mean divergence per token, which is added to the algorithm's loss."""
+
+
+class PIPO(Section):
+    window: Annotated[int, Field(ge=2)] = 8
+    """Number of previous batch means against which the improvement is measured."""
+    rectification: ShareOrAll = 0.1
+    """Factor of a negative improvement."""
+    learning_rate: Positive = 1e-6
+    """Learning rate of the verification step."""
+    xi_max: Positive = 10.0
+    """The improvement is clipped to ± this."""
+    optimizer_state: Literal["shared", "own"] = "shared"
+    """Adam's moments in the verification step. shared: those of the policy's steps. own: a second set, which takes as
+    much memory again."""

@@ -1,0 +1,346 @@
+"""The recipes of the four trainers, and the sections that differ between them. No torch.
+
+A section that a trainer has without some option is a subclass with `option: ClassVar = value`. The option cannot be
+written then, and code that all trainers share reads the value.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter, model_validator
+
+from megatron_rft.config import sections as s
+from megatron_rft.config.algorithms import SECTIONS
+from megatron_rft.config.algorithms.base import Algorithm, Online
+from megatron_rft.config.algorithms.offline import FPA, SFT, Offline
+from megatron_rft.config.algorithms.online import GRPO
+from megatron_rft.config.constraint import DynamicOptions, into_algorithm
+from megatron_rft.config.messages import at
+from megatron_rft.config.one_of import OneOf
+from megatron_rft.config.recipe import Recipe
+
+CORRECT = (
+    "Set algorithm.importance to truncated or masked (importance weights), or algorithm.old_logprobs to rollout (the "
+    "ratio is then relative to the policy that sampled)"
+)
+ON_POLICY = (
+    "does nothing where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
+    "algorithm.mini_batch_prompts or algorithm.epochs"
+)
+ROUNDED = "the engine rounds, so it samples from another policy than the trainer's, and nothing corrects for it."
+
+
+def one_of(trainer: str, default: str) -> OneOf:
+    return OneOf("name", {name: each for name, each in SECTIONS.items() if each.trainer == trainer}, default)
+
+
+# ---- rl: sample, grade, learn
+
+
+class OnlineRun(s.Run):
+    steps: s.Count  # pyright: ignore[reportGeneralTypeIssues]
+    """Training steps, each with a sampled batch."""
+    epochs: ClassVar[None] = None
+
+
+class OnlineRecipe(Recipe):
+    trainer: Literal["rl"] = "rl"
+    run: OnlineRun
+    algorithm: Annotated[Online, one_of("rl", "grpo")] = GRPO()
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the losses correct for responses sampled by another policy than the trained one. A loss without a
+        ratio needs no correction, but PIPO's verification step has a ratio."""
+        return self.algorithm.corrects_sampling or not (self.algorithm.has_ratio or self.pipo)
+
+    @property
+    def one_step(self) -> bool:
+        """Whether a sampled batch gets one policy step."""
+        prompts, algorithm = self.rollout.prompts_per_step, self.algorithm
+        return (algorithm.mini_batch_prompts or prompts) == prompts and algorithm.epochs == 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_kl(cls, value: Any):
+        return into_algorithm(value) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _check_online(self):
+        algorithm = self.algorithm
+        if self.constraint:
+            self._check_constraint()
+        measured = self.constraint and (self.constraint.refines or self.constraint.kl_every)
+        if self.model.reference and not (measured or algorithm.uses_reference):
+            raise at("model.reference", "does nothing without a KL to it: algorithm.kl_coefficient is 0 or missing")
+        if not algorithm.of_user:  # training/user_algorithm.py checks a user's class
+            self._check_critic()
+        if self.critic and self.critic.warmup_steps >= self.run.steps:
+            raise at(
+                "critic.warmup_steps",
+                f"{self.critic.warmup_steps} leaves the policy no step: the run has {self.run.steps}",
+            )
+        self._check_teaching()
+        if not self.pipo:
+            self._check_ratio()
+        if self.rollout.top_k and self.refines:
+            why = "does not go with constraint.kind dynamic: refined responses were not sampled from the kept tokens"
+            raise at("rollout.top_k", why)
+        if self.rollout.staleness:
+            self._check_staleness()
+        if (rounding := self.vllm.rounding) and not self.corrects:
+            raise at(f"vllm.{rounding}", f"{ROUNDED} {CORRECT}")
+        for key in ("engine_start_s", "engine_silence_s"):
+            if self.rollout.placement == "colocated" and self.faults.differs(key):
+                raise at(f"faults.{key}", "does nothing with rollout.placement colocated")
+        self._check_mismatch()
+        return self
+
+    def _check_teaching(self):
+        name = self.algorithm.name
+        if self.distil and self.algorithm.compares_distributions:
+            raise at("distil", f"the loss of {name} with these options compares with another distribution already")
+        if self.pipo and not self.algorithm.uses_rewards:
+            raise at("pipo", f"verifies by rewards, and {name} uses none")
+        if self.reward.kind == "none" and self.algorithm.uses_rewards:
+            raise at("reward.kind", f"none: {name} learns from rewards")
+        for key in ("validation", "test") if self.reward.kind == "none" else ():
+            if getattr(self.data, key):
+                raise at(f"data.{key}", "does nothing with reward.kind none: nothing grades the responses")
+
+    def _check_critic(self):
+        name, needed = self.algorithm.name, self.algorithm.needs_critic
+        if self.critic and not needed:
+            raise at("critic", f"does nothing with algorithm {name}, which has no value model: set it to null")
+        if needed and not self.critic:
+            how = "Give at least critic.lr, e.g. 1e-5"
+            raise at("critic", f"is missing: {name} trains a separate value model. {how}")
+
+    def _check_constraint(self):
+        constraint = self.constraint
+        if not self.algorithm.takes_constraint:
+            raise at("constraint", f"is for methods with rewards, and the loss of {self.algorithm.name} has none")
+        if not isinstance(constraint, DynamicOptions):
+            return
+        constraint.template_text(self.reward.kind)
+        if constraint.agreeing and not self.algorithm.leaves_groups_out:
+            raise at(
+                "constraint.agreeing", f"does nothing: with these options {self.algorithm.name} leaves no group out"
+            )
+        if constraint.first and constraint.first >= self.rollout.group_size:
+            raise at("constraint.first", f"does nothing: rollout.group_size is {self.rollout.group_size}")
+
+    def _check_staleness(self):
+        stale = self.rollout.staleness
+        if self.rollout.placement == "colocated":
+            raise at(
+                "rollout.staleness",
+                f"{stale}: an engine in the rank's process cannot generate while the rank trains. Set "
+                "rollout.placement to process or server",
+            )
+        if not self.corrects:
+            raise at(
+                "rollout.staleness",
+                f"{stale}: responses come from older weights, and nothing corrects for it. {CORRECT}",
+            )
+
+    def _check_mismatch(self):
+        """Refuse options of the train-inference mismatch if the run does not measure it."""
+        why = None
+        if self.rollout.staleness:
+            why = "rollout.staleness: responses come from older weights"
+        elif self.algorithm.old_logprobs == "rollout":
+            why = "algorithm.old_logprobs rollout: the trainer computes no log-probs to compare"
+        elif not (self.algorithm.uses_old_logprobs or self.one_step or self.pipo):
+            why = f"several steps of {self.algorithm.name} for a batch: no pass comes before the first"
+        for key in ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch"):
+            if why and self.faults.differs(key):
+                raise at(f"faults.{key}", f"does nothing with {why}")
+
+    def _check_ratio(self):
+        """Refuse options of the ratio and its clip if there is no ratio or it is always 1."""
+        algorithm = self.algorithm
+        on_policy = self.one_step and algorithm.old_logprobs == "recompute"
+        clips = ("clip_low", "clip_high", "dual_clip")
+        if algorithm.has_ratio:
+            self._refuse(clips if on_policy else (), ON_POLICY)
+            return
+        weighted = algorithm.differs("importance_cap")
+        self._refuse(("importance_cap",) if on_policy else (), ON_POLICY)
+        why = f"does nothing without pipo: the loss of {algorithm.name} has no ratio"
+        self._refuse(clips if weighted else (*clips, "old_logprobs"), why)
+
+    def _refuse(self, keys: tuple[str, ...], why: str):
+        for key in keys:
+            if self.algorithm.differs(key):
+                raise at(f"algorithm.{key}", why)
+
+
+# ---- sft and offline: learn from what is given
+
+
+class RolloutOfOneEngine(s.Rollout):
+    """Where no policy trains on what each rank's engine samples."""
+
+    placement: ClassVar[str] = "colocated"
+    processes: ClassVar[None] = None
+    servers: ClassVar[list] = []
+    staleness: ClassVar[int] = 0
+    prompts_per_step: ClassVar[int] = 32  # the plan's estimate of an evaluation's batch
+    top_k: ClassVar[int] = 0  # a store does not hold the tokens that the engine kept
+    top_p: ClassVar[float] = 1.0
+    min_p: ClassVar[float] = 0.0
+
+
+class EvaluationRollout(RolloutOfOneEngine):
+    """For evaluations, which have their own number of samples and temperature."""
+
+    group_size: ClassVar[int] = 8
+    temperature: ClassVar[float] = 1.0  # of the trainer's log-probs
+
+
+class GivenBatching(s.Batching):
+    skip_zero_advantages: ClassVar[str] = "auto"
+
+
+class SFTBatching(GivenBatching):
+    forward_only_tokens: ClassVar[None] = None
+
+
+class SFTModel(s.Model):
+    reference: ClassVar[None] = None
+
+
+class GivenTracking(s.Tracking):
+    sampled_steps: ClassVar[int] = 0
+
+
+class GivenFaults(s.Faults):
+    engine_start_s: ClassVar[float] = 600.0
+    engine_silence_s: ClassVar[float] = 300.0
+    mismatch_kl: ClassVar[None] = None
+    mismatch_share: ClassVar[None] = None
+    mismatch_max: ClassVar[None] = None
+    on_mismatch: ClassVar[str] = "warn"
+    compare_weights_every: ClassVar[int] = 0
+
+
+class OfflineEvaluation(s.Evaluation):
+    patience: s.Count | None = None
+    """Training ends after this many evaluations without a new best pass@1. None: it runs to its last step."""
+
+
+class GivenRecipe(Recipe):
+    batching: GivenBatching = GivenBatching()
+    rollout: EvaluationRollout = EvaluationRollout()
+    tracking: GivenTracking = GivenTracking()
+    faults: GivenFaults = GivenFaults()
+    critic: ClassVar[None] = None
+    distil: ClassVar[None] = None
+    pipo: ClassVar[None] = None
+    constraint: ClassVar[None] = None
+
+    @model_validator(mode="after")
+    def _check_length(self):
+        if (self.run.steps is None) == (self.run.epochs is None):
+            fix = ": set one of them to null" if self.run.steps else ""
+            raise at("run.steps", f"trainer {self.trainer} needs either run.steps or run.epochs, and not both{fix}")
+        if self.rollout.offload_trainer and not (self.validates or self.data.test):
+            raise at("rollout.offload_trainer", "does nothing without an engine, and nothing is evaluated")
+        return self
+
+
+class SFTRecipe(GivenRecipe):
+    trainer: Literal["sft"] = "sft"
+    model: SFTModel
+    batching: SFTBatching = SFTBatching()
+    algorithm: Annotated[Algorithm, one_of("sft", "sft")] = SFT()
+
+
+class OfflineRecipe(GivenRecipe):
+    trainer: Literal["offline"] = "offline"
+    evaluation: OfflineEvaluation = OfflineEvaluation()
+    algorithm: Annotated[Offline, one_of("offline", "fpa")] = FPA()
+
+    @property
+    def validates(self) -> bool:
+        return self.evaluation.every > 0  # on the held-out problems of the store, if nothing else is given
+
+    @model_validator(mode="after")
+    def _check_store(self):
+        if self.evaluation.patience and not self.evaluation.every:
+            raise at("evaluation.patience", "does nothing while evaluation.every is 0")
+        if self.data.validation and not self.evaluation.every:
+            raise at("data.validation", "does nothing while evaluation.every is 0")
+        for key in type(self.data.train).model_fields:
+            if key != "path" and self.data.train.differs(key):
+                raise at(
+                    f"data.train.{key}", "does nothing with a store of trajectories: generate one with this option"
+                )
+        if self.data.limit:
+            raise at(
+                "data.limit", "does nothing with a store of trajectories: set data.validation.limit, data.test.limit"
+            )
+        for key in ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field"):
+            if self.data.differs(key) and not (self.data.test or self.data.validation):
+                why = "does nothing without data.test or data.validation: the trajectories have their prompts"
+                raise at(f"data.{key}", why)
+        return self
+
+
+# ---- generate: sample and grade once
+
+
+class GenerateRun(s.Run):
+    steps: ClassVar[None] = None
+    epochs: ClassVar[None] = None
+
+
+class GenerateModel(SFTModel):
+    initialise: ClassVar[str] = "pretrained"
+
+
+class GenerateData(s.Data):
+    validation: ClassVar[None] = None
+    test: ClassVar[None] = None
+    shuffle: ClassVar[bool] = False
+
+
+class GenerateRollout(RolloutOfOneEngine):
+    offload_trainer: ClassVar[bool] = False
+
+
+class Generation(s.Section):
+    """Options of the trajectory store that trainer generate writes into run.output_dir."""
+
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the kept problems that is held out for validation."""
+    problems_per_shard: s.Count = 64
+    """Problems that are sampled together and written into one file. A killed worker loses at most one such shard."""
+
+
+class GenerateRecipe(Recipe):
+    trainer: Literal["generate"] = "generate"
+    run: GenerateRun
+    model: GenerateModel
+    lora: ClassVar[None] = None
+    megatron: ClassVar[s.Megatron] = s.Megatron()
+    optimizer: ClassVar[s.Optimizer] = s.Optimizer()
+    batching: ClassVar[s.Batching] = s.Batching()
+    data: GenerateData
+    rollout: GenerateRollout = GenerateRollout()
+    algorithm: ClassVar[Algorithm] = SFT()
+    critic: ClassVar[None] = None
+    distil: ClassVar[None] = None
+    pipo: ClassVar[None] = None
+    constraint: ClassVar[None] = None
+    evaluation: ClassVar[s.Evaluation] = s.Evaluation()
+    checkpoint: ClassVar[s.Checkpoint] = s.Checkpoint()
+    tracking: ClassVar[s.Tracking] = s.Tracking()
+    faults: ClassVar[s.Faults] = s.Faults()
+    generation: Generation = Generation()
+
+
+TRAINERS = {"rl": OnlineRecipe, "sft": SFTRecipe, "offline": OfflineRecipe, "generate": GenerateRecipe}
+WHOLE = OneOf("trainer", TRAINERS, "rl")
+validate = TypeAdapter(Annotated[Recipe, WHOLE]).validate_python
+"""The recipe of a mapping of its sections."""

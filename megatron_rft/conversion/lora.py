@@ -1,0 +1,100 @@
+"""The tensors of LoRA adapters by Hugging Face's names, and their folders in PEFT's format.
+
+A folder has adapter_model.safetensors, whose names are those of `shapes` after a prefix, adapter_config.json, and
+base.json with the fingerprint of the model that the adapters were trained on.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rft.config.lora import TARGETS, Lora
+from megatron_rft.families import hf_shapes
+from megatron_rft.utils.errors import DataError
+from megatron_rft.utils.files import replacing, write_atomically
+
+Lookup = Callable[[str], Tensor]
+PREFIX = "base_model.model."
+TENSORS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
+
+
+def shapes(hf_config: Any, options: Lora) -> dict[str, tuple[int, int]]:
+    """HF name -> shape of every A [rank, in] and B [out, rank]."""
+    modules = {f"{module}.weight" for target in options.targets for module in TARGETS[target]}
+    found = {}
+    for name, shape in hf_shapes(hf_config).items():
+        layer, _, module = name.removesuffix(".weight").rpartition(".")
+        if f"{module}.weight" in modules and name.endswith(".weight") and ".experts." not in name:
+            found[f"{layer}.{module}.lora_A.weight"] = (options.rank, shape[1])
+            found[f"{layer}.{module}.lora_B.weight"] = (shape[0], options.rank)
+    return found
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], options: Lora, base: str, fingerprint: str) -> None:
+    """Write adapters to `folder`. `base`: where PEFT looks for the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / TENSORS) as new:
+        save_file({PREFIX + name: tensor.contiguous() for name, tensor in tensors}, new, metadata={"format": "pt"})
+    config = options.peft() | {"lora_dropout": options.dropout, "base_model_name_or_path": base}
+    config |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+    write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
+    write_atomically(folder / BASE, json.dumps({"fingerprint": fingerprint}) + "\n")
+
+
+def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Lookup:
+    """A lookup of the adapters in `folder` by HF name.
+
+    Raises:
+        DataError: the folder has adapters of another model, or other adapters than `options` says.
+    """
+    config = read_config(folder)
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{folder} is no folder of adapters in PEFT's format: {error}") from None
+    if (folder / BASE).is_file() and json.loads((folder / BASE).read_text())["fingerprint"] != fingerprint:
+        raise DataError(f"the adapters in {folder} were trained on another model than the one given")
+    for key, wanted in options.peft().items():
+        found = config.get(key)
+        found = sorted(found) if isinstance(found, list) else found
+        if found != wanted:
+            raise DataError(f"{folder} has {key} {found}, and this recipe's `lora` means {wanted}")
+    found = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    for name, shape in (expected := shapes(hf_config, options)).items():
+        if name not in found or found[name].shape != shape:
+            what = f"has shape {tuple(found[name].shape)} instead of {shape}" if name in found else "is missing"
+            raise DataError(f"the adapters in {folder} are not of this model: {name} {what}")
+    if more := found.keys() - expected.keys():
+        raise DataError(f"{folder} also has {min(more)}, which is no adapter of these options")
+    return found.__getitem__
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return {"use_rslora": False} | json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} is no folder of adapters in PEFT's format: {error}") from None
+
+
+class Merged:
+    """The weights of a model with its adapters, by HF name: W + s B A, added in fp32 and rounded once to `dtype`, by
+    default that of W. `base`, `adapters`: lookups."""
+
+    def __init__(self, base: Lookup, adapters: Lookup, options: Lora, dtype: torch.dtype | None = None):
+        self.base, self.adapters, self.options, self.dtype = base, adapters, options, dtype
+        self.modules = {module for target in options.targets for module in TARGETS[target]}
+
+    def __call__(self, name: str) -> Tensor:
+        weight = self.base(name)
+        weight = weight.to(self.dtype or weight.dtype)
+        module = name.removesuffix(".weight")
+        if module == name or module.rpartition(".")[2] not in self.modules or ".experts." in name:
+            return weight
+        a, b = (self.adapters(f"{module}.lora_{part}.weight").float() for part in "AB")
+        return (weight.float() + self.options.scale * (b @ a)).to(weight.dtype)

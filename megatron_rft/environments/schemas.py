@@ -1,0 +1,55 @@
+"""Describes the functions that an environment offers, for the chat template."""
+
+import importlib.util
+from typing import Any
+
+from megatron_rft.config.environment import AnyEnvironment, Python, Tools
+from megatron_rft.environments.tools import OPTION
+from megatron_rft.utils import user_code
+from megatron_rft.utils.errors import ConfigError
+
+PYTHON = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs a Python program. Returns what it prints.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program."}},
+            "required": ["code"],
+        },
+    },
+}
+LIBRARIES = {  # by kind: the module, and what installs it
+    "gymnasium": ("gymnasium", "'megatron-rft[games]'"),
+    "textarena": ("textarena", "'megatron-rft[games]'"),
+    "bfcl": ("bfcl_eval", "--no-deps bfcl-eval==2026.3.23"),
+}
+
+
+def schemas(environment: AnyEnvironment) -> tuple[dict[str, Any], ...]:
+    """The JSON schemas of the functions that an environment offers.
+
+    Raises:
+        ConfigError: a function lacks a type or a description; or the library of the environment is not there.
+    """
+    module, install = LIBRARIES.get(environment.kind, (None, ""))
+    if module and not importlib.util.find_spec(module):
+        raise ConfigError(f"environment.kind: {module} is not installed: pip install {install}")
+    if isinstance(environment, Python):
+        return (PYTHON,)
+    return tuple(map(_schema, environment.functions)) if isinstance(environment, Tools) else ()
+
+
+def _schema(named: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(user_code.load(named, OPTION))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{OPTION}: {named} cannot be described to the policy: {error}. It needs a type for each argument and a "
+            'docstring with a line "name: description" for each under "Args:"'
+        ) from None

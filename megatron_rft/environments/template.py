@@ -1,0 +1,118 @@
+"""The environment's tokens: its text is tokenised once, in its place in the chat template.
+
+The template renders [user, assistant: MARK, messages ...]. What follows MARK are the tokens after a turn, less the
+token that the policy ended its turn with. Rendering the new messages alone would lose what the template writes between
+two turns (in ChatML a newline), and tokenising the whole conversation again would change the policy's tokens. Messages
+are rendered together, because templates join the answers of several tools. What follows MARK begins with a special
+token, so its tokens do not depend on the text before it.
+
+A prompt that was not made by the chat template is followed by the plain text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+from megatron_rft.environments.base import Message
+from megatron_rft.records import Prompt
+from megatron_rft.utils.errors import ConfigError, DataError, first_line
+
+MARK = "MARK7391"
+THOUGHT = "<think>\nhm\n</think>\n\n5"
+TEMPLATE = "the tokenizer's chat template"
+
+
+@dataclass(frozen=True)
+class Template:
+    """`variables`: those of the recipe (data.chat_template_kwargs). `stops`: tokens that end a turn."""
+
+    tokenizer: Any
+    stops: tuple[int, ...]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    lock: Any = field(default_factory=Lock)  # a fast tokenizer does not allow every use by two threads
+
+    def applies(self, prompt: Prompt) -> bool:
+        """Whether the chat template made the prompt."""
+        return self.tokenizer.chat_template is not None and prompt.text.endswith(self._to_answer)
+
+    def after_turn(self, prompt: Prompt, said: str | list[Message], last: int) -> list[int]:
+        """The tokens between a turn that ended with the token `last` and the next one. If `last` is another stop token
+        than the template's, the template's follows it."""
+        with self.lock:
+            if not self.applies(prompt):
+                return self._encoded(plain(said))
+            marked = [{"role": "user", "content": "u"}, {"role": "assistant", "content": MARK}]
+            ids = self._encoded(self._rest([*marked, *messages(said)]))
+            return ids[1:] if ids[0] == last else ids
+
+    def opened(self, prompt: Prompt, said: str | list[Message]) -> tuple[int, ...]:
+        """The prompt's tokens with messages after the problem."""
+        with self.lock:
+            if not self.applies(prompt):
+                return (*prompt.token_ids, *self._encoded(plain(said)))
+            end = self._encoded(self._to_answer)
+            if list(prompt.token_ids[-len(end) :]) != end:
+                raise DataError(f"problem {prompt.index}: its prompt does not end with the tokens of {TEMPLATE}'s end")
+            rest = self._rest([{"role": "user", "content": MARK}, *messages(said)])
+            return (*prompt.token_ids[: -len(end)], *self._encoded(rest))
+
+    def check(self, role: str) -> list[str]:
+        """Check, before anything is generated, that the template can show messages of `role` between turns. Returns
+        notes for the log.
+
+        Raises:
+            ConfigError: it cannot; or turns do not end where the template ends them.
+        """
+        if self.tokenizer.chat_template is None:
+            return []
+        asked = [{"role": "user", "content": "u"}]
+        answered = [*asked, {"role": "assistant", "content": MARK}, {"role": role, "content": "t"}]
+        try:
+            first = self._encoded(self._rest(answered))[0]
+            kept = self._rendered([*asked, {"role": "assistant", "content": THOUGHT}, *answered[2:]])
+        except DataError as error:
+            raise ConfigError(f"environment: {error}; set model.tokenizer to one whose template takes it") from None
+        if first not in self.stops:
+            end = self.tokenizer.decode([first])
+            raise ConfigError(
+                f"rollout.stop: {TEMPLATE} ends a turn with {end!r}, and responses do not end there: add it to "
+                "rollout.stop"
+            )
+        if kept.startswith(self._rendered(asked, generate=True) + THOUGHT):
+            return []
+        return [
+            f"{TEMPLATE} shows an earlier turn otherwise than it was written when a message of role {role} follows it "
+            "(it drops thinking or adds to it): episodes keep every token as it was sampled"
+        ]
+
+    @cached_property
+    def _to_answer(self) -> str:
+        """What the template writes between a question and its answer."""
+        return self._rest([{"role": "user", "content": MARK}])
+
+    def _rest(self, conversation: list[Message]) -> str:
+        parts = self._rendered(conversation, generate=True).split(MARK)
+        if len(parts) != 2:
+            raise DataError(f"{TEMPLATE} shows a message {len(parts) - 1} times, and it must show it once")
+        return parts[1]
+
+    def _rendered(self, conversation: list[Message], generate: bool = False) -> str:
+        apply = self.tokenizer.apply_chat_template
+        try:
+            return apply(conversation, tokenize=False, add_generation_prompt=generate, **self.variables)
+        except Exception as error:  # a template is a program: it refuses roles by an exception
+            roles = ", ".join(each["role"] for each in conversation)
+            raise DataError(f"{TEMPLATE} fails on a conversation of {roles} ({first_line(error)})") from None
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def messages(said: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+
+
+def plain(said: str | list[Message]) -> str:
+    return "\n".join(message["content"] for message in messages(said))

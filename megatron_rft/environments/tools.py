@@ -1,0 +1,53 @@
+"""An environment of functions: the policy's turn calls some, and their results are messages of the role tool.
+
+A turn without a call ends the episode: it is the answer. What a wrong call raises is shown to the policy, as is a call
+that cannot be read.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rft.environments.base import Environment, Message, Turn
+from megatron_rft.rewards.tools.calls import Call, Malformed, tool_calls
+from megatron_rft.utils import user_code
+
+OPTION = "environment.functions"
+MOST_CALLS = 16  # of one turn
+
+
+class ToolEnvironment(Environment):
+    def __init__(self, functions: dict[str, Callable[..., Any]]):
+        self.functions = functions
+
+    @staticmethod
+    def shared(functions: list[str]) -> dict[str, Any]:
+        """The arguments of each environment, made once for the process."""
+        return {"functions": {name.rpartition(":")[2]: user_code.load(name, OPTION) for name in functions}}
+
+    def step(self, text: str) -> Turn:
+        try:
+            calls = tool_calls(text)
+        except (Malformed, RecursionError) as error:
+            return Turn([answer(f"error: {error}")])
+        if not calls:
+            return Turn(done=True)
+        if len(calls) > MOST_CALLS:
+            return Turn([answer(f"error: {len(calls)} calls, and {MOST_CALLS} are allowed in a turn")])
+        return Turn([answer(self.result(call)) for call in calls])
+
+    def result(self, call: Call) -> str:
+        if call.name not in self.functions:
+            return f"error: there is no function {call.name}. There are: {', '.join(self.functions)}"
+        try:
+            return as_text(self.functions[call.name](**call.arguments))
+        except Exception as error:  # of the policy's arguments
+            return f"error: {type(error).__name__}: {error}"
+
+
+def answer(text: str) -> Message:
+    return {"role": "tool", "content": text}
+
+
+def as_text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -1,0 +1,122 @@
+"""What a model's configuration may not say, because megatron-core's model would silently compute something else."""
+
+import json
+from typing import Any
+
+from megatron_rft.families.shapes import experts, first
+from megatron_rft.families.tables import EXPERT_BIAS, QKV_BIAS, family_of
+
+READ_BY = {  # options, and the families whose own code reads them
+    "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe"},
+    "use_qk_norm": {"glm4_moe"},
+    "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
+    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+    "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
+    "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # types that change the frequencies and the scores' scale
+
+
+def rope(config: Any) -> dict[str, Any]:
+    """The rotary embedding's parameters, in transformers' words, from a config.json of any of its versions."""
+    found = dict(first(config, "rope_parameters", "rope_scaling", default={}))
+    found = {"rope_type": found.pop("type", "default"), "rope_theta": getattr(config, "rope_theta", None)} | found
+    return {"partial_rotary_factor": first(config, "partial_rotary_factor", default=1.0)} | found
+
+
+def why_unsupported(config: Any) -> str:
+    """The fields that cannot be represented; empty if there are none."""
+    c, family = config, family_of(config)
+    refused = []
+    for name, value in {"hidden_act": "silu", "swiglu_alpha": 1.702}.items():
+        if getattr(c, name, value) != value:
+            refused.append(f"{name} {getattr(c, name)!r} (only {value!r})")
+    refused += _unread(c) + _windows(c)
+    biases = ["mlp_bias", "attention_out_bias"] + (["attention_bias"] if not family.has(QKV_BIAS) else [])
+    refused += [f"{name}: true" for name in biases if getattr(c, name, False)]
+    refused += ["attention_bias: false"] if family.sinks and not first(c, "attention_bias", default=True) else []
+    if quantised := getattr(c, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        refused.append(f"weights quantised by {method} (save a bf16 copy of the model with transformers first)")
+    refused += _rotary(c)
+    refused += _router(c) if experts(c) else []
+    what = f"this {c.model_type} model's configuration cannot be represented: "
+    return what + "; ".join(refused) if refused else ""
+
+
+def _unread(c: Any) -> list[str]:
+    """Options that the family's own code does not read, where they say other than what it computes."""
+    family = family_of(c)
+    computed = {
+        "use_sliding_window": first(c, "sliding_window") is not None,
+        "use_qk_norm": family.qk_norm or family.latent,
+        "attention_bias": family.has(QKV_BIAS),
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 1.0,
+    }
+    said = {name: first(c, name) for name in computed} | {"partial_rotary_factor": rope(c)["partial_rotary_factor"]}
+    return [
+        f"{name}: {json.dumps(value)}, which the code of {c.model_type} models does not read: leave it out"
+        for name, value in said.items()
+        if value not in (None, computed[name]) and c.model_type not in READ_BY[name]
+    ]
+
+
+def _windows(c: Any) -> list[str]:
+    window, kinds = first(c, "sliding_window"), set(getattr(c, "layer_types", None) or ())
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    unknown -= {"linear_attention"} if family_of(c).gated else set()
+    if window is None and "sliding_attention" in kinds:
+        unknown |= {"sliding_attention without sliding_window"}
+    if c.model_type != "gpt_oss" and (kinds & {"sliding_attention"} or (window and c.model_type == "mistral")):
+        fix = "sliding_window to null" if c.model_type == "mistral" else "use_sliding_window to false"
+        return [f"sliding-window attention (set {fix} if the context fits in the window)"]
+    return [f"layer_types {', '.join(sorted(unknown))}"] if unknown else []
+
+
+def needs_sequence_parallel(config: Any) -> str:
+    """What of this model megatron-core splits over tensor-parallel ranks only beside sequence parallelism; or empty."""
+    if experts(config):
+        return "a mixture of experts"
+    return "latent attention" if family_of(config).latent else "a delta net" if family_of(config).gated else ""
+
+
+def whole_experts(config: Any) -> str:
+    """The reason why megatron-core cannot cut this model's experts; empty if it can."""
+    return "the model's experts have biases" if family_of(config).sinks else ""
+
+
+def whole_sequences(config: Any) -> str:
+    """The reason why this model's sequences can be neither cut by context parallelism nor share their prompts; empty if
+    they can."""
+    if family_of(config).gated:
+        return "the model's delta nets pass a state from token to token"
+    return "the model has attention sinks and windows" if family_of(config).sinks else ""
+
+
+def _rotary(c: Any) -> list[str]:
+    found, latent = rope(c), family_of(c).latent
+    kind, refused = found["rope_type"], []
+    if kind not in ROPE_TYPES:
+        refused.append(f"rope_type {kind!r} (only {', '.join(ROPE_TYPES)})")
+    scales = found.get("mscale"), found.get("mscale_all_dim")
+    if kind == "yarn" and latent and (not scales[0] or scales[0] != scales[1]):  # else q and k are scaled in part
+        refused.append(f"mscale {scales[0]} with mscale_all_dim {scales[1]} (only equal ones)")
+    if kind != "default" and found["partial_rotary_factor"] != 1.0:
+        refused.append(f"rope_type {kind!r} with partial_rotary_factor {found['partial_rotary_factor']}")
+    if latent and not first(c, "rope_interleave", default=True):
+        refused.append("rope_interleave: false")
+    return refused
+
+
+def _router(c: Any) -> list[str]:
+    refused = []
+    if family_of(c).has(EXPERT_BIAS) and not first(c, "norm_topk_prob", default=True):
+        refused.append("norm_topk_prob: false with a sigmoid router")
+    if (method := getattr(c, "topk_method", "noaux_tc")) != "noaux_tc":
+        refused.append(f"topk_method {method!r} (only 'noaux_tc')")
+    if (score := getattr(c, "scoring_func", "sigmoid")) != "sigmoid":
+        refused.append(f"scoring_func {score!r} (only 'sigmoid')")
+    if (first(c, "n_group") or 1) > 1 and c.num_experts_per_tok != 2 * c.topk_group:
+        refused.append(f"num_experts_per_tok {c.num_experts_per_tok} with topk_group {c.topk_group} (only its double)")
+    return refused

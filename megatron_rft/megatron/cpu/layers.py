@@ -1,0 +1,196 @@
+"""Parts of a layer with custom backward passes: elementwise ones, for hosts without Transformer Engine, which make
+fewer passes over memory than megatron-core's and save only the input; and the CPU's attention.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+
+class SwiGLU(torch.autograd.Function):
+    """[gate | up] -> silu(gate) * up. Shazeer, arXiv:2002.05202."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return out
+
+
+class GatedActivation(MegatronModule):  # MegatronModule has the sharded_state_dict that checkpoints call
+    """`SwiGLU` as the `activation_func` of megatron-core's feed-forward."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return SwiGLU.apply(gate_up)
+
+
+class Normalise(torch.autograd.Function):
+    """x / rms(x) * weight, in x's dtype. Zhang and Sennrich, arXiv:1910.07467.
+
+    With n = x / rms(x) and g the gradient times weight, dx = (g - n mean(g n)) / rms(x). Lower precisions are computed
+    in fp32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide, wide_weight = _wide(x), _wide(weight)
+        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(wide_weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, inverse = ctx.saved_tensors
+        dtypes = x.dtype, weight.dtype
+        grad, x, weight = map(_wide, (grad, x, weight))
+        product = (grad * x).mul_(inverse).flatten(0, -2)  # grad n
+        mean = (product @ weight).view_as(inverse).div_(x.shape[-1])
+        grad_x = (grad * weight).mul_(inverse).addcmul_(x, mean.mul_(inverse).mul_(inverse), value=-1)
+        return grad_x.to(dtypes[0]), product.sum(0).to(dtypes[1]), None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary position embedding that rotates halves; backward rotates by the opposite angle. Su et al.,
+    arXiv:2104.09864."""
+
+    @staticmethod
+    def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(t, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1), None, None
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Return t * cos + direction * (-t2, t1) * sin for t = (t1, t2) [.., heads, d]."""
+    half = t.shape[-1] // 2
+    out = t * cos
+    out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=-direction)
+    out[..., half:].addcmul_(t[..., :half], sin[..., half:], value=direction)
+    return out
+
+
+def rotary(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+) -> Tensor:
+    """Replaces megatron-core's `_apply_rotary_pos_emb_bshd`. t [s, b, heads, d], freqs [s, 1, 1, d]"""
+    assert not rotary_interleaved and mscale == 1.0
+    size = freqs.shape[-1]
+    turned, rest = (t, None) if size == t.shape[-1] else t.split([size, t.shape[-1] - size], -1)
+    if multi_latent_attention:  # pairs of neighbours become halves, as in megatron-core
+        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
+    turned = Rotate.apply(turned, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
+    return turned if rest is None else torch.cat((turned, rest), -1)
+
+
+def span(x: Tensor, start: int, end: int) -> Tensor:
+    """[T, heads, d] -> [1, heads, end - start, d]"""
+    return x[start:end].transpose(0, 1)[None]
+
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Fewer keys than this: the kernel's backward pass in bf16 takes up to four times as long as in fp32.
+FEW_KEYS = 384
+
+Cells = list[Tensor]  # per bucket of segments of similar length: [n, longest] the token of every cell
+
+
+class SplitAttention(torch.autograd.Function):
+    """Attention with shared prompts on the CPU: two calls of torch's flash attention, whose results are merged by the
+    logarithms of their softmax denominators l:
+
+        out = out_own + w (out_prompt - out_own),   w = sigmoid(l_prompt - l_own),   l = log(exp l_own + exp l_prompt)
+
+    (Dao et al., arXiv:2205.14135, section 3.1.) No key is copied, the prompt's part needs no mask, and all responses of
+    a group are one call. Backward calls the kernel's backward for each part with the merged `out` and `l`: its softmax
+    weights are exp(score - l), so the gradients of the parts add up to that of the whole.
+
+    q [T, heads, d], k and v [T, kv heads, d] -> [T, heads, d], on the CPU.
+
+    `cells` and `places` are the segments' buckets (`torch_attention.buckets`), `groups` those of SharedPrompts.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cells: Cells, places: Tensor, groups, scale: float | None):
+        parts = [flash(*(_rows(x, index) for x in (q, k, v)), 0.0, True, scale=scale) for index in cells]
+        out = torch.cat([out.transpose(1, 2).flatten(0, 1) for out, _ in parts]).index_select(0, places)
+        total = torch.cat([total.transpose(1, 2).flatten(0, 1) for _, total in parts]).index_select(0, places)
+        for start, middle, end in groups:
+            prompt, of_prompt = flash(span(q, middle, end), *(span(x, start, middle) for x in (k, v)), scale=scale)
+            prompt, of_prompt = prompt[0].transpose(0, 1), of_prompt[0].transpose(0, 1)
+            weight = torch.sigmoid(of_prompt - total[middle:end]).unsqueeze(-1)
+            own = out[middle:end]
+            own.copy_(torch.lerp(own.to(weight.dtype), prompt.to(weight.dtype), weight))
+            total[middle:end] = torch.logaddexp(total[middle:end], of_prompt)
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.cells, ctx.places, ctx.groups, ctx.scale = cells, places, groups, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, out, total = ctx.saved_tensors
+        grads = _backward_in_segments(ctx, grad)
+        for start, middle, end in ctx.groups:
+            ours = [span(x, middle, end) for x in (grad, q, out)]
+            prompts = [span(x, start, middle) for x in (k, v)]
+            found = _flash_backward(ours[0], ours[1], *prompts, ours[2], total[middle:end].t()[None], False, ctx.scale)
+            for each, part, where in zip(grads, found, ((middle, end), (start, middle), (start, middle)), strict=True):
+                each[slice(*where)] += part[0].transpose(0, 1)
+        return *(each.to(q.dtype) for each in grads), None, None, None, None
+
+
+def _flash_backward(grad, q: Tensor, k: Tensor, v: Tensor, out, total: Tensor, causal: bool, scale: float | None):
+    """The kernel's, in fp32 where it is slow in bf16."""
+    if k.shape[2] < FEW_KEYS and k.dtype == torch.bfloat16:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    return flash_backward(grad, q, k, v, out, total, 0.0, causal, scale=scale)
+
+
+def _backward_in_segments(ctx, grad: Tensor) -> list[Tensor]:
+    """[gradient of q, of k, of v] of the causal part, each [T, heads, d]. A padding cell repeats its segment's last
+    token: no gradient comes into it, and so none out of it."""
+    q, k, v, out, total = ctx.saved_tensors
+    real = torch.zeros(sum(index.numel() for index in ctx.cells), dtype=torch.bool)
+    real[ctx.places] = True
+    found, offset = [], 0
+    for index in ctx.cells:
+        padding = ~real[offset : offset + index.numel()].view(index.shape)
+        offset += index.numel()
+        wanted = _rows(grad, index).masked_fill(padding[:, None, :, None], 0)
+        sums = total.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+        parts = [_rows(x, index) for x in (q, k, v, out)]
+        found.append(_flash_backward(wanted, *parts, sums, True, ctx.scale))
+    return [
+        torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).index_select(0, ctx.places)
+        for parts in zip(*found, strict=True)
+    ]
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """[T, heads, d] and [n, longest] -> [n, heads, longest, d]"""
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)

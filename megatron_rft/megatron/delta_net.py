@@ -1,0 +1,159 @@
+"""Gated delta net: a layer of Qwen3-Next and Qwen3.5 instead of attention (Yang et al., arXiv:2412.06464).
+
+Each head has a state S [key, value], a memory that is read by queries and written by keys. With decay a_t = exp(g_t),
+g_t = -exp(A_log) softplus(a_t + dt_bias), and rate beta_t = sigmoid(b_t),
+
+    u_t = beta_t (v_t - a_t S_{t-1}' k_t),     S_t = a_t S_{t-1} + k_t u_t',     out_t = S_t' q_t
+
+where q, k and v come from a projection, a short causal convolution and silu; q and k are normalised. `delta_rule`
+computes a chunk of C tokens at once (section 3.3). With c_i = a_1 ... a_i in the chunk and its first state S,
+
+    (1 + L) U = beta (V - c K S),  L_ij = beta_i (c_i / c_j) k_i . k_j for j < i
+    out_i = c_i S' q_i + sum_{j <= i} (c_i / c_j) (q_i . k_j) u_j
+    S <- c_C S + sum_j (c_C / c_j) k_j u_j'
+
+Tensor parallelism splits the key heads with their value heads. flash-linear-attention's kernel is used on a GPU where
+it is installed. megatron-core 0.16.1's own layer needs it, also on a CPU, and refuses packed sequences.
+"""
+
+import functools
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+
+from megatron_rft.megatron.torch_attention import RMSNorm, buckets
+
+CHUNK = 64
+EPSILON = 1e-6
+
+
+@functools.cache
+def fused_rule():
+    """flash-linear-attention's kernel; None where it is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return functools.partial(chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """q, k [n, s, heads, key], v [n, s, heads, value], g (log of decays), beta [n, s, heads] -> as v, in fp32."""
+    length, chunk = q.shape[1], min(CHUNK, q.shape[1])
+    q, k, v, g, beta = (_chunked(x.float(), chunk) for x in (q, k, v, g[..., None], beta[..., None]))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    total = g.cumsum(-2)  # log c_i
+    ratio = (total - total.mT).tril().exp().tril()  # c_i / c_j; the inner tril keeps the upper part from overflow
+    lower = torch.tril(k @ k.mT * ratio * beta, -1)
+    unit = lower + torch.eye(chunk, device=q.device)
+    right = torch.cat([v * beta, k * (beta * total.exp())], -1)
+    values, reads = torch.linalg.solve_triangular(unit, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], -1
+    )
+    scores, to_state = q @ k.mT * ratio, q * total.exp()
+    last = total[..., -1:, :]
+    keys, decay = k * (last - total).exp(), last.exp()
+    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    outs = []
+    for i in range(q.shape[2]):
+        written = values[:, :, i] - reads[:, :, i] @ state
+        outs.append(to_state[:, :, i] @ state + scores[:, :, i] @ written)
+        state = decay[:, :, i] * state + keys[:, :, i].mT @ written
+    return torch.cat(outs, 2)[:, :, :length].transpose(1, 2)
+
+
+def _chunked(x: Tensor, chunk: int) -> Tensor:
+    """[n, s, heads, d] -> [n, heads, chunks, chunk, d], padded with zeros."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    return x.transpose(1, 2).unflatten(2, (-1, chunk))
+
+
+class DeltaNet(MegatronModule):
+    """Parameters have the names of megatron-core's layer. Rows of `in_proj` and `conv1d` are ordered by key head."""
+
+    def __init__(self, config, submodules, layer_number=1, pg_collection=None, **_):
+        super().__init__(config)
+        self.tp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])).tp
+        ranks = config.tensor_model_parallel_size
+        self.key, self.value = config.linear_key_head_dim, config.linear_value_head_dim
+        self.heads, all_values = config.linear_num_key_heads // ranks, config.linear_num_value_heads
+        self.each = all_values // config.linear_num_key_heads  # value heads of a key head
+        # of a key head: queries, keys, values; gates, rates, decays
+        self.rows = [self.key, self.key, self.each * self.value, self.each * self.value, self.each, self.each]
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        like = {"dtype": config.params_dtype, "device": device}
+        self.dt_bias, self.A_log = (torch.nn.Parameter(torch.zeros(self.heads * self.each, **like)) for _ in range(2))
+        options = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            config.linear_num_key_heads * sum(self.rows),
+            init_method=config.init_method,
+            gather_output=False,
+            **options,
+        )
+        channels, kernel = self.heads * sum(self.rows[:3]), config.linear_conv_kernel_dim
+        self.conv1d = torch.nn.Conv1d(channels, channels, kernel, groups=channels, bias=False, **like)
+        self.out_norm = RMSNorm(config, self.value, eps=config.layernorm_epsilon)
+        self.out_norm.zero_centred = False
+        self.out_proj = build_module(
+            submodules.out_proj,
+            all_values * self.value,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **options,
+        )
+        for parameter in (self.dt_bias, self.A_log, self.conv1d.weight):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None, **_):
+        """[s, b, hidden] -> the same, and no bias. Padding on the right changes nothing before it."""
+        rows, _ = self.in_proj(hidden_states)
+        parts = rows.unflatten(-1, (self.heads, -1)).split([sum(self.rows[:3]), *self.rows[3:]], -1)
+        mixed, gate, beta, decay = (part.flatten(2) for part in parts)  # [s, b, .]
+        if packed_seq_params is None:
+            out = self.sequences(*(x.transpose(0, 1) for x in (mixed, beta, decay))).transpose(0, 1)
+        else:
+            out = self.packed(mixed[:, 0], beta[:, 0], decay[:, 0], packed_seq_params)[:, None]
+        out = self.out_norm(out.to(gate.dtype)).float() * F.silu(gate.unflatten(-1, (-1, self.value)).float())
+        return self.out_proj(out.to(gate.dtype).flatten(2))
+
+    def packed(self, mixed: Tensor, beta: Tensor, decay: Tensor, packed) -> Tensor:
+        """[T, .] of concatenated sequences -> [T, heads, value], in buckets of similar length."""
+        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        cells, place = buckets(tuple(ends.tolist()), mixed.device)
+        outs = []
+        for index in cells:
+            rows = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (mixed, beta, decay))
+            outs.append(self.sequences(*rows).flatten(0, 1))
+        return torch.cat(outs).index_select(0, place)
+
+    def sequences(self, mixed: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+        """[n, s, .] -> [n, s, heads, value]"""
+        kernel = self.conv1d.kernel_size[0]
+        mixed = F.silu(self.conv1d(F.pad(mixed.mT, (kernel - 1, 0)))).mT
+        q, k, v = mixed.unflatten(-1, (self.heads, -1)).split(self.rows[:3], -1)
+        q, k = (x.repeat_interleave(self.each, 2) for x in (q, k))
+        v = v.unflatten(-1, (self.each, self.value)).flatten(2, 3)
+        g = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias)
+        if q.is_cuda and (rule := fused_rule()):
+            return rule(q, k, v, g=g, beta=beta.sigmoid())[0]
+        return delta_rule(q, k, v, g, beta.sigmoid())
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        own = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        found = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        for name in ("in_proj", "out_norm", "out_proj"):
+            child, inner = getattr(self, name), f"{prefix}{name}."
+            found |= sharded_state_dict_default(child, inner, sharded_offsets, metadata, tp_group=self.tp_group)
+        return found

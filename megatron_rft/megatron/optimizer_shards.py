@@ -1,0 +1,188 @@
+"""The optimizer's state in a checkpoint, written by each rank for itself: nothing is gathered.
+
+megatron-core's format gathers a pipeline stage's state on its first data-parallel ranks: 12 bytes a parameter through
+gloo, 384 GB for 32B parameters. Here a rank writes the ranges of the flattened parameters that it owns:
+
+    optimizer_00017.safetensors       named i/param, i/exp_avg, i/exp_avg_sq: range i of this rank
+    its metadata                      for each i: the set of moments, the whole tensor's key, the box that the rank's
+                                      shard is in it (offset, shape), and the range of the flattened box
+
+A run in another layout finds the ranges that overlap its own. In the same tensor- and pipeline-parallel layout it reads
+these alone; in another it also reads the rest of each box that it cuts.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rft.utils.errors import DataError
+
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+RANGES = "ranges"  # key of the files' metadata
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements start to stop of the flattened box at `offset` in the tensor `key`."""
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"optimizer_{rank:05d}.safetensors"
+
+
+def parts(optimizer: Any) -> list:
+    """Return megatron-core's distributed optimizers. One of a rank without parameters of its kind has no ranges."""
+    found = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in found if hasattr(part, "gbuf_ranges")]
+
+
+@contextmanager
+def nothing_gathered(optimizer: Any) -> Iterator[None]:
+    """Let megatron-core's checkpoint of the optimizer leave out fp32 weights and moments."""
+    for part in parts(optimizer):
+        part.sharded_param_state_fully_reshardable = lambda *_, **__: {}
+        part.load_parameter_state_from_fully_reshardable = lambda _: None
+    try:
+        yield
+    finally:
+        for part in parts(optimizer):
+            del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
+
+
+def owned(part: Any, chunks: dict[str, Any]) -> Iterator[tuple[Tensor, int, int, list[tuple[Range, int, bool]]]]:
+    """Yield (parameter, start, stop) of each owned range of a flattened parameter, and its ranges of tensors of the
+    checkpoint: (range, its first element in the parameter, whether this rank writes it)."""
+    sharded, _ = extract_sharded_tensors_and_factories(chunks)
+    of_parameter = {each.data: each for each in nested_values(sharded)}
+    for buffer in part.gbuf_ranges:
+        for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
+            for parameter, ranges in bucket["param_map"].items():
+                start, stop = ranges["param"].start, ranges["param"].end
+                yield parameter, start, stop, list(_cut(parameter, of_parameter[parameter], start, stop))
+
+
+def _cut(parameter: Tensor, sharded: Any, start: int, stop: int) -> Iterator[tuple[Range, int, bool]]:
+    shards = [sharded] if isinstance(sharded, ShardedTensor) else nested_values({"parts": sharded.build()})
+    for shard in shards:
+        first = shard.data.storage_offset() - parameter.storage_offset()
+        assert shard.data.is_contiguous(), f"{shard.key} is not a range of its flattened parameter"
+        low, high = max(start, first), min(stop, first + shard.data.numel())
+        if low < high:
+            box = (1,) * shard.prepend_axis_num + tuple(shard.data.shape)
+            found = Range(shard.key, tuple(shard.global_offset), box, low - first, high - first)
+            yield found, low, not any(shard.replica_id[:-1])
+
+
+class Shards:
+    """The ranges that this rank writes, and copies of their values on the host."""
+
+    def __init__(self) -> None:
+        self.ranges: list[dict] = []
+        self.values: list[dict[str, Tensor]] = []
+
+    def add(self, name: str, optimizer: Any, chunks: dict[str, Any]) -> None:
+        """Add the set of moments `name`."""
+        for part in parts(optimizer):
+            for parameter, start, _, cut in owned(part, chunks):
+                state = part._get_main_param_and_optimizer_states(parameter)
+                for found, low, writes in cut:
+                    if writes:
+                        span = slice(low - start, low - start + found.stop - found.start)
+                        self.ranges.append({"set": name} | asdict(found))
+                        self.values.append({k: _on_host(state[k].detach().view(-1)[span]) for k in NAMES})
+
+    def write(self, path: Path) -> None:
+        tensors = {f"{i}/{name}": value for i, each in enumerate(self.values) for name, value in each.items()}
+        new = path.with_suffix(".new")
+        save_file(tensors, new, {RANGES: json.dumps(self.ranges)})
+        new.replace(path)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    return values.float().to("cpu", copy=True)
+
+
+def index(folder: Path) -> list[tuple[str, int, dict]]:
+    """Return (file, number, range) of all ranges in a checkpoint."""
+    found = []
+    for path in sorted(folder.glob("optimizer_*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found += [(str(path), i, each) for i, each in enumerate(json.loads(file.metadata()[RANGES]))]
+    return found
+
+
+class ShardReader:
+    """Reads ranges from the files of `index`."""
+
+    def __init__(self, found: list[tuple[str, int, dict]]):
+        self.known: dict[tuple[str, str], list[tuple[str, int, Range]]] = defaultdict(list)
+        for path, number, given in found:
+            box = {"offset": tuple(given["offset"]), "shape": tuple(given["shape"])}
+            one = Range(given["key"], **box, start=given["start"], stop=given["stop"])
+            self.known[given["set"], one.key].append((path, number, one))
+        self.open = cache(lambda path: safe_open(path, "pt"))
+
+    @torch.no_grad()
+    def load(self, name: str, optimizer: Any, chunks: dict[str, Any]) -> None:
+        """Fill the optimizer's fp32 weights and moments with the set `name`. Raises DataError if some are missing."""
+        for part in parts(optimizer):
+            for parameter, start, stop, cut in owned(part, chunks):
+                tensors = {each: torch.zeros(stop - start) for each in NAMES}
+                for wanted, low, _ in cut:
+                    for each, whole in tensors.items():
+                        self._fill(whole[low - start :][: wanted.stop - wanted.start], name, each, wanted)
+                device = part._get_main_param_and_optimizer_states(parameter)["param"].device
+                part._set_main_param_and_optimizer_states(parameter, {k: v.to(device) for k, v in tensors.items()})
+
+    def _fill(self, out: Tensor, name: str, value: str, wanted: Range) -> None:
+        stored = self.known[name, wanted.key]
+        if not stored:
+            raise DataError(f"it has no optimizer state of {wanted.key}")
+        same = [each for each in stored if (each[2].offset, each[2].shape) == (wanted.offset, wanted.shape)]
+        for path, number, one in same:
+            low, high = max(one.start, wanted.start), min(one.stop, wanted.stop)
+            if low < high:
+                values = self.open(path).get_slice(f"{number}/{value}")[low - one.start : high - one.start]
+                out[low - wanted.start : high - wanted.start] = values
+        if not same:
+            whole = torch.zeros(wanted.shape)
+            for box in {(one.offset, one.shape) for _, _, one in stored}:
+                _paste(whole, wanted.offset, lambda box=box: self._box(name, value, wanted.key, box), *box)
+            out.copy_(whole.view(-1)[wanted.start : wanted.stop])
+
+    def _box(self, name: str, value: str, key: str, box: tuple) -> Tensor:
+        flat = torch.zeros(math.prod(box[1]))
+        for path, number, one in self.known[name, key]:
+            if (one.offset, one.shape) == box:
+                flat[one.start : one.stop] = self.open(path).get_tensor(f"{number}/{value}")
+        return flat.view(box[1])
+
+
+def _paste(whole: Tensor, at: tuple, read: Any, offset: tuple, shape: tuple) -> None:
+    """Copy the part of the box at `offset` that lies in `whole`, which is at `at`."""
+    low = [max(a, b) for a, b in zip(at, offset, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(at, whole.shape, offset, shape, strict=True)]
+    if all(a < b for a, b in zip(low, high, strict=True)):
+        into = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at, strict=True))
+        out_of = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+        whole[into] = read()[out_of]

@@ -1,0 +1,51 @@
+"""Distillation as a plug-in: the base's loss plus a coefficient times the mean divergence from a teacher."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron_rft.config.plugins import Distil
+from megatron_rft.objectives.base import Loss, LossFunction, Outputs, PolicyObjective, Prepared, State, Update
+from megatron_rft.objectives.distil import divergence, needed, second
+from megatron_rft.records import Batch
+
+
+class Distilled(PolicyObjective):
+    options: Distil
+
+    def __init__(self, base: PolicyObjective, options: Distil):
+        super().__init__(options)
+        self.base, self.needs, self.attribution_needs = base, base.needs, base.attribution_needs
+        self.init, self.keep, self.trained = base.init, base.keep, base.trained
+        self.improvement_attributions = base.improvement_attributions
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return self.base.advantages(batch)
+
+    def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
+        return self.base.surrogate(outputs, batch)
+
+    def prepare(self, batch: Batch, state: State) -> Prepared:
+        prepared = self.base.prepare(batch, state)
+        updates = [self._distilled(each) if each.model == "actor" else each for each in prepared.updates]
+        return replace(prepared, updates=updates)
+
+    def _distilled(self, update: Update) -> Update:
+        assert update.second is None, update.second
+        rest = {name: value for name, value in update.batch.sequences.items() if name != "no_gradient"}
+        return replace(
+            update,
+            batch=replace(update.batch, sequences=rest),  # every response has a gradient
+            loss=self._with_divergence(update.loss),
+            outputs=update.outputs | needed(self.options),
+            second=second(self.options),
+        )
+
+    def _with_divergence(self, base_loss: LossFunction) -> LossFunction:
+        def loss(outputs: Outputs, batch: Batch) -> Loss:
+            base = base_loss(outputs, batch)
+            distance, metrics = divergence(outputs, batch, self.options)
+            terms = base.terms | {"distillation": (self.options.coefficient, distance)}
+            return Loss(terms, base.metrics | metrics)
+
+        return loss

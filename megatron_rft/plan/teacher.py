@@ -1,0 +1,43 @@
+"""Checks the teacher of a distillation against the model and the layout, and counts its weights. No torch."""
+
+from megatron_rft.config.sections import Megatron
+from megatron_rft.plan.layout import Layout, problems
+from megatron_rft.plan.model_shape import ModelShape, find_model, read_shape
+from megatron_rft.plan.parameters import Sizes, stage_chunks
+from megatron_rft.utils.errors import ConfigError, DataError
+
+
+def check(teacher: str, student: ModelShape | None, megatron: Megatron, layout: Layout, longest: int) -> str:
+    """Return the plan's line about the teacher. `longest`: tokens of the longest sequence.
+
+    Raises:
+        UserError: it cannot be this model's teacher.
+    """
+    folder = find_model(teacher, "teacher")
+    if folder is None:
+        return f"teacher: {teacher}, from the Hugging Face hub: not checked yet"
+    shape = read_shape(folder, "teacher")
+    if student and shape.vocabulary < student.vocabulary:
+        raise DataError(
+            f"teacher: the vocabulary of {teacher} has {shape.vocabulary} rows, fewer than the model's "
+            f"{student.vocabulary}"
+        )
+    if longest > shape.max_positions:
+        raise ConfigError(f"teacher: a sequence may have {longest} tokens, beyond its {shape.max_positions} positions")
+    if found := list(problems(layout, shape)):
+        raise ConfigError(f"teacher: it is computed in the model's layout, and {'; '.join(found)}")
+    if shape.sequence_parallel and layout.tp > 1 and not megatron.sequence_parallel:
+        raise ConfigError(
+            f"teacher: {shape.sequence_parallel} with tensor parallelism needs megatron.sequence_parallel"
+        )
+    return f"teacher: {teacher} ({shape}), its weights in host memory while idle"
+
+
+def weights(teacher: str, layout: Layout, element: int) -> int:
+    """Return the bytes of the teacher's weights on the rank that has most; 0 before its download."""
+    folder = find_model(teacher, "teacher")
+    if folder is None:
+        return 0
+    sizes = Sizes.read(folder)
+    stages = (stage_chunks(sizes, layout, stage, value_head=False) for stage in range(layout.pp))
+    return max(sum(each.count for chunk in chunks for each in chunk) for chunks in stages) * element

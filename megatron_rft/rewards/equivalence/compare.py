@@ -1,0 +1,191 @@
+r"""Compares an answer's tree with the reference's, part by part.
+
+3, 5          several values, in any order; \{3, 5\} is the same
+(3, 5)        in this order; brackets must be the same where one of them is square
+x = 3         the value 3 where the reference has no equation; else the same equation or a multiple of it
+2 = 3 = 4     counts by its last member, and is wrong where numbers contradict each other
+50%           0.5; and 50 where the question asks for a percentage
+"""
+
+import re
+from fractions import Fraction
+
+from megatron_rft.rewards.equivalence import values
+from megatron_rft.rewards.equivalence.reader import is_name
+from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Tree, nodes, rebuilt, times
+from megatron_rft.rewards.equivalence.units import LETTERS, measure
+
+DECIMALS = 6  # number of decimals in which a rounded decimal must agree with a fraction
+ASKS_PERCENT = re.compile(
+    r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"
+    r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|%|\\%)",
+    re.IGNORECASE,
+)
+UNIT_SYMBOLS = {DEGREE, *(("s", letter) for letter in LETTERS)}
+MOST = 50  # members of a list
+
+
+def counted(wanted: Tree, got: Tree) -> Tree:
+    """The part of an answer that counts: of a chain its last member, or the one before a rounding of it."""
+    if wanted[0] == "=" or got[0] != "=" or _contradicts(got):
+        return got
+    before, last = got[-2:]
+    if same(wanted, last) or last[0] != "n" or not (_places(last[1]) or got[1][-1] == "~"):
+        return last
+    exact = values.value(before)
+    return before if exact is not None and exact == exact.real and _rounded(exact, last[1]) else last
+
+
+def same(wanted: Tree, got: Tree, percent: bool = False) -> bool:
+    """Whether two answers are equivalent. `percent`: the question asks for a percentage."""
+    if wanted == got or "text" in (wanted[0], got[0]):
+        return wanted == got
+    for rule in (_chains, _units, _numbers, _lists, _ordered):
+        verdict = rule(wanted, got, percent)
+        if verdict is not None:
+            return verdict
+    return values.equal(wanted, got)
+
+
+def parameters(wanted: Tree, got: Tree) -> list[Tree]:
+    """Leave out ", k \\in Z" of both; the answer's k gets the reference's name."""
+    names = [[each[1] for each in nodes(tree) if each[0] == "in" and each[1][0] == "s"] for tree in (wanted, got)]
+    if len(names[0]) == len(names[1]) == 1:
+        got = replaced(got, {names[1][0]: names[0][0]})
+    kept = [[each for each in tree[1:] if each[0] != "in"] if tree[0] == "," else [tree] for tree in (wanted, got)]
+    return [each[0] if len(each) == 1 else (",", *each) for each in kept]
+
+
+def replaced(tree: Tree, parts: dict[Tree, Tree]) -> Tree:
+    return parts[tree] if tree in parts else rebuilt(tree, lambda each: replaced(each, parts))
+
+
+def _chains(wanted: Tree, got: Tree, percent: bool) -> bool | None:
+    """Compare equations and chains of equations."""
+    if "=" not in (wanted[0], got[0]) or {wanted[0], got[0]} & {",", "{}", "u"}:
+        return None
+    if got[0] == "=" and _contradicts(got):
+        return False
+    if wanted[0] != "=":
+        return same(wanted, counted(wanted, got), percent)
+    if got[0] != "=" or wanted[2] == got[2]:
+        return (got[0] == "=" or is_name(wanted[2])) and same(wanted[-1], got[-1] if got[0] == "=" else got, percent)
+    return len(wanted) == len(got) == 4 and values.proportional(wanted[2:], got[2:])
+
+
+def _contradicts(chain: Tree) -> bool:
+    """Whether a chain contradicts itself, as 18 = 17. Roundings and unevaluated sums do not."""
+    plain = [each[1] if each[0] == "unit" else each for each in chain[2:]]
+    numbers = [each[1] for each in plain if each[0] == "n"]
+    return any(
+        not _same_number(a, b) and not ((_places(b) or "~" in chain[1]) and _rounded(a, b))
+        for a, b in zip(numbers, numbers[1:], strict=False)
+    )
+
+
+def _rounded(exact, written) -> bool:
+    difference = abs(values.number(exact) - values.number(written))
+    return bool(difference <= values.number(Fraction(501, 1000)) / 10 ** (_places(written) or 0))
+
+
+def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
+    """A unit may be left out; another one is wrong, and the same quantity in another unit is right."""
+    ours, theirs = map(measured, (wanted, got))
+    if "unit" not in (wanted[0], got[0]):
+        if (DEGREE in nodes(wanted)) != (DEGREE in nodes(got)) and values.symbols(wanted) == values.symbols(got):
+            plain = (replaced(each, {DEGREE: ONE}) for each in (wanted, got))
+            return values.equal(wanted, got) or same(*plain, percent)
+        if wanted[0] == "n" and theirs[0] == "unit":
+            return same(wanted, theirs[1], percent)
+        if got[0] != "n" or ours[0] != "unit" or "-" not in ours[2]:  # 2m is a product, not 2 m/s
+            return None
+    ours, theirs = (each if each[0] == "unit" else ("unit", each, "") for each in (ours, theirs))
+    one, other = (measure(each[2]) if each[2] else None for each in (ours, theirs))
+    if one is None or other is None or one == other:
+        symbol = not ours[2] and theirs[2] and values.symbols(ours[1]) - values.symbols(theirs[1])
+        return not symbol and same(ours[1], theirs[1], percent)
+    scaled = (times(each[1], ("n", size)) for each, (_, size) in ((ours, one), (theirs, other)))
+    return one[0] == other[0] and values.equal(*scaled)
+
+
+def measured(tree: Tree) -> Tree:
+    """Read a number times letters of units, as in 5 m/s^2 and 72°, as a number and its unit."""
+    factors = tree[1:] if tree[0] == "*" else ()
+    numbers = [each for each in factors if each[0] == "n"]
+    powers = [(each[1:] if each[0] == "^" else (each, ONE)) for each in factors if each not in numbers]
+    if len(numbers) != 1 or any(base not in UNIT_SYMBOLS or count[0] != "n" for base, count in powers):
+        return tree
+    return ("unit", numbers[0], "*".join(f"{base[1]}^{count[1]}" for base, count in powers))
+
+
+def _numbers(wanted: Tree, got: Tree, percent: bool) -> bool | None:
+    if wanted[0] != "n" or got[0] != "n":
+        return None
+    less, more = sorted((wanted[1], got[1]), key=lambda each: getattr(each, "percent", False), reverse=True)
+    asked = percent and getattr(less, "percent", False) > getattr(more, "percent", False)
+    return _same_number(less, more) or (asked and less * 100 == more)
+
+
+def _places(number: Fraction) -> int | None:
+    return getattr(number, "places", None)
+
+
+def _same_number(a: Fraction, b: Fraction) -> bool:
+    """Compare exactly, or to six decimals if one is a decimal; below 0.001 to three digits."""
+    if a == b or not (_places(a) or _places(b)):
+        return a == b
+    largest = max(abs(a), abs(b))
+    if largest < Fraction(1, 1000):
+        return abs(a - b) <= largest / 1000
+    return round(Fraction(a), DECIMALS) == round(Fraction(b), DECIMALS)
+
+
+def members(tree: Tree) -> list[Tree]:
+    """The parts of a list, set, tuple, union or matrix; else the tree alone."""
+    if tree[0] in ("u", "matrix"):
+        return [each for part in tree[1:] for each in members(part)]
+    first = {",": 1, "{}": 1, "row": 1, "()": 3}.get(tree[0])
+    return list(tree[first:]) if first else [tree]
+
+
+def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
+    """Compare lists, sets and unions in any order."""
+    if not {wanted[0], got[0]} & {",", "{}", "u"}:
+        return None
+    ours, theirs = (list(each[1:]) if each[0] in (",", "{}", "u") else [each] for each in (wanted, got))
+    names = {each[2] for each in ours if each[0] == "="}
+    if len(names) == len(ours) and not any(each[0] == "=" for each in theirs):  # 1, 2 for x = 1, y = 2
+        return _in_order([each[-1] for each in ours], theirs if len(theirs) > 1 else members(got))
+    if {wanted[0], got[0]} == {",", "()"}:  # (3, 5) for 3, 5
+        return wanted[0] == "," and wanted[1][0] != "()" and _in_order(members(wanted), members(got))
+    for each in ours[:MOST]:
+        place = next((k for k, other in enumerate(theirs) if same(each, other, percent)), None)
+        if place is None:
+            return False
+        theirs.pop(place)
+    return not theirs and len(ours) <= MOST
+
+
+def _in_order(ours: list[Tree], theirs: list[Tree]) -> bool:
+    return len(ours) == len(theirs) and all(map(same, ours, theirs))
+
+
+def _ordered(wanted: Tree, got: Tree, percent: bool) -> bool | None:
+    """Compare points, intervals, matrices, remainders and relations, part by part; 3:5 and 204_5 as written."""
+    kinds = {wanted[0], got[0]}
+    if not kinds & {"()", "matrix", "row", "mod", "<", "in"}:
+        return False if wanted[:2] == got[:2] and wanted[:2] in (("f", ":"), ("f", "base")) else None
+    if len(kinds) > 1 or (len(wanted) == 5 and wanted[1:3] != got[1:3] and kinds == {"()"}):
+        return False
+    ours, theirs = ([each for each in tree[1:] if isinstance(each, tuple)] for tree in (wanted, got))
+    return _in_order(ours, theirs) and (wanted[0] != "<" or wanted[1] == got[1])
+
+
+def spelled(tree: Tree) -> str:
+    """Return the same text for equal values, for votes: "x = 1,234 apples" -> "1234", "2/4" -> "1/2"."""
+    if tree[0] in ("=", "unit"):
+        return spelled(tree[-1] if tree[0] == "=" else tree[1])
+    if tree[0] in (",", "{}"):
+        return ", ".join(map(spelled, tree[1:]))
+    found = values.value(tree) if not values.symbols(tree) else None
+    return str(Fraction(found)) if isinstance(found, Fraction) else repr(tree)

@@ -1,0 +1,256 @@
+r"""Whether an answer with the reference's value is an answer, or the question (or a calculation) in disguise.
+
+1. The reference's own tree (trees.py) is an answer. Lists are judged member by member, equations by their last member.
+2. Kind. A reference that is a number takes a numeral: 17, -3.5, 6 2/3, 3 * 10^8; one power, factorial or binomial, also
+   plus or minus 1, whose numbers do not all stand in the question; an integer takes no fraction. Other references take
+   no integral, derivative, sum, function, symbol and plain arithmetic that they lack; with n operations at most
+   4n + 8. What is solved for a number stays solved.
+3. Echo. Against each formula of the question with the reference's value and another tree: the answer is not its tree,
+   nor the same one once plain numbers are computed; and in each count in which the formula is above the reference -
+   functions, numbers under roots, products of sums, terms, fractions, roots below the bar, negative powers, degrees; if
+   in none, operations, arithmetic, symbols, sizes of numbers - the answer has come at least half of the way down.
+"""
+
+import math
+import re
+from collections import Counter
+from fractions import Fraction
+from functools import lru_cache
+
+from megatron_rft.rewards.equivalence import values
+from megatron_rft.rewards.equivalence.compare import measured, members, same
+from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, Unread, is_name, read
+from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, plus, power, ratio, times
+
+# Between dollar signs of TeX: "$204 + $160" are amounts.
+MATHS = re.compile(
+    r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+)(?<!\s)\$(?!\d)|\$(?=\s)([^$\n]+)(?<=\s)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
+# Of a question: what stands between its formulas.
+PROSE = re.compile(
+    r"(?<![\\{a-zA-Z])(?:[A-Za-z]{3,}|is|of|if|to|in|at|by|we|as|be|do|an|or|on|so|it|no)(?![a-zA-Z{])[,.?]?"
+)
+WRITES_ANOTHER = re.compile("decimal|percent|mixed")
+LOGARITHMS = {"ln", "log", "lg"}
+SIZES = {"operations", "symbols", "sizes", "arithmetic"}
+MOST = 60  # formulas of a question
+
+
+def disguised(wanted: Tree, got: Tree, question: str) -> bool:
+    """Whether an answer with the reference's value is none."""
+    ours, theirs = members(wanted), members(got)
+    for place, part in enumerate(theirs):
+        partner = ours[place] if len(ours) == len(theirs) else ours[0]
+        if len(ours) == len(theirs) > 1:
+            partner = next((each for each in ours if same(value_of(each), value_of(part))), partner)
+        if _disguised(partner, part, question):
+            return True
+    return False
+
+
+def has_another_kind(goal: Tree, tree: Tree, question: str) -> bool:
+    """Whether an answer is not of the reference's kind."""
+    if DEGREE in nodes(goal) and ("s", r"\pi") in nodes(tree):
+        return False
+    if is_number(goal):
+        quotient = values.is_whole(goal) and any(each[0] == "^" and each[2] == MINUS for each in nodes(tree))
+        return not is_numeral(tree) or quotient or _is_calculation(tree, question)
+    extra = _functions(tree) - _functions(goal)
+    if extra - (LOGARITHMS if _functions(goal) & LOGARITHMS else set()) or values.symbols(tree) - values.symbols(goal):
+        return True
+    ours, theirs = measure(goal), measure(tree)
+    undone = folded(goal) == goal and theirs["arithmetic"] > ours["arithmetic"]
+    return undone or theirs["operations"] > 4 * ours["operations"] + 8
+
+
+@lru_cache(256)
+def formulas(question: str) -> list[Tree]:
+    """The question's formulas: what stands between dollar signs, and between words."""
+    texts = [next(filter(None, groups)) for groups in MATHS.findall(question)]
+    texts += PROSE.sub("?", re.sub(r"\\[()\[\]]|\$", " ", question)).split("?")
+    found: dict[Tree, None] = {}
+    for text in list(dict.fromkeys(each.strip(" .:,;\n") for each in texts))[: 2 * MOST]:
+        try:
+            for part in members(read(text)):
+                found |= dict.fromkeys((part, *(part[2:] if part[0] in ("=", "<") else ())))
+        except Unread:
+            continue
+    return [each[1] if each[0] == "unit" else each for each in found][:MOST]
+
+
+def stands_in(formula: str, question: str) -> bool:
+    """Whether a formula is one of the question's: 7 + 8 is none of "57 + 87"."""
+    try:
+        return read(formula) in formulas(question)
+    except (Unread, values.TookTooLong):
+        return False
+
+
+def value_of(tree: Tree) -> Tree:
+    """The last member of a chain, without its unit."""
+    tree = tree[-1] if tree[0] == "=" else tree
+    return tree[1] if tree[0] == "unit" else tree
+
+
+def _disguised(wanted: Tree, got: Tree, question: str) -> bool:
+    equation = wanted[0] == got[0] == "=" and len(got) == len(wanted) == 4
+    solved = equation and is_name(wanted[2]) and not values.symbols(wanted[-1])
+    if solved and not is_name(got[2]):
+        return True
+    if solved or not equation:
+        wanted, got, equation = value_of(wanted), value_of(got), False
+        got = measured(got)[1] if wanted[0] == "n" and measured(got)[0] == "unit" else got
+    goal, tree = (("f", "=", *sorted(each[2:], key=repr)) if equation else each for each in (wanted, got))
+    if tree == goal or goal[0] == "text":
+        return False
+    if has_another_kind(goal, tree, question):
+        return True
+    if is_number(goal) and _in_lowest_terms(tree) and not WRITES_ANOTHER.search(question):
+        return False
+    return any(_echo(each, wanted, goal, tree, equation) for each in formulas(question))
+
+
+def _echo(formula: Tree, wanted: Tree, goal: Tree, answer: Tree, equation: bool) -> bool:
+    """Whether the answer is nearer to the question's formula than to the reference."""
+    if equation != (formula[0] == "=" and len(formula) == 4):
+        return False
+    tree = ("f", "=", *sorted(formula[2:], key=repr)) if equation else formula
+    counts, ours, theirs = measure(tree), measure(goal), measure(answer)
+    if equation:
+        sides = [not any(map(is_name, each[2:])) for each in (tree, goal, answer)]
+        counts["unsolved"], ours["unsolved"], theirs["unsolved"] = sides
+    asked = [k for k in counts if counts[k] > ours[k]]
+    kinds = [k for k in asked if k not in SIZES]
+    if counts["operations"] != ours["operations"] and "sizes" in asked:
+        asked.remove("sizes")  # of the numbers of a fraction to be reduced
+    repeated = tree == answer or folded(tree) == folded(answer) != folded(goal)
+    near = repeated or any(2 * theirs[k] > counts[k] + ours[k] for k in kinds or asked)
+    if not near or tree == goal:
+        return False
+    return values.proportional(wanted[2:], formula[2:]) if equation else values.equal(goal, formula)
+
+
+def _is_calculation(tree: Tree, question: str) -> bool:
+    """Whether a power, factorial or binomial has no other numbers than the question."""
+    if not any(each[0] == "f" or (each[0] == "^" and each[2] != MINUS) for each in nodes(tree)):
+        return False
+    given = {Fraction(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", question)}
+    numbers = [abs(each[1]) for each in nodes(tree) if each[0] == "n" and each != MINUS]
+    return all(each in given for each in numbers) or (tree[0] == "+" and 1 in given)
+
+
+def folded(tree: Tree) -> Tree:
+    """Compute sums, products and small powers of plain numbers."""
+    if not any(isinstance(each, tuple) for each in tree[1:]):
+        return tree
+    parts = [folded(each) if isinstance(each, tuple) else each for each in tree[1:]]
+    if tree[0] == "^":
+        small = parts[0][0] == "n" and parts[0][1] and values.is_whole(parts[1]) and abs(parts[1][1]) < 10
+        return ("n", parts[0][1] ** int(parts[1][1])) if small else power(*parts)
+    if tree[0] not in "+*":
+        return (tree[0], *parts)
+    numbers = [each[1] for each in parts if each[0] == "n"]
+    number = sum(numbers, Fraction(0)) if tree[0] == "+" else math.prod(numbers, start=Fraction(1))
+    return (plus if tree[0] == "+" else times)(("n", number), *(each for each in parts if each[0] != "n"))
+
+
+@lru_cache(4096)
+def measure(tree: Tree) -> Counter[str]:
+    """Count what work on a formula brings down."""
+    count: Counter[str] = Counter(terms=max([len(each) - 1 for each in nodes(tree) if each[0] == "+"], default=1))
+    _count(tree, count, root=False)
+    return count
+
+
+def _count(tree: Tree, count: Counter[str], *, root: bool) -> None:
+    parts = [each for each in tree[1:] if isinstance(each, tuple)]
+    if tree[0] == "n":
+        size = tree[1].numerator.bit_length() + (tree[1].denominator.bit_length() if tree[1].denominator > 1 else 0)
+        count["sizes"] += size
+        count["radicand"] += size * root
+    elif tree[0] == "s":
+        count["degrees" if tree[1] == "°" else "symbols"] += 1
+    elif tree[0] in "+*":
+        _count_members(tree[0], [each for each in parts if each != MINUS], count, root)
+    elif tree[0] == "^":
+        _count_power(tree, count, root)
+    else:
+        count["operations"] += len(parts) - 1 if tree[0] in (",", "()") else 1
+        count["functions"] += tree[0] == "f" and tree[1] not in ("prime", "=")
+        for each in parts:
+            _count(each, count, root=root)
+
+
+def _count_members(sign: str, shown: list[Tree], count: Counter[str], root: bool) -> None:
+    count["operations"] += len(shown) - 1
+    uppers = [each for each in shown if each[0] != "^" or each[2] != MINUS]
+    count["products"] += sign == "*" and any(each[0] == "+" for each in uppers) and len(uppers) > 1
+    numbers = [each for each in shown if each[0] == "n" or (sign == "+" and ratio(each))]
+    inverses = [each for each in shown if sign == "*" and each[0] == "^" and ratio(each)]
+    count["arithmetic"] += max(len(numbers) - 1, 0) + max(len(inverses) - 1, 0)
+    for each in shown:
+        _count(each, count, root=root)
+        count["operations"] -= sign == "*" and each[0] == "^" and each[2] == MINUS  # a / b is one
+
+
+def _count_power(tree: Tree, count: Counter[str], root: bool) -> None:
+    exponent = tree[2][1] if tree[2][0] == "n" else None
+    negative = exponent is not None and exponent < 0
+    if exponent == -1 and tree[1][0] != "n":
+        count["fractions"] += 1
+        count["below"] += _has_root(tree[1])
+    count["operations"] += 1
+    count["inverses"] += negative and exponent != -1
+    count["products"] += tree[1][0] in "+*" and values.is_whole(tree[2]) and exponent > 1
+    products = count["products"]
+    _count(tree[1], count, root=root or is_root(tree))
+    if negative:
+        count["products"] = products  # below the bar it may stay: 1/((x - 1)(x + 1))
+    if exponent is None:
+        _count(tree[2], count, root=False)
+
+
+def _has_root(tree: Tree) -> bool:
+    return any(each == ("s", "i") or is_root(each) for each in nodes(tree))
+
+
+def is_root(tree: Tree) -> bool:
+    return tree[0] == "^" and tree[2][0] == "n" and tree[2][1].denominator > 1
+
+
+def _functions(tree: Tree) -> set[str]:
+    found = {each[1] for each in nodes(tree) if each[0] == "f"}
+    found |= {"root" for each in nodes(tree) if is_root(each) and values.symbols(each[1])}
+    return (found - TRIGONOMETRY) | ({"sin"} if found & TRIGONOMETRY else set())
+
+
+def is_number(tree: Tree) -> bool:
+    """17, -3.5, 2/3, 6 2/3, 3 * 10^8, with or without degrees."""
+    factors = [each for each in (tree[1:] if tree[0] == "*" else (tree,)) if each not in (MINUS, DEGREE)]
+    scales = [each for each in factors if each[0] != "n"]
+    plain = (
+        each[0] == "^" and each[1][0] == each[2][0] == "n" and (each[2] == MINUS or each[1][1] == 10) for each in scales
+    )
+    return len(factors) - len(scales) < 2 and len(scales) < 2 and all(plain)
+
+
+def is_numeral(tree: Tree) -> bool:
+    """A number; 2^10, (1/2)^3, 5!, C(5, 2), also plus or minus 1."""
+    if tree[0] == "+" and len(tree) == 3 and {ONE, MINUS} & set(tree):
+        tree = next(each for each in tree[1:] if each not in (ONE, MINUS))
+        return tree[0] in ("^", "f") and ratio(tree) is None and is_numeral(tree)
+    if tree[0] == "*" and len(tree) == 3 and MINUS in tree:
+        tree = next(each for each in tree[1:] if each != MINUS)
+    if tree[0] == "^" and values.is_whole(tree[2]) and (tree[1][0] == "n" or ratio(tree[1])):
+        return True
+    if tree[0] == "f" and tree[1] in ("!", "binom", "inverse"):
+        return all(values.is_whole(each) or (tree[1] == "inverse" and each[0] == "n") for each in tree[2:])
+    return is_number(tree)
+
+
+def _in_lowest_terms(tree: Tree) -> bool:
+    """Whether it is a number without a bar, or a fraction of coprime integers."""
+    if tree[0] != "*" or ratio(tree) is None:
+        return tree[0] == "n" or ratio(tree) is not None
+    upper, lower = tree[2], tree[1][1]
+    return values.is_whole(upper) and values.is_whole(lower) and math.gcd(int(upper[1]), int(lower[1])) == 1

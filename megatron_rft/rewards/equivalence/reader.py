@@ -1,0 +1,491 @@
+"""Reads answers and formulas into canonical trees (trees.py), by recursive descent over their tokens."""
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from fractions import Fraction
+from functools import lru_cache
+
+from megatron_rft.rewards.equivalence.tokens import Token, tokens
+from megatron_rft.rewards.equivalence.trees import MINUS, ONE, Tree, nodes, numeral, plus, power, ratio, rebuilt, times
+from megatron_rft.rewards.equivalence.units import is_unit
+from megatron_rft.rewards.equivalence.values import within_limit
+
+LARGE_OPERATORS = "int iint iiint oint sum prod lim"
+BIG = set(LARGE_OPERATORS.split())
+RATIOS_OF_SIDES = "sin cos tan cot sec csc"
+TRIGONOMETRY = set(RATIOS_OF_SIDES.split())
+OTHERS = "arcsin arccos arctan arccot sinh cosh tanh log ln lg exp gcd lcm max min det arg Re Im deg dim"
+FUNCTIONS = TRIGONOMETRY | set(OTHERS.split())
+CLOSERS = {"(": ")]", "[": ")]", "{": "}", r"\{": (r"\}", "}"), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",)}
+ORDER = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+EQUAL = {"=": "=", r"\approx": "~", r"\equiv": "="}
+RELATIONS = {*ORDER, *EQUAL, r"\ne", r"\in"}
+WORDS_BETWEEN = ', ; & and or where \\lor "and "or "where "for'
+SEPARATORS = {'", and', '", or', '"for all', *WORDS_BETWEEN.split()}
+ENDS = SEPARATORS | RELATIONS | {")", "]", "}", r"\}", r"\cup", ""}
+COMMANDS = r"\pm \mp \right \left \rfloor \rceil \mod \\ \setminus \end \to"
+NO_FACTOR = ENDS | set(COMMANDS.split())
+DERIVATIVE = re.compile(r"\{?(?:d|\\partial)(?:\^\{?\d\}?)?(?P<of>[a-zA-Z]|\(.*\))?\}?\{?(?:d|\\partial)[a-z]")
+INTRODUCTIONS = (
+    "the final answer is are value values of so thus therefore hence result equals equal we get total a an it solution "
+    "solutions sum there approximately about"
+)
+INTRODUCTION = set(INTRODUCTIONS.split())
+LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+ONES_AND_TENS = [*ONES.split(), "eighteen", "nineteen"], "twenty thirty forty fifty sixty seventy eighty ninety"
+NAMED = {name: k for k, name in enumerate(ONES_AND_TENS[0])} | {
+    f"{ten} {ONES_AND_TENS[0][k]}" if k else ten: 10 * tens + k
+    for tens, ten in enumerate(ONES_AND_TENS[1].split(), 2)
+    for k in range(10)
+}
+SHORT = {"yes", "no", "odd", "one", "two", "six", "ten"}  # words; other runs of two or three letters are products
+EMPTY, TO = ("s", r"\emptyset"), ("s", r"\infty")
+FROM = times(MINUS, TO)
+REALS = ("u", ("()", "(", ")", FROM, TO))
+MISSING = ("text", "does not exist")
+WORDS = {"all real numbers": REALS, "all reals": REALS, "real numbers": REALS, "dne": MISSING}
+WORDS |= {f"no {real}solution{s}": EMPTY for real in ("", "real ") for s in ("", "s")}
+WORDS |= {f"limit {MISSING[1]}": MISSING}
+LONGEST, MOST = 4000, 1000  # tokens, and attempts to read some in one way
+DIGITS = set("0123456789.")
+
+
+class Unread(ValueError):
+    """The text is no formula."""
+
+
+@lru_cache(4096)
+def read(text: str) -> Tree:
+    """Return the tree of an answer. Raises Unread."""
+    found, currency = tokens(text)
+    if not found or len(found) > LONGEST:
+        raise Unread(f"{len(found)} tokens")
+    try:
+        reader = Reader(found)
+        reader.skip_introduction()
+        tree = reader.statement()
+        if reader.next:
+            raise Unread(f"{reader.next} is left over")
+        return ("unit", tree, currency) if currency and tree[0] != "unit" else tree
+    except (ArithmeticError, ValueError, RecursionError, IndexError, TypeError) as error:
+        raise Unread(f"{type(error).__name__}: {error}") from None
+
+
+def is_word(token: str) -> bool:
+    return token[:1] == '"' or (len(token) > 1 and token.isalpha())
+
+
+def is_name(tree: Tree) -> bool:
+    """Whether an equation can define it: x, f(x), S_n, (x, y)."""
+    if tree[0] == "s":
+        return tree[1] not in (r"\infty", r"\pi", "e", "i", "°")
+    return tree[0] == "()" and all(map(is_name, tree[3:]))
+
+
+class Reader:
+    """Recursive descent. `attempt` goes back where a way to read fails."""
+
+    def __init__(self, found: list[Token]):
+        self.tokens, self.place, self.bars, self.attempts = found, 0, 0, 0
+
+    @property
+    def next(self) -> str:
+        return self.ahead(0)
+
+    def ahead(self, count: int) -> str:
+        return self.tokens[self.place + count].text if self.place + count < len(self.tokens) else ""
+
+    def take(self, *wanted: str) -> str:
+        token = self.next
+        if not token or (wanted and token not in wanted):
+            raise Unread(f"{token or 'the end'} at {self.place}")
+        self.place += 1
+        return token
+
+    def has(self, *wanted: str) -> bool:
+        found = self.next in wanted and self.next != ""
+        self.place += found
+        return found
+
+    def attempt(self, parse: Callable[[], Tree | None]) -> Tree | None:
+        """Return what `parse` reads, or None and stay here."""
+        state = self.tokens, self.place, self.bars
+        self.attempts += 1
+        within_limit()
+        if self.attempts > MOST:
+            raise RecursionError("too many ways to read it")
+        with suppress(Unread):
+            if (found := parse()) is not None:
+                return found
+        self.tokens, self.place, self.bars = state
+        return None
+
+    def cut(self, place: int, pieces: Iterable[str]) -> None:
+        """Replace a token by its parts."""
+        cut = [Token(each, False) for each in pieces]
+        self.tokens = [*self.tokens[:place], *cut, *self.tokens[place + 1 :]]
+
+    def skip_introduction(self) -> None:
+        """Skip "The answer is" and a leading sign of equality."""
+        while is_word(self.next) and set(re.findall(r"\w+", self.next.lower())) <= INTRODUCTION:
+            if self.ahead(1) in SEPARATORS | {""}:
+                break
+            self.place += 1
+            self.has(":")
+        self.has(*EQUAL)
+
+    # Lists, chains and words
+
+    def statement(self) -> Tree:
+        """A list of items, one item, or inequalities joined by "or" as a union of intervals."""
+        members, joined = self.item(), {"or"}
+        while self.next in SEPARATORS or (self.next == "(" and self.ahead(2) == r"\in"):
+            while self.next in SEPARATORS:
+                joined.add(self.take().strip('", '))
+            if self.next in ENDS:
+                break
+            members += self.item()
+        if len(members) == 1:
+            return members[0]
+        if all(each[0] == "u" for each in members) and joined <= {"or", "", r"\lor"}:
+            return ("u", *(part for each in members for part in each[1:]))
+        if members[0][0] == "=" and not any(each[0] == "=" for each in members[1:]):
+            members[0] = members[0][-1]  # x = 2, 3
+        return (",", *members)
+
+    def item(self) -> list[Tree]:
+        found = self.attempt(self.words) or self.chain()
+        several = any(each[:2] == ("f", "pm") for each in nodes(found))
+        return [_signed(found, sign) for sign in "+-"] if several else [found]
+
+    def words(self) -> Tree | None:
+        """Words up to the end of an item: Friday, Quadrant I, ninety-nine."""
+        said, is_long = [], False
+        while self.next not in ENDS or (is_word(self.next) and self.next not in SEPARATORS):
+            token = self.take()
+            if not (token.isalpha() or is_word(token) or token in "-'." or (said and token.isdecimal())):
+                return None
+            is_long |= (
+                token[:1] == '"' or len(token) > 3 or token.lower() in SHORT or (len(token) == 3 and token.istitle())
+            )
+            said += re.findall(r"[a-z\d]+", token.lower())
+        text = " ".join([each for each in said if each not in ("the", "a", "an")] or said)
+        if not is_long or not said:
+            return None
+        return ("n", numeral(NAMED[text])) if text in NAMED else WORDS.get(text, ("text", text))
+
+    def chain(self) -> Tree:
+        """a, a = b = c, a < b \\le c; inequalities for one name become intervals."""
+        around = self.next == "(" and self.ahead(2) == r"\in" and self.take()
+        members, signs = [self.attempt(self.defined) or self.joined()], []
+        while self.next in RELATIONS:
+            signs.append(self.take())
+            members.append(self.joined())
+        if self.has(r"\mod") or (self.next == "(" and self.ahead(1) == r"\mod" and self.take() and self.take()):
+            members[-1] = ("mod", members[-1], self.argument())
+            self.has(")")
+        if around:
+            self.take(")")
+        if not signs:
+            return members[0]
+        if set(signs) <= EQUAL.keys():
+            return ("=", "".join(EQUAL[each] for each in signs), *members)
+        kind = ("in",) if signs == [r"\in"] else ("<", " ".join(signs))
+        return _interval(members, signs) or (*kind, *members)
+
+    def defined(self) -> Tree | None:
+        """A function that is defined: f(x) = ..."""
+        name, _, inner = self.take(), self.take("("), [self.take()]
+        while not self.has(")"):
+            inner.append(self.take())
+        plain = all(len(each) == 1 and (each.isalpha() or each == ",") for each in (name, *inner))
+        return ("s", f"{name}({''.join(inner)})") if plain and self.next in EQUAL else None
+
+    def joined(self) -> Tree:
+        """A formula, a ratio, or a union of intervals."""
+        parts = [self.sum()]
+        if self.has(":", "to", '"to'):
+            return ("f", ":", parts[0], self.sum())
+        while self.has(r"\cup"):
+            parts.append(self.sum())
+        if parts == [REALS] and (self.has(r"\setminus") or (self.next == "-" and self.take())):
+            left_out = self.primary()
+            return _all_but(left_out[1]) if len(left_out) == 2 else ("f", "without", left_out)
+        flat = [each for part in parts for each in (part[1:] if part[0] == "u" else (part,))]
+        return ("u", *flat) if len(parts) > 1 else parts[0]
+
+    # Formulas
+
+    def sum(self) -> Tree:
+        terms = [self.product()]
+        while self.next in ("+", "-", r"\pm", r"\mp") and not (self.next == "-" and self.ahead(1) == r"\{"):
+            sign, term = self.take(), self.product()
+            if term[0] == "unit":
+                return ("unit", plus(*terms, _with_sign(sign, term[1])), term[2])
+            terms.append(_with_sign(sign, term))
+        return plus(*terms)
+
+    def product(self, *, chained: bool = True) -> Tree:
+        factors = [self.signed() if chained else self.postfixed()]
+        while self.next:
+            if chained and self.has("*"):
+                factors.append(self.signed())
+            elif chained and self.has("/"):
+                factors.append(power(self.signed(), MINUS))
+            elif chained and is_word(self.next) and (unit := self.attempt(self.unit)):
+                return ("unit", times(*factors), unit)
+            elif self.begins_factor():
+                factors.append(self.postfixed())
+            else:
+                break
+        return times(*factors)
+
+    def begins_factor(self) -> bool:
+        token = self.next
+        if token[0] in DIGITS:
+            return self.tokens[self.place - 1].text[-1] not in DIGITS  # 1 4 4 is no number
+        if token == "(":
+            return self.ahead(2) != r"\in" and self.ahead(1) != r"\mod"
+        if token == "|":
+            return not self.bars
+        return token not in NO_FACTOR and (token[0] == "\\" or token in "[{" or token.isalpha())
+
+    def unit(self) -> str | None:
+        """Read the unit that ends an item: cm, square inches, m/s^2, \\text{apples}."""
+        said, first = "", self.tokens[self.place]
+        while self.next not in ENDS or (self.next == "}" and said.count("{") > said.count("}")):
+            token = self.take()
+            if not (is_word(token) or token in "^/{}*-" or (said and re.fullmatch(r"[a-zA-Z\d]", token))):
+                return None
+            said += token.replace('"', " ") + (" " if is_word(token) else "")
+        return said.strip() if is_unit(said, first.apart, '"' in first.text) else None
+
+    def signed(self) -> Tree:
+        if self.next in ("+", "-", r"\pm", r"\mp"):
+            return _with_sign(self.take(), self.signed())
+        return self.postfixed()
+
+    def postfixed(self) -> Tree:
+        found = self.primary()
+        while self.next:
+            if self.has("'") or (
+                self.next == "^" and self.ahead(1) in ("'", r"\prime") and self.take() and self.take()
+            ):
+                found = ("f", "prime", found)
+            elif self.has("^"):
+                exponent = self.argument()
+                found = ("f", "inverse", found) if exponent == MINUS else power(found, exponent)
+            elif self.has("_"):
+                digits, below = self.tokens[self.place - 2].text, self.argument()
+                name = f"{found[1] if found[0] == 's' else found}_{below[1]}"
+                found = ("f", "base", ("s", digits), below) if found[0] == "n" else ("s", name)
+            elif self.has("!"):
+                found = ("f", "!", found)
+            elif self.has(r"\degree"):
+                scale = self.next in ("C", "F") and self.ahead(1) in ENDS and self.take()
+                found = ("unit", found, f"°{scale}") if scale else times(found, ("s", "°"))
+            elif self.has("%"):
+                found = ("n", _percent(found[1])) if found[0] == "n" else times(found, ("n", Fraction(1, 100)))
+            else:
+                break
+        return found
+
+    def argument(self) -> Tree:
+        """Read {...}, or one token: of x^23 it is 2."""
+        if self.has("-"):
+            return _with_sign("-", self.argument())
+        if len(self.next) > 1 and self.next.isalnum():
+            self.cut(self.place, self.next)
+        return self.primary()
+
+    def group(self) -> Tree:
+        """Read (...), [...], {...}, \\{...\\}; (1, 2] is an interval."""
+        opening, bars, self.bars = self.take(), self.bars, 0
+        if opening in ("{", r"\{") and self.has(*CLOSERS[opening]):
+            return EMPTY
+        if opening in "([" and "," in self.next:  # (12,102) is a pair
+            self.cut(self.place, re.findall(r"\d+|,", self.next))
+        if opening == r"\{" and (found := self.attempt(self.builder)):
+            return found
+        inner = self.statement()
+        closing, self.bars = self.take(*CLOSERS[opening]), bars
+        members = inner[1:] if inner[0] == "," else (inner,)
+        if opening == r"\{":
+            return ("{}", *members)
+        return inner if opening == "{" or len(members) == 1 else ("()", opening, closing, *members)
+
+    def builder(self) -> Tree:
+        """Read \\{x | condition\\} as its condition: x \\ne 5 is two intervals."""
+        self.take()
+        if self.has(r"\in"):
+            self.primary()
+        self.take("|", ":", '"such that')
+        found = self.statement()
+        self.take(r"\}")
+        return found if found[0] == "u" else ("f", "set", found)
+
+    def primary(self) -> Tree:
+        if self.next in ("(", "[", "{", r"\{"):
+            return self.group()
+        token = self.take()
+        if token == "|":
+            self.bars += 1
+            inner = self.sum()
+            self.bars -= 1
+            self.take("|")
+            return ("f", "abs", inner)
+        if token[0] in DIGITS:
+            return self.number(token)
+        if token[0] == "\\":
+            return self.command(token[1:])
+        if token.isalpha() and token not in SEPARATORS:
+            self.cut(self.place - 1, token)
+            return ("s", token[0])
+        if token[:1] == '"' and self.next not in ENDS:
+            return ("s", token)
+        raise Unread(token)
+
+    def number(self, token: str) -> Tree:
+        """Read a number, a mixed number, a repeating decimal or one with its multiplier."""
+        digits, _, exponent = token.replace(",", "").lower().partition("e")
+        value, places = Fraction(digits) * Fraction(10) ** int(exponent or 0), len(digits.partition(".")[2]) or None
+        if "." in digits and self.has(r"\overline", r"\bar"):  # 0.1\overline{6} is 1/10 + 6/90
+            _, again, _ = self.take("{"), self.take(), self.take("}")
+            return ("n", numeral(value + Fraction(int(again), 10 ** (places or 0) * (10 ** len(again) - 1))))
+        if places is None and not exponent and (part := self.attempt(self.part)):
+            return ("n", numeral(value + part[1]))
+        if self.next.strip('"') in LARGE:
+            value *= LARGE[self.take().strip('"')]
+        return ("n", numeral(value, places))
+
+    def part(self) -> Tree | None:
+        """Read the fraction of a mixed number: 3\\frac{1}{2}, 3 1/2."""
+        if self.has(r"\frac"):
+            quotient = ratio(self.fraction())
+            return None if quotient is None or quotient < 0 or self.next in ("^", "!") else ("n", quotient)
+        upper, _, lower = self.take(), self.take("/"), self.take()
+        return (
+            ("n", Fraction(int(upper), int(lower))) if upper.isdecimal() and lower.isdecimal() and int(lower) else None
+        )
+
+    def command(self, name: str) -> Tree:
+        if name == "frac":
+            return self.fraction()
+        if name == "sqrt":
+            root = self.group() if self.next == "[" else ("n", Fraction(2))
+            return power(self.argument(), power(root, MINUS))
+        if name == "binom":
+            return ("f", "binom", self.argument(), self.argument())
+        if name in ("lfloor", "lceil"):
+            inner, _ = self.sum(), self.take(*CLOSERS["\\" + name])
+            return ("f", name, inner)
+        if name in BIG:
+            return ("f", name, *self.scripts(), self.product())
+        if name in FUNCTIONS:
+            return self.function(name)
+        if name in ("overline", "bar", "tilde", "underline", "widetilde"):
+            return ("s", f"{name} {self.argument()}")
+        if name in ("mathbb", "R", "Z"):
+            letter = self.argument()[1] if name == "mathbb" else name
+            return REALS if letter == "R" else ("s", "\\" + letter)
+        if name == "begin":
+            return self.matrix()
+        if "\\" + name in NO_FACTOR:
+            raise Unread(name)
+        return ("s", "\\" + name)
+
+    def function(self, name: str) -> Tree:
+        scripts = self.scripts()
+        raised = scripts.pop()[1] if scripts and scripts[-1][0] == "up" else None
+        if raised == MINUS and name in TRIGONOMETRY:
+            name, raised = f"arc{name}", None
+        inner = self.primary() if self.next in ("(", "[", "{") else self.product(chained=False) if self.next else ONE
+        found = ("f", name, *scripts, *(inner[3:] if inner[0] == "()" else inner[1:] if inner[0] == "," else (inner,)))
+        return power(found, raised) if raised else found
+
+    def scripts(self) -> list[Tree]:
+        found = []
+        while self.next in ("_", "^"):
+            where, start = "up" if self.take() == "^" else "low", self.place
+            inner = self.attempt(self.argument)
+            while inner is None:  # x \to 0, as text
+                self.take()
+                around = [each.text for each in self.tokens[start : self.place]]
+                inner = ("s", "".join(around)) if around.count("{") == around.count("}") else None
+            found.append((where, inner))
+        return found
+
+    def fraction(self) -> Tree:
+        place = self.place
+        upper, lower = self.argument(), self.argument()
+        around = "".join(each.text for each in self.tokens[place : self.place])
+        if found := DERIVATIVE.match(around):
+            return ("f", "diff", upper, lower, ONE if found["of"] or not self.next else self.product())
+        return times(upper, power(lower, MINUS))
+
+    def matrix(self) -> Tree:
+        """Read the rows between \\begin{pmatrix} and \\end{pmatrix}."""
+        name = self.environment()
+        if "matrix" not in name and name != "array":
+            raise Unread(name)
+        if name == "array" and self.next == "{":
+            self.environment()
+        rows: list[list[Tree]] = [[]]
+        while not self.has(r"\end"):
+            if self.has(r"\\"):
+                rows.append([])
+            elif not self.has("&"):
+                rows[-1].append(self.chain())
+        self.environment()
+        rows = [cells for cells in rows if cells]
+        if 1 in (len(rows), max(map(len, rows))):  # a vector
+            return ("()", "(", ")", *(cell for cells in rows for cell in cells))
+        found = ("matrix", *(("row", *cells) for cells in rows))
+        return ("f", "det", found) if name[0] in "vV" else found
+
+    def environment(self) -> str:
+        name = self.take("{")
+        while not self.has("}"):
+            name += self.take()
+        return name[1:]
+
+
+def _with_sign(sign: str, term: Tree) -> Tree:
+    if term[0] == "unit":
+        return ("unit", _with_sign(sign, term[1]), term[2])
+    return term if sign == "+" else times(MINUS, term) if sign == "-" else ("f", "pm", sign == r"\pm", term)
+
+
+def _signed(tree: Tree, sign: str) -> Tree:
+    """Replace a \\pm by plus or minus."""
+    if tree[:2] == ("f", "pm"):
+        return _with_sign("+" if (sign == "+") == tree[2] else "-", _signed(tree[3], sign))
+    return rebuilt(tree, lambda each: _signed(each, sign))
+
+
+def _percent(value: Fraction) -> Fraction:
+    places = getattr(value, "places", None)
+    return numeral(value / 100, None if places is None else places + 2, percent=True)
+
+
+def _interval(members: list[Tree], signs: list[str]) -> Tree | None:
+    """x < 2, -2 < x \\le 1, x \\ne 5 and x \\in S as unions of intervals; None for other relations."""
+    if signs[0] in (">", r"\ge"):
+        members, signs = members[::-1], [ORDER.get(each, each) for each in signs[::-1]]
+    name = next((each for each in (*members[1:2], members[0]) if is_name(each)), None)
+    if signs == [r"\in"] and is_name(members[0]):
+        return members[1] if members[1][0] in ("u", "{}") else ("u", members[1]) if members[1][0] == "()" else None
+    if signs == [r"\ne"] and is_name(members[0]):
+        return _all_but(members[1])
+    if name is None or not set(signs) <= {"<", r"\le"} or len(signs) > 2 or (len(signs) == 2 and name != members[1]):
+        return None
+    if len(signs) == 1:
+        below = name == members[0]  # x < 2
+        members, signs = ([FROM, *members], ["<", *signs]) if below else ([*members, TO], [*signs, "<"])
+    return ("u", ("()", "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", members[0], members[2]))
+
+
+def _all_but(value: Tree) -> Tree:
+    return ("u", ("()", "(", ")", FROM, value), ("()", "(", ")", value, TO))

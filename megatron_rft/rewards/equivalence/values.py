@@ -1,0 +1,192 @@
+"""Values of trees, exactly where they are rational, else to 40 digits, at chosen points. A verdict has LIMIT_S.
+
+Analytic formulas that agree at such points are equal. What has no value (an integral, a limit) is equal only to its own
+tree.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, Tree, nodes, plus, times
+
+mp = mpmath.MPContext()
+mp.dps = 40
+EXACT = mp.mpf("1e-18")  # relative
+ROUNDED = Fraction(1, 10**6)  # absolute; below 0.001 the numbers must agree in three digits
+LARGEST = 20_000  # bits of a rational number; beyond, values have 40 digits
+ENDLESS = 10**9  # numbers beyond e^ENDLESS have no value
+# Values for symbols, by their order: irrational, so that no two formulas agree by accident, and some negative.
+POINTS = [
+    ["1.6180339887498948482", "2.7320508075688772935", "0.5772156649015328606", "3.3166247903553998491"],
+    ["2.2360679774997896964", "0.8346268416740731862", "1.2020569031595942853", "0.2614972128476427837"],
+    ["-0.7390851332151606416", "1.3247179572447460259", "-2.5029078750958928222", "1.4513692348833810502"],
+    ["4.6692016091029906718", "-1.7548776662466927600", "2.6220575542921198104", "-3.2758229187218111597"],
+]
+CONSTANTS = {"e": mp.e, "i": mp.mpc(0, 1), r"\pi": mp.pi, r"\infty": mp.inf, "°": mp.pi / 180}
+NO_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, KeyError, mp.NoConvergence)
+LIMITED = {"sin", "cos", "tan", "cot", "sec", "csc", "exp", "sinh", "cosh", "tanh"}
+FUNCTIONS = {
+    "ln": mp.log, "lg": mp.log10, "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot,
+    "abs": abs, "lfloor": mp.floor, "lceil": mp.ceil, "max": max, "min": min, "Re": mp.re, "Im": mp.im, "arg": mp.arg,
+    "inverse": lambda x: 1 / x, ":": lambda a, b: a / b, **{name: getattr(mp, name) for name in LIMITED},
+}  # fmt: skip
+LIMIT_S = 2.0  # of a verdict, in CPU time of its thread
+verdict = threading.local()
+
+
+class TookTooLong(Exception):
+    """The verdict took longer than LIMIT_S."""
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Within it, reading and evaluating raise TookTooLong after LIMIT_S."""
+    before = getattr(verdict, "end", math.inf)
+    verdict.end = min(before, time.thread_time() + LIMIT_S)
+    try:
+        yield
+    finally:
+        verdict.end = before
+
+
+def within_limit() -> None:
+    if time.thread_time() > getattr(verdict, "end", math.inf):
+        raise TookTooLong(f"no verdict within {LIMIT_S} s")
+
+
+def symbols(tree: Tree) -> set[str]:
+    return {each[1] for each in nodes(tree) if each[0] == "s"} - CONSTANTS.keys()
+
+
+def value(tree: Tree, point: dict[str, Any] | None = None) -> Any:
+    """Return a Fraction, or a real or complex number of mpmath; None if the formula has no value, or a huge one."""
+    try:
+        found = _value(tree, point or {})
+    except NO_VALUE:
+        return None
+    return None if found != found else found
+
+
+def values(tree: Tree, names: Iterable[str]) -> list[Any]:
+    """The values of a formula at each of the points, or its one value."""
+    names = sorted(names)
+    points = [{name: mp.mpf(row[k % 4]) + k // 4 for k, name in enumerate(names)} for row in POINTS]
+    return [value(tree, point) for point in (points if names else [{}])]
+
+
+def equal(wanted: Tree, got: Tree) -> bool:
+    """Whether two formulas have the same values. A decimal may be a rounding, but not of an irrational number."""
+    rounded = _has_decimal(wanted) or (_has_decimal(got) and not _is_irrational(wanted))
+    names = symbols(wanted) | symbols(got)
+    pairs = [pair for pair in zip(values(wanted, names), values(got, names), strict=True) if pair != (None, None)]
+    return bool(pairs) and all(None not in pair and close(*pair, rounded=rounded) for pair in pairs)
+
+
+def proportional(reference: tuple[Tree, Tree], answer: tuple[Tree, Tree]) -> bool:
+    """Whether two equations (left, right) are equivalent: their differences are multiples of each other."""
+    names = set.union(*map(symbols, reference))
+    if not names or names != set.union(*map(symbols, answer)):
+        return False
+    sides = [values(plus(left, times(MINUS, right)), names) for left, right in (reference, answer)]
+    ratios = [number(b) / number(a) for a, b in zip(*sides, strict=True) if None not in (a, b) and a != 0]
+    return len(ratios) > 1 and ratios[0] != 0 and all(close(ratio, ratios[0]) for ratio in ratios)
+
+
+def close(a: Any, b: Any, *, rounded: bool = False) -> bool:
+    if a == b or mp.inf in (abs(a), abs(b)) or (not rounded and isinstance(a, Fraction) and isinstance(b, Fraction)):
+        return bool(a == b)
+    a, b = number(a), number(b)
+    largest = max(abs(a), abs(b))
+    return abs(a - b) <= (min(number(ROUNDED), largest / 1000) if rounded else EXACT * max(1, largest))
+
+
+def _has_decimal(tree: Tree) -> bool:
+    return any(each[0] == "n" and getattr(each[1], "places", None) for each in nodes(tree))
+
+
+def _is_irrational(tree: Tree) -> bool:
+    return any(
+        each[0] == "f" or each in (("s", "e"), ("s", r"\pi"), DEGREE) or (each[0] == "^" and not is_whole(each[2]))
+        for each in nodes(tree)
+    )
+
+
+def is_whole(tree: Tree) -> bool:
+    return tree[0] == "n" and tree[1].denominator == 1
+
+
+def number(found: Any) -> Any:
+    return mp.mpf(found.numerator) / found.denominator if isinstance(found, Fraction) else mp.mpmathify(found)
+
+
+def _value(tree: Tree, point: dict[str, Any]) -> Any:
+    within_limit()
+    kind = tree[0]
+    if kind == "n":
+        return Fraction(tree[1])
+    if kind == "s":
+        return CONSTANTS[tree[1]] if tree[1] in CONSTANTS else point[tree[1]]
+    if kind in "+*":
+        found: Any = Fraction(kind == "*")
+        for each in tree[1:]:
+            part = _value(each, point)
+            if not (_bits(found) + _bits(part) < LARGEST):
+                found, part = number(found), number(part)
+            found = found + part if kind == "+" else found * part
+        return found
+    if kind == "^":
+        return _power(_value(tree[1], point), _value(tree[2], point))
+    if kind == "f":
+        return _function(tree[1], tree[2:], point)
+    raise ValueError(kind)
+
+
+def _function(name: str, members: tuple, point: dict[str, Any]) -> Any:
+    scripts = {each[0]: each[1] for each in members if isinstance(each, tuple) and each[0] in ("low", "up")}
+    given = [_value(each, point) for each in members if each[0] not in ("low", "up")]
+    if name == "log":
+        return mp.log(number(given[0])) / (mp.log(number(_value(scripts["low"], point))) if "low" in scripts else 1)
+    if name in ("!", "binom", "gcd", "lcm"):
+        return _integers(name, given)
+    if name in LIMITED and abs(given[0]) > ENDLESS:
+        raise ValueError("an argument that is too large")
+    if name in ("lfloor", "lceil") and isinstance(given[0], Fraction):
+        return Fraction(given[0] // 1 if name == "lfloor" else -(-given[0] // 1))
+    return FUNCTIONS[name](*(given if name in (":", "abs", "max", "min") else map(number, given)))
+
+
+def _bits(number: Any) -> float:
+    """The size of a rational number; infinite for others."""
+    if isinstance(number, Fraction):
+        return max(number.numerator.bit_length(), number.denominator.bit_length())
+    return math.inf
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if base == 0 and not (exponent == exponent.real > 0):
+        raise ValueError("0 to a power that is not positive")
+    if isinstance(exponent, Fraction) and exponent.denominator == 1 and abs(exponent) < 2**60:
+        exponent = int(exponent)
+        if abs(exponent) * _bits(base) < LARGEST:
+            return base**exponent
+    base, exponent = number(base), exponent if isinstance(exponent, int) else number(exponent)
+    if base and abs(exponent) * (abs(mp.log(abs(base))) + 4) > ENDLESS:
+        raise ValueError("a number that is too large")
+    return base**exponent
+
+
+def _integers(name: str, given: list[Any]) -> Any:
+    if all(isinstance(each, Fraction) and each.denominator == 1 for each in given):
+        whole = [int(each) for each in given]
+        if name in ("gcd", "lcm") or (min(whole) >= 0 and max(whole) < 300):
+            return Fraction(getattr(math, {"!": "factorial", "binom": "comb"}.get(name, name))(*whole))
+    if max(map(abs, given)) > 10**12 or name in ("gcd", "lcm"):
+        raise ValueError("an argument that is too large")
+    return mp.factorial(number(given[0])) if name == "!" else mp.binomial(*map(number, given))

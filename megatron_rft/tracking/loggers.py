@@ -1,0 +1,136 @@
+"""Destinations of metrics besides the metrics file: Weights & Biases, TensorBoard and Prometheus."""
+
+import math
+import re
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rft.utils.errors import DataError, UserError
+from megatron_rft.utils.files import write_atomically
+from megatron_rft.utils.processes import without_stop_signals
+
+PROBE_TIMEOUT = 5.0  # seconds
+INIT_TIMEOUT = 30.0  # seconds; wandb's default of 90 would keep a cluster waiting
+FINISH_TIMEOUT = 60.0  # seconds; wandb has none, but a stopping job has only minutes. Unsent data stays on the disk
+
+
+class WandbLogger:
+    """Logs to Weights & Biases if tracking.wandb is set. Each output folder is one run there: a resume continues it.
+
+    Steps that run again after a kill are logged again; the curves are drawn over `step`, where both points coincide.
+    Without a network, each start is logged offline to a folder under RUN/wandb; `wandb sync` joins them to one run.
+
+    `settings`: arguments of `wandb.init` (project, name, mode, entity). `resolved`: the recipe, shown with the run.
+    """
+
+    def __init__(self, output_dir: Path, settings: Mapping[str, Any], resolved: Mapping[str, Any] | None = None):
+        import wandb  # the plan says if it is missing
+
+        id_file = Path(output_dir) / "wandb_id"
+        known_id = id_file.read_text().strip() if id_file.exists() else None
+        arguments = {"dir": str(output_dir), "id": known_id, "config": dict(resolved or {})} | dict(settings)
+        limits = wandb.Settings(init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, silent=True)
+        start = without_stop_signals()(partial(wandb.init, resume="allow", settings=limits))  # it starts a process
+        problem = None if settings.get("mode") == "offline" else unreachable(wandb.setup().settings.base_url)
+        try:
+            self._run = start(**arguments | ({"mode": "offline"} if problem else {}))
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise UserError(
+                f"wandb refused to start: {error}. Run `wandb login`, or set tracking.wandb.mode=offline"
+            ) from error
+        except wandb.errors.CommError as error:
+            problem = str(error).splitlines()[0]
+            wandb.teardown()  # it still holds the run's id
+            self._run = start(**arguments | {"mode": "offline"})
+        if self._run.offline:
+            why = f"wandb cannot be reached ({problem}): logging offline" if problem else "wandb logs offline"
+            print(f"{why}; send it later: wandb sync {self._run.settings.sync_dir}", flush=True)
+        elif url := self._run.url:
+            print(f"wandb: {url}", flush=True)
+        write_atomically(id_file, self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step} | dict(metrics))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def unreachable(url: str) -> str | None:
+    """Return why the server cannot be reached, or None. wandb itself would try until its timeout."""
+    try:
+        urllib.request.urlopen(url, timeout=PROBE_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return None if isinstance(reason, ssl.SSLError) else f"{url}: {reason}"  # wandb brings its own certificates
+    return None
+
+
+class TensorBoardLogger:
+    """Writes event files under RUN/tensorboard. On a resume, TensorBoard removes the points from `resume_step` on."""
+
+    def __init__(self, output_dir: Path, resume_step: int = 0):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(Path(output_dir) / "tensorboard"), purge_step=resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def metric_name(name: str) -> str:
+    """reward/pass@1 -> megatron_rft_reward_pass_at_1"""
+    return "megatron_rft_" + re.sub(r"\W", "_", name.replace("@", "_at_"), flags=re.ASCII)
+
+
+class PrometheusLogger:
+    """Writes the last step's metrics to FOLDER/megatron_rft_NAME.prom, for the textfile collector of Prometheus's
+    node_exporter, if tracking.prometheus names a folder.
+
+    It opens no port and needs no package. `reward/mean` becomes `megatron_rft_reward_mean{run="NAME"}`. The file stays
+    after the run: `megatron_rft_last_step_timestamp_seconds` tells how old its values are.
+    """
+
+    def __init__(self, folder: Path, run: str):
+        self._path = Path(folder).expanduser() / ("megatron_rft_" + re.sub(r"[^\w.-]", "_", run) + ".prom")
+        self._label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        try:
+            write_atomically(self._path, "")
+        except OSError as error:
+            raise DataError(
+                f"tracking.prometheus: {folder} is no folder to write to ({error.strerror}): "
+                "name the one that node_exporter's --collector.textfile.directory reads"
+            ) from None
+        self._path.chmod(0o644)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {metric_name(name): value for name, value in metrics.items()}
+        values |= {metric_name("step"): step, metric_name("last_step_timestamp_seconds"): time.time()}
+        lines = [
+            f'# TYPE {name} gauge\n{name}{{run="{self._label}"}} {_number(value)}\n' for name, value in values.items()
+        ]
+        write_atomically(self._path, "".join(lines))
+        self._path.chmod(0o644)  # node_exporter is another user
+
+    def close(self) -> None:
+        """The last values stay."""
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(float(value))
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

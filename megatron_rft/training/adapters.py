@@ -1,0 +1,57 @@
+"""The adapters of a run: what they start from, the base that a checkpoint's adapters belong to, and their export."""
+
+import json
+from pathlib import Path
+
+from megatron_rft.config import Model
+from megatron_rft.conversion import lora
+from megatron_rft.conversion.folder import model_fingerprint
+from megatron_rft.data.hub import model_folder
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.utils.errors import DataError
+
+
+def load_start(actor: Actor, model: Model, seed: int) -> None:
+    """Set the actor's adapters, if it has any: those of lora.path, else new ones."""
+    options, hf_config = actor.lora, actor.hf_config
+    if options is None:
+        return
+    lookup = weights.new_adapters(hf_config, options, seed)
+    if options.path is not None:
+        try:
+            lookup = lora.read(Path(options.path).expanduser(), options, hf_config, base_of(model, seed))
+        except DataError as error:
+            raise DataError(f"lora.path: {error}") from None
+    actor.load(lookup, adapters=True)
+
+
+def base_of(model: Model, seed: int) -> str:
+    """The fingerprint of the frozen model."""
+    fingerprint = model_fingerprint(model_folder(model.path))
+    return f"random weights of seed {seed}, {fingerprint}" if model.initialise == "random" else fingerprint
+
+
+def share_base(critic: Actor, actor: Actor) -> None:
+    """Let the critic compute with the actor's frozen weights."""
+    theirs = dict(weights.named_tensors(actor.models))
+    for name, parameter in weights.named_tensors(critic.models):
+        if not parameter.requires_grad:
+            parameter.data = theirs[name].data
+
+
+def export(actor: Actor, folder: Path, model: Model, seed: int) -> None:
+    """Write the adapters in PEFT's format. Collective; rank 0 writes."""
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in actor.stream(adapters=True)}
+    if parallel.rank() == 0:
+        lora.write(folder, tensors.items(), actor.lora, str(model_folder(model.path).resolve()), base_of(model, seed))
+
+
+def check_base(checkpoint: Path, inputs: dict[str, str]) -> None:
+    """Check that the frozen model is that of the checkpoint's adapters. `inputs`: digests by option."""
+    saved = json.loads((checkpoint / "run.json").read_text())
+    if saved["inputs"]["model.path"] != inputs["model.path"]:
+        raise DataError(
+            f"model.path: {checkpoint.name} has adapters of another model than the one that is there now. Restore that "
+            "model, or start in another run.output_dir"
+        )

@@ -1,0 +1,313 @@
+"""Measures the mismatch between engine and trainer in an order that separates bugs from rounding.
+
+In bf16 the trainer differs from itself, with other micro-batches, about as much as from the engine. So both sides first
+compute in fp32: a difference above EXACT is a bug, and `_explain` names it. Without a bug, three further numbers say
+whose rounding the mismatch is; only then are options changed, one at a time.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rft.config import Recipe
+from megatron_rft.families.shapes import experts
+from megatron_rft.families.tables import EXPERT_BIAS
+from megatron_rft.inference.engine import Engine, Request, checksum, request_seed
+from megatron_rft.inference.weight_sync import ChecksumRecorder
+from megatron_rft.megatron import parallel
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.objectives.surrogates import mismatch
+from megatron_rft.records import Batch, Score
+from megatron_rft.rollout.sampler import ScoredResponse, to_batch
+from megatron_rft.training import build
+from megatron_rft.training.engines import DTYPES, EngineBuilder, gather, rank_among_engines
+from megatron_rft.training.episodes import around
+from megatron_rft.training.problems import Problems
+from megatron_rft.utils.errors import ConfigError
+from megatron_rft.utils.files import write_atomically
+
+EXACT = 1e-6  # nats per token; two correct sides in fp32 were 5e-11 apart
+FLOORS = 3  # a KL of up to this many times the trainer's from itself is its rounding
+BATCH, MEASURED = "batch.safetensors", "measured.json"
+LOGPROBS, WITH_ENTROPY = frozenset({"logprobs"}), frozenset({"logprobs", "entropy"})
+ENGINE_IN_FP32 = ["rollout.dtype=fp32", "vllm.quantization=null", "vllm.kv_cache_dtype=null"]
+HF_ENGINE = ["rollout.engine=hf", "rollout.placement=colocated", "rollout.processes=null", "vllm=null"]
+Lookup = Callable[[str], Tensor]  # HF name -> tensor
+Vary = Callable[..., Recipe]  # overrides -> the recipe with them
+
+
+@dataclass
+class Mismatch:
+    """`lookup` has the weights; None: those that training starts from. All methods are collective."""
+
+    vary: Vary
+    lookup: Lookup | None
+    count: int  # prompts
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.recipe = recipe = self.vary()
+        self.tokenizer, self.hf_config = build.load_model_files(recipe.model)
+        self.prompts = Problems.of(recipe).prompts("train", self.tokenizer).prompts[: self.count]
+        self.trainer, self.kind = recipe.model.precision, EngineBuilder.of(recipe).kind(self.hf_config)
+        self.engine = recipe.vllm.rounding or recipe.rollout.dtype or ("fp32" if self.trainer == "fp32" else "bf16")
+        fp8 = [name for name in recipe.megatron.model_fields_set if name.split("_")[0] == "fp8"]
+        self.trainer_in_fp32 = ["model.precision=fp32", *(f"megatron.{name}=null" for name in fp8)]
+
+    # ---- both sides
+
+    def actor(self, *overrides: str) -> Actor:
+        """The trainer's model without an optimizer. Its weights are those of the recipe's precision."""
+        recipe, dtype = self.vary(*overrides), DTYPES[self.trainer]
+        given = self.lookup or build.start_weights(recipe.model, recipe.run.seed, self.hf_config)
+        options = recipe.megatron, recipe.batching, recipe.model.precision
+        actor = Actor(self.hf_config, *options, temperature=recipe.rollout.temperature)
+        exact = tuple(EXPERT_BIAS.values())
+        actor.load(lambda name: given(name) if name.endswith(exact) else given(name).to(dtype))
+        return actor
+
+    def sample(self, actor: Actor, *overrides: str, first_sync: bool = False) -> tuple[Batch, str | None]:
+        """Responses of an engine with the actor's weights, and a sentence about wrong weights. Unless `first_sync`, it
+        has had other weights before, as in a run."""
+        recipe = self.vary(*overrides)
+        builder, sampling = EngineBuilder.of(recipe), build.build_sampling(recipe.rollout, self.tokenizer)
+        with ExitStack() as stack:
+            engine = stack.enter_context(closing(builder.build(self.hf_config)))
+            player = around(engine, builder, self.tokenizer, stack)
+            mine, earlier = self.requests(*rank_among_engines(engine)), {}
+            if not first_sync:
+                earlier = load(engine, ((name, tensor.roll(1, -1) * 1.05) for name, tensor in actor.stream()), 1)
+                list(engine.generate(mine, replace(sampling, max_tokens=1)))  # caches their prompts
+            sent = load(engine, actor.stream(), 2)
+            other = torch.bfloat16 if builder.dtype == torch.float32 else torch.float32
+            rounded = {name: checksum(tensor.to(other)) for name, tensor in actor.stream()}
+            wrong = weights_problem(sent, earlier, rounded, engine.checksums())
+            if engine.dtype != builder.dtype:
+                wrong = f"the engine computes in another precision, {engine.dtype} instead of {builder.dtype}"
+            groups = sorted(gather(list(player.generate(mine, sampling))), key=lambda group: group.id)
+        found = [(group.id, number, each) for group in groups for number, each in enumerate(group.responses)]
+        rollouts = [ScoredResponse(i, number, self.prompts[i], each, "", Score(0.0)) for i, number, each in found]
+        if stale := {each.weight_version for *_, each in found} - {2}:
+            wrong = f"a stale version: responses have weights of sync {min(stale)}, and sync 2 was the last"
+        return to_batch(rollouts), next(filter(None, gather([wrong])), None)
+
+    def requests(self, rank: int | None, world: int) -> list[Request]:
+        size, seed = min(self.recipe.rollout.group_size, 8), self.recipe.run.seed
+        asked = [(i, prompt) for i, prompt in enumerate(self.prompts) if rank is not None and i % world == rank]
+        return [Request(i, tuple(p.token_ids), size, request_seed(seed, "diagnose", i), problem=p) for i, p in asked]
+
+    def compare(self, name: str, actor: Actor, batch: Batch, own: Tensor | None = None) -> float:
+        """The KL of the engine's log-probs, or the trainer's `own`, and the actor's, which becomes a row."""
+        logprobs, one = actor.outputs(batch, LOGPROBS)["logprobs"], batch.tokens["rollout_logprobs"]
+        found = mismatch(one if own is None else own, logprobs, batch.response_mask)
+        self.rows.append({"name": name} | {key.removeprefix("mismatch/"): value for key, value in found.items()})
+        return found["mismatch/kl"]
+
+    # ---- the order
+
+    def measure(self) -> dict[str, Any]:
+        """The rows, the sentence about a bug if there is one, and the layouts that are worth a launch."""
+        exact = self.actor(*self.trainer_in_fp32)
+        batch, wrong = self.sample(exact, *ENGINE_IN_FP32)
+        kl = self.compare("both in fp32", exact, batch)
+        found = {"rows": self.rows, "layouts": [], "bug": wrong, "in_fp32": kl, "base": kl, "floor": 0.0}
+        if wrong or kl >= EXACT:
+            return found | {"bug": wrong or self._explain(exact, batch, min(EXACT, kl / 100))}
+        if (self.trainer, self.engine) == ("fp32", "fp32"):
+            return found
+        given, wrong = (batch, None) if self.engine == "fp32" else self.sample(exact)
+        if wrong:
+            return found | {"bug": wrong}
+        by_engine = self.compare(f"engine {self.engine}, trainer fp32", exact, given)
+        actor = exact if self.trainer == "fp32" else self.actor()
+        del exact
+        by_trainer = self.compare(f"engine fp32, trainer {self.trainer}", actor, batch)
+        base = self.compare(f"as in the recipe: engine {self.engine}, trainer {self.trainer}", actor, given)
+        found |= {"by_engine": by_engine, "by_trainer": by_trainer, "base": base, "floor": self._floor(actor, given)}
+        if base <= max(FLOORS * found["floor"], EXACT):
+            return found
+        if experts(self.hf_config):
+            self.rows.append({"name": "with the engine's routes", "refused": "not tried: engines do not report routes"})
+        large = min(base / 2, max(by_engine, by_trainer))
+        if by_engine >= large:
+            for name, overrides in self._accepted(self._engine_arms()):
+                self.compare(name, actor, self.sample(actor, *overrides)[0])
+        if by_trainer >= large:
+            del actor
+            for name, overrides in self._accepted(self._trainer_arms()):
+                self.compare(name, self.actor(*overrides), given)
+            found["layouts"] = list(layout_arms(self.recipe.megatron))
+            if dist.get_rank() == 0:
+                save_file(given.state_dict(), Path(self.recipe.run.output_dir) / BATCH)
+        return found
+
+    def _floor(self, actor: Actor, batch: Batch) -> float:
+        """The trainer against itself, with one sequence in a micro-batch."""
+        own, options = actor.outputs(batch, LOGPROBS)["logprobs"], actor.batching
+        actor.batching = options.model_copy(update={"forward_only_tokens": int(batch.lengths.max())})
+        kl = self.compare("the floor: the trainer against itself, repacked", actor, batch, own)
+        actor.batching = options
+        return kl
+
+    def _accepted(self, arms: Iterator[tuple[str, list[str]]]) -> Iterator[tuple[str, list[str]]]:
+        """The arms; a row says why the recipe refuses one."""
+        for name, overrides in arms:
+            try:
+                self.vary(*overrides)
+                yield name, overrides
+            except ConfigError as error:
+                self.rows.append({"name": name, "refused": str(error)})
+
+    def _trainer_arms(self) -> Iterator[tuple[str, list[str]]]:
+        options = self.recipe.batching
+        if not options.why_not_shared(self.recipe.megatron.context_parallel_size):
+            yield "without shared prompts", ["batching.share_prompts=off"]
+        if options.pack_sequences:
+            yield "without packing", ["batching.pack_sequences=false"]
+        if self.recipe.megatron.recompute_granularity:
+            given = [name for name in self.recipe.megatron.model_fields_set if name.startswith("recompute_")]
+            yield "without recomputation", [f"megatron.{name}=null" for name in given]
+
+    def _engine_arms(self) -> Iterator[tuple[str, list[str]]]:
+        if self.kind != "vllm":
+            return
+        given = self.recipe.vllm.arguments()
+        for option in ("kv_cache_dtype", "quantization", "speculative_config"):
+            if option in given:
+                yield f"without vllm.{option}", [f"vllm.{option}=null"]
+        if given.get("enable_prefix_caching", True):
+            yield "without prefix cache", ["vllm.enable_prefix_caching=false"]
+        if torch.cuda.is_available() and not given.get("enforce_eager"):
+            yield "without CUDA graphs", ["vllm.enforce_eager=true"]
+
+    # ---- bugs
+
+    def _explain(self, actor: Actor, batch: Batch, agreed: float) -> str:
+        """What brings the KL in fp32 below `agreed`. The engine has the actor's weights."""
+        for what, changed in misaligned(batch):
+            if self._kl(actor, changed) < agreed:
+                return what
+        temperature, kl = self._fitted_temperature(actor, batch)
+        if kl < agreed:
+            return (
+                f"a wrong temperature: the engine's log-probs are those of temperature {temperature:.4g}, and "
+                f"rollout.temperature is {actor.temperature:g}"
+            )
+        again, _ = self.sample(actor, *ENGINE_IN_FP32, first_sync=True)
+        if self._kl(actor, again) < agreed:
+            return "a stale version: an engine that had other weights before uses a part of them, a fresh one does not"
+        if self.kind == "hf":
+            return "the engine's model or the trainer's computes something else; no option named here explains it"
+        other, _ = self.sample(actor, "rollout.dtype=fp32", *HF_ENGINE)
+        side = "vLLM" if self._kl(actor, other) < agreed else "the trainer"
+        return f"{side} computes something else, or in another precision: the hf engine agrees with the other side only"
+
+    def _kl(self, actor: Actor, batch: Batch) -> float:
+        logprobs = actor.outputs(batch, LOGPROBS)["logprobs"]
+        return mismatch(batch.tokens["rollout_logprobs"], logprobs, batch.response_mask)["mismatch/kl"]
+
+    def _fitted_temperature(self, actor: Actor, batch: Batch) -> tuple[float, float]:
+        """The temperature at which the log-probs agree best, by Newton's method, and the KL there. The derivative of a
+        log-prob by log(1 / temperature) is log-prob + entropy."""
+        kept, real = actor.temperature, batch.response_mask > 0
+        for _ in range(10):
+            out = actor.outputs(batch, WITH_ENTROPY)
+            slope = (out["logprobs"] + out["entropy"])[real].double()
+            difference = (batch.tokens["rollout_logprobs"] - out["logprobs"])[real].double()
+            step = (slope @ difference / slope.square().sum().clamp_min(1e-12)).clamp(-0.7, 0.7)
+            actor.temperature /= step.exp().item()
+        fitted, kl = actor.temperature, self._kl(actor, batch)
+        actor.temperature = kept
+        return fitted, kl
+
+
+def load(engine: Engine, stream: Iterator[tuple[str, Tensor]], version: int) -> dict[str, int]:
+    """Send weights. Returns their checksums in the engine's dtype."""
+    recorder = ChecksumRecorder(stream, engine.dtype)
+    try:
+        engine.load_weights(recorder, version)
+    finally:
+        recorder.exhaust()
+    return recorder.checksums
+
+
+def weights_problem(
+    sent: dict[str, int], earlier: dict[str, int], rounded: dict[str, int], received: dict[str, int | None]
+) -> str | None:
+    """What an engine has instead of the tensors that were `sent` last, by checksums; None if it has them. `earlier`:
+    those of the sync before; `rounded`: the last ones in another dtype."""
+    wrong = {name: value for name, value in received.items() if value is not None and value != sent.get(name)}
+    if not wrong:
+        return None
+    of, name = f"{len(wrong)} of {len(received)} tensors", min(wrong)
+    if all(value == earlier.get(name) for name, value in wrong.items()):
+        return f"a stale version: {of} in the engine, first {name}, are those of the sync before"
+    if all(value == rounded.get(name) for name, value in wrong.items()):
+        return f"the engine holds its weights in another precision: {of}, first {name}"
+    names = {value: other for other, value in sent.items()}
+    if swapped := [other for other, value in wrong.items() if value in names]:
+        other = min(swapped)
+        return f"swapped weights: {other} in the engine is the trainer's {names[wrong[other]]} ({of} are wrong)"
+    return f"wrong weights: {of} in the engine, first {name}, are not what the trainer sent"
+
+
+def misaligned(batch: Batch) -> Iterator[tuple[str, Batch]]:
+    """(what is wrong, the batch without it) for a mask, or log-probs, that are off by one token."""
+    mask, lens, logprobs = batch.response_mask, batch.response_lens.tolist(), batch.tokens["rollout_logprobs"]
+
+    def rolled(values: Tensor, by: int) -> Tensor:
+        return torch.cat([each.roll(by) for each in values.split(lens)])
+
+    ends = batch.response_lens.cumsum(0)
+    for by, where in ((-1, "late"), (1, "early")):
+        if (mask == 0).any():
+            yield (
+                f"the response mask is off by one: it comes a token too {where}",
+                batch.with_tokens(response_mask=rolled(mask, by)),
+            )
+        inside = mask.clone()
+        inside[ends - 1 if by < 0 else ends - batch.response_lens] = 0.0
+        if inside.sum() * 4 >= mask.sum():
+            yield (
+                f"the engine's log-probs are off by one: they come a token too {where}",
+                batch.with_tokens(rollout_logprobs=rolled(logprobs, by), response_mask=inside),
+            )
+
+
+def layout_arms(m: Any) -> dict[str, list[str]]:
+    """Name -> overrides: the same ranks without one kind of parallelism. Each needs a launch of its own."""
+    alone = ["megatron.sequence_parallel=false", "megatron.expert_tensor_parallel_size=null"]
+    sizes = {
+        "tensor": (m.tensor_model_parallel_size, ["megatron.tensor_model_parallel_size=1", *alone]),
+        "expert": (m.expert_model_parallel_size, ["megatron.expert_model_parallel_size=1"]),
+        "context": (m.context_parallel_size, ["megatron.context_parallel_size=1"]),
+    }
+    return {f"without {name} parallelism": overrides for name, (size, overrides) in sizes.items() if size > 1}
+
+
+def run(vary: Vary, lookup: Lookup | None, count: int, layout: str | None = None) -> None:
+    """Measure on every rank, or score the measured batch under one of `layout_arms`. Rank 0 writes the result into the
+    recipe's run.output_dir."""
+    overrides = layout_arms(vary().megatron)[layout] if layout else []
+    recipe = vary(*overrides)
+    parallel.initialize(recipe.megatron, seed=recipe.run.seed, faults=recipe.faults)
+    try:
+        diagnosis, folder = Mismatch(vary, lookup, count), Path(recipe.run.output_dir)
+        if layout:
+            batch = Batch.from_state_dict(load_file(folder / BATCH))
+            diagnosis.compare(layout, diagnosis.actor(*overrides), batch)
+            found = {"rows": diagnosis.rows}
+        else:
+            found = diagnosis.measure()
+        if dist.get_rank() == 0:
+            write_atomically(folder / (f"{layout}.json" if layout else MEASURED), json.dumps(found))
+    finally:
+        parallel.shutdown()

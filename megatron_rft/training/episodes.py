@@ -1,0 +1,37 @@
+"""Puts a recipe's environment around an engine."""
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from megatron_rft.environments.player import Episodes
+from megatron_rft.environments.process import EnvironmentProcesses
+from megatron_rft.environments.template import Template
+from megatron_rft.inference.engine import Engine
+from megatron_rft.training.build import stop_token_ids
+from megatron_rft.training.engines import EngineBuilder
+
+
+def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitStack) -> Engine:
+    """The engine itself without an environment. The environments' processes end with `stack`."""
+    environment, stops = builder.environment, builder.rollout.stop
+    if environment is None:
+        return engine
+    template = Template(tokenizer, stop_token_ids(stops, tokenizer), builder.chat_template_kwargs)
+    notes = [note for role in environment.roles for note in template.check(role)] if builder.chat else []
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0 and notes:
+        print("\n".join(notes), flush=True)
+
+    def decode(ids: list[int]) -> str:
+        """The text that the environment hears. Some models mark calls with special tokens."""
+        ids = ids[:-1] if ids[-1] in template.stops else ids
+        return tokenizer.decode(ids, skip_special_tokens=not environment.calls)
+
+    log, options = builder.folder.parent / "environment" / f"rank_{rank}", environment.own_options()
+    processes = EnvironmentProcesses(options, environment.processes, environment.turn_timeout_s, log)
+    player = Episodes(
+        engine, processes, template, decode, environment.name, environment.max_turns, environment.turn_tokens
+    )
+    stack.callback(player.close)
+    return player

@@ -1,0 +1,311 @@
+"""Observes a run: averages over a step, non-finite steps, slow ranks, alarms, gradient norms of the parts of a loss.
+
+Alarms are about known failures of the algorithms (`tracking.alarms` turns them off) and about the train-inference
+mismatch, which has bounds in the section `faults`. Nothing here changes a number that is trained on.
+"""
+
+import socket
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from megatron_rft.config.sections import Faults
+from megatron_rft.megatron import parallel
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.objectives.base import LossFunction, Update
+from megatron_rft.records import Batch
+from megatron_rft.tracking.progress import SLOWER
+from megatron_rft.tracking.throughput import Phases, Throughput
+from megatron_rft.utils.errors import ConfigError, RunFailed
+
+STEPS = 10  # that a condition must hold in a row
+FIRST = 20  # steps whose mean is compared with
+PAGE = "docs/troubleshooting.md"
+Metrics = dict[str, float]
+CAUSES_OF_MISMATCH = (
+    "`megatron-rft diagnose RECIPE --run RUN` says whether it is rounding or a bug, and whose. "
+    "algorithm.importance=truncated corrects for rounding"
+)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """`holds(steps, first)` gets the last STEPS steps that have the metric `needs`, and its mean over the first."""
+
+    needs: str
+    holds: Callable[[list[Metrics], float], bool]
+    sentence: str
+    page: str
+
+
+def _all(name: str, condition: Callable[[float], bool]) -> Callable[[list[Metrics], float], bool]:
+    return lambda steps, _: all(condition(step[name]) for step in steps)
+
+
+def _groups_agree(steps: list[Metrics], _: float) -> bool:
+    names = ("reward/all_right_groups", "reward/all_wrong_groups")
+    return all(sum(step.get(name, 0.0) for name in names) >= 1 - 1e-9 for step in steps)
+
+
+ALARMS = (
+    Alarm(
+        "policy/entropy",
+        lambda steps, first: all(step["policy/entropy"] < 0.1 * first for step in steps),
+        "the entropy has collapsed: below a tenth of what it was at first (policy/entropy)",
+        f"{PAGE}, The reward does not rise",
+    ),
+    Alarm(
+        "response/length_mean",
+        lambda steps, first: all(
+            step["response/length_mean"] > 2 * first and step.get("response/finished", 0.0) < 0.5 for step in steps
+        ),
+        "the responses explode: more than twice as long as at first, and most do not end (response/length_mean, "
+        "response/finished)",
+        f"{PAGE}, The reward does not rise",
+    ),
+    Alarm(
+        "reward/group_std",  # absent where a group is one response, which always agrees with itself
+        _groups_agree,
+        "in every group all responses have the same verdict, so that none has an advantage (reward/all_right_groups, "
+        "reward/all_wrong_groups)",
+        f"{PAGE}, The reward does not rise",
+    ),
+    Alarm(
+        "policy/kl",
+        _all("policy/kl", lambda kl: kl > 1.0),
+        "the policy is far from the reference: more than 1 nat per token (policy/kl)",
+        f"{PAGE}, It learns, then collapses",
+    ),
+    Alarm(
+        "pipo/suppressed",
+        _all("pipo/suppressed", lambda suppressed: suppressed == 1),
+        "PIPO has suppressed every step, that is, the reward has stayed below its anchor (pipo/suppressed, pipo/xi)",
+        "docs/pipo_from_paper_to_recipe.md",
+    ),
+    Alarm(
+        "constraint/improved",
+        _all("constraint/improved", lambda improved: improved == 0),
+        "the refiner has improved no response (constraint/improved)",
+        "docs/dynamic.md",
+    ),
+    Alarm(
+        "dynamics/future_weight_saturated",
+        _all("dynamics/future_weight_saturated", lambda share: share > 0.95),
+        "FPA's weights are nearly all within 0.01 of 0 or 1 (dynamics/future_weight_saturated)",
+        "docs/offline.md",
+    ),
+)
+
+
+class Alarms:
+    """The alarms of one run, from the last steps' metrics. One is told when its condition becomes true, and again only
+    after the condition was false. A resumed run begins its windows again.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[deque[Metrics]] = [deque(maxlen=STEPS) for _ in ALARMS]
+        self._first: list[list[float]] = [[] for _ in ALARMS]
+        self._holds = [False for _ in ALARMS]
+
+    def check(self, metrics: Metrics, step: int) -> list[str]:
+        """Return a sentence for each alarm whose condition becomes true in this step."""
+        return [told for number, alarm in enumerate(ALARMS) if (told := self._check(number, alarm, metrics, step))]
+
+    def _check(self, number: int, alarm: Alarm, metrics: Metrics, step: int) -> str:
+        if alarm.needs not in metrics:
+            return ""
+        first, last = self._first[number], self._last[number]
+        if len(first) < FIRST:
+            first.append(metrics[alarm.needs])
+        last.append(metrics)
+        before, mean = self._holds[number], sum(first) / len(first)
+        self._holds[number] = len(last) == STEPS and alarm.holds(list(last), mean)
+        if before or not self._holds[number]:
+            return ""
+        return f"step {step}: for {STEPS} steps {alarm.sentence}. See {alarm.page}"
+
+
+def check_mismatch_bounds(options: Faults, needs: frozenset[str]) -> None:
+    """Refuse faults.mismatch_max without `old_logprobs` among the objective's `needs`."""
+    if options.mismatch_max is not None and "old_logprobs" not in needs:
+        raise ConfigError(
+            "faults.mismatch_max: does nothing where a sampled batch gets one on-policy step: the training pass only "
+            "sums over tokens, and no pass comes before it. Use mismatch_kl and mismatch_share instead, or set "
+            "algorithm.mini_batch_prompts or algorithm.epochs"
+        )
+
+
+def check_mismatch(metrics: dict[str, float], options: Faults, step: int) -> str | None:
+    """The warning if the step's mismatch exceeds a bound. Raises RunFailed instead if on_mismatch is "stop"."""
+    bounds = {name: getattr(options, f"mismatch_{name}") for name in ("kl", "max", "share")}
+    beyond = [
+        f"mismatch/{name} {value:.3g} is above faults.mismatch_{name}, {bound:g}"
+        for name, bound in bounds.items()
+        if bound is not None and not (value := metrics.get(f"mismatch/{name}", 0.0)) <= bound
+    ]
+    if not beyond:
+        return None
+    message = f"step {step}: engine and trainer disagree on the same tokens: {'; '.join(beyond)}. {CAUSES_OF_MISMATCH}"
+    if options.on_mismatch == "stop":
+        raise RunFailed(message)
+    return message
+
+
+PHASES = ("generation", "reward", "refine", "logprobs", "training", "verification", "sync", "evaluation", "other")
+
+
+class Monitor:
+    """The observers of one run. `compares_logprobs`: the engine's log-probs are those of the trainer's current weights,
+    so that a difference is a mismatch. `alarms`: tracking.alarms."""
+
+    def __init__(self, folder: Path, faults: Faults, throughput: Throughput, alarms: bool, compares_logprobs: bool):
+        self.faults, self.throughput, self.compares_logprobs = faults, throughput, compares_logprobs
+        self.averages, self.guard = Averages(), NonFiniteGuard(folder, faults.max_skipped_steps)
+        self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
+        self.alarms = Alarms() if alarms else None
+
+    def trained(
+        self, update: Update, mini_batch: Batch, computed: Batch, shared: bool, metrics: dict[str, float], step: int
+    ) -> None:
+        """Note an optimizer step. `computed`: the sequences of the mini-batch that were computed; `shared`: whether
+        they shared their prompts."""
+        self.guard.note(metrics, mini_batch, step)
+        if "no_gradient" in mini_batch.sequences:
+            metrics["computed_share"] = len(computed) / len(mini_batch)
+        self.averages.add(update.name, metrics)
+        self.throughput.trained(computed, shared)
+
+    def end_of_step(self, step: int, metrics: dict[str, float], phases: Phases) -> tuple[dict[str, float], list[str]]:
+        """All metrics of the step, and the warnings. Collective."""
+        ranks, slow = self.stragglers.take(phases.work(), step)
+        skipped = {"faults/skipped_steps": self.guard.total}
+        metrics = metrics | ranks | self.averages.take() | skipped | phases.take()
+        metrics |= self.throughput.take(metrics)
+        mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
+        alarms = self.alarms.check(metrics, step) if self.alarms else []
+        return metrics, [warning for warning in (mismatch, slow, *alarms) if warning]
+
+
+class Averages:
+    """Means over the optimizer steps of one training step, named policy/loss, verification/grad_norm and so on. Names
+    that contain a slash are kept."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, update: str, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._values[name if "/" in name else f"{update}/{name}"].append(value)
+
+    def take(self) -> dict[str, float]:
+        values, self._values = self._values, defaultdict(list)
+        return {name: sum(many) / len(many) for name, many in values.items()}
+
+
+class NonFiniteGuard:
+    """Allows `bound` skipped optimizer steps in a row. One more writes the batch to disk and ends the run."""
+
+    def __init__(self, output_dir: Path, bound: int):
+        self.output_dir, self.bound, self.in_a_row, self.total = output_dir, bound, 0, 0
+
+    def note(self, metrics: dict[str, float], batch: Batch, step: int) -> None:
+        if not metrics["skipped"]:
+            self.in_a_row = 0
+            return
+        self.in_a_row, self.total = self.in_a_row + 1, self.total + 1
+        if self.in_a_row <= self.bound:
+            return
+        path = self.output_dir / f"failed_batch_step_{step:06d}.safetensors"
+        if dist.get_rank() == 0:
+            save_file(batch.state_dict(), path)
+        raise RunFailed(
+            f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite {self.in_a_row} "
+            f"times in a row, more than faults.max_skipped_steps = {self.bound}. The batch is in {path}; the newest "
+            "checkpoint is from before these steps. A lower optimizer.lr, or fp32, usually helps"
+        )
+
+
+class Stragglers:
+    """Compares the ranks after each step, with one small all_gather on the host. All ranks call it together.
+
+    Work is wall time outside waits for collectives. On GPUs the host does not wait for a collective, so that the wait
+    is part of the work there: `training` of all ranks is then about equal, and generation and grading tell them apart.
+    """
+
+    def __init__(self, hosts: list[str]) -> None:
+        """`hosts`: the node of each rank."""
+        self.hosts = hosts
+        self.rank, self.steps = -1, 0  # the slowest rank, and for how many steps in a row
+
+    def take(self, work: dict[str, float], step: int) -> tuple[dict[str, float], str]:
+        """Metrics, and a sentence when a rank has been slow for `STEPS` steps; empty otherwise. `work`: seconds by
+        phase of this rank."""
+        if len(self.hosts) == 1:
+            return {}, ""
+        own = torch.tensor([work.get(phase, 0.0) for phase in PHASES])
+        rows = [torch.empty_like(own) for _ in self.hosts]
+        dist.all_gather(rows, own, group=parallel.host_group("generation"))
+        return self.compare(torch.stack(rows).tolist(), step)
+
+    def compare(self, rows: list[list[float]], step: int) -> tuple[dict[str, float], str]:
+        """`rows`: for each rank the seconds of PHASES."""
+        totals = [sum(row) for row in rows]
+        middle, slowest = median(totals), max(range(len(rows)), key=totals.__getitem__)
+        metrics = {"ranks/work_median": middle, "ranks/work_slowest": totals[slowest], "ranks/slowest": slowest}
+        for number, phase in enumerate(PHASES):
+            if any(row[number] for row in rows):
+                metrics[f"ranks/{phase}_median"] = median(row[number] for row in rows)
+                metrics[f"ranks/{phase}_slowest"] = max(row[number] for row in rows)
+        slow = totals[slowest] > SLOWER * middle
+        self.steps = self.steps + 1 if slow and slowest == self.rank else int(slow)
+        self.rank = slowest if slow else -1
+        return metrics, self._sentence(rows, totals, middle, step) if slow and self.steps == STEPS else ""
+
+    def _sentence(self, rows: list[list[float]], totals: list[float], middle: float, step: int) -> str:
+        behind = [rows[self.rank][n] - median(row[n] for row in rows) for n in range(len(PHASES))]
+        phase = PHASES[max(range(len(PHASES)), key=behind.__getitem__)]
+        return (
+            f"step {step}: rank {self.rank} on node {self.hosts[self.rank]} has been the slowest for {STEPS} steps: it "
+            f"worked {totals[self.rank]:.2f} s in this step, the median rank {middle:.2f} s; most of the difference is "
+            f"in {phase} (docs/troubleshooting.md, It is slow)"
+        )
+
+
+Parts = Callable[[LossFunction, str], LossFunction]
+
+
+def due(every: int, step: int) -> bool:
+    """True in the first step and every `every`-th step; never if `every` is 0."""
+    return bool(every) and (step == 1 or step % every == 0)
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """`part_of(loss, name)` is the loss restricted to one part; its gradient norm is the metric `prefix` + name."""
+
+    every: int
+    prefix: str
+    names: tuple[str, ...]
+    part_of: Parts
+    wanted: Callable[[Update], bool]  # whether an update has these parts
+
+    def due(self, update: Update, step: int) -> bool:
+        return update.model == "actor" and due(self.every, step) and self.wanted(update)
+
+    def measure(
+        self, actor: Actor, update: Update, batch: Batch, counts: dict[str, float], second: Any
+    ) -> dict[str, float]:
+        """Collective. One backward pass for each part; the weights do not change."""
+        norms = {}
+        for name in self.names:
+            loss = self.part_of(update.loss, name)
+            actor.backward(batch, loss, counts, update.outputs, second)
+            norms[self.prefix + name] = actor.optimizer.grad_norm()
+        return norms

@@ -1,0 +1,283 @@
+"""Batches that the policy's engine samples, ahead of training by `rollout.staleness` n.
+
+W(v) are the weights after v steps; step t trains on batch t and turns W(t-1) into W(t). Sampling of batch t starts when
+step t - n starts:
+
+    n = 0   Batch t is sampled from W(t-1) before step t trains: on-policy.
+    n = 1   Batch t is sampled from W(t-2) while step t-1 trains. The engine gets new weights between two batches.
+            Timing does not change a batch, so such a run is as reproducible as one with n = 0.
+    n > 1   n batches are pending, and the engine gets new weights in the middle of them: unfinished responses continue
+            with the new weights. Batch t starts with W(t-1-n) and ends with the newest weights. Timing decides which
+            token is the first one from new weights.
+
+No response of batch t starts with weights older than W(t-1-n). A checkpoint waits for the pending batches and contains
+them.
+"""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rft.inference.weight_sync import EngineWeights
+from megatron_rft.objectives.base import State, Update
+from megatron_rft.objectives.surrogates import mismatch
+from megatron_rft.records import Batch, Prompt, Response, Score
+from megatron_rft.rollout.refiner import Refined
+from megatron_rft.rollout.sampler import Keep, PendingRound, RoundResult, Sampled, Sampler, ScoredResponse, conclude
+from megatron_rft.tracking.metrics import Sample
+from megatron_rft.training.dynamic_constraint import Examples
+from megatron_rft.training.engines import engine_metrics
+from megatron_rft.training.loop import Batches
+from megatron_rft.training.run import TrainingRun
+from megatron_rft.utils.errors import RunFailed
+
+KEY = "ahead"  # key in a checkpoint's state
+
+
+@dataclass
+class Pending:
+    """A batch that is being sampled (`rounds` is None) or ready."""
+
+    step: int
+    first_round: PendingRound | None
+    rounds: list[RoundResult] | None = None
+
+
+@dataclass
+class OnlineBatches(Batches):
+    """Samples `prompts_per_step` problems of the run's stream for each step. `keep` and `max_rounds` are those of
+    `Sampler.sample`; `examples`: those of the dynamic constraint."""
+
+    run: TrainingRun
+    sampler: Sampler
+    weights: EngineWeights
+    prompts_per_step: int
+    staleness: int = 0
+    keep: Keep | None = None
+    max_rounds: int = 1
+    examples: Examples | None = None
+    pending: deque[Pending] = field(default_factory=deque)
+    sampled: Sampled | None = None  # of this step
+    told_of_grader: bool = False  # that it fails on some responses
+
+    def begin(self, step: int) -> bool:
+        """Start the batches up to step + n. With n > 0 the trainer is not idle: the batch of `step` was started
+        earlier, and the trainer has worked on others since."""
+        self.weights.wake()
+        newest = self.pending[-1].step if self.pending else step - 1
+        for number in range(newest + 1, min(step + self.staleness, self.run.total_steps) + 1):
+            drawn = self.run.stream.next(self.prompts_per_step)
+            self.pending.append(Pending(number, self.sampler.begin(drawn, number, self.keep)))
+        return self.sampler.background and not self.staleness
+
+    def next(self, step: int) -> Batch:
+        """Collect the batch of `step`, and put the engine to sleep. Batches up to step + n are pending afterwards."""
+        with self.run.phases("generation"):
+            self.sampled = self._next(step)
+        self.weights.sleep()
+        if self.examples:
+            with self.run.phases("logprobs"):
+                self.examples.write(step, self.sampled.rollouts)
+        return self.sampled.batch
+
+    def _next(self, step: int) -> Sampled:
+        self.begin(step)
+        batch = self.pending.popleft()
+        assert batch.step == step, f"batch {batch.step} at step {step}"
+        sampled = conclude(self._collected(batch), step, self.keep)
+        if (stale := int(sampled.metrics["rollout/staleness"])) > self.staleness:
+            raise RunFailed(
+                f"step {step}: a response started with weights that are {stale} versions old, and rollout.staleness is "
+                f"{self.staleness}: the engine does not have the weights that it was sent"
+            )
+        return sampled
+
+    def publish(self, version: int, asked: bool = False, verify: bool = False) -> dict[str, float]:
+        """Wait for the batches that must end before the engine gets new weights, and send these."""
+        if self.weights.sent(version):
+            return {}
+        self.weights.version = version  # an engine that is replaced during the drain gets the actor's current weights
+        with self.run.phases("generation"):
+            self.drain(everything=asked)
+        with self.run.phases("sync"):
+            return self.weights.send(version, verify)
+
+    def drain(self, everything: bool = False) -> None:
+        """Wait for the pending batches. With n > 1 they may continue over a sync, so this waits only for
+        `everything`."""
+        if self.staleness <= 1 or everything:
+            for batch in self.pending:
+                self._collected(batch)
+
+    def _collected(self, batch: Pending) -> list[RoundResult]:
+        if batch.rounds is None:
+            draw = self.run.stream.next
+            batch.rounds = self.sampler.collect(
+                batch.first_round, draw, self.prompts_per_step, self.keep, self.max_rounds
+            )
+            batch.first_round = None
+        return batch.rounds
+
+    def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:
+        tracker, sampler, sampled = self.run.tracker, self.sampler, self.sampled
+        metrics = sampled.metrics | mismatch_metrics(batch) | {"tokens/trained": float(batch.lengths.sum())}
+        metrics |= engine_metrics(sampler.engine, tracker.note)
+        if sampler.refiner:
+            metrics |= {f"refiner_{name}": value for name, value in sampler.refiner.engine.statistics().items()}
+        tracker.example(str(sampled.rollouts[0]))
+        if tracker.wants_samples(step):
+            tracker.samples(step, shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer))
+        if not self.told_of_grader and (told := grader_errors(sampled.rollouts, step)):
+            self.told_of_grader = True
+            tracker.note(told)
+        if warning := underfilled_batch_warning(sampled.metrics, self.prompts_per_step, step):
+            tracker.note(warning)
+        return metrics
+
+    # ---- checkpoints
+
+    def state(self) -> State:
+        """Wait for the pending batches and return them for a checkpoint."""
+        self.drain(everything=True)
+        self.weights.sleep_to_save()
+        if not self.pending:
+            return {}
+        rows = [{"step": batch.step, "rounds": [_to_json(result) for result in batch.rounds]} for batch in self.pending]
+        words = json.dumps(rows, default=np.ndarray.tolist)
+        return {KEY: torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)}
+
+    def restore(self, state: State) -> State:
+        if self.examples:
+            self.examples.resume(self.run.done)
+        if KEY in state:
+            by_index = {prompt.index: prompt for prompt in self.run.stream.items}
+            for row in json.loads(bytes(state[KEY].numpy())):
+                rounds = [_from_json(result, by_index) for result in row["rounds"]]
+                self.pending.append(Pending(row["step"], None, rounds))
+        return {name: value for name, value in state.items() if name != KEY}
+
+    def close(self) -> None:
+        self.sampler.close()
+
+
+def _to_json(result: RoundResult) -> dict:
+    rollouts = [asdict(replace(rollout, prompt=rollout.prompt.index)) for rollout in result.rollouts]
+    return {field.name: getattr(result, field.name) for field in fields(result)} | {"rollouts": rollouts}
+
+
+def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:
+    return RoundResult(**row | {"rollouts": [_rollout(rollout, prompts) for rollout in row["rollouts"]]})
+
+
+def _rollout(row: dict, prompts: dict[int, Prompt]) -> ScoredResponse:
+    response = {k: tuple(v) if isinstance(v, list) else v for k, v in row["response"].items()}
+    context = row["context"] if row["context"] is None else tuple(row["context"])
+    typed = {"prompt": prompts[row["prompt"]], "response": Response(**response), "score": Score(**row["score"])}
+    return ScoredResponse(**row | typed | {"context": context, "refined": _refined(row["refined"])})
+
+
+def _refined(row: dict | None) -> Refined | None:
+    if row is None:
+        return None
+    return Refined(**row | {"token_ids": tuple(row["token_ids"]), "score": Score(**row["score"])})
+
+
+def underfilled_batch_warning(metrics: dict[str, float], wanted: int, step: int) -> str | None:
+    """The warning for a step whose sampling rounds ended before enough groups had unequal rewards."""
+    kept, rounds = int(metrics["rollout/kept_groups"]), int(metrics["rollout/rounds"])
+    if kept >= wanted:
+        return None
+    what = f"the step trains on these {kept}" if kept else "the last round is trained on as it is"
+    return f"step {step}: {kept} of {wanted} groups have unequal rewards after {rounds} rounds of sampling; {what}"
+
+
+def grader_errors(rollouts: list[ScoredResponse], step: int) -> str | None:
+    """The note about responses that the grader failed on, which have no reward."""
+    failed = [each.score.error for each in rollouts if each.score.error is not None]
+    if not failed:
+        return None
+    return (
+        f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, which are left out "
+        f"(reward.on_error=drop), first with {failed[0]}. Each step's line counts them (reward/grader_errors)"
+    )
+
+
+def mismatch_metrics(batch: Batch) -> dict[str, float]:
+    """Metrics of the train-inference mismatch; none if the trainer's log-probs are not computed before the step."""
+    rollout, old = batch.tokens["rollout_logprobs"], batch.tokens.get("old_logprobs")
+    return {} if old is None or old is rollout else mismatch(rollout, old, batch.response_mask)
+
+
+SHOWN_GROUPS = 2  # shown with their best and worst response
+
+
+def shown_samples(batch: Batch, updates: list[Update], rollouts: list[ScoredResponse], tokenizer: Any) -> list[Sample]:
+    """Samples from a step's batch with the models' outputs, and its updates."""
+    batch = with_credit(batch, updates)
+    rollout_of = {(rollout.prompt_index, token_key(rollout.response.token_ids)): rollout for rollout in rollouts}
+    return [as_sample(batch.select(torch.tensor([row])), rollout_of, tokenizer) for row in shown_rows(batch)]
+
+
+def token_key(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype=np.int32).tobytes()
+
+
+def with_credit(batch: Batch, updates: list[Update]) -> Batch:
+    """The batch with the objective's values per token, such as advantages, if an update has the same sequences
+    (possibly followed by refined ones)."""
+    count = len(batch.response_ids)
+    for update in updates:
+        if update.model == "actor" and torch.equal(update.batch.response_ids[:count], batch.response_ids):
+            added = {name: values[:count] for name, values in update.batch.tokens.items() if name != "refined_mask"}
+            batch = batch.with_tokens(**added)
+    return batch
+
+
+def shown_rows(batch: Batch) -> list[int]:
+    """Rows: the best and the worst response of the first groups with unequal rewards, or the first response of
+    others."""
+    rewards = batch.sequences["rewards"]
+    rows_of = [(batch.groups == group).nonzero().flatten() for group in batch.groups.unique()]
+    rows_of.sort(key=lambda rows: bool(rewards[rows].min() == rewards[rows].max()))  # stable: equal rewards come last
+    picked: list[int] = []
+    for rows in rows_of[:SHOWN_GROUPS]:
+        best, worst = rows[rewards[rows].argmax()], rows[rewards[rows].argmin()]
+        picked += dict.fromkeys((int(best), int(worst)))
+    return picked
+
+
+def as_sample(one: Batch, rollouts: dict[tuple[int, bytes], ScoredResponse], tokenizer: Any) -> Sample:
+    """The sample of a batch of one sequence."""
+    ids = one.response_ids.tolist()
+    rollout = rollouts.get((int(one.groups[0]), token_key(ids)))
+    about = {}
+    if rollout is not None:
+        about = {"answer": rollout.prompt.answer, "reason": rollout.score.reason, "problem": rollout.prompt.index}
+        about["turns"] = [list(turn) for turn in rollout.response.turns] if len(rollout.response.turns) > 1 else []
+    shaping = one.sequences.get("shaping", torch.zeros(1))
+    return Sample(
+        prompt=tokenizer.decode(one.prompt_ids.tolist()),
+        tokens=token_texts(tokenizer, ids),
+        reward=one.sequences["rewards"].item(),
+        values={name: values.tolist() for name, values in one.tokens.items() if name != "response_mask"},
+        finished=bool(one.sequences["finished"].item()) if "finished" in one.sequences else True,
+        shaping=shaping.item(),
+        **about,
+    )
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The text of each token. A token that ends within a character gets "", and the token that completes it gets the
+    character."""
+    texts, start = [], 0
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[start:end])
+        whole = not text.endswith("\ufffd") or end - start >= 4 or end == len(ids)
+        texts.append(text if whole else "")
+        start = end if whole else start
+    return texts

@@ -1,0 +1,81 @@
+"""A tiny configuration of each model family, for tests of all that a family needs."""
+
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
+    MistralConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+from tests.shapes import sizes
+
+SIZES = sizes(4, 32, 4, 2, 48, max_position_embeddings=128, initializer_range=0.2)
+SIZES |= dict(vocab_size=99)  # not a multiple of anything: padded rows must not count
+SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+SIGMOID = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    moe_intermediate_size=16,
+)
+LATENT = SIZES | dict(num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, beta_fast=32.0, beta_slow=1.0)
+YARN |= dict(original_max_position_embeddings=32)
+DEFAULT = dict(rope_type="default", rope_theta=1e4)
+
+DELTA = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+)
+GATED_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=20)
+WITHOUT_FFN = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+
+FAMILIES = {
+    "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=None),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES,
+        **SIGMOID,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+    ),
+    # with a compressed query and YaRN, as DeepSeek-V3; without both, as Moonlight; Kimi-K2 has one group
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT, **SIGMOID, q_lora_rank=24, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)
+    ),
+    "moonlight": DeepseekV3Config(
+        **LATENT, **SIGMOID | dict(n_group=1, topk_group=1), q_lora_rank=None, rope_parameters=DEFAULT
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **LATENT,
+        **SIGMOID | dict(n_group=1, topk_group=1),
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        q_lora_rank=24,
+        rope_parameters=DEFAULT,
+    ),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **DELTA),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**WITHOUT_FFN, **DELTA, **GATED_EXPERTS),
+    "qwen3_next": Qwen3NextConfig(**SIZES, **DELTA, **GATED_EXPERTS),
+    "gpt_oss": GptOssConfig(
+        **SIZES,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        rope_parameters=YARN | dict(truncate=False),
+    ),
+}

@@ -1,0 +1,116 @@
+"""Whole runs with an environment: every algorithm's parts, ahead of training, killed and resumed."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from examples.agents import make_products
+from megatron_rft.plan.vllm import unusable
+from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
+from megatron_rft.utils import bf16
+from tests.integration.tiny import ROOT, kill, metrics, start, train, wait_until, write_recipe
+from tests.smollm2 import smollm2
+
+WORLD = Path(__file__).with_name("world.py")
+ENVIRONMENT = {"kind": "own", "episode": f"{WORLD}:Repeat", "max_turns": 3, "turn_tokens": 2, "processes": 2}
+ROLLOUT = {"max_response_tokens": 6}
+
+
+def write(folder: Path, **sections) -> Path:
+    sections["rollout"] = ROLLOUT | sections.get("rollout", {})
+    return write_recipe(folder, **{"environment": ENVIRONMENT, "run": {"steps": 4}} | sections)
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "run/export/model.safetensors").read_bytes()).hexdigest()
+
+
+PARTS = {
+    "pipo": {"pipo": {"window": 2, "learning_rate": 1e-2}, "algorithm": {"old_logprobs": "recompute"}},
+    "ppo": {"algorithm": {"name": "ppo"}, "critic": {"lr": 1e-3}},
+    "sdpo": {
+        "algorithm": {
+            "name": "sdpo",
+            "mini_batch_prompts": None,
+            "feedback": ["error"],
+            "error_template": "{}",
+            "teacher_template": "{feedback}{prompt}",
+            "max_feedback_tokens": 16,
+        }
+    },
+    "ahead": {
+        "rollout": ROLLOUT | {"placement": "process", "staleness": 1},
+        "algorithm": {"importance": "truncated"},
+    },
+    "verifier": {"environment": ENVIRONMENT | {"episode": f"{WORLD}:Silent"}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Name of PARTS -> folder of the finished run; each runs once."""
+    done: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in done:
+            done[name] = tmp_path_factory.mktemp(name)
+            sections = {"algorithm": {}} | PARTS[name]
+            if sections["algorithm"].get("name") in ("sdpo", "ppo"):
+                sections["algorithm"] = {"kl_coefficient": None} | sections["algorithm"]
+            status, output = train(write(done[name], **sections))
+            assert status == 0, output[-3000:]
+        return done[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_runs_to_its_end(run, name):
+    lines = metrics(run(name) / "run")
+    assert [line["step"] for line in lines] == list(range(5))
+    last = lines[-1]
+    assert last["environment/turns_max"] == 2 and 1 < last["environment/turns_mean"] <= 2
+    assert last["environment/errors"] == 0 and 0 < last["environment/tokens_share"] < 0.4
+    assert 0 < last["response/length_mean"] <= 4, "only the policy's tokens count"
+    if name != "ahead":
+        assert abs(last.get("mismatch/kl", 0.0)) < 1e-8
+
+
+def test_samples_have_the_turns(run):
+    samples = [sample for line in read_samples(run("pipo") / "run" / SAMPLES_FILE) for sample in line["samples"]]
+    several = [sample for sample in samples if len(sample["turns"]) == 2]
+    assert several
+    for sample in several:
+        (_, end, reward), (first, last, _) = sample["turns"]
+        assert first == end + 1 and last == len(sample["tokens"]) and reward in (0.0, 0.5)
+
+
+def test_kill_9_and_resume_to_the_same_bits(run, tmp_path):
+    recipe = write(tmp_path, **PARTS["pipo"])
+    process = start(recipe)
+    assert wait_until(
+        lambda: (tmp_path / "run/metrics.jsonl").is_file() and len(metrics(tmp_path / "run")) >= 4, process
+    )
+    kill(process)
+    process.wait()
+    status, output = train(recipe)
+    assert status == 0, output[-3000:]
+    assert digest(tmp_path) == digest(run("pipo"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+@pytest.mark.skipif(not bf16.has_instructions(), reason="a CPU without bf16 instructions takes minutes for a step")
+def test_smollm2_learns_to_use_a_calculator(tmp_path):
+    """Three of the example's ten steps."""
+    make_products.main(tmp_path)
+    options = [f"data.{part}={tmp_path}/{part}.jsonl" for part in make_products.SIZES]
+    options += [f"model.path={smollm2()}", f"run.output_dir={tmp_path}/run", "run.steps=3", "evaluation.limit=32"]
+    recipe = ROOT / "examples/agents/calculator.yaml"
+    status, output = train(recipe, *options, forked=False, timeout=1800)
+    assert status == 0, output[-3000:]
+    assert not any(line.get("environment/errors") for line in metrics(tmp_path / "run"))
+    before, after = re.search(r"pass@1 ([\d.]+) ± [\d.]+ -> ([\d.]+)", output).groups()
+    assert float(after) > float(before) + 0.2, output[-2000:]

@@ -1,0 +1,336 @@
+"""`megatron-rft diagnose`: known faults are named, and a run without one is called rounding."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, Qwen3MoeConfig
+
+from examples.smollm2 import make_problems
+from megatron_rft.commands import main
+from megatron_rft.config import load
+from megatron_rft.inference.hf import engine as hf
+from megatron_rft.inference.vllm.engine import VLLMEngine
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.plan.vllm import unusable
+from megatron_rft.rollout import sampler
+from megatron_rft.training import build, diagnosis
+from megatron_rft.training.diagnosis import Mismatch
+from tests.families import SIZES
+from tests.integration.tiny import ROOT, metrics, train, write_recipe
+from tests.smollm2 import smollm2
+from tests.unit.inference.tiny import build_model
+
+WORLD = Path(__file__).with_name("world.py")
+EPISODES = {
+    "environment": {"kind": "own", "episode": f"{WORLD}:Repeat", "max_turns": 3, "turn_tokens": 2, "processes": 1},
+    "rollout": {"max_response_tokens": 6, "temperature": 0.8},
+}
+ROLLOUT = {"max_response_tokens": 6, "temperature": 0.8}
+ENGINE = hf.HFEngine
+
+
+def diagnose(folder: Path, *arguments: str, **sections) -> tuple[int, dict]:
+    recipe = write_recipe(folder, **{"rollout": ROLLOUT, "model": {"precision": "bf16"}} | sections)
+    status = main.main(["diagnose", str(recipe), *arguments])
+    return status, json.loads((folder / "run/diagnosis/diagnosis.json").read_text())
+
+
+class Swapped(ENGINE):
+    """Exchanges two tensors of one shape on their way."""
+
+    def load_weights(self, stream, version):
+        one, other = (f"model.layers.{i}.mlp.up_proj.weight" for i in range(2))
+        super().load_weights(((({one: other, other: one}).get(name, name), t) for name, t in stream), version)
+
+
+class Stale(ENGINE):
+    """Reads new weights and keeps the first."""
+
+    loaded = False
+
+    def load_weights(self, stream, version):
+        if self.loaded:
+            list(stream)
+            self.weight_version = version
+        else:
+            super().load_weights(stream, version)
+        self.loaded = True
+
+
+class HalfStale(ENGINE):
+    """A part of the computation keeps the first weights, while checksums are those of the last."""
+
+    kept = None
+
+    def _hidden(self, ids, positions, cache):
+        weight = self.model.model.layers[0].mlp.up_proj.weight
+        now = weight.clone()
+        self.kept = now if self.kept is None else self.kept
+        weight.copy_(self.kept)
+        found = super()._hidden(ids, positions, cache)
+        weight.copy_(now)
+        return found
+
+
+class Old(Stale):
+    def load_weights(self, stream, version):
+        super().load_weights(stream, 1)
+
+
+class Half(ENGINE):
+    def __init__(self, source, dtype, *rest, **named):
+        super().__init__(source, torch.bfloat16, *rest, **named)
+
+
+class Lying(Half):
+    def __init__(self, source, dtype, *rest, **named):
+        super().__init__(source, dtype, *rest, **named)
+        self.dtype = dtype
+
+
+class Late(ENGINE):
+    """Gives each token the log-prob of the one before."""
+
+    def generate(self, requests, sampling):
+        for group in super().generate(requests, sampling):
+            late = [replace(r, logprobs=r.logprobs[-1:] + r.logprobs[:-1]) for r in group.responses]
+            yield replace(group, responses=tuple(late))
+
+
+@pytest.mark.parametrize(
+    "engine, cause",
+    [
+        (Swapped, "swapped weights: model.layers.0.mlp.up_proj.weight in the engine is the trainer's model.layers.1"),
+        (Stale, "a stale version: .* are those of the sync before"),
+        (HalfStale, "a stale version: an engine that had other weights before"),
+        (Old, "a stale version: responses have weights of sync 1"),
+        (Half, "the engine computes in another precision, torch.bfloat16 instead of torch.float32"),
+        (Lying, "the engine holds its weights in another precision"),
+        (Late, "the engine's log-probs are off by one: they come a token too late"),
+    ],
+)
+def test_a_faulty_engine_is_named(tmp_path, monkeypatch, engine, cause):
+    monkeypatch.setattr(hf, "HFEngine", engine)
+    status, found = diagnose(tmp_path)
+    assert status == 3
+    assert re.search(f"^A bug, not rounding .*: {cause}", found["verdict"]), found
+
+
+def test_a_wrong_temperature_is_named(tmp_path, monkeypatch):
+    right = build.build_sampling
+    monkeypatch.setattr(
+        build, "build_sampling", lambda rollout, *rest: right(rollout.model_copy(update={"temperature": 1.1}), *rest)
+    )
+    status, found = diagnose(tmp_path)
+    assert (
+        status == 3 and "a wrong temperature: the engine's log-probs are those of temperature 1.1," in found["verdict"]
+    )
+
+
+@pytest.mark.parametrize("by, where", [(1, "late"), (-1, "early")])
+def test_a_mask_off_by_one_is_named(tmp_path, monkeypatch, by, where):
+    right = sampler.masks
+
+    def moved(responses):
+        found, lens = right(responses), [len(response.token_ids) for response in responses]
+        mask = torch.cat([part.roll(by) for part in found["response_mask"].split(lens)])
+        return found | {"response_mask": mask}
+
+    monkeypatch.setattr(sampler, "masks", moved)
+    status, found = diagnose(tmp_path, **EPISODES)
+    assert status == 3 and f"the response mask is off by one: it comes a token too {where}" in found["verdict"], found
+
+
+@pytest.mark.parametrize("sections", [{}, EPISODES, {"model": {"precision": "fp32"}}])
+def test_a_clean_run_is_rounding(tmp_path, capsys, sections):
+    status, found = diagnose(tmp_path, **sections)
+    assert status == 0 and found["verdict"].startswith("Rounding") and not found["bug"]
+
+
+def make_mixture(folder: Path) -> None:
+    """Replaces the model by one with four experts."""
+    config = json.loads((folder / "model/config.json").read_text())
+    sizes = {name: config[name] for name in ("head_dim", *SIZES)}
+    mixture = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    build_model(Qwen3MoeConfig(**sizes, **mixture)).save_pretrained(folder / "model")
+
+
+@pytest.fixture
+def loud(tmp_path) -> dict:
+    """The section `model` of a tiny model with large weights: rounding then shows."""
+    write_recipe(tmp_path)
+    folder = tmp_path / "model"
+    model = build_model(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder)
+    return {"initialise": "pretrained", "precision": "bf16"}
+
+
+def test_an_engine_in_bf16_beside_a_trainer_in_fp32(tmp_path, loud):
+    status, found = diagnose(tmp_path, model=loud | {"precision": "fp32"}, rollout=ROLLOUT | {"dtype": "bf16"})
+    assert status == 0 and found["verdict"].startswith("Rounding, of the engine"), found
+
+
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+IN_USE = {
+    "packing": (lambda actor: actor.layout.packed, {}),
+    "shared prompts": (lambda actor: actor.layout.share_prompts, {}),
+    "recomputation": (lambda actor: actor.config.recompute_granularity, RECOMPUTED),
+}
+
+
+@pytest.mark.parametrize("option", IN_USE)
+def test_what_halves_the_mismatch_is_a_cause(tmp_path, loud, monkeypatch, option):
+    right, (in_use, megatron) = Actor.outputs, IN_USE[option]
+
+    def badly(self, batch, names):
+        found = right(self, batch, names)
+        if self.config.bf16 and in_use(self):
+            found["logprobs"] += 0.1 * torch.arange(len(batch.response_ids)).sin()
+        return found
+
+    monkeypatch.setattr(Actor, "outputs", badly)
+    status, found = diagnose(tmp_path, model=loud, megatron=megatron)
+    named = re.search(r"An option is the cause: .* falls from \S+ (to .*)\.$", found["verdict"])
+    assert status == 0 and f"without {option}" in named[1], found
+    others = [other for other in IN_USE if f"without {other}" in named[1]]
+    assert others == [option] or (option == "shared prompts" and others == ["packing", option]), found
+
+
+def test_an_arm_that_the_recipe_refuses_says_why(tmp_path, loud, monkeypatch, capsys):
+    arms = [("without sense", ["model.precision=fp7"]), ("without packing", ["batching.pack_sequences=false"])]
+    monkeypatch.setattr(Mismatch, "_trainer_arms", lambda self: iter(arms))
+    monkeypatch.setattr(diagnosis, "FLOORS", 0)
+    status, found = diagnose(tmp_path, model=loud)
+    assert status == 0 and [row["name"] for row in found["rows"][-2:]] == ["without sense", "without packing"], found
+    assert re.search(r"without sense +.*model.precision", capsys.readouterr().out)
+
+
+def test_a_fault_in_the_recipes_precision_alone_is_named(tmp_path, loud, monkeypatch):
+    class StaleInHalf(Stale):
+        def load_weights(self, stream, version):
+            (super() if self.dtype == torch.bfloat16 else super(Stale, self)).load_weights(stream, version)
+
+    monkeypatch.setattr(hf, "HFEngine", StaleInHalf)
+    status, found = diagnose(tmp_path, model=loud)
+    assert status == 3 and "a stale version: " in found["verdict"] and found["in_fp32"] < 1e-9, found
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--run", "/nowhere"], "--run: /nowhere has no checkpoints"),
+        (["rollout.placement=server", "rollout.servers=[http://node:8000]"], "rollout.servers: diagnose needs engines"),
+    ],
+)
+def test_what_it_refuses(tmp_path, capsys, arguments, problem):
+    recipe = write_recipe(tmp_path, rollout={"engine": "auto"})
+    assert main.main(["diagnose", str(recipe), *arguments]) == 2
+    assert f"error: {problem}" in capsys.readouterr().err
+
+
+def test_the_weights_of_a_run(tmp_path):
+    """They are those of its checkpoint, and its folder can still be trained on."""
+    status, before = diagnose(tmp_path, run={"steps": 2})
+    assert status == 0
+    recipe = tmp_path / "recipe.yaml"
+    status, output = train(recipe)
+    assert status == 0, output
+    run = tmp_path / "run"
+    assert main.main(["diagnose", str(recipe), "--run", str(run)]) == 0
+    found = json.loads((run / "diagnosis/diagnosis.json").read_text())
+    assert found["in_fp32"] < 1e-9 and found["rows"][0] != before["rows"][0]
+    assert found["rows"][-1]["name"] == "the run, its last 2 steps"
+    assert found["rows"][-1]["kl"] == pytest.approx(sum(line["mismatch/kl"] for line in metrics(run)[-2:]) / 2)
+
+
+LAYOUTS = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
+    "expert": {"expert_model_parallel_size": 2},
+}
+ALONE = {"data": {"max_prompt_tokens": 3}, "batching": {"micro_batch_tokens": 18, "forward_only_tokens": 9}}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_ranks_and_their_layouts(tmp_path, loud, kind):
+    if kind == "expert":
+        make_mixture(tmp_path)
+    alone = ALONE if kind == "expert" else {}  # repacking changes a mixture as much as the engine does
+    recipe = write_recipe(tmp_path, model=loud, rollout=ROLLOUT, megatron=LAYOUTS[kind], **alone)
+    status, output = train(recipe, "--nproc", "2", command="diagnose")
+    assert status == 0, output
+    found = json.loads((tmp_path / "run/diagnosis/diagnosis.json").read_text())
+    assert found["verdict"].startswith("Rounding"), found
+    assert ("with the engine's routes" in output) == (kind == "expert")
+    (layout,) = [row for row in found["rows"] if row["name"] == f"without {kind} parallelism"]
+    assert 0.1 < layout["kl"] / found["base"] < 10, found
+
+
+VLLM = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+
+
+@VLLM
+@pytest.mark.parametrize(
+    "vllm, arms",
+    [
+        ({}, ["prefix cache"]),
+        ({"enable_prefix_caching": False}, []),
+        ({"kv_cache_dtype": "fp8"}, ["vllm.kv_cache_dtype", "prefix cache"]),
+        ({"quantization": "fp8_per_channel"}, ["vllm.quantization", "prefix cache"]),
+    ],
+)
+def test_the_arms_of_vllm(tmp_path, monkeypatch, vllm, arms):
+    """Each is a recipe that differs in one option."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    recipe = write_recipe(tmp_path, rollout={"engine": "vllm"}, vllm=vllm, algorithm={"importance": "truncated"})
+    mismatch = object.__new__(Mismatch)
+    mismatch.vary, mismatch.kind, mismatch.rows = lambda *more: load(str(recipe), list(more)), "vllm", []
+    mismatch.recipe = mismatch.vary()
+    found = dict(mismatch._accepted(mismatch._engine_arms()))
+    assert list(found) == [f"without {arm}" for arm in arms] and not mismatch.rows
+    assert all(mismatch.vary(*overrides) != mismatch.recipe for overrides in found.values())
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.parametrize("side, fault", [("the trainer", (Actor, "outputs")), ("vLLM", (VLLMEngine, "_response"))])
+def test_the_side_of_another_bug_is_named(tmp_path, loud, monkeypatch, side, fault):
+    """By the hf engine, which agrees with the other side."""
+    right = getattr(*fault)
+
+    def noisy(self, *given):
+        found = right(self, *given)
+        if isinstance(found, dict):
+            return found | {"logprobs": found["logprobs"] + 0.1 * torch.arange(len(found["logprobs"])).sin()}
+        return replace(found, logprobs=tuple(p + 0.1 * math.sin(i + t) for i, (p, t) in enumerate(pairs(found))))
+
+    def pairs(response):
+        return zip(response.logprobs, response.token_ids, strict=True)
+
+    monkeypatch.setattr(*fault, noisy)
+    config = tmp_path / "model/config.json"
+    wide = json.loads(config.read_text()) | {"head_dim": 32}
+    config.write_text(json.dumps(wide))
+    build_model(AutoConfig.from_pretrained(config.parent)).save_pretrained(config.parent)
+    status, found = diagnose(tmp_path, model=loud, rollout=ROLLOUT | {"engine": "vllm"})
+    assert status == 3 and f": {side} computes something else" in found["verdict"], found
+
+
+@VLLM
+@pytest.mark.slow
+def test_a_pretrained_model_beside_vllm(tmp_path):
+    """In fp32 both agree to 5e-11; in bf16 the mismatch is about as large as the trainer's from itself."""
+    make_problems.main(tmp_path / "problems")
+    options = [f"data.{part}={tmp_path}/problems/{part}.jsonl" for part in make_problems.SIZES]
+    options += [f"model.path={smollm2()}", f"run.output_dir={tmp_path}/run", "rollout.group_size=4"]
+    recipe = ROOT / "examples/smollm2/grpo_pipo.yaml"
+    status, output = train(recipe, "--prompts", "4", *options, command="diagnose", forked=False)
+    assert status == 0, output[-3000:]
+    found = json.loads((tmp_path / "run/diagnosis/diagnosis.json").read_text())
+    assert found["verdict"].startswith("Rounding"), found
+    assert found["in_fp32"] < 1e-9 and 1e-4 < found["base"] < 1e-2 and found["floor"] > 1e-5, found

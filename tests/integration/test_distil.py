@@ -1,0 +1,87 @@
+"""Distillation runs: a student approaches a teacher of other width, depth and vocabulary; kill and resume; itself."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from megatron_rft.commands.main import main
+from megatron_rft.conversion import hf_shapes
+from megatron_rft.data import arithmetic
+from megatron_rft.megatron import weights
+from tests.integration.test_kill_and_resume import assert_same_run, killed
+from tests.integration.test_online_algorithms import recipe_of
+from tests.integration.tiny import metrics, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distil")
+    write(folder)
+    return folder
+
+
+def write(folder: Path, **sections: dict) -> Path:
+    """The recipe of a student of 2 layers, and a teacher of 3."""
+    algorithm = {"name": "distil", "teacher": str(folder / "teacher")}
+    sections |= {"algorithm": algorithm, "reward": {"kind": "none"}, "data": {"test": None}}
+    recipe = recipe_of(folder, sections | {"rollout": {"group_size": 4}})
+    shutil.copytree(folder / "model", folder / "teacher")
+    config = arithmetic.qwen3_config(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=3, vocab_size=11, num_attention_heads=4, head_dim=16
+    )
+    config.initializer_range = 0.3
+    config.save_pretrained(folder / "teacher")
+    lookup = weights.random_tensors(config, 5)
+    save_file({name: lookup(name) for name in hf_shapes(config)}, folder / "teacher/model.safetensors")
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    """The folder of the student's run."""
+    status, output = train(folder / "recipe.yaml")
+    assert status == 0 and "rows 8 to 10 of its vocabulary" in output, output[-3000:]
+    return folder / "run"
+
+
+def test_the_student_approaches_the_teacher_and_resumes_exactly(folder, undisturbed, tmp_path):
+    found = [line["policy/distillation"] for line in metrics(undisturbed) if "policy/distillation" in line]
+    assert found[-1] < 0.7 * found[0], found
+    killed(folder / "recipe.yaml", tmp_path / "run", step=3)
+    status, output = train(folder / "recipe.yaml", f"run.output_dir={tmp_path}/run")
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_a_teacher_that_is_the_student_gives_zero_and_no_gradient(folder, undisturbed, tmp_path):
+    export = undisturbed / "export"
+    options = [f"model.path={export}", "model.initialise=pretrained", f"algorithm.teacher={export}", "run.steps=1"]
+    status, output = train(folder / "recipe.yaml", f"run.output_dir={tmp_path}/run", *options)
+    assert status == 0, output[-3000:]
+    line = metrics(tmp_path / "run")[-1]
+    assert abs(line["policy/distillation"]) < 1e-6 and line["policy/grad_norm"] < 1e-5, line
+
+
+def test_as_a_plugin_beside_rewards_and_pipo(folder, tmp_path):
+    section = f"distil={{teacher: {folder}/teacher, divergence: jsd, coefficient: 0.5}}"
+    options = [
+        "algorithm={name: grpo, teacher: null, mini_batch_prompts: 2}",
+        "reward.kind=math",
+        section,
+        "pipo.window=2",
+    ]
+    status, output = train(folder / "recipe.yaml", f"run.output_dir={tmp_path}/run", *options)
+    assert status == 0, output[-3000:]
+    assert metrics(tmp_path / "run")[-1]["policy/distillation"] > 0
+
+
+def test_another_tokenizer_is_refused_by_its_first_token(folder, tmp_path, capsys):
+    shutil.copytree(folder / "teacher", tmp_path / "teacher")
+    for name in ("tokenizer.json",):
+        file = tmp_path / "teacher" / name
+        file.write_text(file.read_text().replace('"0": 3', '"0": 4', 1).replace('"1": 4', '"1": 3', 1))
+    arguments = [f"run.output_dir={tmp_path}/run", f"algorithm.teacher={tmp_path}/teacher"]
+    assert main(["train", str(folder / "recipe.yaml"), *arguments]) == 2
+    assert "another tokenizer than the model: token 3 is '1' there and '0' here" in capsys.readouterr().err

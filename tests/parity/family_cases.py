@@ -1,0 +1,168 @@
+"""Runs on several ranks: compares log-probs, entropies, all gradients and the export of each family with transformers.
+
+usage: family_cases.py FOLDER FAMILY [FAMILY ...]
+
+transformers computes the sequences one by one; the actor packs them, lets responses share prompts, or pads them, in
+micro-batches of several sizes. Prints one line per family and layout.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
+from megatron_rft.config import Batching, Megatron
+from megatron_rft.families import family_of, hf_shapes
+from megatron_rft.families.checks import whole_experts, whole_sequences
+from megatron_rft.families.shapes import experts
+from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.actor import Actor
+from megatron_rft.records import Batch
+from tests.families import FAMILIES
+from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
+from tests.parity.hf_cases import own_tensors
+
+LAYOUTS = {  # by the number of ranks; without a layout all ranks are data-parallel
+    1: [dict(budget=40), dict(padded=1), dict(shared=0, recompute=1)],
+    2: [dict(), dict(tp=2, sp=1), dict(pp=2, vpp=2), dict(cp=2), dict(ep=2)],
+    4: [dict(tp=2, sp=1, pp=2), dict(tp=2, sp=1, ep=2, etp=1)],
+}
+TEMPERATURE = 0.8
+
+
+def mini_batch(vocab_size: int) -> Batch:
+    """Six ragged responses to two prompts, and a weight for each of their tokens."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+
+    prompts = [ids(5), ids(9)]
+    batch = Batch.of([prompts[i // 3] for i in range(6)], [ids(n) for n in (11, 3, 17, 24, 1, 8)])
+    batch = batch.with_sequences(group=torch.arange(6) // 3)
+    count = len(batch.response_ids)
+    noise = torch.randn(count, generator=generator)
+    return batch.with_tokens(noise=noise, response_mask=torch.ones(count))
+
+
+class Weighted:
+    """The loss: a weighted sum of log-probs."""
+
+    def __init__(self, outputs, micro):
+        weights_ = (micro.tokens["noise"] * micro.response_mask).to(outputs["logprobs"].device)
+        self.total = (outputs["logprobs"] * weights_).sum()
+
+    def mean(self, counts):
+        return self.total
+
+    def logged(self, *_):
+        return {}
+
+
+def reference(path: Path, batch: Batch, dtype=torch.float32):
+    """transformers' (log-probs [R], entropies [R], gradients by name)."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    logprobs, entropies = [], []
+    for i in range(len(batch)):
+        one = batch.select(torch.tensor([i]))
+        ids = torch.cat([one.prompt_ids, one.response_ids])[None]
+        logits = model(ids).logits[0, len(one.prompt_ids) - 1 : -1].float() / TEMPERATURE
+        found = logits.log_softmax(-1)
+        logprobs.append(found.gather(-1, one.response_ids[:, None])[:, 0])
+        entropies.append(-(found.exp() * found).sum(-1))
+    logprobs = torch.cat(logprobs)
+    (logprobs * batch.tokens["noise"]).sum().backward()
+    return logprobs.detach(), torch.cat(entropies).detach(), on_disk(model)
+
+
+def on_disk(model) -> dict[str, torch.Tensor]:
+    """The gradients by the names of a checkpoint's tensors, as transformers saves them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    model.save_pretrained(folder := Path(model.name_or_path + "-gradients"))
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
+
+
+def compare(config, case: dict, path: Path, batch: Batch, expected, precision="fp32") -> list:
+    """[worst log-prob, worst entropy, worst gradient, its name, tensors that are not exported bit by bit]"""
+    options = {KEYS[k]: v for k, v in case.items() if k in KEYS} | RECOMPUTE.get(case.get("recompute"), {})
+    if "etp" in case:
+        options["expert_tensor_parallel_size"] = case["etp"]
+    megatron = Megatron(sequence_parallel=bool(case.get("sp")), **options)
+    parallel.initialize(megatron)
+    budget = case.get("budget", 1000)
+    batching = Batching(
+        micro_batch_tokens=budget,
+        forward_only_tokens=2 * budget,
+        pack_sequences=not case.get("padded"),
+        share_prompts="auto" if case.get("shared", 1) else "off",
+    )
+    actor = Actor(config, megatron, batching, precision, temperature=TEMPERATURE, optimizer=OPTIMIZER)
+    folder = weights.open_folder(path, config)
+    actor.load(folder)
+    wrong = [name for name, tensor in actor.stream() if not torch.equal(tensor.cpu(), folder(name).to(tensor.dtype))]
+    names = {name for name, _ in actor.stream()}
+    wrong += sorted(names ^ set(hf_shapes(config)))
+    out = actor.outputs(batch, frozenset({"logprobs", "entropy"}))
+    actor.backward(batch, Weighted, {})
+    with actor.use_weights([getattr(t, "main_grad", t).clone() for t in actor.tensors()]):
+        gradients = {name: tensor.clone().cpu() for name, tensor in actor.stream()}
+    logprobs, entropy, theirs = expected
+    far = {n: relative(g.float(), theirs[n].float()) for n, g in gradients.items() if not n.endswith("correction_bias")}
+    worst = max(far, key=far.get)
+    parallel.destroy_layout()
+    return [relative(out["logprobs"], logprobs), relative(out["entropy"], entropy), far[worst], worst, wrong]
+
+
+def possible(config, case: dict) -> bool:
+    return ("ep" not in case or bool(experts(config))) and ("cp" not in case or not whole_sequences(config))
+
+
+def write_folder(path: Path, config) -> None:
+    from megatron_rft.conversion import FolderWriter
+
+    if parallel.rank() == 0:
+        writer = FolderWriter(path, shard_bytes=100_000)
+        for name, tensor in own_tensors(config):
+            stored_minus_one = family_of(config).gated and "norm" in name and "linear_attn" not in name
+            writer.add(name, tensor - 1 if stored_minus_one else tensor)
+        writer.finish(config, None)
+    dist.barrier()
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    parallel.initialize(Megatron())
+    for family in sys.argv[2:]:
+        config, path = FAMILIES[family], Path(sys.argv[1]) / family
+        write_folder(path, config)
+        batch = mini_batch(config.vocab_size)
+        expected = reference(path, batch) if parallel.rank() == 0 else None
+        holder = [expected]
+        dist.broadcast_object_list(holder)
+        for case in LAYOUTS[dist.get_world_size()]:
+            if not possible(config, case):
+                continue
+            if whole_experts(config):
+                case = case | {"etp": 1} | ({"ep": 2} if "tp" in case else {})
+            parallel.destroy_layout()
+            found = compare(config, case, path, batch, holder[0])
+            if parallel.rank() == 0:
+                print("CASE", family, *(f"{k}{v}" for k, v in case.items()), *found, sep="\t", flush=True)
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main()

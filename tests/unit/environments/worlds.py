@@ -1,0 +1,60 @@
+"""Environments for tests; their processes import this file."""
+
+import os
+import random
+import signal
+import time
+
+from megatron_rft.environments import Environment, Prompt, Score, Turn
+
+
+class Echo(Environment):
+    """Says how long the text was, up to `prompt.fields["rounds"]` times; faults when `prompt.fields` says so."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str | None:
+        self.fields, self.heard, self.seed = prompt.fields, [], seed
+        return prompt.fields.get("opening")
+
+    def step(self, text: str) -> Turn:
+        self.heard.append(text)
+        if self.fields.get("fault_at") == len(self.heard):
+            return self.fault(self.fields["fault"])
+        done = len(self.heard) == self.fields.get("rounds", 99)
+        return Turn("CD"[len(text) % 2], reward=self.fields.get("reward", 0.0), done=done)
+
+    def fault(self, what: str) -> Turn:
+        match what:
+            case "raises":
+                raise LookupError("no such place")
+            case "exits":
+                raise SystemExit(3)
+            case "late":
+                time.sleep(60)
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "long":
+                return Turn("x" * 10_000_000)
+            case "bytes":
+                return Turn(b"no text")
+            case "nan":
+                return Turn("A", reward=float("nan"))
+            case "no turn":
+                return "A"
+
+    def score(self) -> Score | None:
+        return Score(0.5, reason=f"{len(self.heard)} turns") if self.fields.get("scores") else None
+
+
+class Fickle(Echo):
+    """Answers by the time of day."""
+
+    def step(self, text: str) -> Turn:
+        turn = super().step(text)
+        return Turn("CDEFGH"[time.time_ns() % 6], done=turn.done)
+
+
+class Random(Echo):
+    """Answers by the global generator, which gets a seed before each call."""
+
+    def step(self, text: str) -> Turn:
+        return Turn(random.choice("CDEFGH"))

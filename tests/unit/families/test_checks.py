@@ -1,0 +1,95 @@
+"""Configurations and layouts that are refused, by plan as well: before torch is imported."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+from megatron_rft.config.sections import Megatron
+from megatron_rft.families import FAMILIES as TABLES
+from megatron_rft.families import hf_shapes
+from megatron_rft.families.checks import READ_BY, why_unsupported
+from megatron_rft.families.shapes import of_json
+from megatron_rft.plan.layout import Layout, check_layout, problems
+from megatron_rft.plan.model_shape import read_shape
+from megatron_rft.plan.parameters import Sizes
+from megatron_rft.utils.errors import ConfigError, DataError
+from tests.families import FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "words"),
+    [
+        ("mistral", "sliding_window", 8, "sliding_window to null"),
+        ("qwen3_5_moe", "norm_topk_prob", False, "norm_topk_prob: false, which the code of qwen3_5_moe_text models"),
+        ("mistral", "partial_rotary_factor", 0.5, "partial_rotary_factor: 0.5, which the code of mistral models"),
+        ("glm4_moe", "norm_topk_prob", False, "norm_topk_prob"),
+        ("glm4_moe", "num_experts_per_tok", 2, "topk_group"),
+        ("deepseek_v3", "rope_interleave", False, "rope_interleave"),
+        ("deepseek_v3", "attention_bias", True, "attention_bias"),
+        ("deepseek_v3", "topk_method", "greedy", "topk_method"),
+        ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}, "quantised by fp8"),
+        ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha"),
+        ("gpt_oss", "sliding_window", None, "without sliding_window"),
+        ("qwen3_5", "layer_types", ["chunked_attention"] * 4, "layer_types chunked_attention"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(tmp_path, family, field, value, words):
+    config = copy.deepcopy(FAMILIES[family])
+    assert why_unsupported(config) == ""
+    content = config.to_dict() | {field: value}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=words):
+        read_shape(tmp_path)
+
+
+def test_an_option_that_the_familys_code_does_not_read_is_refused():
+    """Set instead of `sliding_window: null`, it would leave transformers' windows as they are."""
+    config = SimpleNamespace(**FAMILIES["mistral"].to_dict() | {"sliding_window": 8, "use_sliding_window": False})
+    assert "use_sliding_window: false, which the code of mistral models does not read" in why_unsupported(config)
+    config.sliding_window = None  # both say the same
+    assert why_unsupported(config) == ""
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_which_options_a_familys_code_reads(family):
+    """The table is what transformers' source says."""
+    folder = Path(transformers.models.__path__[0], family.removesuffix("_text"))
+    source = "".join(path.read_text() for path in (*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")))
+    read = {option for option in READ_BY if re.search(rf"\b{option}\b", source)}
+    assert read == {option for option, families in READ_BY.items() if family in families}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "words"),
+    [
+        ("gpt_oss", Layout(2, 1, 1, 2, 1, 1), "attention sinks and windows"),
+        ("qwen3_5", Layout(2, 1, 1, 2, 1, 1), "delta nets pass a state"),
+        ("gpt_oss", Layout(2, 2, 1, 1, 1, 2), "experts have biases"),
+        ("glm4_moe", Layout(2, 2, 1, 1, 1, 1), "needs expert_model_parallel_size above 1"),
+    ],
+)
+def test_a_layout_that_a_family_cannot_have(family, layout, words):
+    assert any(words in problem for problem in problems(layout, Sizes.of(FAMILIES[family].to_dict())))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5"])
+def test_tensor_parallelism_that_needs_sequence_parallelism(family):
+    shape = Sizes.of(FAMILIES[family].to_dict())
+    check_layout(Megatron(tensor_model_parallel_size=2, sequence_parallel=True), 2, shape)
+    with pytest.raises(ConfigError, match="with tensor parallelism needs it: set it to true"):
+        check_layout(Megatron(tensor_model_parallel_size=2), 2, shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_json_gives_the_shapes_of_transformers_configuration(family):
+    """The plan reads the file, conversion the object; a published folder may have the text model's fields inside."""
+    config = FAMILIES[family]
+    content = config.to_dict()
+    assert hf_shapes(of_json(content)) == hf_shapes(config)
+    wrapped = {"model_type": "a wrapper", "text_config": content, "vision_config": {"hidden_size": 7}}
+    assert hf_shapes(of_json(wrapped)) == hf_shapes(config)

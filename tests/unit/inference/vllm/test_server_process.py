@@ -1,0 +1,41 @@
+import os
+import signal
+import subprocess
+import sys
+
+from megatron_rft.inference.vllm.server_process import DEAF
+
+MODULE = """
+import multiprocessing, signal, sys, time
+
+
+def stay(queue):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # vLLM's processes have handlers of their own
+    queue.put("ready")
+    time.sleep(0.5)
+    queue.put("alive")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=stay, args=(queue,))
+    child.start()
+    print(queue.get(), child.pid, sys.argv[1:], flush=True)
+    print(queue.get(), flush=True)
+    child.join()
+"""
+
+
+def test_a_server_and_its_processes_survive_the_stop_of_a_run(tmp_path):
+    (tmp_path / "served.py").write_text(MODULE)
+    command = [sys.executable, "-c", DEAF, "served", "--port", "1"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        ready, pid, *given = server.stdout.readline().split(maxsplit=2)
+        assert ready == "ready" and given == ["['--port', '1']\n"]
+        for each in (server.pid, int(pid)):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                os.kill(each, number)
+        assert server.stdout.read() == "alive\n"
+    assert server.returncode == 0

@@ -1,0 +1,76 @@
+"""Adapters that a model cannot have are refused before a run starts, and their number is right by hand."""
+
+import json
+
+import pytest
+
+from megatron_rft.commands import main
+from megatron_rft.config.lora import Lora
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.lora import adapter_chunks
+from megatron_rft.plan.vllm import unusable
+from tests import families
+from tests.unit.plan.test_memory import CONFIG, path, sizes  # noqa: F401
+
+LATENT = families.FAMILIES["deepseek_v3"].to_dict() | {"first_k_dense_replace": 9}
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 2}
+
+
+def test_the_number_of_parameters(path):  # noqa: F811
+    """Hidden 8, q 8, k and v 4, feed-forward 16: rank times (in + out) of each projection, in two layers."""
+    options, layout = Lora(rank=2, alpha=2.0), Layout(1, 1, 1, 1, 1, 1)
+    of_layer = 2 * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 2 * (8 + 16) + (16 + 8))
+    assert sum(each.count for each in adapter_chunks(sizes(path), options, layout, 0, False)[0]) == 2 * of_layer
+    output = main.main(["plan", str(path), "lora.rank=2"])
+    assert output == 0
+
+
+@pytest.mark.parametrize(
+    "change, options, message",
+    [
+        ({}, "lora.rank=5", "lora.rank: 5 is above the smallest dimension of an adapted matrix, 4 of k_proj"),
+        ({}, "lora.targets=[query]", "lora.targets"),
+        ({}, "lora.targets=[mlp,mlp]", "names a target twice"),
+        ({}, "lora.targets=[]", "lora.targets"),
+        (LATENT, "lora.targets=[attention]", "attention matches nothing, the layers of this model have no"),
+        (EXPERTS | {"moe_intermediate_size": 4, "num_experts_per_tok": 1}, "lora.rank=2", "adapters of experts"),
+    ],
+)
+def test_what_a_model_cannot_have(path, change, options, message, capsys):  # noqa: F811
+    (path.parent / "model/config.json").write_text(json.dumps(CONFIG | change))
+    assert main.main(["plan", str(path), options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1, error
+
+
+LARGE = EXPERTS | {"moe_intermediate_size": 32, "num_experts_per_tok": 1, "hidden_size": 32}
+SYNC = ["lora.rank=2", "lora.sync=adapters"]
+PROCESS = [*SYNC, "rollout.engine=vllm", "rollout.placement=process"]
+
+
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+def test_the_plan_says_how_weights_go_to_the_engine(path, capsys):  # noqa: F811
+    (path.parent / "model/config.json").write_text(json.dumps(CONFIG | {"head_dim": 32}))
+    assert main.main(["plan", str(path), "lora.rank=2"]) == 0
+    assert "sync: the model with its adapters merged, " in capsys.readouterr().out
+    assert main.main(["plan", str(path), *PROCESS]) == 0
+    assert "sync: the adapters alone, " in capsys.readouterr().out
+
+
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+@pytest.mark.parametrize(
+    "change, options, message",
+    [
+        ({}, SYNC, "a colocated engine may drop its weights"),
+        ({}, [*PROCESS, "rollout.engine=hf"], "needs vLLM, and the engine is hf"),
+        ({}, [*SYNC, "rollout.placement=server"], "servers take merged weights alone"),
+        ({}, [*PROCESS, "vllm.speculative_config={method: ngram, num_speculative_tokens: 2}"], "vllm.speculative_con"),
+        (LARGE, PROCESS, "is not for a mixture of experts"),
+    ],
+)
+def test_what_an_engine_cannot_take(path, change, options, message, capsys):  # noqa: F811
+    (path.parent / "model/config.json").write_text(json.dumps(CONFIG | {"head_dim": 32} | change))
+    targets = ["lora.targets=[attention]"] if change else []
+    assert main.main(["plan", str(path), *options, *targets]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: lora.sync") and error.count("\n") == 1, error

@@ -1,0 +1,64 @@
+"""The teacher of a distillation in the plan: what is refused before a run starts, and the bytes of its weights."""
+
+import json
+
+import pytest
+
+from megatron_rft.commands import main
+from megatron_rft.config import load
+from megatron_rft.config.sections import Megatron
+from megatron_rft.plan import teacher
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.memory import memory_of
+from megatron_rft.utils.errors import ConfigError
+from tests.unit.plan.test_memory import CONFIG, WHOLE, path, sizes  # noqa: F401
+
+GRPO = "algorithm={name: grpo, teacher: null}"
+
+
+@pytest.fixture
+def options(path):  # noqa: F811
+    (path.parent / "teacher").mkdir()
+    write(path, {})
+    return [f"algorithm={{name: distil, teacher: {path.parent}/teacher}}"]
+
+
+def write(path, change):  # noqa: F811
+    (path.parent / "teacher/config.json").write_text(json.dumps(CONFIG | change))
+
+
+def test_its_weights_wait_in_host_memory(path, options):  # noqa: F811
+    layout = Layout(1, 1, 1, 1, 1, 1)
+    memory = memory_of(load(path, [*options, "model.precision=bf16"]), sizes(path), layout)
+    assert memory.host == memory.distilled == 2 * WHOLE
+
+
+@pytest.mark.parametrize(
+    "change, more, message",
+    [
+        ({"vocab_size": 9}, [], "has 9 rows, fewer than the model's 10"),
+        ({"max_position_embeddings": 64}, [], "beyond its 64 positions"),
+        ({}, ["algorithm.jsd_beta=0.2"], "algorithm.jsd_beta: does nothing with divergence reverse_kl"),
+        ({}, ["pipo.window=4"], "pipo: verifies by rewards, and distil uses none"),
+        ({}, ["distil.teacher=x"], "distil: the loss of distil with these options compares with another distribution"),
+        (
+            {},
+            ["algorithm={name: grpo, teacher: null}", "reward.kind=none"],
+            "reward.kind: none: grpo learns from rewards",
+        ),
+        ({}, ["reward.kind=none", "data.test=arithmetic"], "data.test: does nothing with reward.kind none"),
+    ],
+)
+def test_what_is_refused(path, options, change, more, message, capsys):  # noqa: F811
+    write(path, change)
+    assert main.main(["plan", str(path), *options, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mixture_needs_sequence_parallelism(path, options):  # noqa: F811
+    mixture = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    write(path, mixture | dict(model_type="qwen3_moe", head_dim=4))
+    folder, layout = str(path.parent / "teacher"), Layout(2, 2, 1, 1, 1, 2)
+    teacher.check(folder, None, Megatron(), Layout(1, 1, 1, 1, 1, 1), 8)
+    with pytest.raises(ConfigError, match="teacher: a mixture of experts with tensor parallelism needs"):
+        teacher.check(folder, None, Megatron(tensor_model_parallel_size=2), layout, 8)
