@@ -59,7 +59,7 @@ def check(
         lora.check(recipe.lora, sizes)
     longest = check_lengths(recipe, shape)
     teachers = []
-    if recipe.trainer == "rl" and recipe.teaching:
+    if recipe.teaching:
         teachers = [teacher.check(recipe.teaching.teacher, shape, recipe.megatron, layout, longest)]
     planned = None if starts else recipe.vllm
     engine = choose_for(recipe.rollout, shape, bool(gpu_gib), planned)

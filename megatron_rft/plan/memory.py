@@ -235,7 +235,7 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     host = (weights if recipe.model.reference else trained) * copies
     host += trained * 4 // BYTES[recipe.model.precision] * teacher
     distilled = 0
-    if recipe.trainer == "rl" and recipe.teaching:
+    if recipe.teaching:
         distilled = teacher_weights(recipe.teaching.teacher, layout, BYTES[recipe.model.precision])
     host += distilled
     offloads = recipe.rollout.offload_trainer

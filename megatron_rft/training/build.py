@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_rft.config import Model, Recipe, Rollout
+from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import load_config
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer, eos_token_id
@@ -17,7 +18,7 @@ from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.base import Reward
-from megatron_rft.training import adapters
+from megatron_rft.training import adapters, teacher
 from megatron_rft.training.engines import gather, rank_among_engines
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
@@ -50,10 +51,12 @@ def load_hf_config(model: Model) -> Any:
         raise DataError(f"model.path: {error}") from None
 
 
-def load_model_files(model: Model) -> tuple[Any, Any]:
-    """The tokenizer and the configuration, which must fit each other."""
+def load_model_files(model: Model, teaching: Teaching | None = None) -> tuple[Any, Any]:
+    """The tokenizer and the configuration, which must fit each other, and a teacher's tokenizer."""
     tokenizer, hf_config = load_tokenizer(model), load_hf_config(model)
     check_tokenizer(tokenizer, hf_config.vocab_size, model.path)
+    if teaching:
+        teacher.check_tokenizer(teaching, tokenizer, tokenizer_folder(model))
     return tokenizer, hf_config
 
 
@@ -122,6 +125,12 @@ def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tenso
     reference = actor.snapshot(frozen=True)
     load_start(actor, model, seed)
     return reference
+
+
+def build_teacher(recipe: Recipe, hf_config: Any) -> teacher.Teacher | None:
+    """The teacher of a distillation."""
+    shared = recipe.megatron, recipe.batching, recipe.model.precision, recipe.rollout.temperature
+    return teacher.Teacher(recipe.teaching, hf_config, *shared) if recipe.teaching else None
 
 
 def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:

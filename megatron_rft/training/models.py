@@ -71,6 +71,7 @@ class Models:
     needs: frozenset[str] = frozenset()  # Objective.needs
     norms: GradientNorms | None = None
     verification: EarlyVerification | None = None  # PIPO's
+    distilled: Teacher | None = None  # the other model of a distillation
 
     @property
     def trained(self) -> dict[str, Actor]:
@@ -93,8 +94,10 @@ class Models:
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
         """The second distribution that `update` compares with."""
-        assert update.second is None, update.second
-        return None
+        if update.second is None:
+            return None
+        assert update.second.weights == "distil", update.second
+        return self.distilled.second(mini_batch, update.second.mixture)
 
     def while_waiting(self, state: State, phases: Phases) -> None:
         """Compute what the next step may need, while engines in other processes generate its batch."""
@@ -124,7 +127,6 @@ class OnlineModels(Models):
     critic: Actor | None = None
     reference: list[Tensor] | None = None
     teacher: MovingAverage | None = None
-    distilled: Teacher | None = None  # the other model of a distillation
     old_logprobs: str = "recompute"  # algorithm.old_logprobs
     kl_every: int = 0  # constraint.kl_every
 
@@ -178,10 +180,8 @@ class OnlineModels(Models):
             return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        if update.second is None:
-            return None
-        if update.second.weights == "distil":
-            return self.distilled.second(mini_batch, update.second.mixture)
+        if update.second is None or update.second.weights == "distil":
+            return super().second(update, mini_batch)
         return Second(
             mini_batch.in_context() if update.second.in_context else mini_batch,
             self._weights(update.second),

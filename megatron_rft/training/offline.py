@@ -63,7 +63,8 @@ class ReferenceSource:
 
     @classmethod
     def of(cls, recipe: Recipe, digest: str) -> "ReferenceSource":
-        options, compares = recipe.algorithm, recipe.algorithm.compares_distributions
+        options = recipe.algorithm
+        compares = options.compares_distributions and recipe.teaching is None
         cached = compares and options.reference == "cached_hidden"
         cache = options.reference_cache if cached else None
         return cls(recipe.model, recipe.run.seed, Path(recipe.run.output_dir), digest, compares, cached, cache)
@@ -226,12 +227,12 @@ class OfflineModels(Models):
     reference: Reference | None = None
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        return self.reference.second(update, mini_batch)
+        return super().second(update, mini_batch) if self.distilled else self.reference.second(update, mini_batch)
 
 
 def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs, evaluation.patience or a signal. Returns the exit status."""
-    tokenizer, hf_config = build.load_model_files(recipe.model)
+    tokenizer, hf_config = build.load_model_files(recipe.model, recipe.teaching)
     path = recipe.data.train.path
     stored = store.read(path)
     own = {} if recipe.data.validation else {"validation": stored.held_out}
@@ -251,7 +252,13 @@ def train(recipe: Recipe) -> int:
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     actor = build.build_actor(recipe, hf_config, steps)
     reference = Reference(source, actor, data)
-    models = OfflineModels(actor, objective.needs, gradient_norms(options.part_norms_every), reference=reference)
+    models = OfflineModels(
+        actor,
+        objective.needs,
+        gradient_norms(options.part_norms_every),
+        distilled=build.build_teacher(recipe, hf_config),
+        reference=reference,
+    )
     with ExitStack() as stack:
         evaluator, weights = build_evaluator(recipe, hf_config, tokenizer, models, stack, **own)
         run = stack.enter_context(closing(TrainingRun(recipe, models, stream, steps, evaluator)))

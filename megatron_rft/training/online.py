@@ -30,7 +30,6 @@ from megatron_rft.training.monitor import check_mismatch_bounds
 from megatron_rft.training.online_batches import OnlineBatches
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run import TrainingRun
-from megatron_rft.training.teacher import Teacher, check_tokenizer
 from megatron_rft.utils.errors import DataError
 
 
@@ -38,9 +37,7 @@ def train(recipe: Recipe) -> int:
     """Train until run.steps or a signal. Returns the exit status."""
     engines, problems, options = EngineBuilder.of(recipe), Problems.of(recipe), recipe.rollout
     engines.check_gpus()
-    tokenizer, hf_config = build.load_model_files(recipe.model)
-    if recipe.teaching:
-        check_tokenizer(recipe.teaching, tokenizer, build.tokenizer_folder(recipe.model))
+    tokenizer, hf_config = build.load_model_files(recipe.model, recipe.teaching)
     prompts = problems.prompts("train", tokenizer)
     check_solutions(recipe.algorithm, prompts)
     stream = Stream(prompts.prompts, recipe.run.seed, recipe.data.shuffle)
@@ -115,7 +112,6 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective) -> Online
     if objective.needs & {"ref_logprobs", "ref_kl", "reference"} or kl_every or recipe.refines:
         reference = build.reference_weights(recipe.model, recipe.run.seed, actor)
     rate = recipe.algorithm.teacher_average
-    shared = hf_config, recipe.megatron, recipe.batching, recipe.model.precision, recipe.rollout.temperature
     return OnlineModels(
         actor,
         objective.needs,
@@ -124,7 +120,7 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective) -> Online
         critic=critic,
         reference=reference,
         teacher=MovingAverage(actor, rate) if rate else None,
-        distilled=Teacher(recipe.teaching, *shared) if recipe.teaching else None,
+        distilled=build.build_teacher(recipe, hf_config),
         old_logprobs=recipe.algorithm.old_logprobs,
         kl_every=kl_every,
     )

@@ -27,15 +27,19 @@ def write(folder: Path, **sections: dict) -> Path:
     algorithm = {"name": "distil", "teacher": str(folder / "teacher")}
     sections |= {"algorithm": algorithm, "reward": {"kind": "none"}, "data": {"test": None}}
     recipe = recipe_of(folder, sections | {"rollout": {"group_size": 4}})
-    shutil.copytree(folder / "model", folder / "teacher")
+    write_teacher(folder / "teacher", folder / "model")
+    return recipe
+
+
+def write_teacher(folder: Path, student: Path) -> None:
+    shutil.copytree(student, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = arithmetic.qwen3_config(
         hidden_size=48, intermediate_size=64, num_hidden_layers=3, vocab_size=11, num_attention_heads=4, head_dim=16
     )
     config.initializer_range = 0.3
-    config.save_pretrained(folder / "teacher")
+    config.save_pretrained(folder)
     lookup = weights.random_tensors(config, 5)
-    save_file({name: lookup(name) for name in hf_shapes(config)}, folder / "teacher/model.safetensors")
-    return recipe
+    save_file({name: lookup(name) for name in hf_shapes(config)}, folder / "model.safetensors")
 
 
 @pytest.fixture(scope="module")

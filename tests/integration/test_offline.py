@@ -21,7 +21,8 @@ from megatron_rft.data.trajectories import sha256
 from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.utils.files import read_json_lines
 from tests.fork_server import ENVIRONMENT
-from tests.integration.test_kill_and_resume import assert_same_run, wait_for_step
+from tests.integration.test_distil import write_teacher
+from tests.integration.test_kill_and_resume import assert_same_run, killed, wait_for_step
 from tests.integration.tiny import kill, metrics, start, train, write_data, write_model
 
 pytestmark = pytest.mark.slow
@@ -130,6 +131,20 @@ def test_validation_on_other_problems_than_the_held_out_ones(folder, tmp_path):
     assert status == 0, output[-3000:]
     (result,) = json.loads((tmp_path / "run/evaluation/validation_step_000002/results.json").read_text())
     assert result["problems"] == 5  # 12 are held out
+
+
+def test_distillation_on_the_trajectories(folder, tmp_path):
+    write_teacher(tmp_path / "teacher", folder / "model")
+    algorithm = {"name": "offline_distil", "teacher": str(tmp_path / "teacher"), "batch_sequences": 16}
+    write(folder, "distil", OFFLINE | {"algorithm": algorithm, "evaluation": {}}, "store", "distilled")
+    status, output = train(folder / "distil.yaml")
+    assert status == 0 and "rows 8 to 10 of its vocabulary" in output, output[-3000:]
+    found = [line["policy/distillation"] for line in metrics(folder / "distilled")]
+    assert found[-1] < 0.7 * found[0], found
+    killed(folder / "distil.yaml", tmp_path / "again", step=7)
+    status, output = train(folder / "distil.yaml", f"run.output_dir={tmp_path}/again")
+    assert status == 0 and "resumed after step" in output, output[-3000:]
+    assert_same_run(tmp_path / "again", folder / "distilled")
 
 
 def test_cached_hidden_states_train_the_same_model(folder, tmp_path):

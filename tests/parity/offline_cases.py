@@ -24,6 +24,7 @@ from tests.parity.gradient_cases import KEYS, mini_batch, model_config, poisoned
 OBJECTIVES = {name: made(name) for name in OFFLINE} | {
     "off_rl_kl": made("off_rl", kl_coefficient=0.5),
     "fpa_incorrect": made("fpa", extrapolation=2.0, fpa_on="incorrect"),
+    "offline_distil": made("offline_distil", divergence="jsd", jsd_beta=0.3),
 }
 
 
@@ -63,11 +64,11 @@ class Case:
         if update.second is None:
             return None
         if not recorded:
-            return Second(batch, self.reference, update.second.extrapolation)
+            return Second(batch, self.reference, update.second.extrapolation, update.second.mixture)
         index = batch.tokens["data_index"]
         output = self.output if parallel.is_last_stage() else None
         given = {"rows": lambda tokens: self.hidden[index[tokens]], "output_weight": output}
-        return Second(batch, extrapolation=update.second.extrapolation, **given)
+        return Second(batch, None, update.second.extrapolation, update.second.mixture, **given)
 
     def gradient(self, objective, recorded: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         data = objective.annotate(self.data)

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from megatron_rft.config.algorithms.base import Algorithm, Trainer
 from megatron_rft.config.messages import at
+from megatron_rft.config.plugins import Teaching
 from megatron_rft.config.sections import Count, Natural, NonNegative, Positive
 
 
@@ -162,6 +163,16 @@ class FPA(OffRL):
         return True
 
 
+class OfflineDistillation(Teaching, Offline):
+    """Distillation from a teacher on all trajectories, right or wrong."""
+
+    name: Literal["offline_distil"] = "offline_distil"
+
+    @property
+    def compares_distributions(self) -> bool:
+        return True
+
+
 OFFLINE: dict[str, tuple[type[Algorithm], str]] = {
     # algorithm.name: (section, MODULE.CLASS of its objective under objectives/)
     "sft": (SFT, "sft.SFT"),
@@ -175,4 +186,5 @@ OFFLINE: dict[str, tuple[type[Algorithm], str]] = {
     "a_star_po": (AStarPO, "offline.a_star_po.AStarPO"),
     "off_rl": (OffRL, "offline.fpa.OffRL"),
     "fpa": (FPA, "offline.fpa.FPA"),
+    "offline_distil": (OfflineDistillation, "offline.distil.OfflineDistil"),
 }

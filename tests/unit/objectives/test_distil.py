@@ -65,14 +65,16 @@ def loop(batch: Batch, kind: str, beta: float) -> float:
     return total / count
 
 
+@pytest.mark.parametrize("name", ["distil", "offline_distil"])
 @pytest.mark.parametrize("kind, beta", [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.2)])
-def test_the_loss_is_that_of_the_loop(kind, beta):
+def test_the_loss_is_that_of_the_loop(name, kind, beta):
     options = {"divergence": kind} | ({"jsd_beta": beta} if kind == "jsd" else {})
-    (update,) = made("distil", **options).prepare(sampled(), {}).updates
+    (update,) = made(name, **options).prepare(sampled(), {}).updates
     assert update.second == SecondDistribution("distil", mixture=beta) and kind in update.outputs
     (step,) = update.steps()
     loss = update.loss(outputs(step, kind, beta), step)
-    assert loss.mean(counts(step)).item() == pytest.approx(loop(step, kind, beta), rel=1e-6)
+    assert loss.mean(update.counts(step)).item() == pytest.approx(loop(step, kind, beta), rel=1e-6)
+    assert loss.logged(update.counts(step))["teacher_advantage"] != 0
 
 
 def test_the_plugin_adds_it_to_the_loss_of_the_base():
