@@ -1,5 +1,5 @@
-"""Stop signals to a whole run that come from `timeout`, from a terminal, during an evaluation, or with vLLM:
-the run saves and ends with status 75, and a resumed one equals an undisturbed one."""
+"""Stop signals to a whole run that come from `timeout`, from a terminal, during an evaluation or an export, or with
+vLLM: the run saves and ends with status 75, and a resumed one equals an undisturbed one."""
 
 import fcntl
 import json
@@ -103,18 +103,27 @@ def read_terminal(terminal: int, into: list[bytes]) -> None:
             pass
 
 
+def nothing(out: Path) -> None:
+    """The folder of a run that begins."""
+
+
 def stopped_while(
-    condition: Callable[[Position, Path], bool], recipe: Path, out: Path, *arguments: str
+    condition: Callable[[Position, Path], bool],
+    recipe: Path,
+    out: Path,
+    *arguments: str,
+    prepare: Callable[[Path], object] = nothing,
 ) -> tuple[int, str]:
     """Status and output of a run whose processes all get SIGTERM twice while a condition holds for its rank 0. The
     process is frozen to make sure of it; ranks of a launcher go on. If the condition is missed, the run is
-    started again."""
+    started again. `prepare` makes its folder."""
 
     def holds() -> bool:
         here = read(position_file(ranks_folder(str(out)), 0), 0)
         return here is not None and condition(here, out)
 
     for _ in range(5):
+        prepare(out)
         process = start(recipe, f"run.output_dir={out}", *arguments)
         while wait_until(holds, process) and freeze(process):
             if holds():
@@ -140,6 +149,21 @@ def test_during_an_evaluation(undisturbed, tmp_path, step):
     status, output = stopped_while(is_in("evaluation", step), recipe, out, *ranks)
     assert status == 75 and "stopped by SIGTERM after step" in output, output[-3000:]
     resumes(recipe, out, expected, *ranks)
+
+
+@pytest.mark.slow
+def test_during_an_export(undisturbed, tmp_path):
+    """It is the last thing that a run does, so it is finished, and nothing is left to resume."""
+    recipe, ranks, expected = undisturbed
+    out, partial = tmp_path / "run", ".export.partial"
+
+    def trained(out: Path) -> None:
+        shutil.copytree(expected, out, ignore=shutil.ignore_patterns("export"))
+
+    status, output = stopped_while(lambda _, out: (out / partial).exists(), recipe, out, *ranks, prepare=trained)
+    assert status == 0 and "model in Hugging Face format" in output, output[-3000:]
+    assert not (out / partial).exists()
+    assert_same_run(out, expected)
 
 
 @pytest.fixture(scope="module")
