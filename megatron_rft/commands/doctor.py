@@ -16,7 +16,6 @@ from megatron_rft.utils.device import (
     TRANSFORMER_ENGINE_INSTALL,
     has_cuda_device,
     has_fused_attention,
-    has_fused_gradients,
 )
 from megatron_rft.utils.errors import FINISHED, USER_ERROR
 
@@ -193,15 +192,13 @@ def checks(cuda: bool) -> dict[str, str]:
 
 def used(cuda: bool, with_te: bool) -> dict[str, str]:
     """Return for each part of a run which implementation does it on this machine."""
-    apexs = "apex's kernel, fused with the matrix products"
-    sums = apexs if cuda and has_fused_gradients() else "not fused with the matrix products (that needs apex)"
     return {
         "processes": "NCCL" if cuda else "gloo",
         "layers": "Transformer Engine" if with_te else "torch: scaled_dot_product_attention and RMSNorm",
         "norms": "Transformer Engine, fused" if with_te else "torch",
         "precisions": "fp32, bf16" + (", fp8" if with_te and cuda else " (fp8 needs Transformer Engine and a GPU)"),
         "Adam": adam(cuda, with_te),
-        "gradient sums": sums,
+        "gradient sums": "fused with the matrix products" if cuda and with_te else "not fused with the matrix products",
         "delta nets": "flash-linear-attention" if cuda and found("fla") else DELTA_NETS_IN_TORCH,
         "sampling": sampling(),
     }

@@ -13,20 +13,17 @@ def overlaps(megatron: Megatron, distributed: bool) -> dict[str, bool]:
     }
 
 
-def fusions(mixture: bool, transformer_engine: bool, fused_gradients: bool) -> dict[str, bool]:
-    """Fields of TransformerConfig: apex's kernel adds weight gradients to the fp32 buffers within the matrix product,
-    and Transformer Engine reorders the tokens of a `mixture` of experts."""
-    return {"gradient_accumulation_fusion": fused_gradients, "moe_permute_fusion": mixture and transformer_engine}
+def fusions(mixture: bool, transformer_engine: bool) -> dict[str, bool]:
+    """Fields of TransformerConfig: Transformer Engine adds weight gradients to the fp32 buffers within the matrix
+    product, and reorders the tokens of a `mixture` of experts."""
+    return {"gradient_accumulation_fusion": transformer_engine, "moe_permute_fusion": mixture and transformer_engine}
 
 
 def plan_line(megatron: Megatron, distributed: bool, mixture: bool) -> str:
-    """The plan's line on these options, for the packages of requirements-gpu.lock, with or without apex."""
+    """The plan's line on these options, for the packages of requirements-gpu.lock."""
     given = megatron.extra
     options = overlaps(megatron, distributed) | {
-        name: bool(given.get(name, default)) for name, default in fusions(mixture, True, False).items()
+        name: bool(given.get(name, default)) for name, default in fusions(mixture, True).items()
     }
     on = [name for name, value in options.items() if value]
-    apex = "" if "gradient_accumulation_fusion" in given else "; gradient_accumulation_fusion where apex is installed"
-    return (
-        f"on GPUs: {', '.join(on) or 'nothing overlaps'}{apex}; recompute: {megatron.recompute_granularity or 'none'}"
-    )
+    return f"on GPUs: {', '.join(on) or 'nothing overlaps'}; recompute: {megatron.recompute_granularity or 'none'}"

@@ -176,7 +176,7 @@ class Batching(Section):
     rewards, if their loss has no other part with a gradient. They count in every denominator, so the gradient is the
     same. off: training computes all responses."""
     logprob_block_mib: Count = 64
-    """Size of the block in which logits are computed; one block exists at a time."""
+    """Size of the block in which logits are computed; one block exists at a time. Large ones suit GPUs, such as 256."""
 
     @field_validator("share_prompts", "skip_zero_advantages", mode="before", check_fields=False)
     @classmethod

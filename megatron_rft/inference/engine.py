@@ -27,25 +27,27 @@ class WeightValidator:
         """`shapes`: the HF name and shape of every tensor that a stream must have."""
         self.shapes, self.model_type = shapes, model_type
         self.before: dict[str, tuple[torch.dtype | None, bool]] = {}  # name -> dtype, whether it was all zero
-        self._now: dict[str, tuple[torch.dtype, bool]] = {}
+        self._now: dict[str, torch.dtype] = {}
+        self._zero: dict[str, bool] = {}
+        self._ranges: list[Tensor] = []  # [2] least and greatest value of each tensor of the stream, on its device
         self.kept: frozenset[str] = frozenset()
-        self.refused: str | None = None  # the first problem of a tensor of the stream
+        self._refused: str | None = None  # the first problem of a tensor of the stream
 
     def checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Begin a stream. Yields its tensors without those that are refused."""
-        self._now, self.refused = {}, None
+        """Begin a stream. Yields its tensors without those that are refused for their name, shape or dtype."""
+        self._now, self._zero, self._ranges, self._refused = {}, {}, [], None
 
         def passing() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in stream:
-                if problem := self._problem(name, tensor):
-                    self.refused = self.refused or problem
+                if problem := self._problem_of(name, tensor):
+                    self._refused = self._refused or problem
                 else:
                     yield name, tensor
 
         return passing()
 
-    def _problem(self, name: str, tensor: Tensor) -> str | None:
-        """Return the problem of the next tensor of the stream, or None. Reads its values once."""
+    def _problem_of(self, name: str, tensor: Tensor) -> str | None:
+        """Return the problem of the next tensor of the stream, or None. Its values are read, but not waited for."""
         shape = self.shapes.get(name)
         if shape is None:
             return f"{name} is no tensor of this {self.model_type} model"
@@ -53,26 +55,32 @@ class WeightValidator:
             return f"{name} came twice"
         if tensor.shape != shape:
             return f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(shape)}"
-        dtype, was_zero = self.before.get(name, (None, True))
+        dtype, _ = self.before.get(name, (None, True))
         if not tensor.dtype.is_floating_point or dtype not in (None, tensor.dtype):
             before = f"; it was {dtype}" if dtype else ", which no weight is"
             return f"{name} is {tensor.dtype}{before}"
-        least, most = torch.stack(torch.aminmax(tensor.detach())).tolist()  # one wait for the device
-        if not abs(least) + abs(most) < float("inf"):  # NaN included
-            return f"{name} has {int((~tensor.isfinite()).sum())} non-finite values"
-        if least == most == 0 and not was_zero:
-            return f"{name} is all zero, and was not before"
-        self._now[name] = (tensor.dtype, least == most == 0)
+        self._now[name] = tensor.dtype
+        self._ranges.append(torch.stack(torch.aminmax(tensor.detach())).float())
         return None
 
-    def missing(self) -> str | None:
-        """Return the problem that tensors are missing at the end of the stream, or None."""
-        names = [name for name in self.shapes if name not in self._now and name not in self.kept]
-        return f"{names[0]} is missing ({len(names)} of {len(self.shapes)} tensors are)" if names else None
+    def problem(self) -> str | None:
+        """Return the first problem of the stream that has ended, or None. Waits for the device once."""
+        missing = [name for name in self.shapes if name not in self._now and name not in self.kept]
+        if self._refused or missing:
+            absent = f"{len(missing)} of {len(self.shapes)} tensors are"
+            return self._refused or f"{missing[0]} is missing ({absent})"
+        ends = torch.stack(self._ranges).tolist() if self._ranges else []
+        for name, (least, most) in zip(self._now, ends, strict=True):
+            if not abs(least) + abs(most) < float("inf"):  # NaN included
+                return f"{name} has non-finite values"
+            self._zero[name] = least == most == 0
+            if self._zero[name] and not self.before.get(name, (None, True))[1]:
+                return f"{name} is all zero, and was not before"
+        return None
 
     def accept(self) -> None:
-        """Accept the stream: the next one is compared with it."""
-        self.before = self.before | self._now
+        """Accept the stream that has no problem: the next one is compared with it."""
+        self.before = self.before | {name: (dtype, self._zero[name]) for name, dtype in self._now.items()}
 
 
 @dataclass(frozen=True)

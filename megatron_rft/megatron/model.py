@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region, layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -38,7 +38,6 @@ from megatron_rft.megatron import parallel
 from megatron_rft.megatron.packing import SharedPrompts
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
 from megatron_rft.utils import bf16
-from megatron_rft.utils.device import has_fused_gradients
 from megatron_rft.utils.errors import ConfigError, DataError
 
 LAYOUT = (
@@ -218,7 +217,7 @@ def _host(mixture: bool) -> dict[str, Any]:
         # An interleaved pipeline frees a stage's output while it is being sent. NCCL's streams keep the memory; gloo
         # would read freed memory, and gradients would sometimes be wrong.
         "deallocate_pipeline_outputs": on_gpu,
-        **(fusions(mixture, with_te, has_fused_gradients()) if on_gpu else {"batch_p2p_sync": False}),
+        **(fusions(mixture, with_te) if on_gpu else {"batch_p2p_sync": False}),
     }
 
 
@@ -257,6 +256,8 @@ def build(hf_config: Any, megatron: Any, precision: str, *, value_head: bool = F
 
 def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, value_head: bool) -> GPTModel:
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    # Transformer Engine's layers fuse gradient sums without apex. megatron-core's output layer would refuse that.
+    layers._grad_accum_fusion_available |= has_transformer_engine()
     model = GPTModel(
         config,
         block_spec(config, vp_stage),

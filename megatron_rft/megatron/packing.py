@@ -97,6 +97,20 @@ class SharedPrompts(PackedSeqParams):
         return send(torch.cat(keys), self.position_ids.device), tuple(ends)
 
     @cached_property
+    def copies(self) -> tuple[Tensor, list[tuple[int, int, Tensor]]]:
+        """Where `gathered` has the tokens: each token's own place, and for each prompt (a, b, [n, b - a] the places of
+        its tokens in all copies). In the example: (0 1 4 7 8), [(0, 2, ((0 1), (2 3), (5 6)))]."""
+        own, places = [], {(a, b): [] for a, b, _ in self.groups}
+        for (start, end), last in zip(pairwise(self.segments), self.gathered[1][1:], strict=True):
+            own.append(torch.arange(last - (end - start), last))
+            for a, b, c in self.groups:
+                if start == a or b <= start < c:
+                    first = int(own[-1][0]) - (b - a if start != a else 0)
+                    places[a, b].append(torch.arange(first, first + b - a))
+        device = self.position_ids.device
+        return send(torch.cat(own), device), [(*ends, send(torch.stack(x), device)) for ends, x in places.items()]
+
+    @cached_property
     def variable_length(self) -> PackedSeqParams:
         """The parameters of that call."""
         return _variable_length(self.segments, self.gathered[1], self.position_ids.device)

@@ -35,10 +35,28 @@ def take_rows(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index) if values.is_cpu else values[index]
 
 
+class TakeKeys(torch.autograd.Function):
+    """[T, heads, d] -> [K, heads, d]: the rows `SharedPrompts.gathered`. The backward pass sums the gradients of all
+    copies of a prompt at once and in a fixed order; indexing's would sort the index in every layer."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, shared: SharedPrompts) -> Tensor:
+        ctx.shared = shared
+        return values.index_select(0, shared.gathered[0])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        own, prompts = ctx.shared.copies
+        out = grad.index_select(0, own)
+        for start, end, places in prompts:
+            out[start:end] = grad[places].sum(0)
+        return out, None
+
+
 def attend_gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrompts, scale: float | None) -> Tensor:
     """[T, heads, d] -> [T, heads, d], on any device: one call for each segment."""
-    index, ends = shared.gathered
-    k, v = (take_rows(x, index) for x in (k, v))
+    ends = shared.gathered[1]
+    k, v = (TakeKeys.apply(x, shared) for x in (k, v))
     outs = []
     for (start, end), (first, last) in zip(pairwise(shared.segments), pairwise(ends), strict=True):
         mask = bottom_right(end - start, last - first, q.device)
@@ -63,8 +81,7 @@ def with_shared_prompts(attention: type) -> type:
     class SharedPromptAttention(attention):
         def forward(self, query, key, value, attention_mask, attn_mask_type, packed_seq_params=None, **options):
             if isinstance(packed_seq_params, SharedPrompts):
-                index, _ = packed_seq_params.gathered
-                key, value = (take_rows(x, index) for x in (key, value))
+                key, value = (TakeKeys.apply(x, packed_seq_params) for x in (key, value))
                 attn_mask_type, packed_seq_params = BOTTOM_RIGHT, packed_seq_params.variable_length
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, packed_seq_params=packed_seq_params, **options

@@ -1,5 +1,6 @@
 """What the training loop of every run uses: folder, signals, evaluations, checkpoints, logging."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -151,12 +152,17 @@ class TrainingRun:
     # ---- one step
 
     def steps(self) -> Iterator[int]:
-        """The remaining steps, until the last step or early stopping."""
-        for step in range(self.done + 1, self.total_steps + 1):
-            if self.best and self.best.selection.exhausted:
-                return
-            here.begin_step(step)
-            yield step
+        """The remaining steps, until the last step or early stopping. Meanwhile the garbage collector leaves out what
+        is there now: with half a million objects of all packages it would stop a rank, and so all, in mid-step."""
+        gc.freeze()
+        try:
+            for step in range(self.done + 1, self.total_steps + 1):
+                if self.best and self.best.selection.exhausted:
+                    return
+                here.begin_step(step)
+                yield step
+        finally:
+            gc.unfreeze()
 
     def optimizer_step(self, update: Update, mini_batch: Batch, step: int) -> dict[str, float]:
         """Train on one mini-batch of `update`. Returns the gradient norms of the loss's parts if they are due."""

@@ -60,12 +60,6 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def has_fused_gradients() -> bool:
-    """apex's kernel that adds gradients of weights to fp32 buffers; megatron-core asks for it beside Transformer Engine
-    too."""
-    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-
-
 def has_fused_attention(capability: tuple[int, int]) -> bool:
     """Whether Transformer Engine has a fused kernel for packed sequences on a GPU of this compute capability: cuDNN's
     from 9.0 on, or that of the package flash-attn. Its remaining kernel stores every score."""

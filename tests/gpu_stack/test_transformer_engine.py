@@ -105,6 +105,8 @@ def test_a_step_goes_through(precision, family):
     actor = build(precision, family=family)
     assert actor.outputs(some_batch(), frozenset({"logprobs"}))["logprobs"].shape == (sum(LENGTHS) - 16,)
     assert {"loss", "grad_norm", "skipped"} <= step(actor).keys()
+    assert all(getattr(each, "fuse_wgrad_accumulation", True) for each in actor.models[0].modules())
+    assert actor.models[0].config.gradient_accumulation_fusion  # without apex
     with actor.use_weights(actor.snapshot()):
         actor.outputs(some_batch(), frozenset({"logprobs"}))
 

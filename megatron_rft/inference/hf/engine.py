@@ -112,7 +112,7 @@ class HFEngine(Engine):
         self.weight_version = -1
         for name, tensor in self.validator.checked(stream):
             self.targets[name].copy_(tensor)
-        if problem := self.validator.refused or self.validator.missing():
+        if problem := self.validator.problem():
             raise RunFailed(f"weights of version {version}: {problem}")
         self.validator.accept()
         self.weight_version = version

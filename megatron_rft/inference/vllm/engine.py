@@ -279,7 +279,7 @@ class VLLMEngine(Engine):
             problem = self._load_beside_adapters(checked)
         else:
             weights.send(self.llm, checked)
-            problem = self.validator.refused or self.validator.missing() or weights.problem(self.llm)
+            problem = self.validator.problem() or weights.problem(self.llm)
         for _ in stream:
             pass
         if problem:
@@ -300,7 +300,7 @@ class VLLMEngine(Engine):
         if (first := next(base, None)) is not None:
             weights.send(self.llm, chain([first], base))
             problem = weights.problem(self.llm)
-        if problem := self.validator.refused or self.validator.missing() or problem:
+        if problem := self.validator.problem() or problem:
             return problem
         self.validator.kept = frozenset(self.validator.shapes.keys() - found.keys())
         return self.llm.collective_rpc(adapters.bind, args=(found,))[0]

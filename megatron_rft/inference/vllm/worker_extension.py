@@ -73,7 +73,7 @@ class WireReceiver(Receiver):
             failure = f"{type(error).__name__}: {error}"
         for _ in stream:  # the trainer always sends the whole stream
             pass
-        self.problems += [self.validator.refused, failure, self.validator.missing()]
+        self.problems += [self.validator.problem(), failure]
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()

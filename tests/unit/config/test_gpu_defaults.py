@@ -13,14 +13,16 @@ def test_what_is_given_decides_and_the_gather_needs_the_reduction():
 
 
 def test_fusions_follow_the_packages():
-    assert fusions(True, True, False) == {"gradient_accumulation_fusion": False, "moe_permute_fusion": True}
-    assert fusions(False, True, True) == {"gradient_accumulation_fusion": True, "moe_permute_fusion": False}
-    assert not fusions(True, False, False)["moe_permute_fusion"]
+    assert fusions(True, True) == {"gradient_accumulation_fusion": True, "moe_permute_fusion": True}
+    assert fusions(False, True) == {"gradient_accumulation_fusion": True, "moe_permute_fusion": False}
+    assert not any(fusions(True, False).values())
 
 
 def test_the_plan_names_them():
     line = plan_line(Megatron(), True, mixture=True)
-    assert "overlap_grad_reduce, overlap_param_gather, moe_permute_fusion" in line and "where apex is installed" in line
+    assert "overlap_param_gather, gradient_accumulation_fusion, moe_permute_fusion; recompute" in line
     assert "recompute: none" in line
-    line = plan_line(Megatron(overlap_grad_reduce=False, gradient_accumulation_fusion=True), True, mixture=False)
-    assert "on GPUs: gradient_accumulation_fusion; recompute" in line
+    alone = Megatron(overlap_grad_reduce=False)
+    none = Megatron(overlap_grad_reduce=False, gradient_accumulation_fusion=False)
+    assert "on GPUs: gradient_accumulation_fusion; recompute" in plan_line(alone, True, mixture=False)
+    assert "on GPUs: nothing overlaps; recompute" in plan_line(none, True, mixture=False)

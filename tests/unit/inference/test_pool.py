@@ -158,7 +158,7 @@ def test_refused_weights_stop_the_run_and_name_the_tensor(model, tmp_path):
     engine = EngineProcess(partial(HFEngine, model.config), "engine process 0", tmp_path / "log")
     pool = EnginePool([engine], torch.float32)
     bad = [(name, tensor * torch.nan if "q_norm" in name else tensor) for name, tensor in hf_stream(model)]
-    with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has 12 non-finite"):
+    with pytest.raises(RunFailed, match="version 7: model.layers.0.self_attn.q_norm.weight has non-finite"):
         weight_sync.send(bad, pool, 7)
     weight_sync.send(hf_stream(model), pool, 8, verify=True)  # it is alive, and takes good ones
     assert pool.weight_version == 8 and next(pool.generate(REQUESTS, SAMPLING)).responses[0].weight_version == 8

@@ -43,7 +43,7 @@ def test_a_push_loads_all_tensors_and_returns_metrics(tensors, dtype):
 def test_a_refused_tensor_ends_the_run_after_the_stream_has_ended(tensors):
     tensors[3] = (tensors[3][0], tensors[3][1] * torch.nan)
     stream = Exhausted(tensors)
-    with pytest.raises(RunFailed, match=f"version 1: {tensors[3][0]} has .* non-finite"):
+    with pytest.raises(RunFailed, match=f"version 1: {tensors[3][0]} has non-finite"):
         weight_sync.send(stream, HFEngine(CONFIG), version=1)
     assert stream.ended
 

@@ -43,6 +43,17 @@ def test_fields_of_megatron_core_pass_through():
     assert config.disable_parameter_transpose_cache
 
 
+def test_fused_gradient_sums_need_no_apex_beside_transformer_engine(alone, monkeypatch):
+    """Its layers are not here: those of torch would refuse too, and are built but not called."""
+    config = models.transformer_config(Qwen3Config(**SMALL), Megatron(gradient_accumulation_fusion=True), "fp32")
+    monkeypatch.setattr(models.layers, "_grad_accum_fusion_available", False)
+    with pytest.raises(RuntimeError, match="APEX"):
+        models._chunk(Qwen3Config(**SMALL), config, None, False)
+    monkeypatch.setattr(models, "has_transformer_engine", lambda: True)
+    model = models._chunk(Qwen3Config(**SMALL), config, None, False)
+    assert type(model.output_layer) is models.OutputMatrix and models.layers._grad_accum_fusion_available
+
+
 def test_virtual_stages_never_use_the_batched_exchange():
     layout = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=1)
     config = models.transformer_config(Qwen3Config(**SMALL), Megatron(**layout), "fp32")

@@ -1,11 +1,13 @@
 """Early stopping by hand, and through a checkpoint's state."""
 
+import gc
 from types import SimpleNamespace
 
 import torch
 
 from megatron_rft.training import evaluator
 from megatron_rft.training.evaluator import BestModel, Selection
+from megatron_rft.training.run import TrainingRun
 
 
 def test_by_hand():
@@ -48,3 +50,10 @@ def write(stream, folder, config, tokenizer_folder, beside):
     folder.mkdir(exist_ok=True)
     for name, text in (beside | {"model": "weights"}).items():
         (folder / name).write_text(text)
+
+
+def test_during_the_steps_the_garbage_collector_leaves_out_what_was_there_before():
+    run = SimpleNamespace(done=3, total_steps=5, best=None)
+    steps = TrainingRun.steps(run)
+    assert next(steps) == 4 and gc.get_freeze_count() > 10_000
+    assert list(steps) == [5] and gc.get_freeze_count() == 0

@@ -185,7 +185,7 @@ FAULTS = {
         lambda n, t: [(n, t[:-1] if n == QUERY else t)],
         rf"{QUERY} has shape \(47, 32\), the engine's has \(48,",
     ),
-    "nan": (lambda n, t: [(n, t.fill_(torch.nan) if n == NORM else t)], f"{NORM} has 32 non-finite"),
+    "nan": (lambda n, t: [(n, t.fill_(torch.nan) if n == NORM else t)], f"{NORM} has non-finite"),
     "zero": (lambda n, t: [(n, t.zero_() if n == QUERY else t)], f"{QUERY} is all zero, and was not before"),
 }
 

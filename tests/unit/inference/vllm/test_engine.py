@@ -174,7 +174,7 @@ FAULTS = {
     "twice": (lambda n, t: [(n, t)] * (2 if n == NORM else 1), f"{NORM} came twice"),
     "unknown": (lambda n, t: [(n + ".bias" if n == NORM else n, t)], f"{NORM}.bias is no tensor of this qwen3 model"),
     "shape": (lambda n, t: [(n, t[:-1] if n == QUERY else t)], rf"{QUERY} has shape \(127, 32\), the engine's"),
-    "nan": (lambda n, t: [(n, t.fill_(torch.nan) if n == NORM else t)], f"{NORM} has 32 non-finite"),
+    "nan": (lambda n, t: [(n, t.fill_(torch.nan) if n == NORM else t)], f"{NORM} has non-finite"),
     "zero": (lambda n, t: [(n, t.zero_() if n == QUERY else t)], f"{QUERY} is all zero, and was not before"),
     "dtype": (
         lambda n, t: [(n, t.bfloat16() if n == QUERY else t)],
