@@ -157,7 +157,7 @@ def test_few_waits_with_refined_responses_pairs_and_a_teacher(rehearse, recipe):
 
 def test_a_distillations_teacher(rehearse, tmp_path):
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher/config.json").write_text(json.dumps(sizes(96, 6, 4, 2, 192, **TINY)))
+    (tmp_path / "teacher/config.json").write_text(json.dumps(COMMON | sizes(6, 96, 4, 2, 192, **TINY)))
     options = [f"distil={{teacher: {tmp_path}/teacher, coefficient: 0.5}}", "model.precision=bf16"]
     status, told, error, (stage,) = rehearse("pipo/tiny/grpo.yaml", "tiny", 1, *options, "--micro-batches", "1")
     assert status == 0, told + error
