@@ -58,7 +58,8 @@ class Mismatch:
         self.tokenizer, self.hf_config = build.load_model_files(recipe.model)
         self.prompts = Problems.of(recipe).prompts("train", self.tokenizer).prompts[: self.count]
         self.trainer, self.kind = recipe.model.precision, EngineBuilder.of(recipe).kind(self.hf_config)
-        self.engine = recipe.vllm.rounding or recipe.rollout.dtype or ("fp32" if self.trainer == "fp32" else "bf16")
+        rounds = recipe.vllm.rounding and f"with vllm.{recipe.vllm.rounding}"
+        self.engine = rounds or recipe.rollout.dtype or ("fp32" if self.trainer == "fp32" else "bf16")
         fp8 = [name for name in recipe.megatron.model_fields_set if name.split("_")[0] == "fp8"]
         self.trainer_in_fp32 = ["model.precision=fp32", *(f"megatron.{name}=null" for name in fp8)]
 

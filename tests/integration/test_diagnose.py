@@ -296,6 +296,25 @@ def test_the_arms_of_vllm(tmp_path, monkeypatch, vllm, arms):
     assert all(mismatch.vary(*overrides) != mismatch.recipe for overrides in found.values())
 
 
+def widen(model: Path) -> None:
+    """Gives its heads a size that vLLM's attention has."""
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
+    build_model(AutoConfig.from_pretrained(model)).save_pretrained(model)
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has no FP8 cache on this CPU")
+def test_a_cache_in_fp8_is_the_cause(tmp_path, loud):
+    widen(tmp_path / "model")
+    sections = {"rollout": ROLLOUT | {"engine": "vllm"}, "algorithm": {"importance": "truncated"}}
+    status, found = diagnose(tmp_path, model=loud, vllm={"kv_cache_dtype": "fp8"}, **sections)
+    cause = r"An option is the cause: .* falls from \S+ to \S+ without vllm.kv_cache_dtype\.$"
+    assert status == 0 and re.search(cause, found["verdict"]), found
+    assert [row["name"] for row in found["rows"][-2:]] == ["without vllm.kv_cache_dtype", "without prefix cache"]
+
+
 @VLLM
 @pytest.mark.slow
 @pytest.mark.parametrize("side, fault", [("the trainer", (Actor, "outputs")), ("vLLM", (VLLMEngine, "_response"))])
@@ -313,10 +332,7 @@ def test_the_side_of_another_bug_is_named(tmp_path, loud, monkeypatch, side, fau
         return zip(response.logprobs, response.token_ids, strict=True)
 
     monkeypatch.setattr(*fault, noisy)
-    config = tmp_path / "model/config.json"
-    wide = json.loads(config.read_text()) | {"head_dim": 32}
-    config.write_text(json.dumps(wide))
-    build_model(AutoConfig.from_pretrained(config.parent)).save_pretrained(config.parent)
+    widen(tmp_path / "model")
     status, found = diagnose(tmp_path, model=loud, rollout=ROLLOUT | {"engine": "vllm"})
     assert status == 3 and f": {side} computes something else" in found["verdict"], found
 
