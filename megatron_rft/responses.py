@@ -58,7 +58,7 @@ class Score:
     reward: float
     reason: str = ""  # for readers and SDPO's teacher: the first failing test, the last lines of the exception
     error: str | None = None
-    correct: bool | None = None  # whether pass@1 counts it as correct; None: if the reward is at least 1
+    correct: bool | None = None  # whether pass@1 counts it as right; None: pass@1 takes the reward
     shaping: float = 0.0  # added to the reward only in training
     details: dict[str, Any] = field(default_factory=dict)  # by reward kind: tests passed and failed, parts of a sum
 
