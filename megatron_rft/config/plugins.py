@@ -11,13 +11,19 @@ Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 class Teaching(Section):
-    teacher: str
-    """Folder or hub name of the teacher: any size and family, with the model's tokenizer."""
+    teacher: str | Annotated[dict[str, str], Field(min_length=1)]
+    """Folder or hub name of the teacher: any size and family, with the model's tokenizer. Or several by name, such as
+    {code: path/a, text: path/b}: data.teacher_field says which one a row has."""
     divergence: Divergence = "reverse_kl"
     """reverse_kl: KL(student || teacher). forward_kl: KL(teacher || student). jsd: the Jensen-Shannon divergence. Exact
     over the vocabulary."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """jsd: the teacher's share of the mixture."""
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The paths of all teachers by name."""
+        return self.teacher if isinstance(self.teacher, dict) else {"": self.teacher}
 
     @model_validator(mode="after")
     def _check_divergence(self):

@@ -118,6 +118,10 @@ class Recipe(s.Section):
         if self.environment:
             evaluates = self.trainer in ("rl", "generate") or self.validates or self.data.test is not None
             environments.check(self.environment, self.rollout.max_response_tokens, evaluates, self.refines)
+        several = self.teaching is not None and isinstance(self.teaching.teacher, dict)
+        if several != (self.data.teacher_field is not None):
+            why = "is missing: it says which of the teachers a row has" if several else "does nothing with one teacher"
+            raise at("data.teacher_field", f"{why} (teacher: {{name: path, ...}})")
         self._check_precision()
         return self
 

@@ -298,6 +298,8 @@ class Data(Section):
     prompt_field: str = "question"
     answer_field: str = "answer"
     """RL: the reference answer for the verifier. SFT: the text to learn. Not used for data sets with an adapter."""
+    teacher_field: str | None = None
+    """Distillation from several teachers: the field of a row of data.train that has its teacher's name."""
     prompt_template: str | None = None
     """A format string over the row's fields, such as "Q: {question}\\nA:", or the name of one: boxed, fpa.
     None: the adapter's, or the unchanged prompt field."""

@@ -75,6 +75,7 @@ class Stored:
     held_out: list[Prompt]
     index: dict[str, Any]
     digest: str  # of the index, and so of all data
+    fields: dict[int, dict[str, Any]]  # training problem -> its other fields; empty unless `read` is asked for them
 
 
 # ---- writing
@@ -172,7 +173,7 @@ def describe(found: dict[str, Any]) -> str:
 # ---- reading
 
 
-def read(folder: str | Path) -> Stored:
+def read(folder: str | Path, with_fields: bool = False) -> Stored:
     """Reads a store and checks every shard against the index.
 
     Raises:
@@ -187,12 +188,14 @@ def read(folder: str | Path) -> Stored:
         if sha256(path.read_bytes()) != expected:
             raise DataError(f"{path}: torn or changed since it was written. Remove it and run `megatron-rft generate`")
     train, held_out = set(index["train"]), set(index["held_out"])
-    batches, prompts = [], {}
+    batches, prompts, fields = [], {}, {}
     for name in index["shards"]:
         rows = []
         for row in _rows(folder / "shards" / name, TRAINED):
             _check(row, folder / "shards" / name)
             problem = row["problem"]
+            if with_fields and problem in train and problem not in fields:
+                fields[problem] = json.loads(row["fields"] or "{}")
             if problem in train and row["reward"] is not None:
                 rows.append(row)
             elif problem in held_out and problem not in prompts:
@@ -202,7 +205,8 @@ def read(folder: str | Path) -> Stored:
             batches.append(_to_batch(rows, bool(index["facts"].get("environment"))))
     if not batches:
         raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
-    return Stored(concatenate(batches), [prompts[problem] for problem in index["held_out"]], index, digest)
+    held_out = [prompts[problem] for problem in index["held_out"]]
+    return Stored(concatenate(batches), held_out, index, digest, fields)
 
 
 def read_index(folder: Path) -> tuple[dict[str, Any], str]:

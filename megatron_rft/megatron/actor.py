@@ -18,6 +18,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -228,6 +229,8 @@ class Actor:
     def _with_states(self, second: Second | None, shares: list[list[Tensor]]) -> Second | None:
         if second is None or second.rows:
             return second
+        if second.parts:
+            return replace(second, parts=tuple(self._with_states(part, shares) for part in second.parts))
         return (second.actor or self)._hidden_states(second, shares)
 
     @torch.no_grad()
@@ -236,6 +239,7 @@ class Actor:
         with a separate split into micro-batches; None on ranks that are not on the last pipeline stage."""
         batch, budget = second.batch, self.batching.tokens_without_backward
         mine = [torch.cat(share) for share in shares]
+        mine = mine if second.only is None else [index[second.only[index]] for index in mine]
         cut = plan_within(batch, mine, budget, self._count_multiple(), self.layout.share_prompts)
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
@@ -407,9 +411,25 @@ class Actor:
             values = logprobs_and_entropy(rows, weight, targets, **options, with_entropy="entropy" in names)
             return {name: v for name, v in zip(("logprobs", "entropy"), values, strict=True) if v is not None}
         assert second is not None, f"{sorted(names - ALONE)} compare with a second distribution"
-        other = send(second.rows(micro.batch.tokens["number"][micro.kept]), self.device)
+        numbers = micro.batch.tokens["number"][micro.kept]
+        if second.parts:
+            return self._by_part(rows, micro, names, [(part, part.of(numbers)) for part in second.parts])
+        other = send(second.rows(numbers), self.device)
         options |= {"extrapolation": second.extrapolation, "mixture": second.mixture}
         return compare(rows, weight, other, second.output_weight, targets, names=names, **options)
+
+    def _by_part(
+        self, rows: Tensor, micro: MicroBatch, names: frozenset[str], parts: list[tuple[Second, Tensor]]
+    ) -> dict[str, Tensor]:
+        """As `_distributions`, where each second distribution has its own tokens, positions in R_local."""
+        parts = [(second, index) for second, index in parts if len(index)] or parts[:1]
+        places = [send(index, self.device) for _, index in parts]
+        found = [
+            self._distributions(rows[place], micro.select(index), names, second)
+            for place, (second, index) in zip(places, parts, strict=True)
+        ]
+        order = torch.cat(places).argsort()
+        return {name: torch.cat([each[name] for each in found])[order] for name in names}
 
     def _gather_context(self, values: Tensor, micro: MicroBatch) -> Tensor:
         """Gather [R_local] of each context-parallel rank into [R] on all of them. Forward adds up; backward returns the

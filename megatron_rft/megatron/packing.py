@@ -69,6 +69,15 @@ class MicroBatch:
     kept: Tensor  # [R_local]
     support: Support | None = None
 
+    def select(self, index: Tensor) -> "MicroBatch":
+        """With some of the predicted tokens: `index`, positions in R_local."""
+        place = send(index, self.rows.device)
+        chosen = replace(self, rows=self.rows[place], targets=self.targets[place], kept=self.kept[index])
+        return chosen if self.support is None else chosen.with_support()
+
+    def with_support(self) -> "MicroBatch":
+        return replace(self, support=Support(*(send(x, self.rows.device) for x in self.batch.support_of(self.kept))))
+
 
 @dataclass
 class SharedPrompts(PackedSeqParams):
@@ -150,9 +159,7 @@ def pack(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
     """Build the model's inputs for one micro-batch on this rank."""
     micro = _pack(batch, layout, device) if layout.packed else _pad(batch, layout, device)
     micro = _written(micro)
-    if micro.batch.support_lens is None:
-        return micro
-    return replace(micro, support=Support(*(send(x, device) for x in micro.batch.support_of(micro.kept))))
+    return micro if micro.batch.support_lens is None else micro.with_support()
 
 
 def _written(micro: MicroBatch) -> MicroBatch:
@@ -163,14 +170,8 @@ def _written(micro: MicroBatch) -> MicroBatch:
     if seen.all() or not seen.any():
         return micro
     own = seen[micro.kept].nonzero().flatten()
-    on_device = send(own, micro.rows.device)
-    return replace(
-        micro,
-        batch=batch.with_response_tokens(seen),
-        rows=micro.rows[on_device],
-        targets=micro.targets[on_device],
-        kept=(seen.cumsum(0) - 1)[micro.kept[own]],
-    )
+    numbers = (seen.cumsum(0) - 1)[micro.kept[own]]
+    return replace(micro.select(own), batch=batch.with_response_tokens(seen), kept=numbers)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ from megatron_rft.records import Batch, Support
 class Second:
     """A second distribution without a gradient on `batch`, which has the same responses, possibly after other prompts.
     It is computed with `weights` (a snapshot; None: the current ones) of `actor` (None: of the compared one), unless
-    its hidden states are given by `rows` and the output matrix; only ranks on the last pipeline stage read these."""
+    its hidden states are given by `rows` and the output matrix; only ranks on the last pipeline stage read these.
+    With `parts`, each of them is the second distribution of its own sequences, `only`."""
 
     batch: Batch
     weights: list[Tensor] | None = None
@@ -50,6 +51,8 @@ class Second:
     actor: Any = None
     rows: Callable[[Tensor], Tensor] | None = None  # indices of response tokens of `batch` -> [n, H] on the host
     output_weight: Tensor | None = None  # [padded V / tp, H] this rank's rows of the output matrix
+    only: Tensor | None = None  # [B] bool; None: all sequences
+    parts: "tuple[Second, ...]" = ()
 
     def with_states(self, numbers: Tensor, states: Tensor, output_weight: Tensor) -> "Second":
         """With `states` [n, H] of the response tokens `numbers`; those of other tokens are zero."""
@@ -57,6 +60,10 @@ class Second:
         place[numbers] = torch.arange(len(numbers))
         states = torch.cat([states, states.new_zeros(1, states.shape[1])])
         return replace(self, rows=lambda tokens: states[place[tokens]], output_weight=output_weight)
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """The positions of those of the response tokens `numbers` whose sequences are in `only`."""
+        return self.only[self.batch.sequence_ids[numbers]].nonzero().flatten()
 
 
 WITH_GRADIENT = frozenset({"logprobs", "entropy", "reverse_kl", "forward_kl", "jsd"})

@@ -59,8 +59,8 @@ def check(
         lora.check(recipe.lora, sizes)
     longest = check_lengths(recipe, shape)
     teachers = []
-    if recipe.teaching:
-        teachers = [teacher.check(recipe.teaching.teacher, shape, recipe.megatron, layout, longest)]
+    for path in recipe.teaching.teachers.values() if recipe.teaching else ():
+        teachers.append(teacher.check(path, shape, recipe.megatron, layout, longest))
     planned = None if starts else recipe.vllm
     engine = choose_for(recipe.rollout, shape, bool(gpu_gib), planned)
     on_gpu = bool(gpu_gib) or device.has_cuda_device()

@@ -93,10 +93,14 @@ def sync_line(options: Lora, dtype: str, s: Sizes) -> str:
     merged, alone = (f"{size * n / 1e6:,.1f} MB" for n in (s.whole(), count(options, s)))
     if options.sync == "adapters":
         return (
-            f"sync: the adapters alone, {alone} a time instead of {merged}; vLLM keeps the model and adds B A x itself"
+            f"sync: the adapters alone, {alone} a time instead of {merged}; vLLM keeps the model and adds B A x, "
+            "rounding nothing of a small change away"
         )
-    rounding = f"rounded to {dtype}, " if dtype != "fp32" else ""
-    return f"sync: the model with its adapters merged, {rounding}{merged} a time (lora.sync=adapters: {alone})"
+    lost = f"; rounding to {dtype} loses part of a small change, mismatch/kl shows its cost" if dtype != "fp32" else ""
+    return (
+        f"sync: the model with its adapters merged, as every engine takes it, {merged} a time (lora.sync=adapters: "
+        f"{alone}){lost}"
+    )
 
 
 def count(options: Lora, s: Sizes) -> int:

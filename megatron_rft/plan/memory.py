@@ -105,8 +105,8 @@ class MemoryPlan:
     reference, a teacher), and the optimizer's state if it waits there while engines generate (`offloads`).
     `checkpoint`: additional host memory of the first data-parallel rank while it makes a checkpoint. `at_once`: the
     trainer works while responses are generated and refined. `reserve`: device memory that is left free while vLLM is
-    awake (rollout.reserve_gib). `distilled`: the weights of a distillation's teacher, which are on the device while it
-    computes, before the update.
+    awake (rollout.reserve_gib). `distilled`: the weights of a distillation's largest teacher, which are on the device
+    while it computes, before the update.
     """
 
     stage: int
@@ -234,16 +234,15 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
         trained = sum(each.count for chunk in chunks for each in chunk) * BYTES[recipe.model.precision]
     host = (weights if recipe.model.reference else trained) * copies
     host += trained * 4 // BYTES[recipe.model.precision] * teacher
-    distilled = 0
-    if recipe.teaching:
-        distilled = teacher_weights(recipe.teaching.teacher, layout, BYTES[recipe.model.precision])
-    host += distilled
+    teachers = recipe.teaching.teachers.values() if recipe.teaching else ()
+    distilled = [teacher_weights(path, layout, BYTES[recipe.model.precision]) for path in teachers]
+    host += sum(distilled)
     offloads = recipe.rollout.offload_trainer
     host += state.optimizer * offloads
     outside = links(recipe.rollout, recipe.vllm, layout, device)
     held, at_once = gathered(recipe, s, layout, stage, overlap=bool(device)), recipe.trains_while_sampling
     reserve = round(recipe.rollout.reserve_gib * GIB) if device and by_vllm(recipe, s, device) else 0
-    beside = {"offloads": offloads, "reserve": reserve, "distilled": distilled}
+    beside = {"offloads": offloads, "reserve": reserve, "distilled": max(distilled, default=0)}
     return MemoryPlan(stage, state, kept, engine, awake, cache, outside, host, held, at_once, **beside)
 
 

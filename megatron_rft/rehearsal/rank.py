@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_rft.rehearsal import guard
 from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.utils.errors import UserError
 
+ROWS = 1 << 12  # of a batch, at most
 UPDATES = {"policy": "training", "value": "critic's training"}  # name of an update -> name of its phase
 
 
@@ -141,7 +143,7 @@ class Step:
 
         recipe = self.recipe
         objective = build_objective(recipe)
-        models = self._built(lambda: build_models(recipe, self.hf_config, objective))
+        models = self._built(lambda: build_models(recipe, self.hf_config, objective, self._teachers()))
         whole = recipe.rollout.prompts_per_step * recipe.rollout.group_size
         each = whole // mini_batches(recipe.rollout, recipe.algorithm)
         batch = self._batch(recipe.rollout.group_size, each)
@@ -166,18 +168,25 @@ class Step:
         from megatron_rft import objectives
         from megatron_rft.training import build
         from megatron_rft.training.models import Models
+        from megatron_rft.training.teacher import teachers_of
 
         recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
-        models = self._built(lambda: Models(build.build_actor(recipe, self.hf_config, 1000)))
+
+        def new() -> Models:
+            actor = build.build_actor(recipe, self.hf_config, 1000)
+            shared = actor, recipe.megatron, recipe.model.precision
+            return Models(actor, distilled=teachers_of(recipe.teaching, self._teachers(), *shared))
+
+        models = self._built(new)
         offline, count = recipe.trainer == "offline", recipe.algorithm.batch_sequences
         batch, second = self._batch(2 if offline else 1, count), models.second
         if offline:
-            batch, second = self._with_reference(models.actor, objective, batch)
+            batch, second = self._with_reference(models, objective, batch)
         for update in objective.prepare(batch, objective.init()).updates:
             self._update(models, update, 1, second, count)
         return models
 
-    def _with_reference(self, actor: Any, objective: Any, batch: Any) -> tuple[Any, Callable]:
+    def _with_reference(self, models: Any, objective: Any, batch: Any) -> tuple[Any, Callable]:
         """Return pairs of a right and a wrong response with log-probs, and the source of their second distribution."""
         import torch
 
@@ -187,7 +196,7 @@ class Step:
         number, options = torch.arange(len(batch)), self.recipe.algorithm
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
         batch = batch.with_sequences(rewards=rewards, unit=number // 2 if options.pairs else number)
-        reference = actor.snapshot()
+        actor, reference = models.actor, models.actor.snapshot()
         with actor.use_weights(reference):
             batch = batch.with_tokens(ref_logprobs=actor.outputs(batch, LOGPROBS)["logprobs"])
         batch = objective.annotate(batch)
@@ -195,8 +204,8 @@ class Step:
             batch = batch.with_tokens(old_logprobs=actor.outputs(batch, LOGPROBS)["logprobs"])
 
         def second(update: Any, mini_batch: Any) -> Any:
-            if update.second is None:
-                return None
+            if update.second is None or models.distilled:
+                return models.second(update, mini_batch)
             extrapolation = update.second.extrapolation
             if getattr(options, "reference", None) != "cached_hidden":
                 return Second(mini_batch, reference, extrapolation)
@@ -206,6 +215,11 @@ class Step:
         return batch, second
 
     # ---- parts
+
+    def _teachers(self) -> dict[int, str]:
+        """Return the teacher of each row, in turn, if there are several."""
+        names = self.recipe.teaching.teachers if self.recipe.data.teacher_field else ()
+        return dict(zip(range(ROWS), cycle(names), strict=False))
 
     def _offload(self, models: Any) -> None:
         """Record the device's memory beside an engine that is awake."""

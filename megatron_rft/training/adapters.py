@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megatron_rft.config import Model
+from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import lora
 from megatron_rft.conversion.folder import model_fingerprint
 from megatron_rft.data.hub import model_folder
@@ -15,15 +17,22 @@ from megatron_rft.utils.errors import DataError
 def load_start(actor: Actor, model: Model, seed: int) -> None:
     """Set the actor's adapters, if it has any: those of lora.path, else new ones."""
     options, hf_config = actor.lora, actor.hf_config
-    if options is None:
-        return
-    lookup = weights.new_adapters(hf_config, options, seed)
-    if options.path is not None:
-        try:
-            lookup = lora.read(Path(options.path).expanduser(), options, hf_config, base_of(model, seed))
-        except DataError as error:
-            raise DataError(f"lora.path: {error}") from None
-    actor.load(lookup, adapters=True)
+    if options is not None:
+        new = options.path is None
+        made = weights.new_adapters(hf_config, options, seed) if new else read_start(options, model, seed, hf_config)
+        actor.load(made, adapters=True)
+
+
+def read_start(options: Lora, model: Model, seed: int, hf_config: Any) -> lora.Lookup:
+    """The adapters in lora.path.
+
+    Raises:
+        DataError: they are of another model, or others than `options` says.
+    """
+    try:
+        return lora.read(Path(options.path).expanduser(), options, hf_config, base_of(model, seed))
+    except DataError as error:
+        raise DataError(f"lora.path: {error}") from None
 
 
 def base_of(model: Model, seed: int) -> str:

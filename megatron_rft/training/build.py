@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_rft.config import Model, Recipe, Rollout
+from megatron_rft.config.lora import Lora
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import load_config
 from megatron_rft.data.hub import model_folder
@@ -51,12 +52,16 @@ def load_hf_config(model: Model) -> Any:
         raise DataError(f"model.path: {error}") from None
 
 
-def load_model_files(model: Model, teaching: Teaching | None = None) -> tuple[Any, Any]:
-    """The tokenizer and the configuration, which must fit each other, and a teacher's tokenizer."""
+def load_model_files(
+    model: Model, seed: int = 0, lora: Lora | None = None, teaching: Teaching | None = None
+) -> tuple[Any, Any]:
+    """The tokenizer and the configuration, which must fit each other, the adapters to start from, and the teachers."""
     tokenizer, hf_config = load_tokenizer(model), load_hf_config(model)
     check_tokenizer(tokenizer, hf_config.vocab_size, model.path)
-    if teaching:
-        teacher.check_tokenizer(teaching, tokenizer, tokenizer_folder(model))
+    for path in teaching.teachers.values() if teaching else ():
+        teacher.check_tokenizer(path, tokenizer, tokenizer_folder(model))
+    if lora and lora.path:
+        adapters.read_start(lora, model, seed, hf_config)
     return tokenizer, hf_config
 
 
@@ -125,12 +130,6 @@ def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tenso
     reference = actor.snapshot(frozen=True)
     load_start(actor, model, seed)
     return reference
-
-
-def build_teacher(recipe: Recipe, hf_config: Any) -> teacher.Teacher | None:
-    """The teacher of a distillation."""
-    shared = recipe.megatron, recipe.batching, recipe.model.precision, recipe.rollout.temperature
-    return teacher.Teacher(recipe.teaching, hf_config, *shared) if recipe.teaching else None
 
 
 def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """Evaluates the model in an engine on a recipe's problems, and writes the answers to the run's folder."""
 
 import json
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from megatron_rft.config import Evaluation
 from megatron_rft.evaluation.cache import EvaluationCache
@@ -58,7 +60,8 @@ class Selection:
 
 
 class BestModel:
-    """Keeps the model of the best evaluation in `folder`, in Hugging Face format, with its step and accuracy."""
+    """Keeps the model of the best evaluation in `folder`, in Hugging Face format, with its step and accuracy. With
+    adapters it keeps these alone."""
 
     def __init__(self, actor: Actor, folder: Path, tokenizer_folder: Path, patience: int | None):
         self.actor, self.folder, self.tokenizer_folder = actor, folder, tokenizer_folder
@@ -69,14 +72,19 @@ class BestModel:
         self.selection = self.selection.judged(accuracy, step)
         if self.selection.step == step:
             beside = {EVALUATION: json.dumps({"step": step, "pass@1": accuracy})}
-            weights.save_folder(self.actor.stream(), self.folder, self.actor.hf_config, self.tokenizer_folder, beside)
+            stream = self.actor.stream(adapters=self.actor.lora is not None)
+            weights.save_folder(stream, self.folder, self.actor.hf_config, self.tokenizer_folder, beside)
 
     def load(self) -> tuple[int, float] | None:
         """Loads the best weights into the actor, and returns their step and accuracy; None, without change, if nothing
         was evaluated. After a kill the folder can be of a later step than the checkpoint's selection."""
         if not self.selection.step:
             return None
-        self.actor.load(weights.open_folder(self.folder, self.actor.hf_config))
+        if self.actor.lora:
+            files = [load_file(path) for path in self.folder.glob("*.safetensors")]
+            self.actor.load(ChainMap(*files).__getitem__, adapters=True)
+        else:
+            self.actor.load(weights.open_folder(self.folder, self.actor.hf_config))
         result = read_json(self.folder / EVALUATION)
         return result["step"], result["pass@1"]
 

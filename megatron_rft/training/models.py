@@ -22,7 +22,7 @@ from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training.monitor import GradientNorms, due
-from megatron_rft.training.teacher import Teacher
+from megatron_rft.training.teacher import Teachers
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Models:
     needs: frozenset[str] = frozenset()  # Objective.needs
     norms: GradientNorms | None = None
     verification: EarlyVerification | None = None  # PIPO's
-    distilled: Teacher | None = None  # the other model of a distillation
+    distilled: Teachers | None = None  # the other models of a distillation
 
     @property
     def trained(self) -> dict[str, Actor]:

@@ -42,6 +42,7 @@ from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.training.monitor import GradientNorms
 from megatron_rft.training.run import TrainingRun
 from megatron_rft.training.stored import StoredBatches, build_evaluator
+from megatron_rft.training.teacher import by_row, teachers_of
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing
 
@@ -232,9 +233,9 @@ class OfflineModels(Models):
 
 def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs, evaluation.patience or a signal. Returns the exit status."""
-    tokenizer, hf_config = build.load_model_files(recipe.model, recipe.teaching)
+    tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora, recipe.teaching)
     path = recipe.data.train.path
-    stored = store.read(path)
+    stored = store.read(path, with_fields=recipe.data.teacher_field is not None)
     own = {} if recipe.data.validation else {"validation": stored.held_out}
     held_out = stored.held_out if own and recipe.evaluation.every else None
     check_store(stored, path, tokenizer_fingerprint(build.tokenizer_folder(recipe.model)), held_out)
@@ -250,13 +251,14 @@ def train(recipe: Recipe) -> int:
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences
     size = size // 2 if options.pairs else size
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
+    of_row = by_row(recipe.teaching, recipe.data.teacher_field, stored.fields.items())
     actor = build.build_actor(recipe, hf_config, steps)
     reference = Reference(source, actor, data)
     models = OfflineModels(
         actor,
         objective.needs,
         gradient_norms(options.part_norms_every),
-        distilled=build.build_teacher(recipe, hf_config),
+        distilled=teachers_of(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision),
         reference=reference,
     )
     with ExitStack() as stack:

@@ -30,6 +30,7 @@ from megatron_rft.training.monitor import check_mismatch_bounds
 from megatron_rft.training.online_batches import OnlineBatches
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run import TrainingRun
+from megatron_rft.training.teacher import by_row, teachers_of
 from megatron_rft.utils.errors import DataError
 
 
@@ -37,13 +38,15 @@ def train(recipe: Recipe) -> int:
     """Train until run.steps or a signal. Returns the exit status."""
     engines, problems, options = EngineBuilder.of(recipe), Problems.of(recipe), recipe.rollout
     engines.check_gpus()
-    tokenizer, hf_config = build.load_model_files(recipe.model, recipe.teaching)
+    tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora, recipe.teaching)
     prompts = problems.prompts("train", tokenizer)
     check_solutions(recipe.algorithm, prompts)
     stream = Stream(prompts.prompts, recipe.run.seed, recipe.data.shuffle)
     objective = build_objective(recipe)
     check_mismatch_bounds(recipe.faults, objective.needs)
-    models = build_models(recipe, hf_config, objective)
+    rows = ((prompt.index, prompt.fields) for prompt in prompts.prompts)
+    of_row = by_row(recipe.teaching, recipe.data.teacher_field, rows)
+    models = build_models(recipe, hf_config, objective, of_row)
 
     with ExitStack() as stack:
         reward = stack.enter_context(closing(build_reward(recipe.reward)))
@@ -97,8 +100,10 @@ def mini_batches(rollout: Rollout, algorithm: Algorithm) -> int:
     return rollout.prompts_per_step // (algorithm.mini_batch_prompts or rollout.prompts_per_step)
 
 
-def build_models(recipe: Recipe, hf_config: Any, objective: Objective) -> OnlineModels:
-    """The actor and the other networks that the objective needs."""
+def build_models(
+    recipe: Recipe, hf_config: Any, objective: Objective, of_row: dict[int, str] | None = None
+) -> OnlineModels:
+    """The actor and the other networks that the objective needs. `of_row`: teachers' names, of several."""
     # A learning rate schedule spans all optimizer steps of the run.
     optimizer_steps = mini_batches(recipe.rollout, recipe.algorithm) * recipe.algorithm.epochs
     critic_only = recipe.critic.warmup_steps if recipe.critic else 0
@@ -120,7 +125,7 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective) -> Online
         critic=critic,
         reference=reference,
         teacher=MovingAverage(actor, rate) if rate else None,
-        distilled=build.build_teacher(recipe, hf_config),
+        distilled=teachers_of(recipe.teaching, of_row or {}, actor, recipe.megatron, recipe.model.precision),
         old_logprobs=recipe.algorithm.old_logprobs,
         kl_every=kl_every,
     )

@@ -18,7 +18,7 @@ from megatron_rft.training.stored import StoredBatches, build_evaluator
 def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs or a signal. Returns the exit status."""
     EngineBuilder.of(recipe).check_gpus()
-    tokenizer, hf_config = build.load_model_files(recipe.model)
+    tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora)
     answers, dropped = Problems.of(recipe).demonstrations(tokenizer, recipe.rollout.max_response_tokens)
     stream, size = Stream(answers, recipe.run.seed, recipe.data.shuffle), recipe.algorithm.batch_sequences
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(answers) / size)

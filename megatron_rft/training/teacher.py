@@ -1,17 +1,20 @@
-"""The teacher of a distillation: a frozen model of any width, depth and family, with the student's tokenizer.
+"""The teachers of a distillation: frozen models of any width, depth and family, with the student's tokenizer.
 
-Its weights wait in host memory, and its hidden states are computed in the trainer's layout, each data-parallel rank its
-own share. Rows of its vocabulary beyond the student's, which no token has, are left out.
+Their weights wait in host memory, and their hidden states are computed in the trainer's layout, each data-parallel rank
+its own share. Rows of a vocabulary beyond the student's, which no token has, are left out.
 """
 
 import copy
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_rft.config import Batching, Megatron
+from megatron_rft.config import Megatron
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import load_config
 from megatron_rft.conversion.folder import tokenizer_fingerprint
@@ -25,22 +28,51 @@ from megatron_rft.utils.errors import DataError
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
+class Teachers:
+    """The teacher of each sequence: the only one, or that of the sequence's row in data.train."""
+
+    def __init__(self, options: Teaching, of_row: dict[int, str], *shared: Any):
+        """`of_row`: row -> name, without rows if there is one teacher. `shared`: as of `Teacher`."""
+        self.teachers = [Teacher(path, *shared) for path in options.teachers.values()]
+        numbers = {name: number for number, name in enumerate(options.teachers)}
+        self.of_row = torch.full((max(of_row, default=-1) + 1,), -1)
+        for row, name in of_row.items():
+            self.of_row[row] = numbers[name]
+
+    def second(self, batch: Batch, mixture: float) -> Second:
+        """The teachers' distributions over the response tokens of `batch`."""
+        if not len(self.of_row):
+            return self.teachers[0].second(batch, mixture)
+        number = self.of_row[batch.sequences.get("prompt_index", batch.groups)]  # a store's groups are its problems
+        parts = ((number == i, teacher.second(batch, mixture)) for i, teacher in enumerate(self.teachers))
+        return Second(batch, parts=tuple(replace(second, only=only) for only, second in parts if only.any()))
+
+
+def by_row(options: Teaching, field: str | None, rows: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, str]:
+    """Return the teacher's name of each row of data.train, {} if there is one teacher. `rows`: their other fields."""
+    found = {row: str(fields.get(field)) for row, fields in rows} if field else {}
+    for row, name in found.items():
+        if name not in options.teachers:
+            raise DataError(
+                f"data.teacher_field: row {row + 1} of data.train has {name!r} in {field!r}, and the teachers are "
+                f"{', '.join(options.teachers)}"
+            )
+    return found
+
+
+def teachers_of(options: Teaching | None, of_row: dict[int, str], *shared: Any) -> Teachers | None:
+    """The teachers of a run, if it has any. `of_row`, `shared`: as of `Teachers`."""
+    return Teachers(options, of_row, *shared) if options else None
+
+
 class Teacher:
-    def __init__(
-        self,
-        options: Teaching,
-        student: Any,
-        megatron: Megatron,
-        batching: Batching,
-        precision: str,
-        temperature: float = 1.0,
-    ):
-        """`student`: the transformers configuration of the model to train."""
-        folder = model_folder(options.teacher, "teacher")
+    def __init__(self, path: str, actor: Actor, megatron: Megatron, precision: str):
+        """`actor`: the student."""
+        folder, student = model_folder(path, "teacher"), actor.hf_config
         own = load_config(folder)
         if own.vocab_size < student.vocab_size:
             raise DataError(
-                f"teacher: the vocabulary of {options.teacher} has {own.vocab_size} rows, fewer than the model's "
+                f"teacher: the vocabulary of {path} has {own.vocab_size} rows, fewer than the model's "
                 f"{student.vocab_size}"
             )
         if own.vocab_size > student.vocab_size and parallel.rank() == 0:
@@ -48,7 +80,7 @@ class Teacher:
             print(f"teacher: {rows}, are left out", flush=True)
         cut = copy.deepcopy(own)
         cut.vocab_size = student.vocab_size
-        self.actor = Actor(cut, megatron, batching, precision, temperature=temperature)
+        self.actor = Actor(cut, megatron, actor.batching, precision, temperature=actor.temperature)
         lookup = weights.open_folder(folder, own)
         self.actor.load(lambda name: lookup(name)[: cut.vocab_size] if name in VOCABULARY else lookup(name))
         self.weights: list[Tensor] = self.actor.snapshot()
@@ -60,9 +92,9 @@ class Teacher:
         return Second(batch, self.weights, mixture=mixture, actor=self.actor)
 
 
-def check_tokenizer(options: Teaching, tokenizer: Any, folder: Path) -> None:
+def check_tokenizer(path: str, tokenizer: Any, folder: Path) -> None:
     """Check, before a model is built, that the teacher's tokenizer is `tokenizer`, that of the model in `folder`."""
-    theirs = model_folder(options.teacher, "teacher")
+    theirs = model_folder(path, "teacher")
     if tokenizer_fingerprint(theirs) == tokenizer_fingerprint(folder):
         return
     try:
@@ -73,6 +105,6 @@ def check_tokenizer(options: Teaching, tokenizer: Any, folder: Path) -> None:
         mine, its = tokenizer.convert_ids_to_tokens(number), other.convert_ids_to_tokens(number)
         if mine != its:
             raise DataError(
-                f"teacher: {options.teacher} has another tokenizer than the model: token {number} is {its!r} there and "
+                f"teacher: {path} has another tokenizer than the model: token {number} is {its!r} there and "
                 f"{mine!r} here"
             )

@@ -1,15 +1,21 @@
-"""Distillation runs: a student approaches a teacher of other width, depth and vocabulary; kill and resume; itself."""
+"""Distillation runs: a student approaches a teacher of other width, depth and vocabulary; kill and resume; itself;
+several teachers, and turns with an environment."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rft.commands.main import main
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.data import arithmetic
 from megatron_rft.megatron import weights
+from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
+from tests.integration.test_agents import ENVIRONMENT, ROLLOUT
 from tests.integration.test_kill_and_resume import assert_same_run, killed
 from tests.integration.test_online_algorithms import recipe_of
 from tests.integration.tiny import metrics, train
@@ -25,20 +31,20 @@ def folder(tmp_path_factory):
 def write(folder: Path, **sections: dict) -> Path:
     """The recipe of a student of 2 layers, and a teacher of 3."""
     algorithm = {"name": "distil", "teacher": str(folder / "teacher")}
-    sections |= {"algorithm": algorithm, "reward": {"kind": "none"}, "data": {"test": None}}
-    recipe = recipe_of(folder, sections | {"rollout": {"group_size": 4}})
+    given = {"reward": {"kind": "none"}, "data": {"test": None}, "rollout": {"group_size": 4}} | sections
+    recipe = recipe_of(folder, given | {"algorithm": algorithm})
     write_teacher(folder / "teacher", folder / "model")
     return recipe
 
 
-def write_teacher(folder: Path, student: Path) -> None:
+def write_teacher(folder: Path, student: Path, seed: int = 5) -> None:
     shutil.copytree(student, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = arithmetic.qwen3_config(
         hidden_size=48, intermediate_size=64, num_hidden_layers=3, vocab_size=11, num_attention_heads=4, head_dim=16
     )
     config.initializer_range = 0.3
     config.save_pretrained(folder)
-    lookup = weights.random_tensors(config, 5)
+    lookup = weights.random_tensors(config, seed)
     save_file({name: lookup(name) for name in hf_shapes(config)}, folder / "model.safetensors")
 
 
@@ -79,6 +85,53 @@ def test_as_a_plugin_beside_rewards_and_pipo(folder, tmp_path):
     status, output = train(folder / "recipe.yaml", f"run.output_dir={tmp_path}/run", *options)
     assert status == 0, output[-3000:]
     assert metrics(tmp_path / "run")[-1]["policy/distillation"] > 0
+
+
+@torch.no_grad()
+def divergence_of(sample: dict, student, teacher) -> torch.Tensor:
+    """[R] KL(student || teacher) at each response token of a recorded sample, in transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(student.name_or_path)
+    prompt = tokenizer(sample["prompt"])["input_ids"]
+    ids = torch.tensor([[*prompt, *tokenizer.convert_tokens_to_ids(sample["tokens"])]])
+    ours, theirs = (model(ids).logits[0, len(prompt) - 1 : -1, :8].log_softmax(-1) for model in (student, teacher))
+    return (ours.exp() * (ours - theirs)).sum(-1)
+
+
+def test_turns_of_an_environment_are_distilled_from_the_teacher_of_their_row(tmp_path, capsys):
+    """The first step's divergence is that of transformers over the tokens that the policy wrote, and over no others."""
+    sections = {
+        "environment": ENVIRONMENT,
+        "data": {"test": None, "shuffle": False},
+        "rollout": {"prompts_per_step": 2, "group_size": 1} | ROLLOUT,
+    }
+    recipe = write(tmp_path, **sections, run={"steps": 1, "seed": 3})
+    write_teacher(tmp_path / "second", tmp_path / "model", seed=6)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    named = (json.dumps(row | {"kind": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows))
+    (tmp_path / "train.jsonl").write_text("".join(named))
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    student = AutoModelForCausalLM.from_config(config)
+    random = weights.random_tensors(config, 3)
+    student.load_state_dict({name: random(name) for name in hf_shapes(config)}, strict=False)
+    student.save_pretrained(tmp_path / "model")
+    teachers = {"a": tmp_path / "teacher", "b": tmp_path / "second"}
+    given = f"algorithm.teacher={{a: {teachers['a']}, b: {teachers['b']}}}"
+    status, output = train(recipe, given, "data.teacher_field=kind", "model.initialise=pretrained")
+    assert status == 0, output[-3000:]
+    (line,) = (each for each in read_samples(tmp_path / "run" / SAMPLES_FILE) if each["step"] == 1)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    models = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in teachers.items()}
+    written, whole = [], []
+    for sample in line["samples"]:
+        found = divergence_of(sample, student, models["ab"[sample["problem"] % 2]])
+        whole.append(found)
+        written += [found[first:last] for first, last, _ in sample["turns"] or [(0, len(found), 0)]]
+    assert {sample["problem"] % 2 for sample in line["samples"]} == {0, 1} and len(written) > len(whole) == 2
+    expected, other = (torch.cat(parts).mean().item() for parts in (written, whole))
+    found = metrics(tmp_path / "run")[-1]["policy/distillation"]
+    assert found == pytest.approx(expected, rel=1e-4) and abs(found - other) > 1e-3 * found
+    assert main(["train", str(recipe), f"run.output_dir={tmp_path}/no", given, "data.teacher_field=answer"]) == 2
+    assert "row 1 of data.train has '0' in 'answer', and the teachers are a, b" in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_refused_by_its_first_token(folder, tmp_path, capsys):

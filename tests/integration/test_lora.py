@@ -16,8 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from megatron_rft.commands.main import main
+from megatron_rft.config import load
 from megatron_rft.conversion.torch_dist import read_metadata
 from megatron_rft.plan.vllm import unusable
+from megatron_rft.training.build import load_model_files
+from megatron_rft.utils.errors import DataError
 from tests.integration.test_engine_processes import engines_of
 from tests.integration.test_kill_and_resume import assert_same_run, killed, wait_for_step
 from tests.integration.test_online_algorithms import CLOSED, recipe_of
@@ -232,6 +235,9 @@ def test_a_run_starts_from_the_folder(pretrained, tmp_path, capsys):
         (f"lora.path={pretrained}/run/adapters lora.rank=5", "has r 4, and this recipe's `lora` means 5"),
         (f"lora.path={tmp_path}", "is no folder of adapters in PEFT's format"),
     ):
+        with pytest.raises(DataError, match=f"^lora.path: .*{message}"):  # before a model is built
+            given = load(recipe, change.split())
+            load_model_files(given.model, given.run.seed, given.lora)
         assert main(["train", str(recipe), f"run.output_dir={tmp_path}/no", *change.split()]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rft.data.trajectories import sha256
@@ -134,9 +135,15 @@ def test_validation_on_other_problems_than_the_held_out_ones(folder, tmp_path):
 
 
 def test_distillation_on_the_trajectories(folder, tmp_path):
-    write_teacher(tmp_path / "teacher", folder / "model")
-    algorithm = {"name": "offline_distil", "teacher": str(tmp_path / "teacher"), "batch_sequences": 16}
+    """The teacher follows from the problem's answer."""
+    for name, seed in {"first": 5, "second": 6}.items():
+        write_teacher(tmp_path / name, folder / "model", seed)
+    teachers = dict.fromkeys("013", f"{tmp_path}/first") | dict.fromkeys("24", f"{tmp_path}/second")
+    algorithm = {"name": "offline_distil", "teacher": teachers, "batch_sequences": 16}
     write(folder, "distil", OFFLINE | {"algorithm": algorithm, "evaluation": {}}, "store", "distilled")
+    recipe = yaml.safe_load((folder / "distil.yaml").read_text())
+    recipe["data"]["teacher_field"] = "answer"
+    (folder / "distil.yaml").write_text(yaml.safe_dump(recipe))
     status, output = train(folder / "distil.yaml")
     assert status == 0 and "rows 8 to 10 of its vocabulary" in output, output[-3000:]
     found = [line["policy/distillation"] for line in metrics(folder / "distilled")]
@@ -145,6 +152,19 @@ def test_distillation_on_the_trajectories(folder, tmp_path):
     status, output = train(folder / "distil.yaml", f"run.output_dir={tmp_path}/again")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(tmp_path / "again", folder / "distilled")
+
+
+def test_the_best_adapters_are_exported(folder, tmp_path):
+    options = ["lora={rank: 4, alpha: 8}", "run.steps=4", "evaluation.every=1", "checkpoint.every=0"]
+    status, output = train(folder / "offline.yaml", f"run.output_dir={tmp_path}/run", *options)
+    assert status == 0 and "3712 parameters are trained" in output, output[-3000:]
+    folders = tmp_path / "run/best", tmp_path / "run/export", folder / "model"
+    best, export, base = (load_file(path / "model.safetensors") for path in folders)
+    assert all(".lora_" in name for name in best) and len(best) == 28
+    for name, weight in base.items():
+        a, b = (best.get(name.replace("weight", f"lora_{part}.weight")) for part in "AB")
+        merged = weight if a is None else weight + 2 * b @ a
+        assert torch.allclose(export[name], merged, atol=1e-6) and (a is None or not torch.equal(export[name], weight))
 
 
 def test_cached_hidden_states_train_the_same_model(folder, tmp_path):

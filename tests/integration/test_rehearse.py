@@ -155,11 +155,19 @@ def test_few_waits_with_refined_responses_pairs_and_a_teacher(rehearse, recipe):
     assert sum(row[-1] for row in stage["found"]["waits"] if row[0] == "end of the step") <= 1  # the teacher's update
 
 
-def test_a_distillations_teacher(rehearse, tmp_path):
+@pytest.mark.parametrize(
+    "recipe, options",
+    [
+        ("pipo/tiny/grpo.yaml", ["distil={teacher: DIR, coefficient: 0.5}"]),
+        ("fpa/qwen3_4b_base/kto.yaml", [*SHORT, "algorithm={name: offline_distil, beta: null, teacher: DIR}"]),
+        ("quickstart/distil.yaml", ["algorithm.teacher={a: DIR, b: DIR}", "data.teacher_field=kind"]),
+    ],
+)
+def test_a_distillations_teachers(rehearse, recipe, options, tmp_path):
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher/config.json").write_text(json.dumps(COMMON | sizes(6, 96, 4, 2, 192, **TINY)))
-    options = [f"distil={{teacher: {tmp_path}/teacher, coefficient: 0.5}}", "model.precision=bf16"]
-    status, told, error, (stage,) = rehearse("pipo/tiny/grpo.yaml", "tiny", 1, *options, "--micro-batches", "1")
+    options = [each.replace("DIR", f"{tmp_path}/teacher") for each in options] + ["model.precision=bf16"]
+    status, told, error, (stage,) = rehearse(recipe, "tiny", 1, *options, "--micro-batches", "1")
     assert status == 0, told + error
     assert "second distribution" in stage["found"]["peaks"]
 

@@ -22,7 +22,7 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import PolicyObjective, Update
 from megatron_rft.records import Batch
-from megatron_rft.training.teacher import Teacher
+from megatron_rft.training.teacher import Teachers
 from tests.made import ONLINE, distilled, dynamic, made
 
 KEYS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
@@ -97,6 +97,7 @@ LOSSES: dict[str, PolicyObjective] = {name: made(name) for name in (*ONLINE, "sf
     "grpo, truncated sampling": made("grpo", kl_coefficient=0.05, kl_estimator="exact", entropy_coefficient=0.01),
     "sdpo, averaged teacher": made("sdpo", teacher_rate=0.5, aggregation="sequence_mean"),
     "distil, jsd": made("distil", divergence="jsd", jsd_beta=0.3),
+    "distil, two teachers": made("distil"),
     "grpo, distilled": distilled(made("grpo", kl_coefficient=0.05), divergence="forward_kl", coefficient=0.5),
 }
 
@@ -125,8 +126,11 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
         options = {"optimizer": OPTIMIZER, "temperature": 0.8, "value_head": model == "critic"}
         actors[model] = Actor(model_config(bool(case.get("moe"))), megatron, batching, "fp32", **options)
         actors[model].load(with_value_head(weights.random_tensors(actors[model].hf_config, seed=3)))
-    student, options = actors["actor"].hf_config, Teaching(teacher=str(teacher_folder(bool(case.get("moe")))))
-    actors["teacher"] = Teacher(options, student, megatron, batching, "fp32", temperature=0.8)
+    shared = actors["actor"], megatron, "fp32"
+    wide, narrow = (str(teacher_folder(bool(case.get("moe")), width)) for width in (48, 32))
+    actors["teacher"] = Teachers(Teaching(teacher=wide), {}, *shared)
+    both = Teaching(teacher={"wide": wide, "narrow": narrow})
+    actors["two teachers"] = Teachers(both, {0: "narrow", 1: "wide", 2: "narrow"}, *shared)
     batch = mini_batch(starved=bool(case.get("starved")), masked=bool(case.get("masked")))
     frozen = frozen_weights(actors["actor"])
     batch = with_outputs(batch, actors, frozen)
@@ -161,7 +165,8 @@ def of_losses(
             (steps,) = update.steps()
             actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
             computed, number = update.computed(steps, skip=skip)
-            beside = second(update, computed, frozen, actors["teacher"])
+            teachers = actors["two teachers" if name.endswith("two teachers") else "teacher"]
+            beside = second(update, computed, frozen, teachers)
             logged[key] = actor.backward(computed, update.loss, number, update.outputs, beside)
             left_out[key] = len(steps) - len(computed)
             with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
@@ -212,12 +217,12 @@ def with_outputs(batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tens
     )
 
 
-def teacher_folder(mixture: bool) -> Path:
+def teacher_folder(mixture: bool, width: int) -> Path:
     """A teacher of another width and a larger vocabulary; the first run writes it."""
-    folder = Path(f"{sys.argv[1]}.teacher{int(mixture)}")
+    folder = Path(f"{sys.argv[1]}.teacher{width}{int(mixture)}")
     if not folder.exists():
         config = copy.deepcopy(model_config(mixture))
-        config.hidden_size, config.intermediate_size, config.vocab_size = 48, 80, 112
+        config.hidden_size, config.intermediate_size, config.vocab_size = width, 80, 112
         config.tie_word_embeddings = False
         lookup = weights.random_tensors(config, seed=6)
         writer = FolderWriter(folder)
@@ -227,7 +232,7 @@ def teacher_folder(mixture: bool) -> Path:
     return folder
 
 
-def second(update: Update, batch: Batch, frozen: list[torch.Tensor], teacher: Teacher) -> Second | None:
+def second(update: Update, batch: Batch, frozen: list[torch.Tensor], teacher: Teachers) -> Second | None:
     if update.second is None:
         return None
     if update.second.weights == "distil":

@@ -51,8 +51,11 @@ PROCESS = [*SYNC, "rollout.engine=vllm", "rollout.placement=process"]
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_the_plan_says_how_weights_go_to_the_engine(path, capsys):  # noqa: F811
     (path.parent / "model/config.json").write_text(json.dumps(CONFIG | {"head_dim": 32}))
-    assert main.main(["plan", str(path), "lora.rank=2"]) == 0
-    assert "sync: the model with its adapters merged, " in capsys.readouterr().out
+    assert main.main(["plan", str(path), "lora.rank=2", "model.precision=fp32"]) == 0
+    output = capsys.readouterr().out
+    assert "sync: the model with its adapters merged, as every engine takes it, " in output and "rounding" not in output
+    assert main.main(["plan", str(path), "lora.rank=2", "model.precision=bf16"]) == 0
+    assert "; rounding to bf16 loses part of a small change" in capsys.readouterr().out
     assert main.main(["plan", str(path), *PROCESS]) == 0
     assert "sync: the adapters alone, " in capsys.readouterr().out
 

@@ -33,6 +33,18 @@ def test_its_weights_wait_in_host_memory(path, options):  # noqa: F811
     assert memory.host == memory.distilled == 2 * WHOLE
 
 
+def test_several_wait_together_and_compute_one_at_a_time(path, options, capsys):  # noqa: F811
+    (path.parent / "other").mkdir()
+    (path.parent / "other/config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 32}))
+    both = f"algorithm.teacher={{a: {path.parent}/teacher, b: {path.parent}/other}}"
+    options = [*options, both, "data.teacher_field=kind", "model.precision=bf16"]
+    memory = memory_of(load(path, options), sizes(path), Layout(1, 1, 1, 1, 1, 1))
+    larger = WHOLE + 2 * 3 * 8 * 16  # two layers' three matrices
+    assert memory.host == 2 * (WHOLE + larger) and memory.distilled == 2 * larger
+    assert main.main(["plan", str(path), *options]) == 0
+    assert capsys.readouterr().out.count("its weights in host memory while idle") == 2
+
+
 @pytest.mark.parametrize(
     "change, more, message",
     [
@@ -40,6 +52,8 @@ def test_its_weights_wait_in_host_memory(path, options):  # noqa: F811
         ({"max_position_embeddings": 64}, [], "beyond its 64 positions"),
         ({}, ["algorithm.jsd_beta=0.2"], "algorithm.jsd_beta: does nothing with divergence reverse_kl"),
         ({}, ["pipo.window=4"], "pipo: verifies by rewards, and distil uses none"),
+        ({}, ["data.teacher_field=x"], "data.teacher_field: does nothing with one teacher"),
+        ({}, ["algorithm.teacher={a: x}"], "data.teacher_field: is missing: it says which of the teachers a row has"),
         ({}, ["distil.teacher=x"], "distil: the loss of distil with these options compares with another distribution"),
         (
             {},

@@ -35,7 +35,7 @@ def test_goes_through_a_state_beside_the_objectives():
 def test_the_folder_says_which_evaluation_its_model_is_of(tmp_path, monkeypatch):
     """A run was killed between an evaluation and the next checkpoint, and did not evaluate that step again."""
     loaded = []
-    actor = SimpleNamespace(stream=lambda: iter(()), hf_config=None, load=loaded.append)
+    actor = SimpleNamespace(stream=lambda **_: iter(()), hf_config=None, load=loaded.append, lora=None)
     monkeypatch.setattr(evaluator.weights, "save_folder", write)
     monkeypatch.setattr(evaluator.weights, "open_folder", lambda folder, config: (folder / "model").read_text())
     killed, resumed = (BestModel(actor, tmp_path / "best", tmp_path, None) for _ in range(2))
