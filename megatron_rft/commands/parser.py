@@ -47,13 +47,13 @@ def parser() -> argparse.ArgumentParser:
         help="memory of one GPU: whether the run fits, and what would help",
     )
     plan.add_argument("--search", action="store_true", help="with --gpu-gib: rank other layouts that fit by speed")
-    plan.add_argument("--device", default="h100", help="with --search: a100, h100, h200 or b200 (default: h100)")
+    plan.add_argument("--device", default="h100", help="with --search: a100, h100, h20, h200 or b200 (default: h100)")
     plan.set_defaults(dry_run=True, job=None)
 
     rehearse = add("rehearse", help="rehearse a step at full size without GPUs: memory, messages, time")
     _add_recipe(rehearse)
     rehearse.add_argument("--gpus", "--nproc", type=_count, default=8, metavar="N", help="ranks (default: 8)")
-    rehearse.add_argument("--device", default="h100", help="a100, h100, h200 or b200 (default: h100)")
+    rehearse.add_argument("--device", default="h100", help="a100, h100, h20, h200 or b200 (default: h100)")
     rehearse.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
     rehearse.add_argument(
         "--fraction", type=float, default=0.5, help="mean response length as a share of the maximum (default: 0.5)"

@@ -1,6 +1,6 @@
 """The rates of devices and links by their data sheets, and the share of them that kernels reach. No torch.
 
-Sources: NVIDIA's data sheets of A100, H100 SXM, H200 SXM and DGX B200 (dense bf16 rates, without sparsity; NVLink per
+Sources: NVIDIA's data sheets of A100, H100 SXM, H20, H200 SXM and DGX B200 (dense bf16 rates, not sparse; NVLink per
 direction, which is half of the sheets' sum); memory as nvidia-smi shows it. Each GPU has one network port: 400 Gbit/s,
 as in DGX H100, and 200 Gbit/s beside an A100.
 """
@@ -60,6 +60,7 @@ MIB = 1 << 20
 DEVICES = {
     "a100": Device("A100", 312e12, 2.039e12, 81920 * MIB, 300e9, 25e9),
     "h100": Device("H100", 989.4e12, 3.35e12, 81559 * MIB, 450e9),
+    "h20": Device("H20", 148e12, 4.0e12, 97871 * MIB, 450e9),
     "h200": Device("H200", 989.4e12, 4.8e12, 143771 * MIB, 450e9),
     "b200": Device("B200", 2250e12, 8e12, 183359 * MIB, 900e9),
 }

@@ -14,7 +14,6 @@ from megatron_rft.plan.seconds import Bounds, Machine
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.utils.errors import ConfigError
 
-FRACTION = 0.5  # mean length of prompts and responses, as a share of the longest
 SHOWN = 12
 LONGEST_CONTEXT, LONGEST_PIPELINE = 8, 16
 
@@ -28,10 +27,11 @@ class Candidate:
 
 
 class Search:
-    """Searches the layouts of one recipe. `layout`: the recipe's own. `device_gib`: memory of each GPU."""
+    """Searches the layouts of one recipe. `layout`: the recipe's own. `device_gib`: memory of each GPU. `fraction`:
+    mean length of prompts and responses, as a share of the longest."""
 
-    def __init__(self, recipe: Recipe, layout: Layout, device_gib: float | None, name: str):
-        self.recipe, self.own, self.chip = recipe, layout, device(name)
+    def __init__(self, recipe: Recipe, layout: Layout, device_gib: float | None, name: str, fraction: float = 0.5):
+        self.recipe, self.own, self.chip, self.fraction = recipe, layout, device(name), fraction
         if device_gib is None:
             raise ConfigError("--search needs --gpu-gib, the memory of one GPU: layouts that do not fit are left out")
         folder = model_shape.find_model(recipe.model.path)
@@ -77,7 +77,9 @@ class Search:
 
     def _group(self, layout: Layout) -> SharedGroup:
         r = self.recipe
-        return SharedGroup.of(r.trainer, r.batching, r.data, r.rollout, layout.cp, FRACTION, self.s.whole_sequences)
+        return SharedGroup.of(
+            r.trainer, r.batching, r.data, r.rollout, layout.cp, self.fraction, self.s.whole_sequences
+        )
 
     def _step(self, machine: Machine, state: memory.State) -> Bounds:
         """Return the time of a step's log-probs and updates, without generation and grading."""
@@ -112,7 +114,7 @@ class Search:
             element = memory.BYTES[r.rollout.dtype or r.model.precision]
             engine = EngineEstimate(self.chip, Efficiency(), self.s, workers, r.rollout.max_batch_sequences, element)
             longest = r.rollout.max_response_tokens
-            mean = r.data.max_prompt_tokens * FRACTION, longest * FRACTION, longest
+            mean = r.data.max_prompt_tokens * self.fraction, longest * self.fraction, longest
             found[workers] = engine.tail(prompts, r.rollout.group_size, *mean)
             workers *= 2
         return found

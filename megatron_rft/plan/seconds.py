@@ -18,7 +18,9 @@ from megatron_rft.plan.parameters import Sizes
 TRAFFIC = 3.4, 7.7  # bytes that a layer's forward and backward pass move beside its products, per byte that it keeps
 LOGIT_TRAFFIC = 56, 65  # bytes per logit, forward and backward
 OPTIMIZER_TRAFFIC = 6.5  # bytes per byte of the optimizer's state
-EXPERTS = 0.25  # share of the bf16 rate for experts' products and the kernels around them: fitted to one published run
+# FLOPs of experts' products, with the kernels around them, per byte of memory bandwidth. Fitted to one published run on
+# H100, a quarter of its bf16 rate; on H20, with a seventh of the FLOPs, a published run has the rate of other products.
+EXPERTS = 73.8
 FUSED = 0.4  # share of this traffic with Transformer Engine's kernels: an assumption
 
 
@@ -58,7 +60,6 @@ class Machine:
     fused: bool = False
     node: int = NODE
     keys: float | None = None  # of shared prompts (shared_prompts.Group)
-    experts: float = EXPERTS
 
     @property
     def sequence(self) -> int:
@@ -97,7 +98,8 @@ class Machine:
     def _layer(self, tokens: float, length: float, mixture: bool, backward: bool) -> Bounds:
         s, layout = self.s, self.layout
         wide = 3 * s.experts_per_token * s.expert_ffn / self.sequence if mixture else 3 * s.ffn / layout.tp
-        wide *= self.efficiency.compute / self.experts if mixture else 1  # as if at the rate of the other products
+        if mixture:  # as if at the rate of the other products
+            wide *= max(1, self.efficiency.compute * self.chip.flops / (EXPERTS * self.chip.bandwidth))
         attention = 2 * tokens * length * s.q / layout.tp
         flops = 2 * tokens * s.hidden * ((2 * s.q + 2 * s.kv) / layout.tp + wide)
         held = kept(s, layout, self.sequence, mixture, self.recompute, self.keys) * tokens * self.element

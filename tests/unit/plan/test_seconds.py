@@ -10,7 +10,7 @@ from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import State
 from megatron_rft.plan.parameters import Sizes, stage_chunks
-from megatron_rft.plan.seconds import EXPERTS, Bounds, Machine
+from megatron_rft.plan.seconds import Bounds, Machine
 from tests.shapes import json_of
 
 
@@ -55,8 +55,7 @@ def predicted(s, layout, length, sequences, fp8, sharded=False):
     micro-batch gathers the weights twice and scatters the gradients."""
     chip = device("h100")
     chip = replace(chip, flops=2 * chip.flops) if fp8 else chip
-    experts = EXPERTS / (2 if fp8 else 1)  # a share of the rate; FP8 does not speed them up
-    machine = Machine(chip, Efficiency(), s, layout, layout.tp > 1, "selective", fused=True, experts=experts)
+    machine = Machine(chip, Efficiency(), s, layout, layout.tp > 1, "selective", fused=True)
     state, tokens = state_of(s, layout), length * sequences
     found = machine.passes(tokens, length, length, backward=True) + machine.update(state)
     if sharded:

@@ -8,9 +8,12 @@ import pytest
 
 from megatron_rft.config import load
 from megatron_rft.plan import memory, model_shape
+from megatron_rft.plan.devices import Efficiency
+from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import check_layout
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.search import Search
+from tests.shapes import json_of
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = json.loads((Path(__file__).parent / "shipped_models.json").read_text())
@@ -90,3 +93,28 @@ def test_the_recipes_for_8_and_for_64_gpus_shorten_the_step(models, gpus, saves)
         assert found.memory < 75 * memory.GIB
         seconds.append(found.seconds.most + search.engines()[recipe.vllm.tensor_parallel_size])
     assert seconds[1] < (1 - saves) * seconds[0]
+
+
+def test_half_of_64_gpus_generate_while_the_others_train(models):
+    """The longer of the two is at least 15% below the colocated recipe's sum."""
+    sizes = Sizes.read(models / "Qwen/Qwen3-8B-Base")
+    shape, spent = model_shape.read_shape(models / "Qwen/Qwen3-8B-Base"), []
+    for file, ranks in (("grpo_pipo_64_gpus", 64), ("grpo_pipo_64_gpus_overlapped", 32)):
+        recipe = load(ROOT / f"examples/pipo/qwen3_8b_base/{file}.yaml")
+        search = Search(recipe, layout := check_layout(recipe.megatron, ranks, shape), 79.6, "h100")
+        rollout, workers = recipe.rollout, recipe.vllm.tensor_parallel_size
+        prompts = rollout.prompts_per_step * workers // ranks  # as many GPUs as ranks generate
+        engine = EngineEstimate(search.chip, Efficiency(), sizes, workers, rollout.max_batch_sequences)
+        limit = rollout.max_response_tokens
+        generation = engine.tail(prompts, rollout.group_size, recipe.data.max_prompt_tokens / 2, limit / 2, limit)
+        spent.append((generation, search._candidate(layout).seconds.most))
+    assert recipe.rollout.staleness == 1 and max(spent[1]) < 0.85 * sum(spent[0])
+
+
+def test_llama_70b_fits_64_gpus(models, tmp_path):
+    recipe, folder = load(ROOT / "examples/pipo/llama3.3_70b_64_gpus.yaml"), tmp_path / "llama"
+    folder.mkdir()
+    config = MODELS["meta-llama/Llama-3.2-3B-Instruct"] | json_of(80, 8192, 64, 8, 28_672, 128_256, 128)
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    layout = check_layout(recipe.megatron, 64, model_shape.read_shape(folder))
+    assert memory.memory_of(recipe, Sizes.read(folder), layout, GIB * memory.GIB).largest < 75 * memory.GIB
