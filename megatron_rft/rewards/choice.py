@@ -31,7 +31,7 @@ OPTION = re.compile(
 ANOTHER = re.compile(
     r"(?:(?:[,/&|(]|\b(?i:or|and|also|as well as|maybe|perhaps|possibly|otherwise|else|unless|except|if)\b)"
     r"\s*(?:(?i:option)\s*)?|\\text\b|[\s{}])*\(?(?![AI]\s+[a-z])[A-Z]"
-    r"(?=[\s.,:;)/*$}\]]|\Z)"
+    r"(?=[\s.,:;)/*$}\]]|\Z)(?!\s*[=<>+])"
 )
 # Within tags or a box: another option behind "A. text", and any other letter behind a bare A, but the words A and I.
 LISTED = re.compile(

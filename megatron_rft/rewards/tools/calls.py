@@ -228,7 +228,7 @@ def _bare(text: str) -> list[Call] | None:
     """Return JSON or Python calls in the last fence, in the whole text, or after prose."""
     fenced = FENCE.findall(text)
     language, text = fenced[-1] if fenced else ("", text)
-    text = (PRINTED.sub(r"\1", text) if language == "tool_code" else text).strip()
+    text = (PRINTED.sub(r"\1", text) if language == "tool_code" else text).strip(" \t\r\n`")
     for start in [0, *(match.end() for match in BARE.finditer(text))][:MOST_STARTS]:
         try:
             calls = _several(text[start:])
@@ -276,7 +276,7 @@ def _json_values(text: str, most: int = 1000) -> tuple[list[Any], str]:
         pass
     if not values and text[:1] in ("[", "{"):
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            value, place = ast.literal_eval(text.strip(" `\n")), len(text)
+            value, place = _evaluated(ast.parse(text.strip(" `\n"), mode="eval")), len(text)
             values = [value] if _is_json(value) else []
     return values, text[place:]
 
@@ -319,17 +319,28 @@ def _python_calls(text: str) -> list[Call] | None:
         ):
             return None
         return [
-            Call(ast.unparse(node.func), {word.arg: _literal(word.value) for word in node.keywords if word.arg})
+            Call(ast.unparse(node.func), _unique([(word.arg, _literal(word.value)) for word in node.keywords if word.arg]))
             for node in nodes
         ]
+    except Malformed:
+        raise
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
+
+
+def _evaluated(node: ast.AST) -> Any:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Dict):
+            _unique([(ast.unparse(key), None) for key in each.keys if key])
+    return ast.literal_eval(node)
 
 
 def _literal(node: ast.expr) -> Any:
     """Return the value of a literal that JSON supports; anything else, such as a name or a set, as its source text."""
     try:
-        value = ast.literal_eval(node)
+        value = _evaluated(node)
+    except Malformed:
+        raise
     except ValueError:
         return ast.unparse(node)
     return value if _is_json(value) else ast.unparse(node)
