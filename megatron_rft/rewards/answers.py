@@ -12,17 +12,20 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 import re
 
 from megatron_rft.rewards.equivalence.compare import spelled
-from megatron_rft.rewards.equivalence.disguise import MATHS, stands_in
+from megatron_rft.rewards.equivalence.disguise import MATHS, stands_in, value_of
 from megatron_rft.rewards.equivalence.reader import Unread, read
 from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
 
 BOX = re.compile(r"\\boxed(?:\s*(?=\{)|\s+(?P<bare>[^\s${}]+))")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
-TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 # Between two boxes of one list: signs, single letters and these words; not "no, it is".
 APART = re.compile(r"but maybe|[A-Za-z]{2,}|(?<!_)(?<!_\{)[\d.]*\d(?![.)])|[+^<>]")
 JOINING = {"or", "and", "also", "but maybe", "maybe", "perhaps", "possibly", "either", "it", "is", "could", "be"}
 JOINING |= {"text", "cup", "dots", "ldots", "cdots", "quad", "qquad"}
+# After "####" and no answer: lines that begin or end with such a word, as "Step 1: add" and "Final Answer".
+HEADINGS = {"step", "part", "case", "method", "approach", "example", "verification", "verify", "verifying", "check"}
+HEADINGS |= {"checking", "explanation", "justification", "proof", "remark", "note", "summary", "alternative"}
+TITLES = ("answer", "result", "solution", "conclusion")
 MARK = re.compile(
     r"^[ \t*]*A[ *]*:|(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
     r"(?:(?<!\w)(?:is|are|was|be|equals|becomes)(?!\w)"
@@ -30,56 +33,33 @@ MARK = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 END = re.compile(
-    r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b|,? and (?=[^.\n]*\bis\b)"
+    r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b|, and (?=[^.\n]*\bis\b)"
 )
 VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
     r"costs?|earns?|needs?|takes?|paid|pays?|spen[dt]s?|same as|(?:equals?|up|comes|amounts|adds|sums) to|total of)\b"
-    r"\s*(?:exactly|simply|therefore|then|now|at)?|\b(?:it|that)['’]s\b|(?<!\d):|→|⇒|=>",
+    r"\s*(?:exactly|simply|therefore|then|now|at)?|\b(?:it|that)['’]s\b|(?<!\d):|→|⇒|=>|=|≈",
     re.IGNORECASE,
 )
-VALUE = re.compile(
-    r"[-+]?[$€£]?\s?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+)?(?:\s?%|°)?"
-    r"(?:[ -](?!(?:is|are|was|and|or|plus|minus|times|by|of|to|from|than)\b)[A-Za-z'²³]+){0,4}"
-)
-FIRST = re.compile(
-    r"(?:so|thus|therefore|hence|then)?,?\s*(?P<value>[-+]?\$?\d[\d,.]*)\s+is\s+(?:the|our|your)\s+(?:\w+\s+)?"
-    r"(?:answer|result|solution|sum|difference|total|product)\b",
-    re.IGNORECASE,
-)
-SENTENCES = re.compile(r"(?<=[^\d\s])[.!](?:\s|$)|(?<=\d)\.(?:\s|$)|(?<=\?)\s")  # a question keeps its mark
-EQUALS = re.compile(r"=|≈|\\approx|→|⇒")
 EQUATION = re.compile(
     r"(?P<formula>[-(]?\d[\d\s.()+*/^×÷−-]*[\d)])\s*(?:=|,? which is|is|equals|is equal to)\s*\$?"
     r"(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
 )
 REMARK = re.compile(r"(?<=\S)\s+\((?:[A-Za-z][^()]*\)|[^()\]]*)$")  # 144 (one hundred forty-four), and 65 (18 +
-HASHES = re.compile(r"(?<!#)#{4,}((?:(?!####)[^\n])+)")
-# After "####" and no answer: "Step 1: add", "Verification of x = 3", "Final Answer".
-HEADING = re.compile(
-    r"[*_\s]*(?:(?:step|part|case|method|approach|solution|example)\s*(?:\d|[A-Z]\b)"
-    r"|(?:verif|check|expla|justif|proof|remark|note\b|summary|alternative)"
-    r"|(?:(?:the\s+)?(?:final\s+)?(?:answer|result|solution)|conclusion|step|part|case)s?[*_:\s]*$)",
-    re.IGNORECASE,
-)
 # Mathematics over several lines between \[ and \] or $$ and $$, without an empty line.
 DISPLAY = re.compile(r"\\\[(?:(?!\n\s*\n|\\\[).)*?\\\]|\$\$(?:(?!\n\s*\n).)*?\$\$", re.DOTALL)
-LIST = re.compile(r"(?:(?:\$[^$]+\$|\\\((?:(?!\\\)).)+\\\))(?:,|\s|and|or)*){2,}\Z", re.DOTALL)
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
-COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b.*", re.IGNORECASE)
+COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b", re.IGNORECASE)
 WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
 LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
 HEDGES = re.compile(
     r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unless"
-    r"|(?:unknown|undefined|n?either)(?=\s+\w)|(?<!difference )between)\b|(?<=\w )if\b|\(\s*(?:or|and)\b"
-    r"|^\W*(?:(?:more|less|greater|fewer) than|at (?:least|most))\b",
+    r"|(?:unknown|undefined|n?either)(?=\s+\w))\b|(?<=\w )if\b|\(\s*(?:or|and)\b|\?"
+    r"|^\W*(?:between|(?:more|less|greater|fewer) than|at (?:least|most))\b",
     re.IGNORECASE,
 )
-DENIED = re.compile(
-    r"\b(?:wrong|incorrect|false|possible answers?)\b|\?", re.IGNORECASE
-)  # "... is wrong", "is it 144?"
-INTEGER = re.compile(r"-?(\d{1,15}|[1-9]\d{0,2}(,\d{3}){1,4})", re.ASCII)  # 17, -3, 1,234: not 12,34
+DENIED = re.compile(r"\b(?:wrong|incorrect|false|possible answers?)\b|\?", re.IGNORECASE)  # "is it 144?"
 
 
 @time_limit()
@@ -91,13 +71,14 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
         return found
     if box or how == "boxed":
         return (box[1] or None) if box else None
-    if tagged := TAGGED.findall(text):
-        return _clean(tagged[-1])
+    _, opened, tagged = text.rpartition("</answer>")[0].rpartition("<answer>")
+    if opened:
+        return _clean(tagged)
     prose = DISPLAY.sub(lambda display: re.sub(r"\s*\n\s*", " ", display[0]), text[-TAIL:])
     stated = _stated(prose)
-    if stated and not (re.search(r"\d", stated) or is_number(stated) or WORD.search(question or "of")):
+    if stated and _kind(stated) in ("", "text") and question and not WORD.search(question):
         stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by words
-    found = stated or _concluded(prose, question) or _asked(prose, question)
+    found = stated or _concluded(prose) or _asked(prose, question)
     return found or (_last(prose) if how == "any" else None)
 
 
@@ -110,11 +91,12 @@ def vote(answer: str) -> str:
         return answer
 
 
-def is_number(text: str) -> bool:
+def _kind(text: str) -> str:
+    """The kind of tree of a text's value: "n" for a number; "" for no formula."""
     try:
-        return read(text)[0] == "n"
+        return value_of(read(text))[0]
     except (Unread, TookTooLong):
-        return False
+        return ""
 
 
 def _last_box(text: str) -> tuple[int, str | None] | None:
@@ -135,13 +117,6 @@ def _last_box(text: str) -> tuple[int, str | None] | None:
     return place, ", ".join(dict.fromkeys(reversed(values)))
 
 
-def _hashed(text: str, *, value: bool) -> str | None:
-    """Return the last answer after "####" that is no heading; `value`: words, as in "#### Paris", are no answer."""
-    lines = [match[1].strip() for match in HASHES.finditer(text)]
-    lines = [line for line in lines if line and not HEADING.match(line)]
-    return next((_clean(line) for line in reversed(lines) if not value or re.search(r"\d|\\[a-zA-Z]", line)), None)
-
-
 def _content(text: str, match: re.Match) -> tuple[str | None, int]:
     """Return the content of a box with balanced braces, and its end."""
     if match["bare"]:
@@ -154,49 +129,67 @@ def _content(text: str, match: re.Match) -> tuple[str | None, int]:
     return None, len(text)
 
 
+def _hashed(text: str, *, value: bool) -> str | None:
+    """Return the last answer after "####" that is no heading; `value`: words, as in "#### Paris", are no answer."""
+    for part in reversed(text.split("####")[1:]):
+        line = part.lstrip("#").partition("\n")[0].strip()
+        first = re.search("[a-z]*", line.lower().lstrip("*_ "))[0]
+        heading = first in HEADINGS or line.lower().rstrip("*_: ").endswith(TITLES)
+        if line and not heading and (not value or re.search(r"[\d\\]", line)):
+            return _clean(line)
+    return None
+
+
+def _clauses(text: str) -> list[str]:
+    """Cut prose at the ends of sentences and before clauses, but not within mathematics. A question keeps its mark."""
+    clauses, place = [], 0
+    for end in END.finditer(_masked(text)):
+        clauses.append(text[place : end.start()] + "?" * (end[0] == "?"))
+        place = end.end()
+    return [*clauses, text[place:]]
+
+
+def _masked(text: str) -> str:
+    return MATHS.sub(lambda formula: "$" * len(formula[0]), text)
+
+
 def _stated(text: str) -> str | None:
     """Return the text after the last "answer is" or "Answer:"."""
     for match in reversed(list(MARK.finditer(text))):
-        rest = text[match.end() :].lstrip(" *_\n").removeprefix("that ")
-        if HEDGES.search(match[0]):
-            continue
-        if found := _value(_sentence(rest), stated=True):
+        rest = text[match.end() :][: 2 * LONGEST].lstrip(" *_\n").removeprefix("that ")
+        if not HEDGES.search(match[0]) and (found := _value(_clauses(rest)[0], words=5)):
             return found
     return None
 
 
-def _concluded(text: str, question: str) -> str | None:
-    """Return the value that the last line states; later sentences without a number count as comments."""
+def _concluded(text: str) -> str | None:
+    """Return the value that the last line states; later clauses without a number count as comments."""
     lines = [line.strip(" \t*#>_`") for line in text.splitlines()]
     lines = [line for line in lines if line and not COURTESY.match(line)]
     if not lines:
         return None
-    bare = None if FIRST.match(lines[-1]) else _value(lines[-1].rstrip("."), bare=True)
+    short = len(lines) == 1 and len(lines[0].split()) <= 2 and not VERB.search(lines[0])
+    bare = _value(lines[-1].rstrip("."), words=2 * short)
     if bare and (len(lines) == 1 or re.search(r"[\d\\$]", bare)):
         return bare
-    sentences = [each.strip(" *_\"'") for each in SENTENCES.split(lines[-1])]
-    for sentence in reversed([each for each in sentences if each and not COURTESY.match(each)]):
-        before, _, clause = sentence.partition(", which ")
-        if found := (clause and not DENIED.search(clause) and _asked(before, question)) or _said(sentence):
+    for clause in reversed(_clauses(lines[-1])):
+        if (found := _said(clause.strip(" *_\"'"))) or re.search(r"\d", clause) or DENIED.search(clause):
             return found
-        if re.search(r"\d", sentence):
-            return None
     return None
 
 
-def _said(sentence: str) -> str | None:
-    """Return the value at the end of a sentence: of its equation, or after its verb."""
-    if HEDGES.search(sentence) or DENIED.search(sentence):
+def _said(clause: str) -> str | None:
+    """Return the value at the end of a clause, after its last verb or sign of equality, or that "is the answer"."""
+    if HEDGES.search(clause) or DENIED.search(clause):
         return None
-    if first := FIRST.match(sentence):
-        return _clean(first["value"])
-    sentence = sentence.rstrip("!")  # of prose: a factorial is written as a formula
-    if EQUALS.search(sentence) and (found := _chain(sentence)):
-        return found
-    for match in reversed(list(VERB.finditer(sentence))):
-        if found := _value(sentence[match.end() :].strip(" *:")):
+    before, _, after = clause.partition(" is the ")
+    if after.split()[-1:] == ["answer"]:
+        return _value(before.split()[-1])
+    for match in reversed(list(VERB.finditer(_masked(clause)))):
+        if found := _value(clause[match.end() :].strip(" *:")):
             return found
-    return None
+    formulas = list(MATHS.finditer(clause))
+    return _clean(formulas[-1][0]) if formulas and "=" in formulas[-1][0] else None
 
 
 def _asked(text: str, question: str) -> str | None:
@@ -208,51 +201,23 @@ def _asked(text: str, question: str) -> str | None:
     return None
 
 
-def _chain(sentence: str) -> str | None:
-    """Return the last member of the equation at the end of a sentence, or all values of a list of equations."""
-    if several := LIST.search(sentence):
-        return _clean(several[0])
-    maths = [next(filter(None, groups)) for groups in MATHS.findall(sentence)]
-    if maths and EQUALS.search(maths[-1]):
-        return _clean(maths[-1])
-    last = EQUALS.split(sentence)[-1].strip(" *$()")
-    return _value(last)
-
-
-def _sentence(text: str) -> str:
-    """Return the text up to the end of the sentence, ignoring full stops inside mathematics; "" for a question."""
-    math = MATHS.match(text)
-    end = END.search(text, math.end() if math else 0)
-    return text[: 0 if end[0] == "?" else end.start()] if end else text
-
-
-def _value(text: str, *, stated: bool = False, bare: bool = False) -> str | None:
-    """Return the text if it is a value: mathematics, a number with its unit, or, if it is stated, a few words."""
+def _value(text: str, *, words: int = 0) -> str | None:
+    """Return the text if it is a value: mathematics, a number with its unit, or at most so many words."""
     if HEDGES.search(text):
         return None
-    text = REMARK.sub("", re.split("[→⇒]", text)[-1].strip('*_`" \n\t')).strip()
-    text = text.strip("'") if text[:1] == "'" else text
+    text = REMARK.sub("", text.strip('*_`" \n\t')).strip().strip("'")
     if not text or len(text) > LONGEST or text[-1] in "+-*/=":
         return None
     if MATHS.match(text):
-        rest = MATHS.sub("", text).strip(" .,")
-        return _clean(text) if not rest or len(rest.split()) <= 4 else None
-    number_of_words = len(WORD.findall(re.sub(r"\\[a-zA-Z]+\{?", "", text)))
-    if VALUE.fullmatch(text):
-        return _clean(text)
-    if bare:
-        return _clean(text) if number_of_words == 0 or (len(text.split()) <= 2 and not VERB.search(text)) else None
-    if stated and (number_of_words <= 5 or is_number(text.split()[0])):
-        return _clean(text)
-    return _clean(text) if number_of_words == 0 else None
+        return _clean(text) if len(MATHS.sub("", text).split()) <= 4 else None
+    said = WORD.findall(re.sub(r"\\[a-zA-Z]+\{?", "", text))
+    return _clean(text) if len(said) <= words or (not text[0].isalpha() and _kind(text) == "n") else None
 
 
 def _last(text: str) -> str | None:
     """Return the last formula or number."""
-    maths = [(match.end(), next(filter(None, match.groups()))) for match in MATHS.finditer(text)]
-    numbers = [(match.end(), match[0]) for match in LAST.finditer(text)]
-    found = max([*maths[-1:], *numbers[-1:]], default=None)
-    return _clean(found[1]) if found else None
+    found = [*list(MATHS.finditer(text))[-1:], *list(LAST.finditer(text))[-1:]]
+    return _clean(max(found, key=re.Match.end)[0]) if found else None
 
 
 def _clean(answer: str) -> str:
@@ -261,12 +226,3 @@ def _clean(answer: str) -> str:
     if len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1]:
         answer = answer[1:-1].strip()
     return answer.removesuffix(".").strip()
-
-
-def compare_exactly(reference: str, answer: str) -> bool | None:
-    """Compare two answers as texts. Returns None if only algebra can decide, as for "0.5" and "1/2"."""
-    if reference == answer:
-        return True
-    if INTEGER.fullmatch(reference) and INTEGER.fullmatch(answer):
-        return int(reference.replace(",", "")) == int(answer.replace(",", ""))
-    return None

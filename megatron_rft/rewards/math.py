@@ -1,12 +1,12 @@
 """The mathematics verifier gives 1 if the final answer is equivalent to the reference, else 0.
 
-`answers.py` finds the answer and compares integers and equal texts, `equivalence` the rest. Reading and evaluating are
+`answers.py` finds the answer, `equivalence` compares it. Reading and evaluating are
 bounded (reader.MOST, values.MOST), and a verdict takes at most values.LIMIT_S. An answer on which it fails is wrong; a
 reference on which it fails is an error.
 """
 
 from megatron_rft.records import Score
-from megatron_rft.rewards.answers import compare_exactly, final_answer, vote
+from megatron_rft.rewards.answers import final_answer, vote
 from megatron_rft.rewards.base import Reward, Row
 from megatron_rft.rewards.equivalence.judge import is_calculation, judge
 
@@ -39,15 +39,14 @@ class MathReward(Reward):
         return vote(found)
 
     def _read(self, prompt: Row, text: str) -> Score | tuple[str, str, str]:
-        """Return the score if texts decide it, else (reference, answer, problem)."""
+        """Return (reference, answer, problem), or the score of a response without an answer."""
         reference, asked = reference_form(prompt.answer), problem(prompt)
         answer = final_answer(text, self.how, asked)
         if answer is None:
             return Score(0.0, "the response marks no answer")
         if len(answer) > max(LONGEST, 4 * len(reference)):
             return Score(0.0, f"an answer of {len(answer)} characters")
-        same = compare_exactly(reference, answer)
-        return (reference, answer, asked) if same is None else RIGHT if same else WRONG
+        return reference, answer, asked
 
 
 def graded(reference: str, answer: str, asked: str) -> Score:

@@ -173,8 +173,8 @@ def _in_order(ours: list[Tree], theirs: list[Tree]) -> bool:
 def _ordered(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     """Compare points, intervals, matrices, remainders and relations, part by part; 3:5 and 204_5 as written."""
     kinds = {wanted[0], got[0]}
-    if not kinds & {"()", "matrix", "row", "mod", "<", "in"}:
-        return False if wanted[:2] == got[:2] and wanted[:2] in (("f", ":"), ("f", "base")) else None
+    if not kinds & {"()", "matrix", "row", "<", "in"}:
+        return False if wanted[:2] == got[:2] and wanted[1] in (":", "base") else None
     if len(kinds) > 1 or (len(wanted) == 5 and wanted[1:3] != got[1:3] and kinds == {"()"}):
         return False
     ours, theirs = ([each for each in tree[1:] if isinstance(each, tuple)] for tree in (wanted, got))

@@ -11,22 +11,19 @@ from megatron_rft.rewards.equivalence.trees import MINUS, ONE, Tree, nodes, nume
 from megatron_rft.rewards.equivalence.units import is_unit
 from megatron_rft.rewards.equivalence.values import within_limit
 
-LARGE_OPERATORS = "int iint iiint oint sum prod lim"
-BIG = set(LARGE_OPERATORS.split())
-RATIOS_OF_SIDES = "sin cos tan cot sec csc"
-TRIGONOMETRY = set(RATIOS_OF_SIDES.split())
+BIG = {"int", "iint", "iiint", "oint", "sum", "prod", "lim"}
+TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc"}
 OTHERS = "arcsin arccos arctan arccot sinh cosh tanh log ln lg exp gcd lcm max min det arg Re Im deg dim"
 FUNCTIONS = TRIGONOMETRY | set(OTHERS.split())
 CLOSERS = {"(": ")]", "[": ")]", "{": "}", r"\{": (r"\}", "}"), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",)}
 ORDER = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 EQUAL = {"=": "=", r"\approx": "~", r"\equiv": "="}
-RELATIONS = {*ORDER, *EQUAL, r"\ne", r"\in"}
+RELATIONS = {*ORDER, *EQUAL, r"\ne", r"\in", r"\to"}
 WORDS_BETWEEN = ', ; & and or where \\lor "and "or "where "for'
 SEPARATORS = {'", and', '", or', '"for all', *WORDS_BETWEEN.split()}
 ENDS = SEPARATORS | RELATIONS | {")", "]", "}", r"\}", r"\cup", ""}
-COMMANDS = r"\pm \mp \right \left \rfloor \rceil \mod \\ \setminus \end \to"
+COMMANDS = r"\pm \mp \right \left \rfloor \rceil \mod \\ \setminus \end"
 NO_FACTOR = ENDS | set(COMMANDS.split())
-DERIVATIVE = re.compile(r"\{?(?:d|\\partial)(?:\^\{?\d\}?)?(?P<of>[a-zA-Z]|\(.*\))?\}?\{?(?:d|\\partial)[a-z]")
 INTRODUCTIONS = (
     "the final answer is are value values of so thus therefore hence result equals equal we get total a an it solution "
     "solutions sum there approximately about"
@@ -34,12 +31,8 @@ INTRODUCTIONS = (
 INTRODUCTION = set(INTRODUCTIONS.split())
 LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-ONES_AND_TENS = [*ONES.split(), "eighteen", "nineteen"], "twenty thirty forty fifty sixty seventy eighty ninety"
-NAMED = {name: k for k, name in enumerate(ONES_AND_TENS[0])} | {
-    f"{ten} {ONES_AND_TENS[0][k]}" if k else ten: 10 * tens + k
-    for tens, ten in enumerate(ONES_AND_TENS[1].split(), 2)
-    for k in range(10)
-}
+TENS = "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
+NUMBERS = dict(zip(f"{ONES} {TENS}".split(), [*range(20), *range(20, 100, 10)], strict=True))
 SHORT = {"yes", "no", "odd", "one", "two", "six", "ten"}  # words; other runs of two or three letters are products
 EMPTY, TO = ("s", r"\emptyset"), ("s", r"\infty")
 FROM = times(MINUS, TO)
@@ -174,7 +167,9 @@ class Reader:
         text = " ".join([each for each in said if each not in ("the", "a", "an")] or said)
         if not is_long or not said:
             return None
-        return ("n", numeral(NAMED[text])) if text in NAMED else WORDS.get(text, ("text", text))
+        if set(said) <= NUMBERS.keys() and (len(said) == 1 or (len(said) == 2 and said[0].endswith("ty"))):
+            return ("n", numeral(sum(map(NUMBERS.get, said))))
+        return WORDS.get(text, ("text", text))
 
     def chain(self) -> Tree:
         """a, a = b = c, a < b \\le c; inequalities for one name become intervals."""
@@ -184,7 +179,7 @@ class Reader:
             signs.append(self.take())
             members.append(self.joined())
         if self.has(r"\mod") or (self.next == "(" and self.ahead(1) == r"\mod" and self.take() and self.take()):
-            members[-1] = ("mod", members[-1], self.argument())
+            members[-1] = ("f", "mod", members[-1], self.argument())
             self.has(")")
         if around:
             self.take(")")
@@ -390,8 +385,8 @@ class Reader:
         if name in ("mathbb", "R", "Z"):
             letter = self.argument()[1] if name == "mathbb" else name
             return REALS if letter == "R" else ("s", "\\" + letter)
-        if name == "begin":
-            return self.matrix()
+        if name.startswith("begin"):
+            return self.matrix(name)
         if "\\" + name in NO_FACTOR:
             raise Unread(name)
         return ("s", "\\" + name)
@@ -408,48 +403,28 @@ class Reader:
     def scripts(self) -> list[Tree]:
         found = []
         while self.next in ("_", "^"):
-            where, start = "up" if self.take() == "^" else "low", self.place
-            inner = self.attempt(self.argument)
-            while inner is None:  # x \to 0, as text
-                self.take()
-                around = [each.text for each in self.tokens[start : self.place]]
-                inner = ("s", "".join(around)) if around.count("{") == around.count("}") else None
-            found.append((where, inner))
+            where = "up" if self.take() == "^" else "low"
+            found.append((where, self.argument()))
         return found
 
     def fraction(self) -> Tree:
-        place = self.place
-        upper, lower = self.argument(), self.argument()
-        around = "".join(each.text for each in self.tokens[place : self.place])
-        if found := DERIVATIVE.match(around):
-            return ("f", "diff", upper, lower, ONE if found["of"] or not self.next else self.product())
-        return times(upper, power(lower, MINUS))
+        return times(self.argument(), power(self.argument(), MINUS))
 
-    def matrix(self) -> Tree:
+    def matrix(self, name: str) -> Tree:
         """Read the rows between \\begin{pmatrix} and \\end{pmatrix}."""
-        name = self.environment()
-        if "matrix" not in name and name != "array":
+        if "matrix" not in name and "array" not in name:
             raise Unread(name)
-        if name == "array" and self.next == "{":
-            self.environment()
         rows: list[list[Tree]] = [[]]
         while not self.has(r"\end"):
             if self.has(r"\\"):
                 rows.append([])
             elif not self.has("&"):
                 rows[-1].append(self.chain())
-        self.environment()
         rows = [cells for cells in rows if cells]
         if 1 in (len(rows), max(map(len, rows))):  # a vector
             return ("()", "(", ")", *(cell for cells in rows for cell in cells))
         found = ("matrix", *(("row", *cells) for cells in rows))
-        return ("f", "det", found) if name[0] in "vV" else found
-
-    def environment(self) -> str:
-        name = self.take("{")
-        while not self.has("}"):
-            name += self.take()
-        return name[1:]
+        return ("f", "det", found) if "vmatrix" in name.lower() else found
 
 
 def _with_sign(sign: str, term: Tree) -> Tree:

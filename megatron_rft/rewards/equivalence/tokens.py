@@ -12,22 +12,22 @@ CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‑": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "π": r"\pi ",
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≡": r"\equiv ", "°": r"\degree ",
     "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "⟨": r"\langle ", "⟩": r"\rangle ",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "½": r"\frac12 ", "⅓": r"\frac13 ", "⅔": r"\frac23 ",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "½": r"\frac12 ", "⅓": r"\frac13 ", "⅔": r"\frac23 ", "→": "=",
     "¼": r"\frac14 ", "¾": r"\frac34 ", "²": "^2 ", "³": "^3 ", "‘": "'", "’": "'", "“": '"', "”": '"', "√": r"\sqrt ",
     "：": ":", "，": ",", "％": "%", "（": "(", "）": ")", "$": "", "£": "", "€": "", "¥": "", "~": " ",
 }  # fmt: skip
-GROUPED = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\}|,\\!|\\,\\!)\s*(?=\d{3}(?!\d))", re.ASCII)  # 4\,060 and 11,\! 111
+GROUPED = r"[1-9]\d{0,2}(?:(?:,|(?:\{,\}|,?(?:\\[,!;: ])+)\s*)\d{3})+(?!\d)(?:\.\d+)?"  # 4\,060 and 11,\! 111
 SPACED = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+", re.ASCII)  # 4 060
 MONEY = re.compile(r"\\\$|(?:\A|(?<=\s))[$](?=\s*[\d.])|([£€¥])")
 COINS = {"£": "pound", "€": "euro", "¥": "yen"}
 DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})")
-PERIODS = re.compile(r"\b([aApP])\.\s?([mM])\b\.?")
 TEXT = r"\\(?:text(?:bf|rm|it|sf|tt)?|mbox|math(?:rm|sf)|operatorname\*?|hbox)\s*\{(?P<text>[^{}]*)\}"
 TOKEN = re.compile(
     rf"(?P<space>\s*)(?:{TEXT}"
     r"|\\[bB]igg?[lrm]?(?![a-z])|\\(?:left|right)(?![a-z])\s*\.?|\\hspace\{[^{}]*\}"
-    r"|(?P<number>(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.(?=\\(?:overline|bar))|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?![\w.]))?)"
-    r"|(?P<token>\\[a-zA-Z]+|\\.|[a-zA-Z]+|<=|>=|!=|\*\*|\S))",
+    rf"|(?P<number>(?:{GROUPED}|\d+\.(?=\\(?:overline|bar))|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?![\w.]))?)"
+    r"|\\(?P<around>begin|end)\s*\{(?P<name>\w+)\*?\}(?:\s*\{[clr| ]*\})?"
+    r"|(?P<token>\\[a-zA-Z]+|\\.|[aApP]\.[mM]\b\.?|[a-zA-Z]+|<=|>=|=>|!=|\*\*|\S))",
     re.ASCII,
 )
 SAME = {
@@ -38,7 +38,8 @@ SAME = {
     r"\mod": r"\pmod \bmod mod", r"\infty": "infinity inf oo", r"\pi": "pi", r"\R": "", r"\binom": r"\dbinom \tbinom",
     "(": r"\langle", ")": r"\rangle", r"\Z": "", r"\sqrt": "sqrt", r"\lg": "lg", r"\log": "log", r"\ln": "ln",
     r"\sin": "sin", r"\cos": "cos", r"\tan": "tan", r"\gcd": "gcd", r"\lcm": "lcm", r"\max": "max", r"\min": "min",
-    r"\exp": "exp", r"\arctan": "arctan atan", r"\arcsin": "arcsin asin", r"\arccos": "arccos acos", r"\det": "det",
+    r"\to": r"\rightarrow", "=": "=>", "am": "a.m. a.m A.M. A.M", "pm": "p.m. p.m P.M. P.M", r"\exp": "exp",
+    r"\arctan": "arctan atan", r"\arcsin": "arcsin asin", r"\arccos": "arccos acos", r"\det": "det",
 }  # fmt: skip
 NAMES = {other: name for name, others in SAME.items() for other in others.split()}
 NO_TOKENS = (
@@ -56,12 +57,7 @@ class Token(NamedTuple):
 def tokens(text: str) -> tuple[list[Token], str]:
     """Return the tokens of an answer, and the name of its currency or ""."""
     money = MONEY.search(text) if text.count("$") % 2 or "\\$" in text or not text.isascii() else None
-    text = (
-        GROUPED.sub("", _plain(DEGREE.sub(r"\\degree ", PERIODS.sub(r"\1\2", text.replace("\\$", "")))))
-        .strip()
-        .rstrip(".,;:")
-        .strip()
-    )
+    text = _plain(DEGREE.sub(r"\\degree ", text.replace("\\$", ""))).strip().rstrip(".,;:").strip()
     text = text.replace(" ", "") if SPACED.fullmatch(text) else text
     return _cut(text), COINS.get(money[1] or "", "dollar") if money else ""
 
@@ -72,8 +68,10 @@ def _cut(text: str) -> list[Token]:
         apart = bool(match["space"]) or not found
         if match["text"] is not None:
             found += _words(match["text"].strip(), match[0])
+        elif match["around"]:
+            found.append(Token(rf"\begin {match['name']}" if match["around"] == "begin" else r"\end", apart))
         elif token := match["number"] or match["token"]:
-            token = NAMES.get(token, token)
+            token = NAMES.get(token, token.translate(UNGROUPED) if {"\\", "{"} & set(match["number"] or "") else token)
             found += [] if token in SKIPPED else [Token(token, apart)]
     return found
 
@@ -99,4 +97,4 @@ def _plain(text: str) -> str:
     return "".join(" " if letter.isspace() else letter for letter in text).translate(TABLE)
 
 
-TABLE = str.maketrans(CHARACTERS)
+TABLE, UNGROUPED = str.maketrans(CHARACTERS), str.maketrans("", "", r"\,!;: {}")

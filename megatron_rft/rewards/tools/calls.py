@@ -319,7 +319,10 @@ def _python_calls(text: str) -> list[Call] | None:
         ):
             return None
         return [
-            Call(ast.unparse(node.func), _unique([(word.arg, _literal(word.value)) for word in node.keywords if word.arg]))
+            Call(
+                ast.unparse(node.func),
+                _unique([(word.arg, _literal(word.value)) for word in node.keywords if word.arg]),
+            )
             for node in nodes
         ]
     except Malformed:

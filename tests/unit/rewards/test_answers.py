@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_rft.rewards.answers import compare_exactly, final_answer, vote
+from megatron_rft.rewards.answers import final_answer, vote
 from megatron_rft.rewards.equivalence.judge import judge
 
 
@@ -71,7 +71,7 @@ from megatron_rft.rewards.equivalence.judge import judge
         ("I'll add it to the end of the answer: 40 +", None),
         ("I cannot do that.", None),
         ("She sells 9 eggs for $18.\nA: 18", "18"),
-        ("Together it is $204 + $160 + $330 = $694.", "694"),
+        ("Together it is $204 + $160 + $330 = $694.", "$694"),
         (r"So \boxed{\left\{1, 2\right.}", r"\left\{1, 2\right"),  # an escaped brace closes nothing
         ("The answer is neither.", "neither"),
         ("The answer is neither 3 nor 4.", None),
@@ -97,7 +97,6 @@ def test_what_a_response_says_of_the_question():
     text = "61 - 48 is 13. Subtraction takes 48 away from 61"
     assert final_answer(text, question="What is 61 - 48?") == "13"
     assert final_answer(text, question="What is 61 - 4?") is None  # 61 - 4 is another formula
-    assert final_answer("24 + 38 is 62, which is 38 in Roman", question="24 + 38") == "62"
     assert final_answer("24 + 38 is 62, which is wrong", question="24 + 38") is None
     assert final_answer("19 + 10 is 29, the answer is no.", question="19 + 10") == "29"
     assert final_answer("34 + 25 equals 59\n\nThe answer is provided by the", question="34 + 25") == "59"
@@ -142,19 +141,3 @@ def test_what_repeats_the_question(answer, reference, question, echo):
 )
 def test_one_form_for_votes(answer, form):
     assert vote(answer) == form
-
-
-@pytest.mark.parametrize(
-    ("reference", "answer", "verdict"),
-    [
-        ("1,234", "1234", True),
-        ("7", "007", True),
-        ("7", "8", False),
-        ("x+1", "x+1", True),
-        ("0.5", "1/2", None),  # algebra decides
-        ("12,34", "1234", None),  # two values, not a number
-        ("1" * 5000, "2", None),
-    ],
-)
-def test_what_text_and_integers_settle(reference, answer, verdict):
-    assert compare_exactly(reference, answer) is verdict
