@@ -11,7 +11,6 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 
 import re
 
-from megatron_rft.rewards.equivalence.compare import spelled
 from megatron_rft.rewards.equivalence.disguise import MATHS, stands_in, value_of
 from megatron_rft.rewards.equivalence.reader import Unread, read
 from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
@@ -80,15 +79,6 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
         stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by words
     found = stated or _concluded(prose) or _asked(prose, question)
     return found or (_last(prose) if how == "any" else None)
-
-
-@time_limit()
-def vote(answer: str) -> str:
-    """Return the same text for equal answers, for majority votes."""
-    try:
-        return spelled(read(answer))
-    except (Unread, TookTooLong):
-        return answer
 
 
 def _kind(text: str) -> str:

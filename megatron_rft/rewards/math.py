@@ -6,9 +6,9 @@ reference on which it fails is an error.
 """
 
 from megatron_rft.records import Score
-from megatron_rft.rewards.answers import final_answer, vote
+from megatron_rft.rewards.answers import final_answer
 from megatron_rft.rewards.base import Reward, Row
-from megatron_rft.rewards.equivalence.judge import is_calculation, judge
+from megatron_rft.rewards.equivalence.judge import judge, vote
 
 LONGEST = 1000  # characters of an answer that may be right, or four times its reference: 10^6 digits are not compared
 LONGEST_QUESTION = 8000  # last characters of a problem that are read
@@ -32,11 +32,8 @@ class MathReward(Reward):
 
     def answer(self, prompt: Row, text: str) -> str | None:
         """Return the response's answer, in the same form for equal answers."""
-        reference, asked = reference_form(prompt.answer), problem(prompt)
-        found = final_answer(text, self.how, asked)
-        if found is None or len(found) > LONGEST or is_calculation(reference, found, asked):
-            return None
-        return vote(found)
+        found = final_answer(text, self.how, problem(prompt))
+        return None if found is None or len(found) > LONGEST else vote(found)
 
     def _read(self, prompt: Row, text: str) -> Score | tuple[str, str, str]:
         """Return (reference, answer, problem), or the score of a response without an answer."""

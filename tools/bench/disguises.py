@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_rft.rewards.equivalence.disguise import MATHS
+from megatron_rft.rewards.equivalence.disguise import MATHS, value_of
 from megatron_rft.rewards.equivalence.judge import judge
 from megatron_rft.rewards.equivalence.reader import Unread, read
 from megatron_rft.rewards.math import reference_form
@@ -89,9 +89,9 @@ def spread(made: list, count: int) -> list:
 
 
 def is_given(reference: str, formula: str) -> bool:
-    """Whether the question says the answer as it is."""
+    """Whether the question says the answer as it is, also as the last member of an equation: "Let x = -1."."""
     try:
-        return read(reference) == read(formula)
+        return read(reference) == value_of(read(formula))
     except Unread:
         return True
 

@@ -179,13 +179,3 @@ def _ordered(wanted: Tree, got: Tree, percent: bool) -> bool | None:
         return False
     ours, theirs = ([each for each in tree[1:] if isinstance(each, tuple)] for tree in (wanted, got))
     return _in_order(ours, theirs) and (wanted[0] != "<" or wanted[1] == got[1])
-
-
-def spelled(tree: Tree) -> str:
-    """Return the same text for equal values, for votes: "x = 1,234 apples" -> "1234", "2/4" -> "1/2"."""
-    if tree[0] in ("=", "unit"):
-        return spelled(tree[-1] if tree[0] == "=" else tree[1])
-    if tree[0] in (",", "{}"):
-        return ", ".join(map(spelled, tree[1:]))
-    found = values.value(tree) if not values.symbols(tree) else None
-    return str(Fraction(found)) if isinstance(found, Fraction) else repr(tree)

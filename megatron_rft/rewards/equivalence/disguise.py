@@ -6,9 +6,10 @@ r"""Whether an answer with the reference's value is an answer, or the question (
    no integral, derivative, sum, function, symbol and plain arithmetic that they lack; with n operations at most
    4n + 8. What is solved for a number stays solved.
 3. Echo. Against each formula of the question with the reference's value and another tree: the answer is not its tree,
-   nor the same one once plain numbers are computed; and in each count in which the formula is above the reference -
-   functions, numbers under roots, products of sums, terms, fractions, roots below the bar, negative powers, degrees; if
-   in none, operations, arithmetic, symbols, sizes of numbers - the answer has come at least half of the way down.
+   nor the same one once plain numbers are computed and like terms collected; and in each count in which the formula is
+   above the reference - functions, numbers under roots, products of sums, terms, fractions, roots below the bar,
+   negative powers, degrees; if in none, operations, arithmetic, symbols, sizes of numbers - the answer has come at
+   least half of the way down.
 """
 
 import math
@@ -30,7 +31,7 @@ MATHS = re.compile(
 PROSE = re.compile(
     r"(?<![\\{a-zA-Z])(?:[A-Za-z]{3,}|is|of|if|to|in|at|by|we|as|be|do|an|or|on|so|it|no)(?![a-zA-Z{])[,.?]?"
 )
-WRITES_ANOTHER = re.compile("decimal|percent|mixed")
+WRITES_ANOTHER = re.compile("decimal|percent|mixed|fraction")
 LOGARITHMS = {"ln", "log", "lg"}
 SIZES = {"operations", "symbols", "sizes", "arithmetic"}
 MOST = 60  # formulas of a question
@@ -55,8 +56,7 @@ def has_another_kind(goal: Tree, tree: Tree, question: str) -> bool:
     if is_number(goal):
         quotient = values.is_whole(goal) and any(each[0] == "^" and each[2] == MINUS for each in nodes(tree))
         return not is_numeral(tree) or quotient or _is_calculation(tree, question)
-    extra = _functions(tree) - _functions(goal)
-    if extra - (LOGARITHMS if _functions(goal) & LOGARITHMS else set()) or values.symbols(tree) - values.symbols(goal):
+    if _functions(tree) - _functions(goal) or values.symbols(tree) - values.symbols(goal):
         return True
     ours, theirs = measure(goal), measure(tree)
     undone = folded(goal) == goal and theirs["arithmetic"] > ours["arithmetic"]
@@ -139,19 +139,43 @@ def _is_calculation(tree: Tree, question: str) -> bool:
     return all(each in given for each in numbers) or (tree[0] == "+" and 1 in given)
 
 
+@lru_cache(4096)
 def folded(tree: Tree) -> Tree:
-    """Compute sums, products and small powers of plain numbers."""
+    """Compute plain numbers, also small powers and square roots, and collect like terms and powers of one base."""
     if not any(isinstance(each, tuple) for each in tree[1:]):
         return tree
     parts = [folded(each) if isinstance(each, tuple) else each for each in tree[1:]]
     if tree[0] == "^":
-        small = parts[0][0] == "n" and parts[0][1] and values.is_whole(parts[1]) and abs(parts[1][1]) < 10
-        return ("n", parts[0][1] ** int(parts[1][1])) if small else power(*parts)
+        return _power(*parts)
     if tree[0] not in "+*":
         return (tree[0], *parts)
-    numbers = [each[1] for each in parts if each[0] == "n"]
-    number = sum(numbers, Fraction(0)) if tree[0] == "+" else math.prod(numbers, start=Fraction(1))
-    return (plus if tree[0] == "+" else times)(("n", number), *(each for each in parts if each[0] != "n"))
+    joined, found = (plus if tree[0] == "+" else times)(*parts), Counter()
+    if joined[0] != tree[0]:
+        return joined
+    if tree[0] == "+":
+        for rest, number in map(_scaled, joined[1:]):
+            found[times(*rest)] += number
+        return plus(*(times(("n", Fraction(count)), each) for each, count in found.items() if count))
+    rest, number = _scaled(joined)
+    for each in rest:
+        base, exponent = each[1:] if each[0] == "^" and each[2][0] == "n" else (each, ONE)
+        found[base] += exponent[1]
+    return times(("n", number), *(power(each, ("n", Fraction(count))) for each, count in found.items() if count))
+
+
+def _power(base: Tree, exponent: Tree) -> Tree:
+    if not base[0] == exponent[0] == "n" or (base[1] == 0 and exponent[1] <= 0):
+        return power(base, exponent)
+    root = Fraction(math.isqrt(abs(base[1].numerator))) if exponent[1].denominator == 2 else None
+    number, count = (root, 2 * exponent[1]) if root is not None and root**2 == base[1] else (base[1], exponent[1])
+    return ("n", number ** int(count)) if count.denominator == 1 and abs(count) < 10 else power(base, exponent)
+
+
+def _scaled(tree: Tree) -> tuple[list[Tree], Fraction]:
+    """Return the other factors of a product, and the product of its plain numbers."""
+    factors = tree[1:] if tree[0] == "*" else (tree,)
+    number = math.prod((each[1] for each in factors if each[0] == "n"), start=Fraction(1))
+    return [each for each in factors if each[0] != "n"], number
 
 
 @lru_cache(4096)
@@ -163,44 +187,34 @@ def measure(tree: Tree) -> Counter[str]:
 
 
 def _count(tree: Tree, count: Counter[str], *, root: bool) -> None:
-    parts = [each for each in tree[1:] if isinstance(each, tuple)]
-    if tree[0] == "n":
+    kind, parts = tree[0], [each for each in tree[1:] if isinstance(each, tuple)]
+    if kind == "n":
         size = tree[1].numerator.bit_length() + (tree[1].denominator.bit_length() if tree[1].denominator > 1 else 0)
-        count["sizes"] += size
-        count["radicand"] += size * root
-    elif tree[0] == "s":
+        count.update(sizes=size, radicand=size * root)
+    elif kind == "s":
         count["degrees" if tree[1] == "°" else "symbols"] += 1
-    elif tree[0] in "+*":
-        _count_members(tree[0], [each for each in parts if each != MINUS], count, root)
-    elif tree[0] == "^":
+    elif kind == "^":
         _count_power(tree, count, root)
     else:
-        count["operations"] += len(parts) - 1 if tree[0] in (",", "()") else 1
-        count["functions"] += tree[0] == "f" and tree[1] not in ("prime", "=")
+        parts = [each for each in parts if kind not in "+*" or each != MINUS]
+        inverse = [each for each in parts if kind == "*" and each[0] == "^" and each[2] == MINUS]  # a / b is one
+        sums = any(each[0] == "+" for each in parts)
+        count["products"] += kind == "*" and sums and len(parts) > len(inverse) + 1
+        count["operations"] += (len(parts) - 1 if kind in ("+", "*", ",", "()") else 1) - len(inverse)
+        count["functions"] += kind == "f" and tree[1] not in ("prime", "=")
+        numbers = [each for each in parts if each[0] == "n" or (kind == "+" and ratio(each))]
+        plain = [each for each in inverse if ratio(each)]
+        count["arithmetic"] += kind in "+*" and max(len(numbers) - 1, 0) + max(len(plain) - 1, 0)
         for each in parts:
             _count(each, count, root=root)
-
-
-def _count_members(sign: str, shown: list[Tree], count: Counter[str], root: bool) -> None:
-    count["operations"] += len(shown) - 1
-    uppers = [each for each in shown if each[0] != "^" or each[2] != MINUS]
-    count["products"] += sign == "*" and any(each[0] == "+" for each in uppers) and len(uppers) > 1
-    numbers = [each for each in shown if each[0] == "n" or (sign == "+" and ratio(each))]
-    inverses = [each for each in shown if sign == "*" and each[0] == "^" and ratio(each)]
-    count["arithmetic"] += max(len(numbers) - 1, 0) + max(len(inverses) - 1, 0)
-    for each in shown:
-        _count(each, count, root=root)
-        count["operations"] -= sign == "*" and each[0] == "^" and each[2] == MINUS  # a / b is one
 
 
 def _count_power(tree: Tree, count: Counter[str], root: bool) -> None:
     exponent = tree[2][1] if tree[2][0] == "n" else None
     negative = exponent is not None and exponent < 0
     if exponent == -1 and tree[1][0] != "n":
-        count["fractions"] += 1
-        count["below"] += _has_root(tree[1])
-    count["operations"] += 1
-    count["inverses"] += negative and exponent != -1
+        count.update(fractions=1, below=any(each == ("s", "i") or is_root(each) for each in nodes(tree[1])))
+    count.update(operations=1, inverses=negative and exponent != -1)
     count["products"] += tree[1][0] in "+*" and values.is_whole(tree[2]) and exponent > 1
     products = count["products"]
     _count(tree[1], count, root=root or is_root(tree))
@@ -210,10 +224,6 @@ def _count_power(tree: Tree, count: Counter[str], root: bool) -> None:
         _count(tree[2], count, root=False)
 
 
-def _has_root(tree: Tree) -> bool:
-    return any(each == ("s", "i") or is_root(each) for each in nodes(tree))
-
-
 def is_root(tree: Tree) -> bool:
     return tree[0] == "^" and tree[2][0] == "n" and tree[2][1].denominator > 1
 
@@ -221,7 +231,7 @@ def is_root(tree: Tree) -> bool:
 def _functions(tree: Tree) -> set[str]:
     found = {each[1] for each in nodes(tree) if each[0] == "f"}
     found |= {"root" for each in nodes(tree) if is_root(each) and values.symbols(each[1])}
-    return (found - TRIGONOMETRY) | ({"sin"} if found & TRIGONOMETRY else set())
+    return {next((min(kin) for kin in (TRIGONOMETRY, LOGARITHMS) if each in kin), each) for each in found}
 
 
 def is_number(tree: Tree) -> bool:
@@ -250,7 +260,5 @@ def is_numeral(tree: Tree) -> bool:
 
 def _in_lowest_terms(tree: Tree) -> bool:
     """Whether it is a number without a bar, or a fraction of coprime integers."""
-    if tree[0] != "*" or ratio(tree) is None:
-        return tree[0] == "n" or ratio(tree) is not None
-    upper, lower = tree[2], tree[1][1]
-    return values.is_whole(upper) and values.is_whole(lower) and math.gcd(int(upper[1]), int(lower[1])) == 1
+    upper, lower = (ratio(tree) or Fraction()).as_integer_ratio()
+    return tree[0] == "n" or tree == times(("n", Fraction(upper)), power(("n", Fraction(lower)), MINUS))

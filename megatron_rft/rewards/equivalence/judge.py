@@ -1,8 +1,9 @@
 """The verdict on an answer: its value (compare.py), and whether it is the question in disguise (disguise.py)."""
 
 from megatron_rft.rewards.choice import option
-from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, parameters, same
-from megatron_rft.rewards.equivalence.disguise import disguised, has_another_kind, is_number, value_of
+from megatron_rft.rewards.equivalence import values
+from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
+from megatron_rft.rewards.equivalence.disguise import disguised, is_numeral, value_of
 from megatron_rft.rewards.equivalence.reader import Unread, is_word, read
 from megatron_rft.rewards.equivalence.tokens import tokens
 from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
@@ -32,13 +33,13 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
 
 
 @time_limit()
-def is_calculation(reference: str, answer: str, question: str) -> bool:
-    """Whether an answer, right or wrong, is a calculation where a number is asked for: 57 + 87."""
+def vote(answer: str) -> str:
+    """Return the same text for equal answers, for majority votes: "x = 1,234 apples" -> "1234", "2/4" -> "1/2"."""
     try:
-        goal, tree = value_of(read(reference)), value_of(read(answer))
+        trees = [value_of(each) for each in members(read(answer))]
+        return ", ".join(str(values.value(each)) if is_numeral(each) else repr(each) for each in trees)
     except (Unread, TookTooLong):
-        return False
-    return is_number(goal) and has_another_kind(goal, tree, question)
+        return answer
 
 
 def _plain(found: list[str]) -> str:

@@ -22,8 +22,7 @@ RELATIONS = {*ORDER, *EQUAL, r"\ne", r"\in", r"\to"}
 WORDS_BETWEEN = ', ; & and or where \\lor "and "or "where "for'
 SEPARATORS = {'", and', '", or', '"for all', *WORDS_BETWEEN.split()}
 ENDS = SEPARATORS | RELATIONS | {")", "]", "}", r"\}", r"\cup", ""}
-COMMANDS = r"\pm \mp \right \left \rfloor \rceil \mod \\ \setminus \end"
-NO_FACTOR = ENDS | set(COMMANDS.split())
+NO_FACTOR = ENDS | {r"\pm", r"\mp", r"\right", r"\left", r"\rfloor", r"\rceil", r"\mod", r"\\", r"\setminus", r"\end"}
 INTRODUCTIONS = (
     "the final answer is are value values of so thus therefore hence result equals equal we get total a an it solution "
     "solutions sum there approximately about"
@@ -37,10 +36,9 @@ SHORT = {"yes", "no", "odd", "one", "two", "six", "ten"}  # words; other runs of
 EMPTY, TO = ("s", r"\emptyset"), ("s", r"\infty")
 FROM = times(MINUS, TO)
 REALS = ("u", ("()", "(", ")", FROM, TO))
-MISSING = ("text", "does not exist")
-WORDS = {"all real numbers": REALS, "all reals": REALS, "real numbers": REALS, "dne": MISSING}
+WORDS = {"all real numbers": REALS, "all reals": REALS, "real numbers": REALS}
 WORDS |= {f"no {real}solution{s}": EMPTY for real in ("", "real ") for s in ("", "s")}
-WORDS |= {f"limit {MISSING[1]}": MISSING}
+WORDS |= dict.fromkeys(("dne", "limit does not exist"), ("text", "does not exist"))
 LONGEST, MOST = 4000, 1000  # tokens, and attempts to read some in one way
 DIGITS = set("0123456789.")
 
@@ -192,11 +190,10 @@ class Reader:
 
     def defined(self) -> Tree | None:
         """A function that is defined: f(x) = ..."""
-        name, _, inner = self.take(), self.take("("), [self.take()]
-        while not self.has(")"):
-            inner.append(self.take())
-        plain = all(len(each) == 1 and (each.isalpha() or each == ",") for each in (name, *inner))
-        return ("s", f"{name}({''.join(inner)})") if plain and self.next in EQUAL else None
+        name = self.take() + self.take("(")
+        while not name.endswith(")"):
+            name += self.take()
+        return ("s", name) if re.fullmatch(r"[a-zA-Z]\([a-zA-Z,]*\)", name) and self.next in EQUAL else None
 
     def joined(self) -> Tree:
         """A formula, a ratio, or a union of intervals."""
@@ -358,16 +355,14 @@ class Reader:
     def part(self) -> Tree | None:
         """Read the fraction of a mixed number: 3\\frac{1}{2}, 3 1/2."""
         if self.has(r"\frac"):
-            quotient = ratio(self.fraction())
+            quotient = ratio(self.command("frac"))
             return None if quotient is None or quotient < 0 or self.next in ("^", "!") else ("n", quotient)
         upper, _, lower = self.take(), self.take("/"), self.take()
-        return (
-            ("n", Fraction(int(upper), int(lower))) if upper.isdecimal() and lower.isdecimal() and int(lower) else None
-        )
+        return ("n", Fraction(f"{upper}/{lower}")) if upper.isdecimal() and lower.isdecimal() else None
 
     def command(self, name: str) -> Tree:
         if name == "frac":
-            return self.fraction()
+            return times(self.argument(), power(self.argument(), MINUS))
         if name == "sqrt":
             root = self.group() if self.next == "[" else ("n", Fraction(2))
             return power(self.argument(), power(root, MINUS))
@@ -406,9 +401,6 @@ class Reader:
             where = "up" if self.take() == "^" else "low"
             found.append((where, self.argument()))
         return found
-
-    def fraction(self) -> Tree:
-        return times(self.argument(), power(self.argument(), MINUS))
 
     def matrix(self, name: str) -> Tree:
         """Read the rows between \\begin{pmatrix} and \\end{pmatrix}."""

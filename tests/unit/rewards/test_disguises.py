@@ -24,6 +24,8 @@ ROWS = [
     (r"What is $\tan 45^\circ$?", "1", r"\tan 45^\circ"),
     ("What is 57 + 87?", "144", "57 + 87"),
     (r"Compute $2^3 \cdot 2^2$.", "32", r"2^3 \cdot 2^2"),
+    (r"Express $0.\overline{5}$ as a common fraction.", r"\frac{5}{9}", r"0.\overline{5}"),
+    ("Factor $36-4x^2$.", "4(3-x)(3+x)", "36-4x^2"),
 ]
 
 

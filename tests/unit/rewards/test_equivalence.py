@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_rft.rewards.answers import vote
-from megatron_rft.rewards.equivalence.judge import judge
+from megatron_rft.rewards.equivalence.judge import judge, vote
 from megatron_rft.rewards.equivalence.reader import read
 
 SAME = [

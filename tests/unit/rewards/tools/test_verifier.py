@@ -335,6 +335,9 @@ def test_the_description_says_whether_an_argument_is_a_text():
         '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',
         "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
         '{"arguments": {"a": 1}, "name": "f"} or {"arguments": {"a": 2}, "name": "f"}',
+        "[f(a=1, a=2)]",
+        "[f(a={'b': 1, 'b': 2})]",
+        "{'name': 'f', 'arguments': {'a': 1, 'a': 2}}",
     ],
 )
 def test_an_argument_twice_or_a_choice_of_calls_is_no_call(text):
