@@ -21,6 +21,7 @@ from megatron_rft.conversion.torch_dist import read_metadata
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.training.build import load_model_files
 from megatron_rft.utils.errors import DataError
+from tests.integration.test_constraint import SECTIONS
 from tests.integration.test_engine_processes import engines_of
 from tests.integration.test_kill_and_resume import assert_same_run, killed, wait_for_step
 from tests.integration.test_online_algorithms import CLOSED, recipe_of
@@ -244,12 +245,17 @@ def test_a_run_starts_from_the_folder(pretrained, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "sdpo"])
-def test_a_critic_and_a_teacher_have_adapters_of_their_own(name, tmp_path):
-    recipe = recipe_of(tmp_path, CLOSED[name] | {"lora": LORA, "run": {"steps": 4, "seed": 3}})
+@pytest.mark.parametrize("name, numbers", [("ppo", 2 * 3712 + 32), ("sdpo", 2 * 3712), ("constraint", 3712)])
+def test_a_critic_and_a_teacher_have_adapters_of_their_own_and_a_refiner_those_of_the_start(name, numbers, tmp_path):
+    (tmp_path / "refine.txt").write_text("{question}{response}\n")
+    constrained = SECTIONS | {"constraint": SECTIONS["constraint"] | {"template": str(tmp_path / "refine.txt")}}
+    sections = CLOSED.get(name, constrained)
+    recipe = recipe_of(tmp_path, sections | {"lora": LORA, "run": {"steps": 4, "seed": 3}})
     status, output = train(recipe)
     assert status == 0, output[-3000:]
     killed(recipe, tmp_path / "again", step=2)
     assert train(recipe, f"run.output_dir={tmp_path}/again")[0] == 0
     assert_same_run(tmp_path / "again", tmp_path / "run")
-    assert elements(tmp_path / "run/checkpoints/step_000004")[""] == 2 * 3712 + 32 * (name == "ppo")
+    assert elements(tmp_path / "run/checkpoints/step_000004")[""] == numbers
+    if name == "constraint":
+        assert any("constraint/cross_entropy" in line for line in metrics(tmp_path / "run")), "no pairs"
