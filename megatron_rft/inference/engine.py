@@ -142,6 +142,9 @@ class Engine(ABC):
     weight_version: int
     dtype: torch.dtype  # of its weights
     on_step: Callable[[], None] | None = None
+    joins = False
+    """Whether requests may join those that are being generated: through `add`, or, if the engine is outside of the
+    ranks, by calls of `generate` from several threads."""
     ranks: int = 1
     """Consecutive ranks of the trainer that form this engine. They make all calls together; the first of them passes
     requests and gets groups, the others pass none."""
@@ -166,6 +169,10 @@ class Engine(ABC):
         parameter that the engine rounds, and has compared with the received values itself.
 
         The result is empty on a rank without an engine, and for a lost engine that will be replaced."""
+
+    def add(self, requests: list[Request]) -> None:
+        """Called by `on_step` of an engine that `joins`: generate these too, with the same sampling."""
+        raise NotImplementedError
 
     def agree(self, flag: bool) -> bool:
         """Return the `flag` of the engine's first rank, on all of its ranks."""

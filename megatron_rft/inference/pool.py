@@ -18,7 +18,11 @@ from megatron_rft.inference.acceptance import joined
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
 from megatron_rft.utils.errors import RunFailed
 
-Begin = Callable[[list[Request], Sampling, list[Request]], Iterator[Group]]
+Play = Callable[[Engine, list[Request], Sampling], Iterator[Group]]
+
+
+def generated(engine: Engine, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+    return engine.generate(requests, sampling)
 
 
 class Member(Engine):
@@ -59,20 +63,23 @@ class EnginePool(Engine):
 
     # ---- generation
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+    def generate(self, requests: list[Request], sampling: Sampling, play: Play = generated) -> Iterator[Group]:
         left: list[Request] = []
-        yield from self.begin(requests, sampling, left)
-        yield from self.retry(left, sampling)
+        yield from self.begin(requests, sampling, left, play)
+        yield from self.retry(left, sampling, play)
 
-    def begin(self, requests: list[Request], sampling: Sampling, left: list[Request]) -> Iterator[Group]:
-        """Yield groups of this rank's engines; append the unfinished requests of lost engines to `left`.
+    def begin(
+        self, requests: list[Request], sampling: Sampling, left: list[Request], play: Play = generated
+    ) -> Iterator[Group]:
+        """Yield groups of this rank's engines; append the unfinished requests of lost engines to `left`. `play` answers
+        requests with one engine.
 
         Not collective. Only `load_weights` may run at the same time, in another thread."""
         ended: queue.Queue = queue.Queue()
         parts = [requests[i :: len(self.members)] for i in range(len(self.members))]
         assert self.members or not requests, "a rank without an engine has requests"
         with self._generating, ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="engine") as pool:
-            jobs = [pool.submit(self._drive, i, part, sampling, ended, left) for i, part in enumerate(parts)]
+            jobs = [pool.submit(self._drive, i, part, sampling, ended, left, play) for i, part in enumerate(parts)]
             for _ in jobs:
                 while (group := ended.get()) is not None:
                     yield group
@@ -80,13 +87,19 @@ class EnginePool(Engine):
                 job.result()
 
     def _drive(
-        self, member: int, requests: list[Request], sampling: Sampling, ended: queue.Queue, left: list[Request]
+        self,
+        member: int,
+        requests: list[Request],
+        sampling: Sampling,
+        ended: queue.Queue,
+        left: list[Request],
+        play: Play,
     ) -> None:
         waiting = {request.id: request for request in requests}
         try:
             if member in self.lost:
                 return
-            for group in self.members[member].generate(requests, sampling):
+            for group in play(self.members[member], requests, sampling):
                 del waiting[group.id]
                 ended.put(group)
         except EngineLost as error:
@@ -95,12 +108,11 @@ class EnginePool(Engine):
             left += waiting.values() if member in self.lost else []
             ended.put(None)
 
-    def retry(self, left: list[Request], sampling: Sampling, begin: Begin | None = None) -> Iterator[Group]:
-        """Collective. Replace lost engines and generate the requests that `begin` (default: `self.begin`) left
-        unfinished."""
+    def retry(self, left: list[Request], sampling: Sampling, play: Play = generated) -> Iterator[Group]:
+        """Collective. Replace lost engines and generate the requests that `begin` left unfinished."""
         self.recover()
         if any(self.gather([bool(left)])):
-            yield from (begin or self.begin)(left, sampling, [])
+            yield from self.begin(left, sampling, [], play)
             self._stop_if_lost("a second time, at the requests that it was asked again")
 
     # ---- weights

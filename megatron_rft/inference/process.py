@@ -82,7 +82,8 @@ class EngineProcess(Member):
                 stderr=log,
                 start_new_session=True,  # `_kill` ends the whole group
             )
-        self._groups, self._replies = queue.Queue(), queue.Queue()
+        self._groups: dict[int, queue.Queue] = {}  # of each open iterator of `generate`, by its job
+        self._replies = queue.Queue()
         self._last_message = self._last_progress = time.monotonic()
         self._done = 0
         arguments = self._connection, self._groups, self._replies
@@ -90,7 +91,7 @@ class EngineProcess(Member):
         self._reader.start()
         try:
             self._send("build", self.build)
-            self.dtype, gpus = self._reply(self.start_timeout_s)
+            self.dtype, gpus, self.joins = self._reply(self.start_timeout_s)
             self._place_buckets(gpus)
         except EngineLost as error:
             self._kill()
@@ -121,21 +122,19 @@ class EngineProcess(Member):
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         if not requests:
             return
-        job = next(self._jobs)
+        job, answers = next(self._jobs), queue.Queue()
         requests = [replace(request, problem=None) for request in requests]  # a row may be large
-        self._send("generate", job, requests, sampling)
-        while True:
-            name, number, *rest = self._next(self._groups, self.silence_timeout_s)
-            if number != job:  # from an earlier iterator that was not read to its end
-                continue
-            if name == "group":
-                yield rest[0]
-                continue
-            error, statistics = rest
-            self._statistics.append(statistics)
-            if error is not None:
-                raise error
-            return
+        self._groups[job] = answers
+        try:
+            self._send("generate", job, requests, sampling)
+            while (message := self._next(answers, self.silence_timeout_s))[0] == "group":
+                yield message[1]
+        finally:
+            self._groups.pop(job, None)  # a restart has begun others
+        _, error, statistics = message
+        self._statistics.append(statistics)
+        if error is not None:
+            raise error
 
     def statistics(self) -> dict[str, float]:
         self._statistics, since = [], self._statistics
@@ -191,8 +190,8 @@ class EngineProcess(Member):
                 raise self._lost()
             return message
 
-    def _read(self, connection: Connection, groups: queue.Queue, replies: queue.Queue) -> None:
-        """Sort messages into two queues until the process ends; then append None to both."""
+    def _read(self, connection: Connection, groups: dict[int, queue.Queue], replies: queue.Queue) -> None:
+        """Sort messages into their queues until the process ends; then append None to all."""
         try:
             while True:
                 name, *rest = connection.recv()
@@ -204,12 +203,13 @@ class EngineProcess(Member):
                     continue
                 self._last_progress = self._last_message
                 if name in ("group", "end"):
-                    groups.put((name, *rest))
+                    if (answers := groups.get(rest[0])) is not None:  # else its iterator was not read to its end
+                        answers.put((name, *rest[1:]))
                 else:
                     replies.put((name, rest[0] if rest else None))
         except (EOFError, OSError):
-            groups.put(None)
-            replies.put(None)
+            for each in (*groups.values(), replies):
+                each.put(None)
 
     # ---- loss of the process
 

@@ -17,7 +17,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection
 
 import torch
@@ -38,6 +40,9 @@ class EngineHost:
         self.engine: Engine | None = None
         self.done = 0  # steps, groups and buckets
         self._waiting: deque[tuple] = deque()  # messages that arrived while another was being served
+        self._ids = count()  # of requests in the engine
+        self._origins: dict[int, tuple[int, int]] = {}  # by these: the job, the request's id there
+        self._left: dict[int, int] = {}  # job -> requests without an answer
         self._sending = threading.Lock()
 
     def run(self) -> None:
@@ -67,7 +72,7 @@ class EngineHost:
     def _build(self, build) -> None:
         self.engine = build()
         self.engine.on_step = self._on_step
-        self._send("done", (self.engine.dtype, gpus()))
+        self._send("done", (self.engine.dtype, gpus(), self.engine.joins))
 
     def _open(self, handle: Handle) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -75,22 +80,42 @@ class EngineHost:
         self._send("done", None)
 
     def _generate(self, job: int, requests: list[Request], sampling: Sampling) -> None:
-        error = None
+        self._sampling = sampling
         try:
-            for group in self.engine.generate(requests, sampling):
+            for group in self.engine.generate(self._of_job(job, requests), sampling):
                 self.done += 1
-                self._send("group", job, group)
+                job, id = self._origins.pop(group.id)
+                self._send("group", job, replace(group, id=id))
+                self._left[job] -= 1
+                if not self._left[job]:
+                    self._end(job)
         except Exception as problem:
             error = reportable(problem, "the engine process failed")
+            self._origins.clear()
+            for each in list(self._left):
+                self._end(each, error)
+
+    def _of_job(self, job: int, requests: list[Request]) -> list[Request]:
+        """The requests with ids of their own, because several jobs may be generated together."""
+        numbered = [replace(request, id=next(self._ids)) for request in requests]
+        self._origins |= {new.id: (job, request.id) for new, request in zip(numbered, requests, strict=True)}
+        self._left[job] = len(requests)
+        return numbered
+
+    def _end(self, job: int, error: Exception | None = None) -> None:
+        del self._left[job]
         self._send("end", job, error, self.engine.statistics())
 
     def _on_step(self) -> None:
-        """Load new weights between two steps of generation, if they have arrived. Other messages wait."""
+        """Between two steps of generation: load new weights and add requests, if they have arrived. Other messages
+        wait."""
         self.done += 1
         while self.connection.poll():
             name, *rest = self.connection.recv()
             if name == "load":
                 self._load(*rest)
+            elif name == "generate" and self.engine.joins and rest[-1] == self._sampling:
+                self.engine.add(self._of_job(*rest[:2]))
             else:
                 self._waiting.append((name, *rest))
 

@@ -305,7 +305,7 @@ def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> 
     groups = groups_in(kept)
     rollouts = [rollout for each in rounds for rollout in each.rollouts]
     rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
-    oldest = min(rollout.response.weight_version for rollout in rollouts)
+    oldest = min(rollout.response.weight_version for rollout in rollouts if len(rollout.response.token_ids))
     result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(
         sampled_reward_sum=math.fsum(rewards),
         sampled_count=float(len(rewards)),
@@ -394,10 +394,12 @@ def statistics(rollouts: list[ScoredResponse], batch: Batch) -> dict[str, float]
 def of_episodes(rollouts: list[ScoredResponse]) -> dict[str, float]:
     """Return the metrics of episodes; none without an environment."""
     played = [each.response for each in rollouts if each.response.turns]
+    failed = sum(each.response.finish_reason == "abort" for each in rollouts)
     if not played:
         return {}
     turns = [len(response.turns) for response in played]
     return {
+        "environment/errors": failed,
         "environment/turns_mean": sum(turns) / len(turns),
         "environment/turns_max": max(turns),
         "environment/reward_mean": sum(reward for each in played for *_, reward in each.turns) / len(played),

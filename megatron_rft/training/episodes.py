@@ -8,6 +8,7 @@ from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.process import EnvironmentProcesses
 from megatron_rft.environments.template import Template
 from megatron_rft.inference.engine import Engine
+from megatron_rft.inference.pool import EnginePool
 from megatron_rft.training.build import stop_token_ids
 from megatron_rft.training.engines import EngineBuilder
 
@@ -30,8 +31,16 @@ def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitSt
 
     log, options = builder.folder.parent / "environment" / f"rank_{rank}", environment.own_options()
     processes = EnvironmentProcesses(options, environment.processes, environment.turn_timeout_s, log)
+    outside = isinstance(engine, EnginePool) and all(member.joins for member in engine.members)
     player = Episodes(
-        engine, processes, template, decode, environment.name, environment.max_turns, environment.turn_tokens
+        engine,
+        processes,
+        template,
+        decode,
+        environment.name,
+        environment.max_turns,
+        environment.turn_tokens,
+        at_once=builder.rollout.max_batch_sequences if outside and builder.rollout.staleness > 1 else None,
     )
     stack.callback(player.close)
     return player

@@ -1,18 +1,23 @@
-"""Measures what environments add to generation: the seconds in which nothing is generated because they answer, and what
-vLLM's prefix cache saves and changes when it lives from turn to turn.
+"""Measures what environments add to generation: the seconds in which nothing is generated because they answer, what
+vLLM's prefix cache saves and changes when it lives from turn to turn, and what waves cost beside episodes that go on at
+their own pace.
 
     OMP_NUM_THREADS=1 python tools/bench/environments.py [--episodes 1000 --size 20m --processes 4 16]
 
-Episodes of a model with random weights in vLLM, `--turns` turns of 32 tokens on average, each followed by 16 tokens of
-an environment that takes `--answer-ms` for each answer, the first and the score included. The wait is
-`environment/wait_seconds` of a run. The last row plays the first row's episodes with an empty cache in each turn.
+Episodes of a model with random weights in vLLM, in a process: `--turns` turns whose lengths are geometric, with a mean
+of 32 tokens, each followed by 16 tokens of an environment that takes `--answer-ms` for each answer, the first and
+the score included. The wait is `environment/wait_seconds` of a run, the steps are those of vLLM. After the rows with
+numbers of processes come the first one's episodes with an empty cache in each turn, and at their own pace.
 """
 
 import argparse
+import importlib
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rollout_vllm import random_weights
@@ -21,7 +26,9 @@ from setups import DTYPES, SIZES, qwen3
 from megatron_rft.environments.player import Episodes
 from megatron_rft.environments.process import EnvironmentProcesses
 from megatron_rft.environments.template import Template
-from megatron_rft.inference.engine import Engine, Request, Sampling
+from megatron_rft.inference.engine import Engine, Group, Request, Sampling
+from megatron_rft.inference.pool import EnginePool
+from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.vllm.engine import VLLMEngine
 from megatron_rft.records import Prompt, Response
 
@@ -54,30 +61,40 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-class Forgetful:
-    """The engine with an empty cache in each turn."""
+class Counted(VLLMEngine):
+    """Returns the number of its steps in place of checksums, which nothing needs here."""
 
-    def __init__(self, engine: Engine):
-        self.engine, self.agree = engine, engine.agree
+    steps = 0
 
-    def generate(self, requests: list[Request], sampling: Sampling):
-        return self.engine.generate(requests, replace(sampling, continues=False))
+    def _step(self) -> list:
+        self.steps += 1
+        return super()._step()
+
+    def checksums(self) -> dict[str, int]:
+        return {"steps": self.steps}
 
 
-def played(engine: Engine, requests: list[Request], folder: Path, processes: int, turns: int, vocabulary: int):
-    """Returns the responses, the seconds, and those of them in which the engine waited."""
+def forgetful(engine: Engine, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
+    """Generates with an empty cache in each turn."""
+    return EngineProcess.generate(engine, requests, replace(sampling, continues=False))
+
+
+def played(engine: EngineProcess, requests: list[Request], folder: Path, processes: int, turns: int, **options):
+    """Returns the responses, the seconds, the engine's steps, and the seconds in which it waited."""
+    vocabulary = options.pop("vocabulary")
     sampling = Sampling(turns * 512, stop_token_ids=tuple(range(0, vocabulary, 32)))
-    options = {"kind": "own", "episode": f"{folder}/slow.py:Slow"}
-    environments = EnvironmentProcesses(options, processes, 30.0, folder / "log")
+    world = {"kind": "own", "episode": f"{folder}/slow.py:Slow"}
+    environments = EnvironmentProcesses(world, processes, 30.0, folder / "log")
     warm = [environments.submit(environments.new(requests[0].problem, i), started) for i in range(processes)]
     assert all(job.result() is None for job in warm)
-    player = Episodes(engine, environments, Template(Letters(), sampling.stop_token_ids), str, "slow", turns)
-    start = time.perf_counter()
+    template, pool = Template(Letters(), sampling.stop_token_ids), EnginePool([engine], engine.dtype)
+    player = Episodes(pool, environments, template, str, "slow", turns, **options)
+    before, start = engine.checksums()["steps"], time.perf_counter()
     groups = sorted(player.generate(requests, sampling), key=lambda group: group.id)
-    seconds = time.perf_counter() - start
+    seconds, steps = time.perf_counter() - start, engine.checksums()["steps"] - before
     waited = player.statistics()["environment/wait_seconds"]
     player.close()
-    return [response for group in groups for response in group.responses], seconds, waited
+    return [response for group in groups for response in group.responses], seconds, steps, waited
 
 
 def started(ask) -> None:
@@ -105,7 +122,10 @@ def main() -> None:
     arguments = parser.parse_args()
     config, rng = qwen3(arguments.size), random.Random(0)
     dtype = DTYPES[arguments.dtype]
-    engine = VLLMEngine(config, dtype, max_model_len=arguments.prompt + arguments.turns * 512)
+    here = importlib.import_module("environments")  # this file, by a name that the engine's process knows, too
+    build = partial(here.Counted, config, dtype, max_model_len=arguments.prompt + arguments.turns * 512)
+    log, path = Path(tempfile.mkdtemp()) / "log", {"PYTHONPATH": str(Path(__file__).parent)}
+    engine = EngineProcess(build, "the engine", log, environment=path)
     engine.load_weights(random_weights(config, dtype).items(), version=0)
     requests = []
     for number in range(arguments.episodes // 4):
@@ -113,19 +133,25 @@ def main() -> None:
         problem = Prompt(number, ids, "", "", {"seconds": arguments.answer_ms / 1e3})
         requests.append(Request(number, ids, 4, seed=number, problem=problem))
     list(engine.generate(requests[:4], Sampling(4)))  # the first steps are slow
-    print("| processes | cache | seconds | wait, s | share | beside the first row |\n|---|---|---|---|---|---|")
+    print(
+        "| processes | cache | seconds | steps | wait, s | share | beside the first row |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "slow.py").write_text(SLOW)
         first: list[Response] = []
-        rows = [(count, engine) for count in arguments.processes] + [(arguments.processes[0], Forgetful(engine))]
-        for processes, each in rows:
-            found, seconds, waited = played(each, requests, folder, processes, arguments.turns, config.vocab_size)
+        rows: list[tuple[int, str, dict]] = [(count, "kept", {}) for count in arguments.processes]
+        rows.append((arguments.processes[0], "reset each turn", {}))
+        rows.append((arguments.processes[0], "kept, own pace", {"at_once": 256}))
+        for processes, kind, options in rows:
+            engine.generate = partial(forgetful if "reset" in kind else EngineProcess.generate, engine)
+            options |= {"vocabulary": config.vocab_size}
+            found, seconds, steps, waited = played(engine, requests, folder, processes, arguments.turns, **options)
             assert not any(response.score.error for response in found)
             first = first or found
-            kind = "kept" if each is engine else "reset each turn"
             print(
-                f"| {processes} | {kind} | {seconds:.1f} | {waited:.2f} | {waited / seconds:.1%} | "
+                f"| {processes} | {kind} | {seconds:.1f} | {steps} | {waited:.2f} | {waited / seconds:.1%} | "
                 f"{difference(first, found)} |",
                 flush=True,
             )

@@ -77,6 +77,8 @@ class VLLMEngine(Engine):
     all calls together; the first of them passes the requests and gets the answers.
     """
 
+    joins = True
+
     def __init__(
         self,
         source: PreTrainedConfig | str | Path,
@@ -169,32 +171,39 @@ class VLLMEngine(Engine):
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         if self.weight_version < 0 or self.asleep:
             raise RunFailed("generation was asked for before any weights were loaded")
-        requests, sampling = self._from_first_rank(requests, sampling)
-        room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
-        check_requests(requests, sampling, self.max_model_len, room, self.config.vocab_size)
-        answers: dict[int, list[Response | None]] = {request.id: [None] * request.n for request in requests}
-        if not sampling.continues:  # cached prefixes of an earlier call would change the last bits of the log-probs
+        requests, self.sampling = self._from_first_rank(requests, sampling)
+        self.answers: dict[int, list[Response | None]] = {}
+        if (
+            not self.sampling.continues
+        ):  # cached prefixes of an earlier call would change the last bits of the log-probs
             self.llm.reset_prefix_cache()
         self.versions = {str(self.weight_version)}
         try:
-            for request in requests:
-                for sample in range(request.n):
-                    self._add(request, sample, sampling)
+            self.add(requests)
             while self.llm.has_unfinished_requests():
                 here.move()
                 if self.on_step:
                     self.on_step()
                 for output in self._step():
                     id, sample = map(int, output.request_id.split("/"))
-                    answers[id][sample] = self._response(output.outputs[0], sampling.truncates)
-                    if None not in answers[id]:
-                        group = Group(id, tuple(answers.pop(id)))
+                    self.answers[id][sample] = self._response(output.outputs[0], self.sampling.truncates)
+                    if None not in self.answers[id]:
+                        group = Group(id, tuple(self.answers.pop(id)))
                         if self._is_first_rank():
                             yield group
         finally:  # abort the requests of an abandoned iterator
-            left = [f"{id}/{i}" for id, some in answers.items() for i, each in enumerate(some) if each is None]
+            unfinished = self.answers.items()
+            left = [f"{id}/{i}" for id, some in unfinished for i, each in enumerate(some) if each is None]
             if left and self.llm is not None:
                 self.llm.abort_request(left)
+
+    def add(self, requests: list[Request]) -> None:
+        room = f"the engine was built for {self.max_model_len} (vllm.max_model_len)"
+        check_requests(requests, self.sampling, self.max_model_len, room, self.config.vocab_size)
+        self.answers |= {request.id: [None] * request.n for request in requests}
+        for request in requests:
+            for sample in range(request.n):
+                self._add(request, sample, self.sampling)
 
     def _from_first_rank(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], Sampling]:
         """Broadcast the requests of the engine's first rank to its other ranks."""

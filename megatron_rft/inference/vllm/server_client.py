@@ -51,6 +51,8 @@ class ServerEngine(Member):
     """`shapes`: HF name -> shape of every parameter. `longest`: tokens of a prompt and response that must fit.
     `keep_caches`: unfinished responses keep their keys and values when new weights come."""
 
+    joins = True
+
     def __init__(
         self,
         url: str,

@@ -13,6 +13,8 @@ class Echo(Environment):
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         self.fields, self.heard, self.seed = prompt.fields, [], seed
+        if prompt.fields.get("fault_at") == 0:
+            self.fault(prompt.fields["fault"])
         return prompt.fields.get("opening")
 
     def step(self, text: str) -> Turn:

@@ -4,6 +4,7 @@ this process."""
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -38,9 +39,43 @@ class Gated(HFEngine):
                 time.sleep(0.01)
 
 
+class Joining(HFEngine):
+    """Generates what joined after what it began with."""
+
+    joins = True
+
+    def generate(self, requests, sampling):
+        self.joined = requests
+        while self.joined:
+            now, self.joined = self.joined, []
+            yield from super().generate(now, sampling)
+
+    def add(self, requests):
+        self.joined += requests
+
+
 def fails(*_):
     print("no such device: imaginary")
     raise OSError("no engine today")
+
+
+def test_several_threads_share_an_engine_process(model, engine, tmp_path):
+    """Each gets the answers to its own requests, or learns that the process is lost."""
+    process = EngineProcess(partial(Joining, model.config), "an engine", tmp_path / "log")
+    assert process.joins
+    weight_sync.send(hf_stream(model), process, 3)
+    with ThreadPoolExecutor(len(REQUESTS)) as threads:
+        found = threads.map(lambda request: list(process.generate([request], SAMPLING)), REQUESTS)
+        expected = {group.id: group for group in engine.generate(REQUESTS, SAMPLING)}
+        for request, groups in zip(REQUESTS, found, strict=True):
+            assert [group.id for group in groups] == [request.id]
+            own = [response.token_ids for response in groups[0].responses]
+            assert own == [response.token_ids for response in expected[request.id].responses]
+        os.kill(process.process.pid, signal.SIGKILL)
+        for job in [threads.submit(lambda: list(process.generate(REQUESTS[:1], SAMPLING))) for _ in REQUESTS]:
+            with pytest.raises(EngineLost):
+                job.result()
+    process.close()
 
 
 @pytest.fixture

@@ -373,6 +373,16 @@ def test_sampled_speculation_keeps_the_distribution(models):
     assert abs(surprise.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
 
 
+def test_requests_join_others_between_two_steps(engine, monkeypatch):
+    """They get the same tokens as together."""
+    sampling = Sampling(12, temperature=0.0)
+    first, *later = some_requests(4, n=1)
+    expected, waiting = tokens(answers(engine, [first, *later], sampling)), list(later)
+    monkeypatch.setattr(engine, "on_step", lambda: engine.add([waiting.pop()]) if waiting else None)
+    found = {group.id: group.responses for group in engine.generate([first], sampling)}
+    assert tokens(found) == expected and not waiting
+
+
 def test_the_prefix_cache_lives_from_turn_to_turn_until_a_sync(engine, models, monkeypatch):
     """Second turns are bit by bit those of an empty cache, and new weights empty it."""
     rng, cached, step = random.Random(7), [], engine._step
