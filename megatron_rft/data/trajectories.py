@@ -39,10 +39,11 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),  # of the sampling distribution
         ("finish_reason", pa.string()),
         ("turns", pa.list_(pa.int32())),  # first, end, first, end ... of the policy's tokens; null: all
+        ("problem_ids", pa.list_(pa.int32())),  # the problem's prompt, if an environment's first messages follow it
         ("fields", pa.string()),  # JSON of the problem's other fields (tests, tools, level), with its first response
     ]
 )
-TRAINED = ["problem", "sample", "prompt", "answer", "prompt_ids", "response_ids", "reward", "fields", "turns"]  # read
+TRAINED = [name for name in SCHEMA.names if name not in ("text", "error", "logprobs", "finish_reason")]  # read
 INDEX = "index.json"
 BINS = 10  # of the histogram of lengths
 
@@ -64,6 +65,7 @@ class Trajectory:
     finish_reason: str
     fields: str | None = None
     turns: list[int] | None = None
+    problem_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def read(folder: str | Path, with_fields: bool = False) -> Stored:
                 rows.append(row)
             elif problem in held_out and problem not in prompts:
                 about = json.loads(row.get("fields") or "{}")
-                prompts[problem] = Prompt(problem, tuple(row["prompt_ids"]), row["prompt"], row["answer"], about)
+                ids = tuple(row.get("problem_ids") or row["prompt_ids"])
+                prompts[problem] = Prompt(problem, ids, row["prompt"], row["answer"], about)
         if rows:
             batches.append(_to_batch(rows, bool(index["facts"].get("environment"))))
     if not batches:

@@ -65,6 +65,7 @@ class Generator:
             error=score.error,
             logprobs=response.logprobs,
             finish_reason=response.finish_reason,
+            problem_ids=prompt.token_ids if response.prompt_ids else None,
             turns=[position for first, end, _ in response.turns for position in (first, end)] or None,
             fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
         )

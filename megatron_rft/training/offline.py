@@ -238,7 +238,11 @@ def train(recipe: Recipe) -> int:
     stored = store.read(path, with_fields=recipe.data.teacher_field is not None)
     own = {} if recipe.data.validation else {"validation": stored.held_out}
     held_out = stored.held_out if own and recipe.evaluation.every else None
-    check_store(stored, path, tokenizer_fingerprint(build.tokenizer_folder(recipe.model)), held_out)
+    fingerprint, kind = (
+        tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
+        recipe.environment and recipe.environment.kind,
+    )
+    check_store(stored, path, fingerprint, held_out, kind)
     options, objective = recipe.algorithm, objectives.build(recipe.algorithm)
     data = objective.annotate(stored.train)
     examples = objective.examples(data)
@@ -268,9 +272,16 @@ def train(recipe: Recipe) -> int:
         return loop.train(run, batches, models, objective)
 
 
-def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None) -> None:
+def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None, kind: str | None) -> None:
     """Check that the trajectories are of this tokenizer (by fingerprint), and that there are held-out problems if the
-    run evaluates on them (None: it does not)."""
+    run evaluates on them (None: it does not), with the `kind` of environment that the trajectories are of."""
+    played = (stored.index["facts"].get("environment") or {}).get("kind")
+    if held_out and kind != played:
+        raise DataError(
+            f"environment.kind: {kind or 'there is none'}, and the trajectories in {path} are of "
+            f"{f'the environment {played}' if played else 'no environment'}. Set it as it was, because the held-out "
+            "problems are evaluated with it, or set evaluation.every to 0"
+        )
     if stored.index["facts"]["tokenizer_fingerprint"] != tokenizer:
         raise DataError(
             f"data.train: the trajectories in {path} are tokens of another tokenizer, that of "

@@ -18,10 +18,11 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_rft.data.trajectories import sha256
+from megatron_rft.data.trajectories import read, sha256
 from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.utils.files import read_json_lines
 from tests.fork_server import ENVIRONMENT
+from tests.integration import test_agents
 from tests.integration.test_distil import write_teacher
 from tests.integration.test_kill_and_resume import assert_same_run, killed, wait_for_step
 from tests.integration.tiny import kill, metrics, start, train, write_data, write_model
@@ -248,3 +249,29 @@ def test_refused_before_the_model_is_built(folder, tmp_path, option, message):
                            "algorithm.kl_coefficient=null")  # fmt: skip
     assert status == 2 and message in output, output[-3000:]
     assert "step  0" not in output
+
+
+def test_stored_episodes_train_fpa(tmp_path):
+    """Only the policy's tokens are trained on, and the held-out problems are played."""
+    torch.manual_seed(0)
+    write_model(tmp_path / "model")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).save_pretrained(tmp_path / "model")
+    write_data(tmp_path / "train.jsonl", 32)
+    played = {"environment": test_agents.ENVIRONMENT | {"episode": f"{test_agents.WORLD}:Opened"}}
+    recipe = GENERATE | played | {"rollout": GENERATE["rollout"] | test_agents.ROLLOUT}
+    write(tmp_path, "generate", recipe, "train.jsonl", "store")
+    status, output = generate(tmp_path / "generate.yaml")
+    assert status == 0, output[-3000:]
+    stored = read(tmp_path / "store")
+    batch, theirs = stored.train, stored.train.response_mask == 0
+    assert 0 < theirs.sum() < 0.4 * len(theirs)
+    assert set(batch.response_ids[theirs].tolist()) <= {3, 4, 5}, "the world's digits"
+    assert all(len(prompt.token_ids) == len(prompt.text) for prompt in stored.held_out), "without its first message"
+    offline = {"run": {"steps": 2, "seed": 3}, "evaluation": {"every": 2}, "checkpoint": {"every": 0}}
+    offline = OFFLINE | played | offline | {"rollout": {"engine": "hf"} | test_agents.ROLLOUT}
+    write(tmp_path, "offline", offline, "store", "run")
+    status, output = train(tmp_path / "offline.yaml")
+    assert status == 0, output[-3000:]
+    assert metrics(tmp_path / "run")[-1]["dynamics/weight_correct"] > 0
+    status, output = train(tmp_path / "offline.yaml", "environment=null", f"run.output_dir={tmp_path}/other")
+    assert status == 2 and "there is none, and the trajectories in" in output, output[-3000:]

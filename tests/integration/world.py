@@ -21,3 +21,15 @@ class Silent(Repeat):
 
     def score(self) -> None:
         return None
+
+
+class Opened(Repeat):
+    """Its first message follows the prompt."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        super().reset(prompt, seed)
+        return "0"
+
+    def score(self) -> Score:
+        """Right is who ends two turns, which a random model does in one of eight episodes."""
+        return Score(float(len(self.heard) == 2))
