@@ -3,6 +3,8 @@
 import argparse
 import json
 import random
+import shutil
+import tempfile
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,10 +43,12 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         raise ConfigError("environment: the recipe has none")
     problems = Problems.of(recipe).prompts("train", build.load_tokenizer(recipe.model)).prompts[: args.episodes]
     turns = recorded(args.turns) if args.turns else [invented(options, problem) for problem in problems]
-    log = Path(recipe.run.output_dir) / "environment" / "check"
+    folder = tempfile.mkdtemp(prefix="megatron-rft-check-")  # not run.output_dir, which a run wants for itself
     plays = []
     for _ in range(2):
-        processes = EnvironmentProcesses(options.own_options(), options.processes, options.turn_timeout_s, log)
+        processes = EnvironmentProcesses(
+            options.own_options(), options.processes, options.turn_timeout_s, Path(folder) / "log"
+        )
         with closing(processes):
             jobs = [
                 processes.submit(processes.new(problem, seed), Player(problem, seed, texts[: options.max_turns]))
@@ -56,6 +60,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     print(f"{options.name}: {len(plays[0])} episodes, the slowest answer took {slowest:.3f} s", flush=True)
     if found:
         raise RunFailed("\n".join(found))
+    shutil.rmtree(folder)  # else its messages name the log
     print("the second time it said the same", flush=True)
     return FINISHED
 

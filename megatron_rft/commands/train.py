@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megatron_rft.config import Model, Recipe
 from megatron_rft.config.algorithms.online import Critic
-from megatron_rft.config.environment import Own, Tools
+from megatron_rft.config.environment import Python
 from megatron_rft.config.rewards import OwnOptions
-from megatron_rft.environments.worker import own_class
+from megatron_rft.environments.worker import maker
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
 from megatron_rft.launching.slurm import Node
@@ -113,12 +113,12 @@ def check_user_code(recipe: Recipe) -> None:
         from megatron_rft.training import online
 
         online.build_objective(recipe)
-    if isinstance(recipe.environment, Own):
-        own_class(recipe.environment.episode)
-    if isinstance(recipe.environment, Tools):
+    if environment := recipe.environment:
         from megatron_rft.environments.schemas import schemas
 
-        schemas(recipe.environment)
+        schemas(environment)
+        if not isinstance(environment, Python):  # whose sandbox is the environments' processes'
+            maker(**environment.own_options())
     for reward in recipe.reward.everything():
         if isinstance(reward, OwnOptions):
             from megatron_rft.rewards.user_reward import UserReward

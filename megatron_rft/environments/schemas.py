@@ -1,6 +1,7 @@
 """Describes the functions that an environment offers, for the chat template."""
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 from megatron_rft.config.environment import AnyEnvironment, Python, Tools
@@ -8,18 +9,6 @@ from megatron_rft.environments.tools import OPTION
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError
 
-PYTHON = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Runs a Python program. Returns what it prints.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program."}},
-            "required": ["code"],
-        },
-    },
-}
 LIBRARIES = {  # by kind: the module, and what installs it
     "gymnasium": ("gymnasium", "'megatron-rft[games]'"),
     "textarena": ("textarena", "'megatron-rft[games]'"),
@@ -37,17 +26,25 @@ def schemas(environment: AnyEnvironment) -> tuple[dict[str, Any], ...]:
     if module and not importlib.util.find_spec(module):
         raise ConfigError(f"environment.kind: {module} is not installed: pip install {install}")
     if isinstance(environment, Python):
-        return (PYTHON,)
-    return tuple(map(_schema, environment.functions)) if isinstance(environment, Tools) else ()
+        return (_schema(python, "python"),)
+    if isinstance(environment, Tools):
+        return tuple(_schema(user_code.load(named, OPTION), named) for named in environment.functions)
+    return ()
 
 
-def _schema(named: str) -> dict[str, Any]:
+def python(code: str):
+    """Runs a Python program. Returns what it prints.
+
+    Args:
+        code: The program.
+    """
+
+
+def _schema(function: Callable[..., Any], named: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     try:
-        return get_json_schema(user_code.load(named, OPTION))
-    except ConfigError:
-        raise
+        return get_json_schema(function)
     except Exception as error:
         raise ConfigError(
             f"{OPTION}: {named} cannot be described to the policy: {error}. It needs a type for each argument and a "

@@ -9,6 +9,7 @@ Messages are JSON: {"call": "reset" | "step" | "end", "episode": number, ...}, e
 
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import os
@@ -33,6 +34,7 @@ MADE_BY = {
     "textarena": "games:TextArenaEnvironment",
     "bfcl": "bfcl:BfclEnvironment",
 }
+CALLED_WITH = {"__init__": (), "reset": ("prompt", "seed"), "step": ("text",), "score": (), "close": ()}
 
 
 def maker(kind: str, **options: Any) -> Callable[[], Environment]:
@@ -48,6 +50,15 @@ def own_class(named: str) -> type[Environment]:
     found = user_code.load(named, "environment.episode")
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(f"environment.episode: {named} is no class of megatron_rft.environments.Environment")
+    if found.step is Environment.step:
+        raise ConfigError(f"environment.episode: {named} has no method `step`, which answers a turn")
+    for method, given in CALLED_WITH.items():
+        signature = inspect.signature(getattr(found, method))
+        try:
+            signature.bind("self", *given)
+        except TypeError:
+            called = f"{method}({', '.join(('self', *given))})"
+            raise ConfigError(f"environment.episode: {named} must have {called}, not {method}{signature}") from None
     return found
 
 

@@ -440,11 +440,11 @@ class Samples {
     return element("article", { class: "sample" }, facts, element("div", { class: "text prompt" }, sample.prompt), response);
   }
 
-  // One turn of a conversation; what the environment said can be folded.
+  // One part of a conversation, which can be folded: a turn of the policy, or what the environment said.
   part(turn, turns) {
-    if (turn < 0) return element("details", { class: "said", open: "" }, element("summary", {}, "environment"));
-    const reward = turns[turn][2] ? `, reward ${written(turns[turn][2])}` : "";
-    return element("div", { class: "turn" }, element("b", {}, `turn ${turn + 1}${reward}`));
+    const reward = turns[turn]?.[2] ? `, reward ${written(turns[turn][2])}` : "";
+    const name = turn < 0 ? "environment" : `turn ${turn + 1}${reward}`;
+    return element("details", { class: turn < 0 ? "said" : "turn", open: "" }, element("summary", {}, name));
   }
 
   hover(event, token, i, all) {

@@ -2,11 +2,14 @@
 
 import hashlib
 import re
+from collections.abc import Iterable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
-from examples.agents import make_products
+from examples.agents import make_numbers, make_products, number_game
+from megatron_rft.environments import Prompt
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
 from megatron_rft.utils import bf16
@@ -98,6 +101,37 @@ def test_kill_9_and_resume_to_the_same_bits(run, tmp_path):
     status, output = train(recipe)
     assert status == 0, output[-3000:]
     assert digest(tmp_path) == digest(run("pipo"))
+
+
+def best_of(world: type[number_game.Guess], policies: Iterable[dict[str, str]]) -> float:
+    """The best policy's share of numbers found in three guesses. A policy: what was heard so far -> the next guess."""
+
+    def found(policy: dict[str, str], number: int) -> bool:
+        game, heard = world(), ""
+        game.reset(Prompt(0, (), "?", str(number)), seed=0)
+        for _ in range(3):
+            turn = game.step(policy[heard])
+            if turn.done:
+                break
+            heard += turn.text
+        return game.score().right
+
+    return max(sum(found(policy, number) for number in range(7)) / 7 for policy in policies)
+
+
+@pytest.mark.slow
+def test_the_number_game_is_learned_by_reading_the_answers(tmp_path):
+    """Two thirds of the example's 120 steps, from random weights. Who does not read them finds three of seven."""
+    blind = [dict(zip(("", "?", "??"), guesses, strict=True)) for guesses in permutations("0123456", 3)]
+    bisects = {"": "3", "<": "1", ">": "5", "<<": "0", "<>": "2", "><": "4", ">>": "6"}
+    assert best_of(number_game.Silent, blind) == 3 / 7 and best_of(number_game.Guess, [bisects]) == 1
+    make_numbers.main(tmp_path)
+    options = [f"data.{part}={tmp_path}/numbers.jsonl" for part in ("train", "test")]
+    options += [f"model.path={tmp_path}/model", f"run.output_dir={tmp_path}/run", "run.steps=80"]
+    status, output = train(ROOT / "examples/agents/number_game.yaml", *options)
+    assert status == 0, output[-3000:]
+    after = float(re.search(r"pass@1 [\d.]+ ± [\d.]+ -> ([\d.]+)", output)[1])
+    assert after >= 0.55, output[-2000:]
 
 
 @pytest.mark.slow

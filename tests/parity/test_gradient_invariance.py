@@ -32,10 +32,11 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "budget=40,padded=1,masked=1",
         "write=1,shared=0,moe=1",
         "moe=1",
+        "write=1,shared=0,moe=1,masked=1",
     ],
     2: [
         "dp=2",
-        "dp=2,budget=40",
+        "dp=2,budget=40,masked=1",
         "dp=2,skip=1",
         "dp=2,starved=1",
         "tp=2,sp=1,masked=1",
@@ -50,9 +51,9 @@ CASES = {  # world size -> layouts; those that write are what the others are com
         "cp=2",
         "cp=2,padded=1",
         "moe=1,ep=2",
-        "moe=1,ep=2,budget=50",
+        "moe=1,ep=2,budget=50,masked=1",
     ],
-    4: ["tp=2,pp=2,sp=1,skip=1", "cp=2,tp=2,sp=1", "pp=2,cp=2,budget=60", "tp=2,pp=2,vpp=2,sp=1,budget=60"],
+    4: ["tp=2,pp=2,sp=1,skip=1", "cp=2,tp=2,sp=1", "pp=2,cp=2,budget=60,masked=1", "tp=2,pp=2,vpp=2,sp=1,budget=60"],
 }
 
 

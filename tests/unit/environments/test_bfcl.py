@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.agents import make_bfcl
 from megatron_rft.data.rows import load_rows
 from megatron_rft.environments.bfcl import BfclEnvironment
 from megatron_rft.records import Prompt, Score
@@ -45,6 +46,15 @@ def played(modules, row: dict, reference: list[list[str]]) -> Score:
 def test_the_references_pass(modules, category):
     scores = [played(modules, row, json.loads(row["answer"])) for row in rows(category)]
     assert [score.reward for score in scores] == [1.0] * 200
+
+
+def test_the_example_divides_them_by_number(modules, tmp_path):
+    make_bfcl.main(tmp_path)
+    train, test = (load_rows(tmp_path / f"{part}.json", adapter="bfcl_multi_turn") for part in ("train", "test"))
+    numbers = [{row["id"].rpartition("_")[2] for row in part} for part in (train, test)]
+    assert (len(train), len(test)) == (320, 40) and not numbers[0] & numbers[1]
+    for row in (*train[::40], *test[::10]):
+        assert played(modules, row, json.loads(row["answer"])).reward == 1
 
 
 def test_each_call_is_needed(modules):
