@@ -66,23 +66,19 @@ def teachers_of(options: Teaching | None, of_row: dict[int, str], *shared: Any) 
 
 
 class Teacher:
-    def __init__(self, path: str, actor: Actor, megatron: Megatron, precision: str):
-        """`actor`: the student."""
-        folder, student = model_folder(path, "teacher"), actor.hf_config
+    def __init__(self, path: str, student: Actor, megatron: Megatron, precision: str):
+        folder, rows = model_folder(path, "teacher"), student.hf_config.vocab_size
         own = load_config(folder)
-        if own.vocab_size < student.vocab_size:
-            raise DataError(
-                f"teacher: the vocabulary of {path} has {own.vocab_size} rows, fewer than the model's "
-                f"{student.vocab_size}"
-            )
-        if own.vocab_size > student.vocab_size and parallel.rank() == 0:
-            rows = f"rows {student.vocab_size} to {own.vocab_size - 1} of its vocabulary, which the model does not have"
-            print(f"teacher: {rows}, are left out", flush=True)
+        if own.vocab_size < rows:
+            raise DataError(f"teacher: {path} has {own.vocab_size} rows in its vocabulary, and the model {rows}")
+        if own.vocab_size > rows and parallel.rank() == 0:
+            beyond = f"rows {rows} to {own.vocab_size - 1} of its vocabulary, which the model does not have"
+            print(f"teacher: {beyond}, are left out", flush=True)
         cut = copy.deepcopy(own)
-        cut.vocab_size = student.vocab_size
-        self.actor = Actor(cut, megatron, actor.batching, precision, temperature=actor.temperature)
+        cut.vocab_size = rows
+        self.actor = Actor(cut, megatron, student.batching, precision, temperature=student.temperature)
         lookup = weights.open_folder(folder, own)
-        self.actor.load(lambda name: lookup(name)[: cut.vocab_size] if name in VOCABULARY else lookup(name))
+        self.actor.load(lambda name: lookup(name)[:rows] if name in VOCABULARY else lookup(name))
         self.weights: list[Tensor] = self.actor.snapshot()
         for tensor in self.actor.tensors():
             tensor.data = tensor.data.new_empty(0)
