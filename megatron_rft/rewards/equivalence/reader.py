@@ -189,11 +189,12 @@ class Reader:
         return _interval(members, signs) or (*kind, *members)
 
     def defined(self) -> Tree | None:
-        """A function that is defined: f(x) = ..."""
-        name = self.take() + self.take("(")
-        while not name.endswith(")"):
+        """A function that is defined: f(x) = ..., f^{-1}(x) = ..."""
+        name = self.take()
+        while not name.endswith(")") and len(name) < 20:
             name += self.take()
-        return ("s", name) if re.fullmatch(r"[a-zA-Z]\([a-zA-Z,]*\)", name) and self.next in EQUAL else None
+        plain = re.fullmatch(r"[a-zA-Z](?:\^\{?-1\}?)?\([a-zA-Z,]*\)", name)
+        return ("s", re.sub("[{}]", "", name)) if plain and self.next in EQUAL else None
 
     def joined(self) -> Tree:
         """A formula, a ratio, or a union of intervals."""

@@ -73,10 +73,10 @@ def power(base: Tree, exponent: Tree) -> Tree:
 
 
 def ratio(tree: Tree) -> Fraction | None:
-    """Return the value of 2/3 or 1/3: a product (in its order "^" precedes "n") with the inverse of a number."""
-    upper, inverse = (tree[2][1], tree[1]) if tree[0] == "*" and len(tree) == 3 and tree[2][0] == "n" else (1, tree)
-    if inverse[0] == "^" and inverse[2] == MINUS and inverse[1][0] == "n" and inverse[1][1]:
-        return Fraction(upper) / inverse[1][1]
+    """Return the value of 2/3, 1/3 or -1/3: a number times the inverse of a number, or that inverse."""
+    inverse, upper = sorted(tree[1:], key=repr) if tree[0] == "*" and len(tree) == 3 else (tree, ONE)
+    if upper[0] == "n" and inverse[0] == "^" and inverse[2] == MINUS and inverse[1][0] == "n" and inverse[1][1]:
+        return Fraction(upper[1]) / inverse[1][1]
     return None
 
 

@@ -151,6 +151,8 @@ SAME = [
     (r"-8x+32", "8(4-x)"),
     (r"\frac{4+2\sqrt3}{3}", r"\frac{2(\sqrt3+2)}{3}"),
     (r"\frac{x-4}{x+3}", r"\frac{x}{x+3}-\frac{4}{x+3}"),
+    (r"\frac{3}{4} x^{-1/4}", r"\frac{3}{4 \sqrt[4]{x}}"),
+    (r"f^{-1}(x) = \frac{5+4x}{5}", r"\frac{4x}{5} + 1"),
     (r"\lfloor x \rfloor + 1", r"\lfloor x+1 \rfloor"),
     ("120", r"\binom{10}{3}"),
 ]
