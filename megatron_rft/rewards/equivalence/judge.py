@@ -4,7 +4,7 @@ from megatron_rft.rewards.choice import option
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
 from megatron_rft.rewards.equivalence.disguise import disguised, is_numeral, value_of
-from megatron_rft.rewards.equivalence.reader import Unread, is_word, read
+from megatron_rft.rewards.equivalence.reader import SEPARATORS, Unread, is_word, read
 from megatron_rft.rewards.equivalence.tokens import tokens
 from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
 
@@ -23,7 +23,8 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
         return True
     letter = "".join(ours).strip("()")
     if len(letter) == 1 and letter.isupper() and (chosen := option(answer.strip(), alone=True)):
-        return chosen == letter
+        others = [each for each in theirs if each not in ("(", ")", ".")][1:2]  # C or 5
+        return chosen == letter and not set(others) & SEPARATORS
     try:
         wanted, got = parameters(read(reference), read(answer))
     except Unread:  # it is equal only to the same text

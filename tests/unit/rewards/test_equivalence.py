@@ -101,6 +101,7 @@ SAME = [
     ("even", "Even"),
     (r"\left[ \frac{\pi}{4}, \frac{3 \pi}{4} \right]", r"[0.25\pi, 0.75\pi]"),
     ("2500,7500", "7500 and 2500"),
+    ("27,54,108,135", "135, 108, 54 and 27"),
     ("-3,0", "x = -3 or x = 0"),
     (
         r"$\frac{1}{4}\overrightarrow{a} + \frac{1}{2}\overrightarrow{b}$ and $\frac{13}{24}$",
@@ -224,6 +225,8 @@ DIFFERENT = [
     ("A", "A. B. C. D."),
     ("A", "A: B: C: D"),
     ("A", "A) or (B)"),
+    (r"\text{(C)}", r"\text{(C)} \text{ or } \frac{16}{5}"),
+    (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\frac{2n-1}{6}\rfloor"),
     ("A", r"\text{(A)} \text{ or } \text{(B)}"),
     ("7", r"\text{not }7"),
     ("7", r"\text{7 or 8}"),
