@@ -16,13 +16,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from megatron_rft.launching.hangs import descendants
 from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
-from megatron_rft.utils.checkpoint_files import latest
+from megatron_rft.utils.checkpoint_files import damage, latest
 from megatron_rft.utils.processes import STOP_SIGNALS
 from tests.integration.tiny import freeze, kill, metrics, start, train, wait_until, write_recipe
 
+KILLED_IN_SAVE = str(Path(__file__).with_name("killed_in_save.py"))
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
 TIMED = ("seconds/", "wait_seconds", "ranks/", "memory/", "per_second", "rollout/", "sync/seconds", "time", "mfu")
 
@@ -245,6 +248,30 @@ def test_killed_rank_is_named_and_two_ranks_resume_as_one(undisturbed, tmp_path)
     rewards, wanted = ([line.get("reward/mean") for line in metrics(run)] for run in (out, expected))
     shared = min(len(rewards), len(wanted))
     assert rewards[:shared] == wanted[:shared]
+
+
+def test_killed_while_each_rank_writes_its_part_of_a_checkpoint(tmp_path):
+    """The checkpoint before it stays the newest and is intact, and the resumed run ends with the same weights."""
+    sharded = {
+        "checkpoint": {"every": 2, "gather_gib": 0},
+        "optimizer": {"lr": 1e-2, "use_distributed_optimizer": True},
+    }
+    recipe, out, ranks = write_recipe(tmp_path, **sharded), tmp_path / "killed", ("--nproc", "2")
+    status, output = train(recipe, *ranks)
+    assert status == 0, output[-3000:]
+    folder = f"run.output_dir={out}"
+    process = start(recipe, folder, *ranks, program=(KILLED_IN_SAVE,), KILL_IN_SAVE="step_000004")
+    process.communicate(timeout=900)
+    assert process.returncode != 0
+    (torn,) = out.glob("checkpoints/step_000004.*.partial/optimizer_00001.new")
+    with pytest.raises(SafetensorError):
+        load_file(torn)
+    newest = latest(out / "checkpoints")
+    assert newest.name == "step_000002" and not damage(newest) and len(list(newest.glob("optimizer_*"))) == 2
+    status, output = train(recipe, folder, *ranks)
+    assert status == 0 and "resumed after step 2" in output, output[-3000:]
+    assert not list(out.glob("checkpoints/*.partial"))
+    assert_same_weights(out, tmp_path / "run")
 
 
 def rank_pid(launcher: int, rank: int) -> int:
