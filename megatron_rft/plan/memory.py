@@ -58,7 +58,9 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
         frozen = sum(each.count for chunk in stage_chunks(s, layout, stage, value_head) for each in chunk) * element
         frozen -= s.hidden * element * (value_head and stage == layout.pp - 1)
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
-    per_parameter = MOMENTS * (2 if own_moments else 1) + (MAIN if element == 2 else 0)
+    given = recipe.optimizer.extra
+    moments, main = numbers(given, "exp_avg", "exp_avg_sq"), numbers(given, "main_params")
+    per_parameter = moments * (2 if own_moments else 1) + (main if element == 2 else 0)
     gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
     total = State(frozen, 0, 0)
     # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
@@ -69,6 +71,12 @@ def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: b
         else:
             total += State(count * element, count * gradient, count * per_parameter)
     return total
+
+
+def numbers(optimizer: dict[str, Any], *names: str) -> int:
+    """Return the bytes of these numbers of a parameter: fp32 unless the options of `optimizer` say otherwise."""
+    stored = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+    return sum(stored[optimizer.get(f"{name}_dtype", "float32")] for name in names)
 
 
 def buffers(

@@ -173,6 +173,14 @@ def test_the_policys_engine_sleeps_while_the_trainer_works_and_the_refiners_does
     assert m.phases == {"training": always + m.activations, "generation": always + m.engine + reserve}
 
 
+def test_a_precision_aware_optimizer_stores_fewer_bytes(path):
+    s, layout, aware = sizes(path), Layout(1, 1, 1, 1, 1, 1), "optimizer.use_precision_aware_optimizer=true"
+    rounded = [f"optimizer.{name}_dtype=bfloat16" for name in ("exp_avg", "exp_avg_sq")]
+    found = [state_of(load(path, [aware, *rounded[:n]]), s, layout, 0).optimizer for n in range(3)]
+    assert found[0] == state_of(load(path), s, layout, 0).optimizer
+    assert [6 * size for size in found] == [found[0] * each for each in (6, 5, 4)]
+
+
 def test_an_engine_takes_less_beside_a_critic(path, monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     recipe = load(path, ["algorithm.name=ppo", "critic.lr=1e-5"])
