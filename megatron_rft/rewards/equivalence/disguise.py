@@ -34,7 +34,7 @@ PROSE = re.compile(
 WRITES_ANOTHER = re.compile("decimal|percent|mixed|fraction")
 LOGARITHMS = {"ln", "log", "lg"}
 SIZES = {"operations", "symbols", "sizes", "arithmetic"}
-MOST = 60  # formulas of a question
+MOST, LARGEST = 60, 10**100  # formulas of a question, and numbers that are raised to a power
 
 
 def disguised(wanted: Tree, got: Tree, question: str) -> bool:
@@ -168,7 +168,8 @@ def _power(base: Tree, exponent: Tree) -> Tree:
         return power(base, exponent)
     root = Fraction(math.isqrt(abs(base[1].numerator))) if exponent[1].denominator == 2 else None
     number, count = (root, 2 * exponent[1]) if root is not None and root**2 == base[1] else (base[1], exponent[1])
-    return ("n", number ** int(count)) if count.denominator == 1 and abs(count) < 10 else power(base, exponent)
+    small = max(map(abs, number.as_integer_ratio())) < LARGEST and abs(count) < 10 and count.denominator == 1
+    return ("n", number ** int(count)) if small else power(base, exponent)
 
 
 def _scaled(tree: Tree) -> tuple[list[Tree], Fraction]:

@@ -135,6 +135,8 @@ LONG = "+".join(rf"\sin(\cos({k}x))\tan({k}x)" for k in range(40))
 
 def test_no_verdict_takes_longer_than_its_limit(monkeypatch):
     assert graded("7", "0", "") == graded("7", LONG, "") == math.WRONG
+    huge = "(" * 8 + "2" + "^9)" * 8
+    assert graded("x^2+3x+y+2", f"(x^2+3x+y+2){huge}/{huge}", "Expand $(x+1)(x+2)+y$.") == math.WRONG
     monkeypatch.setattr(values, "LIMIT_S", 0.002)
     score = graded("7", LONG, "")
     assert "no verdict within" in score.reason and score.reward == 0.0 and score.error is None
