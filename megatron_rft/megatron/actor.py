@@ -38,12 +38,13 @@ from megatron_rft.config.gpu_defaults import overlaps
 from megatron_rft.config.lora import Lora
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.megatron import model as models
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron import parallel, seams, weights
 from megatron_rft.megatron.balance import plan, plan_within
 from megatron_rft.megatron.lora import attach
 from megatron_rft.megatron.offload import TrainingState
 from megatron_rft.megatron.optimizer import ActorOptimizer
 from megatron_rft.megatron.packing import MicroBatch, PackLayout, filler, pack
+from megatron_rft.megatron.seams import named
 from megatron_rft.megatron.spec import has_transformer_engine
 from megatron_rft.megatron.torch_attention import take_rows
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
@@ -110,6 +111,7 @@ class Actor:
             share_prompts=not batching.why_not_shared(parallel.cp_size(), whole_sequences(hf_config)),
             ends_on_host=not has_transformer_engine(),
         )
+        seams.now.built(self)
 
     def _wrap(self, chunks: list, megatron: Any, distributed: bool) -> list[DistributedDataParallel]:
         options = models.fields_of(DistributedDataParallelConfig, megatron)
@@ -130,6 +132,7 @@ class Actor:
 
     # ---- weights
 
+    @named(phase="loading", category="tensors of files")
     def load(self, lookup: Callable[[str], Tensor], adapters: bool = False) -> None:
         """Load all weights except adapters from HF-named tensors, or the adapters alone, and update the optimizer's
         main copies."""
@@ -157,15 +160,17 @@ class Actor:
     def use_weights(self, other: list[Tensor]) -> Iterator[None]:
         """Use the weights of a `snapshot` (a frozen reference) in this context, then restore the current ones
         exactly."""
-        self.finish_param_gather()
-        mine = list(self.tensors())
-        if len(mine) != len(other):
-            mine = list(self.tensors(frozen=True))
-        own = [p.data for p in mine]
-        for p, data in zip(mine, other, strict=True):
-            p.data = data.to(self.device, non_blocking=True).to(p.dtype)  # the device converts faster
+        with named(phase="log-probs of another model", category="other weights"):
+            self.finish_param_gather()
+            mine = list(self.tensors())
+            if len(mine) != len(other):
+                mine = list(self.tensors(frozen=True))
+            own = [p.data for p in mine]
+            for p, data in zip(mine, other, strict=True):
+                p.data = data.to(self.device, non_blocking=True).to(p.dtype)  # the device converts faster
         try:
-            yield
+            with seams.now.other_weights():
+                yield
         finally:
             for p, data in zip(mine, own, strict=True):
                 p.data = data
@@ -194,6 +199,10 @@ class Actor:
     @torch.no_grad()
     def outputs(self, batch: Batch, names: frozenset[str], second: Second | None = None) -> dict[str, Tensor]:
         """Return [R] float32 per name of `HEADS` (except "hidden"), on the host, the same on every rank."""
+        compute = partial(self._outputs, batch, names, second)
+        return seams.now.outputs(compute, names, len(batch.response_ids), critic=self.value_head)
+
+    def _outputs(self, batch: Batch, names: frozenset[str], second: Second | None) -> dict[str, Tensor]:
         shares = self._plan(batch, self.batching.tokens_without_backward)
         second_states = self._with_states(second, shares)
         order = sorted(names)
@@ -234,6 +243,7 @@ class Actor:
         return (second.actor or self)._hidden_states(second, shares)
 
     @torch.no_grad()
+    @named(phase="second distribution")
     def _hidden_states(self, second: Second, shares: list[list[Tensor]]) -> Second | None:
         """Return `second` with the hidden states of the sequences that `shares` gives this data-parallel rank, computed
         with a separate split into micro-batches; None on ranks that are not on the last pipeline stage."""
@@ -352,6 +362,7 @@ class Actor:
         assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
         parts = [batch.select(index) if len(index) else filler(batch) for index in share]
         micro_batches = [pack(part, self.layout, self.device) for part in parts]
+        seams.now.packed(self.config, micro_batches, forward_only)
 
         def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(data)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from megatron_rft.megatron import seams
 from megatron_rft.megatron.optimizer import ActorOptimizer
 
 
@@ -26,17 +27,17 @@ class TrainingState:
         if self.away:
             return
         storages = self._optimizer_storages()
-        self.copies = {storage._cdata: save(storage, self.copies.get(storage._cdata)) for storage in storages}
+        self.copies = {storage._cdata: seams.now.save(storage, self.copies.get(storage._cdata)) for storage in storages}
         self.away = [(storage, storage.nbytes(), self.copies[storage._cdata]) for storage in storages]
         self.away += [(storage, storage.nbytes(), None) for storage in self._gradient_storages()]
         if any(storage.device.type == "cuda" for storage, *_ in self.away):
             torch.cuda.synchronize()
         for storage, *_ in self.away:
-            empty(storage)
+            seams.now.empty(storage)
 
     def restore(self) -> None:
         for storage, size, copy in self.away:
-            refill(storage, size, copy)
+            seams.now.refill(storage, size, copy)
         self.away = []
 
     def _gradient_storages(self) -> Iterator[UntypedStorage]:
@@ -52,27 +53,3 @@ class TrainingState:
         beside = (x.untyped_storage() for x in self.optimizer.tensors() if x.device == device)
         found = {storage._cdata: storage for storage in beside if storage.nbytes()}
         return [storage for key, storage in found.items() if key not in own]
-
-
-def save(storage: UntypedStorage, copy: Tensor | None) -> Tensor:
-    """Starts to copy a storage into `copy`, or into a new host tensor where there is none of its size."""
-    if copy is None or len(copy) != storage.nbytes():
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(_bytes_of(storage), non_blocking=True)
-
-
-def empty(storage: UntypedStorage) -> None:
-    storage.resize_(0)
-
-
-def refill(storage: UntypedStorage, size: int, copy: Tensor | None) -> None:
-    """From `copy`, or with zeros."""
-    storage.resize_(size)
-    if copy is None:
-        _bytes_of(storage).zero_()
-    else:
-        _bytes_of(storage).copy_(copy, non_blocking=True)
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

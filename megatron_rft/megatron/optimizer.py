@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_rft.megatron.seams import named
 from megatron_rft.utils.errors import ConfigError
 
 
@@ -84,6 +85,7 @@ class ActorOptimizer:
     def learning_rate(self) -> float:
         return max(group["lr"] for group in self.megatron.param_groups)
 
+    @named(part="optimizer")
     def step(self, learning_rate: float | None = None, moments: str = "own") -> tuple[bool, float]:
         """Make a step with the gradients in the DDP buffers and `learning_rate` or the schedule's next rate.
 

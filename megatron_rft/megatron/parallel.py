@@ -227,7 +227,9 @@ def _set_single_rank_environment() -> None:
 
 def host_group(phase: str) -> dist.ProcessGroup:
     """Return the gloo group of all ranks, for waits longer than a step. Its next collectives have the limit of `phase`,
-    one of PHASES. Only the main thread may use it."""
+    one of PHASES. Only the main thread may use it. Where a caller connected the ranks, it is that group."""
+    if not _host:
+        return dist.group.WORLD
     dist.distributed_c10d._set_pg_timeout(_host["limits"][phase], _host["group"])
     return _host["group"]
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rft.megatron.seams import named
 from megatron_rft.megatron.vocabulary import (
     BLOCK_BYTES,
     Blocks,
@@ -70,6 +71,7 @@ WITH_GRADIENT = frozenset({"logprobs", "entropy", "reverse_kl", "forward_kl", "j
 NAMES = WITH_GRADIENT | {"other_logprobs", "extrapolated_logprobs"}
 
 
+@named(category="second distribution")
 def compare(
     hidden: Tensor,  # [N, H] of pi
     weight: Tensor,  # [V/tp, H] this rank's rows

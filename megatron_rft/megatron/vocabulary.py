@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rft.megatron.seams import named
 from megatron_rft.records import Support
 
 BLOCK_BYTES = 64 << 20  # of one fp32 block of logits
@@ -65,6 +66,7 @@ class Blocks:
         for start in range(0, len(self.weight), max(self.width, 1)):
             yield slice(start, min(start + self.width, len(self.weight)))
 
+    @named(category="log-prob blocks")
     def buffer(self, name: str, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
         """Return [N, columns] scratch memory, the same for every block with that name."""
         if name not in self.buffers:

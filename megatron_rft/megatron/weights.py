@@ -17,14 +17,15 @@ import torch.distributed as dist
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rft.config.lora import Lora
-from megatron_rft.conversion import FolderWriter, HFFolder, Mapping, hf_shapes, lora, partition_dim, shard, unshard
+from megatron_rft.conversion import FolderWriter, Mapping, hf_shapes, lora, partition_dim, shard, unshard
 from megatron_rft.conversion.mapping import ADAPTER, EXPERT, LAYER
 from megatron_rft.families.shapes import experts
 from megatron_rft.families.tables import EXPERT_BIAS
-from megatron_rft.megatron import parallel
+from megatron_rft.megatron import parallel, seams
 from megatron_rft.megatron.model import ValueHead
 from megatron_rft.utils.errors import RunFailed, disk_is_full
 
@@ -186,7 +187,7 @@ def random_tensors(hf_config: Any, seed: int) -> Lookup:
             return torch.ones(shape)
         return torch.randn(shape, generator=_generator(seed, name)) * hf_config.initializer_range
 
-    return lookup
+    return seams.now.new_tensors(lookup, shapes)
 
 
 def new_adapters(hf_config: Any, options: Lora, seed: int) -> Lookup:
@@ -200,7 +201,7 @@ def new_adapters(hf_config: Any, options: Lora, seed: int) -> Lookup:
         bound = shapes[name][1] ** -0.5
         return torch.empty(shapes[name]).uniform_(-bound, bound, generator=_generator(seed, name))
 
-    return lookup
+    return seams.now.new_tensors(lookup, shapes)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -208,9 +209,9 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
 
-def open_folder(path: str | Path, hf_config: Any) -> HFFolder:
+def open_folder(path: str | Path, hf_config: Any) -> Lookup:
     """Open an HF folder as a lookup, and check it against the configuration."""
-    return HFFolder(path, hf_config)
+    return seams.now.open_folder(path, hf_config)
 
 
 def save_folder(
@@ -219,15 +220,16 @@ def save_folder(
     hf_config: Any,
     tokenizer_folder: str | Path | None = None,
     beside: dict[str, str] | None = None,
+    save: Callable = save_file,
 ) -> None:
     """Write a `stream` to an HF folder that transformers can load, and the texts `beside` it by file name. Rank 0
-    writes; all ranks return together.
+    writes, each file by `save`; all ranks return together.
 
     Raises:
         RunFailed: the disk is full, on every rank. The new folder is removed; an older one stays.
     """
     full: list[str] = []
-    writer = FolderWriter(path) if parallel.rank() == 0 else None
+    writer = FolderWriter(path, save=save) if parallel.rank() == 0 else None
     for name, tensor in tensors:  # read to the end even if the disk is full, because the stream is collective
         if writer and not full:
             with _disk_may_be_full(writer, full):

@@ -8,7 +8,7 @@ memory by category, kernels, collectives, and the host's waits for the device.
     cuda      answers torch.cuda's functions
     device    the dispatch mode that runs device operations on shapes
     ledger    the counts
-    patches   replaces code that needs values or neighbours
+    patches   stands in for code that needs values or neighbours
     batches   makes a batch of the recipe's sizes
     loading   loads a model's folder without values
     saving    makes a checkpoint and an export without writing

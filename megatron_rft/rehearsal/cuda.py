@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.bias
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
@@ -91,6 +92,7 @@ def _keep_operations_visible() -> None:
     torch.compile = lambda model=None, **_: model or (lambda function: function)
     torch.nn.functional.scaled_dot_product_attention = attention
     torch.nn.functional.rms_norm = rms_norm
+    torch.nn.attention.bias.causal_lower_right = LowerRight
     # Module.bfloat16() calls it; a real swap raises "Cannot swap t1 because it has weakref".
     torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
 

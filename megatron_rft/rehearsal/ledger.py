@@ -45,7 +45,6 @@ class Ledger:
         self.device, self.efficiency, self.node = device, efficiency, node
         self.memory, self.host = Memory(), Memory()
         self.phase, self.part, self.category = BETWEEN, "rest", None
-        self.swapped = 0  # above 0 while another model's weights replace the policy's
         self.training = False  # whether the micro-batches have a backward pass
         self.in_backward = lambda: False  # set by the device mode, which knows autograd
         self.kernels: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])

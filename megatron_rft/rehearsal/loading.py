@@ -6,7 +6,6 @@ which tensors are missing, unknown or of another shape.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,30 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rft.config.lora import Lora
-from megatron_rft.conversion import HFFolder, hf_shapes, lora
-from megatron_rft.megatron import weights
-from megatron_rft.megatron.actor import Actor
-from megatron_rft.plan.model_shape import find_model
+from megatron_rft.conversion import HFFolder, hf_shapes
 from megatron_rft.rehearsal.device import FakeDevice
-from megatron_rft.rehearsal.ledger import Ledger
-from megatron_rft.training import build
 
 
 class Header:
     """The names, shapes and dtypes of a file's tensors, as `safe_open` gives them. The tensors have no values."""
 
-    def __init__(self, found: dict[str, tuple[tuple[int, ...], torch.dtype]], mode: FakeDevice):
-        self.found, self.mode = found, mode
+    def __init__(self, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], mode: FakeDevice):
+        self.tensors, self.mode = tensors, mode
 
     def keys(self) -> list[str]:
-        return list(self.found)
+        return list(self.tensors)
 
     def get_slice(self, name: str) -> Any:
-        return SimpleNamespace(get_shape=lambda: self.found[name][0])
+        return SimpleNamespace(get_shape=lambda: self.tensors[name][0])
 
     def get_tensor(self, name: str) -> Tensor:
-        shape, dtype = self.found[name]
+        shape, dtype = self.tensors[name]
         return self.mode.on_host(lambda: torch.empty(shape, dtype=dtype))
 
 
@@ -67,31 +60,6 @@ class ModelFolder(HFFolder):
         return Header({n: (tuple(part.get_shape()), part[:0].dtype) for n, part in parts.items()}, self.mode)
 
 
-def install(ledger: Ledger, mode: FakeDevice) -> None:
-    plain = Actor.load
-
-    def load(self: Actor, *args: Any, **options: Any) -> None:
-        label(mode, self)
-        with ledger.during("loading"), ledger.holding("tensors of files"):
-            plain(self, *args, **options)
-
-    def random_tensors(hf_config: Any, _seed: int) -> Callable[[str], Tensor]:
-        shapes = hf_shapes(hf_config)
-        return Header({name: (shape, torch.float32) for name, shape in shapes.items()}, mode).get_tensor
-
-    def new_adapters(hf_config: Any, options: Lora, _seed: int) -> Callable[[str], Tensor]:
-        shapes = lora.shapes(hf_config, options)
-        return Header({name: (shape, torch.float32) for name, shape in shapes.items()}, mode).get_tensor
-
-    Actor.load = load
-    build.model_folder = lambda path, option="model.path": find_model(path, option) or Path(path)
-    weights.open_folder = lambda path, hf_config: ModelFolder(path, hf_config, mode)
-    weights.random_tensors, weights.new_adapters = random_tensors, new_adapters
-
-
-def label(mode: FakeDevice, actor: Actor) -> None:
-    """Count the storages of a model's weights and gradients under these categories."""
-    mode.relabel(actor.tensors(frozen=True), "weights")
-    chunks = actor.chunks if actor.optimizer else []  # a teacher has no gradients
-    buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
-    mode.relabel([b.grad_data for b in buffers], "gradients")
+def header(shapes: dict[str, tuple[int, ...]], mode: FakeDevice) -> Header:
+    """Of new tensors, which are fp32."""
+    return Header({name: (shape, torch.float32) for name, shape in shapes.items()}, mode)

@@ -1,4 +1,5 @@
-"""Patches of the package and of megatron-core that supply what shapes do not tell.
+"""What the rehearsal puts in place of code that needs values or neighbours: the package's seams (megatron/seams.py),
+and patches of megatron-core.
 
 They name phases, parts and categories for the ledger, answer with the shapes that pipeline neighbours would send, and
 balance the routing of a mixture.
@@ -7,6 +8,7 @@ balance the routing of a mixture.
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,28 +17,20 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import moe_utils, router
 from torch import Tensor
 
-from megatron_rft.megatron import actor as actors
-from megatron_rft.megatron import offload, parallel, torch_attention, vocabulary
-from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.optimizer import ActorOptimizer
-from megatron_rft.rehearsal.cuda import LowerRight
+from megatron_rft.megatron import parallel, seams
+from megatron_rft.megatron.seams import Seams
 from megatron_rft.rehearsal.device import FakeDevice
 from megatron_rft.rehearsal.ledger import Ledger
+from megatron_rft.rehearsal.loading import ModelFolder, header
 
 
-def install(ledger: Ledger, mode: FakeDevice) -> None:
-    _name_parts(ledger)
-    _name_categories(ledger)
-    _name_phases(ledger)
-    _neighbours(ledger)
+def install(ledger: Ledger, mode: FakeDevice, training_only: bool) -> None:
+    seams.now = ShapeSeams(ledger, mode, training_only)
+    around(schedules, "forward_step", lambda *_, **__: ledger.doing("forward"))
+    around(schedules, "backward_step", lambda *_, **__: ledger.doing("backward"))
+    around(P2PCommunicator, "_communicate", lambda *_, **__: ledger.holding("activations"))
+    _neighbours(seams.now)
     _balanced_routing(mode)
-    torch_attention.causal_lower_right = LowerRight
-    _offload(ledger, mode)
-
-
-def no_outputs() -> None:
-    """Answer with zeros where the run computes log-probs and values before its updates."""
-    Actor.outputs = lambda self, batch, names, second=None: dict.fromkeys(names, torch.zeros(len(batch.response_ids)))
 
 
 def around(owner: Any, name: str, context: Callable[..., AbstractContextManager]) -> None:
@@ -50,90 +44,95 @@ def around(owner: Any, name: str, context: Callable[..., AbstractContextManager]
     setattr(owner, name, call)
 
 
-def _name_parts(ledger: Ledger) -> None:
-    around(schedules, "forward_step", lambda *_, **__: ledger.doing("forward"))
-    around(schedules, "backward_step", lambda *_, **__: ledger.doing("backward"))
-    around(ActorOptimizer, "step", lambda *_, **__: ledger.doing("optimizer"))
+class ShapeSeams(Seams):
+    """Names for the ledger; and acts on shapes."""
 
-
-def _name_categories(ledger: Ledger) -> None:
-    around(vocabulary.Blocks, "buffer", lambda *_, **__: ledger.holding("log-prob blocks"))
-    around(actors, "compare", lambda *_, **__: ledger.holding("second distribution"))
-    around(P2PCommunicator, "_communicate", lambda *_, **__: ledger.holding("activations"))
-    plain = Actor.use_weights
+    def __init__(self, ledger: Ledger, mode: FakeDevice, training_only: bool):
+        """`training_only`: log-probs and values that the run computes before its updates are zeros."""
+        self.ledger, self.mode, self.training_only = ledger, mode, training_only
+        self.swapped = False  # whether another model's weights replace the policy's
+        self.shapes: dict[str, list[list[int]]] = {"before": [], "behind": []}  # that neighbours will send
 
     @contextmanager
-    def swapped(self: Actor, other: list[Tensor]) -> Iterator[None]:
+    def named(self, phase: str = "", part: str = "", category: str = "") -> Iterator[None]:
+        contexts = ((self.ledger.during, phase), (self.ledger.doing, part), (self.ledger.holding, category))
         with ExitStack() as stack:
-            with ledger.during("log-probs of another model"), ledger.holding("other weights"):
-                stack.enter_context(plain(self, other))
-            ledger.swapped += 1
-            stack.callback(lambda: setattr(ledger, "swapped", ledger.swapped - 1))
+            for context, name in contexts:
+                if name:
+                    stack.enter_context(context(name))
             yield
 
-    Actor.use_weights = swapped
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        before, self.swapped = self.swapped, True
+        yield
+        self.swapped = before
 
+    def built(self, actor: Any) -> None:
+        """Count the storages of the model's weights and gradients under these categories."""
+        self.mode.relabel(actor.tensors(frozen=True), "weights")
+        chunks = actor.chunks if actor.optimizer else []  # a teacher has no gradients
+        buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        self.mode.relabel([b.grad_data for b in buffers], "gradients")
 
-def _name_phases(ledger: Ledger) -> None:
-    def of_outputs(self: Actor, *_: Any, **__: Any) -> AbstractContextManager:
-        what = "critic's values" if self.value_head else "log-probs of another model" if ledger.swapped else "log-probs"
-        return ledger.during(what)
+    def packed(self, config: Any, micro_batches: list, forward_only: bool) -> None:
+        """Every pipeline stage has micro-batches of the same shapes."""
+        ledger, cut = self.ledger, parallel.tp_size() if config.sequence_parallel else 1
+        ids = [micro.token_ids for micro in micro_batches]
+        for shapes in self.shapes.values():
+            shapes[:] = [[x.shape[1] // cut, x.shape[0], config.hidden_size] for x in ids]
+        ledger.training = not forward_only
+        ledger.tokens[ledger.phase] += sum(x.numel() for x in ids)
+        ledger.largest[ledger.phase] = max(ledger.largest[ledger.phase], *(x.numel() for x in ids))
+        ledger.micro_batches[ledger.phase] += len(ids)
 
-    around(Actor, "outputs", of_outputs)
-    around(Actor, "_hidden_states", lambda *_, **__: ledger.during("second distribution"))
-
-
-def _neighbours(ledger: Ledger) -> None:
-    """Answer with the shapes of this rank's micro-batches: every pipeline stage has the same ones."""
-    received: dict[str, list[list[int]]] = {"before": [], "behind": []}
-    plain_pack, plain_run, plain_shapes = actors.pack, Actor._run, P2PCommunicator._communicate_shapes
-    configs: list[Any] = []
-
-    def pack(*args: Any, **kwargs: Any) -> Any:
-        micro = plain_pack(*args, **kwargs)
-        cut = parallel.tp_size() if configs[-1].sequence_parallel else 1
-        shape = [micro.token_ids.shape[1] // cut, micro.token_ids.shape[0], configs[-1].hidden_size]
-        for shapes in received.values():
-            shapes.append(shape)
-        ledger.tokens[ledger.phase] += micro.token_ids.numel()
-        ledger.largest[ledger.phase] = max(ledger.largest[ledger.phase], micro.token_ids.numel())
-        ledger.micro_batches[ledger.phase] += 1
-        return micro
-
-    def run(self: Actor, *args: Any, **kwargs: Any) -> Any:
-        for shapes in received.values():
-            shapes.clear()
-        configs[:] = [self.config]
-        ledger.training = not kwargs["forward_only"]
-        return plain_run(self, *args, **kwargs)
-
-    def next_of(where: str) -> list[int]:
-        shapes = received[where]
+    def next_shape(self, where: str) -> list[int]:
+        shapes = self.shapes[where]
         alike = all(shape == shapes[0] for shape in shapes)  # if so, the order of virtual stages does not matter
         return shapes[0] if alike else shapes.pop(0)
 
-    def communicate_shapes(self: Any, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple:
-        plain_shapes(self, to_next, to_previous, recv_prev, recv_next)
-        nothing = [0, 0, 0]
-        return next_of("before") if recv_prev else nothing, next_of("behind") if recv_next else nothing
+    def outputs(
+        self, compute: Callable[[], dict], names: frozenset[str], count: int, critic: bool
+    ) -> dict[str, Tensor]:
+        if self.training_only:
+            return dict.fromkeys(names, torch.zeros(count))
+        what = "critic's values" if critic else "log-probs of another model" if self.swapped else "log-probs"
+        with self.ledger.during(what):
+            return compute()
 
-    actors.pack, Actor._run, P2PCommunicator._communicate_shapes = pack, run, communicate_shapes
+    def open_folder(self, path: str | Path, hf_config: Any) -> Callable[[str], Tensor]:
+        return ModelFolder(path, hf_config, self.mode)
 
+    def new_tensors(self, lookup: Callable[[str], Tensor], shapes: dict[str, tuple]) -> Callable[[str], Tensor]:
+        return header(shapes, self.mode).get_tensor
 
-def _offload(ledger: Ledger, mode: FakeDevice) -> None:
-    """Report the sizes of storages to the ledger instead of copying them."""
-
-    def save(storage: Any, copy: Tensor | None) -> Tensor:
+    def save(self, storage: Any, copy: Tensor | None) -> Tensor:
         if copy is None:
-            ledger.host.add("optimizer", storage.nbytes())
+            self.ledger.host.add("optimizer", storage.nbytes())
         return torch.empty(0) if copy is None else copy
 
-    def count(storage: Any, sign: int) -> None:
-        memory, category, size = mode.storages[storage]
+    def empty(self, storage: Any) -> None:
+        self._count(storage, -1)
+
+    def refill(self, storage: Any, size: int, copy: Tensor | None) -> None:
+        self._count(storage, 1)
+
+    def _count(self, storage: Any, sign: int) -> None:
+        memory, category, size = self.mode.storages[storage]
         memory.add(category, sign * size)
 
-    offload.save, offload.empty = save, lambda storage: count(storage, -1)
-    offload.refill = lambda storage, *_: count(storage, 1)
+
+def _neighbours(shapes: ShapeSeams) -> None:
+    """Answer with the shapes that this rank's neighbours would send."""
+    plain = P2PCommunicator._communicate_shapes
+
+    def communicate_shapes(self: Any, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple:
+        plain(self, to_next, to_previous, recv_prev, recv_next)
+        nothing = [0, 0, 0]
+        before = shapes.next_shape("before") if recv_prev else nothing
+        return before, shapes.next_shape("behind") if recv_next else nothing
+
+    P2PCommunicator._communicate_shapes = communicate_shapes
 
 
 def _balanced_routing(mode: FakeDevice) -> None:

@@ -73,9 +73,9 @@ class PreparedProcess:
 
         self.mode = FakeDevice(self.ledger)  # before the patches: it imports torch's compiler, which lists functions
         cuda.install(self.ledger)
-        from megatron_rft.rehearsal import loading, patches
+        from megatron_rft.rehearsal import patches
 
-        self.patches = loading, patches
+        self.install = patches.install
         importlib.import_module("megatron_rft.training.online")  # once for all ranks
 
     def answer(self, question: RankQuestion) -> dict[str, Any]:
@@ -86,8 +86,7 @@ class PreparedProcess:
         try:
             step = Step(question, self.ledger, self.mode)
             step.join()
-            for each in self.patches:
-                each.install(self.ledger, self.mode)
+            self.install(self.ledger, self.mode, question.training_only)
             with self.mode:
                 times = step.run()
         except UserError as error:
@@ -105,8 +104,23 @@ class Step:
 
         self.question, self.ledger, self.mode = question, ledger, mode
         self.recipe = load(question.recipe, question.overrides)
+        self._name_folders()
         self.hf_config = load_config(find_model(self.recipe.model.path))
         self.times: dict[str, tuple[float, float]] = {}
+
+    def _name_folders(self) -> None:
+        """Name the folders of the recipe's models; one that is not on this machine has the shapes of the policy's."""
+        model, critic = self.recipe.model, self.recipe.critic
+        own = find_model(model.path)
+
+        def folder(path: str | None, option: str) -> str | None:
+            return path and str(find_model(path, option) or own)
+
+        changed = {"path": str(own), "reference": folder(model.reference, "model.reference")}
+        sections = {"model": model.model_copy(update=changed)}
+        if critic:
+            sections["critic"] = critic.model_copy(update={"path": folder(critic.path, "critic.path")})
+        self.recipe = self.recipe.model_copy(update=sections)
 
     def join(self) -> None:
         """Create the process groups of the whole world as this rank sees them."""
@@ -119,10 +133,8 @@ class Step:
         parallel.initialize(self.recipe.megatron)
 
     def run(self) -> dict[str, tuple[float, float]]:
-        from megatron_rft.rehearsal import patches, saving
+        from megatron_rft.rehearsal import saving
 
-        if self.question.training_only:
-            patches.no_outputs()
         models = self._online() if self.recipe.trainer == "rl" else self._stored()
         if self.question.training_only:
             return self.times

@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing.validation import _validate_sharding_for_k
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_rft.conversion import folder as hf_folder
 from megatron_rft.megatron import checkpoint as checkpoints
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
@@ -56,23 +55,25 @@ def rehearse(
         if parallel.rank() == 0:  # the other ranks send their weights, as they do to an engine
             with ledger.during("export"), ledger.holding("buckets"):
                 actor = models["actor"]
-                weights.save_folder(actor.stream(), Path(folder, "export"), actor.hf_config)
+                weights.save_folder(actor.stream(), Path(folder, "export"), actor.hf_config, save=_touch)
+
+
+def _touch(_: Any, path: Path, **__: Any) -> None:
+    path.touch()
 
 
 def _install(distributed: bool) -> None:
-    """Replace functions that need other ranks or write a file."""
-    parallel.host_group = lambda _: dist.group.WORLD
+    """Replace functions of torch and megatron-core that need other ranks."""
     filesystem_async._results_queue = queue.Queue()
     for module in (state_dict_utils, fully_parallel):
         module.validate_sharding_integrity = lambda *_, **__: None  # check_shards does it
     MCoreSavePlanner.create_global_plan = lambda self, plans: (plans, Metadata({}))
-    hf_folder.save_file = lambda tensors, path, **_: Path(path).touch()
     plain = dist.all_gather_object
 
-    def all_gather_object(found: list, own: Any, group: dist.ProcessGroup | None = None) -> None:
-        plain(found, own, group)
-        if distributed and isinstance(own, list) and any(isinstance(each, ShardedTensor) for each in own):
-            found[1:] = [[each for each in own if "optimizer.state." not in each.key]] * (len(found) - 1)
+    def all_gather_object(gathered: list, own: Any, group: dist.ProcessGroup | None = None) -> None:
+        plain(gathered, own, group)
+        if distributed and isinstance(own, list) and any(isinstance(shard, ShardedTensor) for shard in own):
+            gathered[1:] = [[shard for shard in own if "optimizer.state." not in shard.key]] * (len(gathered) - 1)
 
     def gather_object(obj: Any, object_gather_list: list | None = None, *_: Any, **__: Any) -> None:
         if object_gather_list is not None:
@@ -102,30 +103,30 @@ def check_shards(models: dict[str, Actor]) -> None:
                 for chunk in actor.models:
                     part = sharded_state(chunk, f"{name}.", metadata)
                     apply_factories(part)
-                    for each in nested_values(part):
-                        if isinstance(each, ShardedTensor):
-                            shards[each.key].append((number, each))
-    for found in shards.values():
-        copy = parallel.pp_rank() > 0 and all(each.replica_id[0] > 0 for _, each in found)
+                    for shard in nested_values(part):
+                        if isinstance(shard, ShardedTensor):
+                            shards[shard.key].append((number, shard))
+    for of_tensor in shards.values():
+        copy = parallel.pp_rank() > 0 and all(shard.replica_id[0] > 0 for _, shard in of_tensor)
         if not copy:  # an embedding that is also the last stage's output matrix: the first stage writes it
-            check_written_once(found)
+            check_written_once(of_tensor)
 
 
-def check_written_once(found: list[tuple[int, ShardedTensor]]) -> None:
-    """megatron-core's check of one tensor: `found` has the shards of (rank, shard) in this stage.
+def check_written_once(shards: list[tuple[int, ShardedTensor]]) -> None:
+    """megatron-core's check of one tensor: `shards` has (rank, shard) of this stage.
 
     Raises:
         CheckpointingException: no rank writes a shard, or several ranks do.
     """
-    _validate_sharding_for_key(_of_this_stage(found))
+    _validate_sharding_for_key(_of_this_stage(shards))
 
 
-def _of_this_stage(found: list[tuple[int, ShardedTensor]]) -> list[tuple[int, ShardedTensor]]:
+def _of_this_stage(shards: list[tuple[int, ShardedTensor]]) -> list[tuple[int, ShardedTensor]]:
     """Number the layers, which are the first axis of a layer's tensors, within this stage."""
-    if not found[0][1].prepend_axis_num:
-        return found
-    layers = sorted({each.global_offset[0] for _, each in found})
-    return [(rank, _at_layer(each, layers.index(each.global_offset[0]), len(layers))) for rank, each in found]
+    if not shards[0][1].prepend_axis_num:
+        return shards
+    layers = sorted({shard.global_offset[0] for _, shard in shards})
+    return [(rank, _at_layer(shard, layers.index(shard.global_offset[0]), len(layers))) for rank, shard in shards]
 
 
 def _at_layer(shard: ShardedTensor, number: int, layers: int) -> ShardedTensor:
