@@ -9,13 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rft.config import passthrough
-from megatron_rft.config.algorithms.base import Lengths
+from megatron_rft.config.algorithms.base import Algorithm, Lengths
+from megatron_rft.config.constraint import Constraint
 from megatron_rft.config.datasets import ARITHMETIC, DATASETS, HUB, HUB_NAME, SUFFIXES
 from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.gpu_defaults import plan_line
 from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
+from megatron_rft.config.trainers import Generation
 from megatron_rft.plan import host, lora, memory, model_shape, teacher
 from megatron_rft.plan.engines import check_engines, check_speed, engine_processes
 from megatron_rft.plan.layout import UNEVEN, Layout, check_layout
@@ -73,7 +75,8 @@ def check(
     check_speed(recipe, choose(recipe.rollout.engine, shape, bool(gpu_gib), planned).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
-        return Plan(layout, 1, None, [model_line, *data_lines, *_generation(recipe), f"engine: {engine}", memory_line])
+        store = _generation(recipe.generation, recipe.rollout, recipe.run)
+        return Plan(layout, 1, None, [model_line, *data_lines, *store, f"engine: {engine}", memory_line])
     batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
     batches, alone = recipe.run.steps, recipe.critic.warmup_steps if recipe.critic else 0
     optimizer_steps = batches and (batches - alone) * steps_per_batch
@@ -132,11 +135,11 @@ def _memory_lines(
     sizes = Sizes.read(model_shape.find_model(recipe.model.path))
     lines = memory.lines(recipe, sizes, layout, gpu_gib)
     if not gpu_gib and device.torch_is_cpu_build():
-        vllm, weights = memory.by_vllm(recipe, sizes), memory.copy_of_model(recipe, sizes)
+        own = memory.OwnEngines(recipe, sizes)
         apart = recipe.rollout.placement != "colocated" and not recipe.rollout.servers
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
         writers = min(ranks, layout.tp * layout.pp)
-        lines += host.lines(memory.memory_of(recipe, sizes, layout), vllm, ranks, writers, engines, weights)
+        lines += host.lines(memory.memory_of(recipe, sizes, layout), own.by_vllm, ranks, writers, engines, own.weights)
     return lines + ([memory.check_fits(recipe, sizes, layout, gpu_gib)] if gpu_gib and must_fit else [])
 
 
@@ -334,12 +337,11 @@ def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
         when = ", most of it during generation" if recipe.trains_while_sampling and not recipe.rollout.staleness else ""
         lines.append(f"pipo: one verification step more, from step {first} on{late}, at {pipo.learning_rate:g}{when}")
     if recipe.constraint and recipe.constraint.kind != "none":
-        lines.append(_constraint_line(recipe))
+        lines.append(_constraint_line(recipe.constraint, algorithm))
     return lines, parts * epochs
 
 
-def _constraint_line(recipe: Recipe) -> str:
-    constraint, algorithm = recipe.constraint, recipe.algorithm
+def _constraint_line(constraint: Constraint, algorithm: Algorithm) -> str:
     if not constraint.refines:
         return f"constraint: the KL to the reference in the {algorithm.kl_in}, coefficient {constraint.eta:g}"
     which = "all responses" if constraint.share == 1 else f"{constraint.share:.0%} of the responses"
@@ -367,12 +369,12 @@ def environment_line(environment: AnyEnvironment, longest: int) -> str:
     )
 
 
-def _generation(recipe: Recipe) -> list[str]:
-    rollout, shard = recipe.rollout, recipe.generation.problems_per_shard
+def _generation(generation: Generation, rollout: Rollout, run: Run) -> list[str]:
     return [
         f"sampling: {many(rollout.group_size, 'response')} of up to {rollout.max_response_tokens} tokens to each "
-        f"problem, temperature {rollout.temperature:g}, seed {recipe.run.seed}",
-        f"store: {recipe.run.output_dir}, {many(shard, 'problem')} a shard, {recipe.generation.held_out:.0%} held out",
+        f"problem, temperature {rollout.temperature:g}, seed {run.seed}",
+        f"store: {run.output_dir}, {many(generation.problems_per_shard, 'problem')} a shard, "
+        f"{generation.held_out:.0%} held out",
     ]
 
 

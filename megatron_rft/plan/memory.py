@@ -151,48 +151,69 @@ class MemoryPlan:
         return max(self.phases.values())
 
 
-def engines_of(recipe: Recipe) -> list[int]:
-    """Return the longest sequence of each engine of a rank."""
-    generates = recipe.trainer == "rl" or recipe.validates or recipe.data.test
-    own = [recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens]
-    own *= bool(generates) and recipe.rollout.placement == "colocated"
-    return own + ([recipe.longest_refinement] if recipe.refines else [])
+@dataclass(frozen=True)
+class OwnEngines:
+    """The engines that each rank has on its own device. `device`: the bytes of a GPU, if known."""
 
+    recipe: Recipe
+    s: Sizes
+    device: float | None = None
 
-def by_vllm(recipe: Recipe, s: Sizes, device: float | None = None) -> bool:
-    """`device`: memory of the planned GPU."""
-    return bool(engines_of(recipe)) and choose(recipe.rollout.engine, s, bool(device), recipe.vllm).name == "vllm"
+    @property
+    def lengths(self) -> list[int]:
+        """The longest sequence of each engine of a rank."""
+        recipe = self.recipe
+        generates = recipe.trainer == "rl" or recipe.validates or recipe.data.test
+        own = [recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens]
+        own *= bool(generates) and recipe.rollout.placement == "colocated"
+        return own + ([recipe.longest_refinement] if recipe.refines else [])
 
+    @property
+    def by_vllm(self) -> bool:
+        name = choose(self.recipe.rollout.engine, self.s, bool(self.device), self.recipe.vllm).name
+        return bool(self.lengths) and name == "vllm"
 
-def share_of(recipe: Recipe) -> float:
-    """Return the share of a device's memory for each vLLM."""
-    return recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(recipe)
+    @property
+    def share(self) -> float:
+        """The share of a device's memory for each vLLM."""
+        return self.recipe.vllm.arguments().get("gpu_memory_utilization") or gpu_share(self.recipe)
 
+    @property
+    def element(self) -> int:
+        """The bytes of a number."""
+        return BYTES[self.recipe.rollout.dtype or self.recipe.model.precision]
 
-def engine_memory(recipe: Recipe, s: Sizes, layout: Layout, device: float | None) -> tuple[int, int]:
-    """Return (bytes of each engine of a rank with its weights, bytes of the largest additional cache). `device`: its
-    bytes, if known."""
-    rollout, vllm, lengths = recipe.rollout, recipe.vllm.arguments(), engines_of(recipe)
-    element, whole = BYTES[rollout.dtype or recipe.model.precision], copy_of_model(recipe, s)
-    if not lengths:
-        return 0, 0
-    if by_vllm(recipe, s, device):
-        whole //= 1 if recipe.refines else recipe.vllm.tensor_parallel_size
-        if given := vllm.get("kv_cache_memory_bytes"):
-            return whole + given, 0
-        return max(whole, round(share_of(recipe) * (device or 0))), 0
-    mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
-    rows, token = min(rollout.max_batch_sequences, mine), 2 * s.kv * len(s.mixture) * element
-    both = recipe.refines and recipe.constraint.overlap
-    return whole, rows * token * (sum(lengths) if both else max(lengths))
+    @property
+    def weights(self) -> int:
+        """The bytes of an engine's weights. FP8 rounds only the layers' matrices, and none of a mixture of experts."""
+        s, element = self.s, self.element
+        rounded = s.multiplied - s.vocabulary * s.hidden if self.recipe.vllm.quantization else 0
+        return s.whole() * element - rounded * (element - 1)
 
+    @property
+    def workers(self) -> int:
+        """The devices that share an engine."""
+        return 1 if self.recipe.refines else self.recipe.vllm.tensor_parallel_size
 
-def copy_of_model(recipe: Recipe, s: Sizes) -> int:
-    """Return the bytes of an engine's weights. FP8 rounds only the layers' matrices, and none of a mixture of
-    experts."""
-    element = BYTES[recipe.rollout.dtype or recipe.model.precision]
-    rounded = s.multiplied - s.vocabulary * s.hidden if recipe.vllm.quantization else 0
-    return s.whole() * element - rounded * (element - 1)
+    @property
+    def token(self) -> int:
+        """The bytes of a token's keys and values."""
+        return 2 * self.s.kv * len(self.s.mixture) * self.element
+
+    def memory(self, layout: Layout) -> tuple[int, int]:
+        """Return (bytes of each engine of a rank with its weights, bytes of the largest additional cache)."""
+        rollout, lengths = self.recipe.rollout, self.lengths
+        if not lengths:
+            return 0, 0
+        if self.by_vllm:
+            whole = self.weights // self.workers
+            if given := self.recipe.vllm.arguments().get("kv_cache_memory_bytes"):
+                return whole + given, 0
+            return max(whole, round(self.share * (self.device or 0))), 0
+        mine = -(-rollout.prompts_per_step * rollout.group_size // layout.world)
+        rows = min(rollout.max_batch_sequences, mine)
+        both = self.recipe.refines and self.recipe.constraint.overlap
+        return self.weights, rows * self.token * (sum(lengths) if both else max(lengths))
 
 
 def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) -> int:
@@ -229,9 +250,10 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     per_stage = [update_memory(recipe, batching, group.keys, s, layout, stage) for stage in range(layout.pp)]
     stage = max(range(layout.pp), key=lambda i: (per_stage[i][0].total + per_stage[i][1], i))
     state, kept = per_stage[stage]
-    per_engine, cache = engine_memory(recipe, s, layout, device)
+    engines = OwnEngines(recipe, s, device)
+    per_engine, cache = engines.memory(layout)
     awake = per_engine * recipe.refines
-    engine = per_engine * len(engines_of(recipe)) - awake
+    engine = per_engine * len(engines.lengths) - awake
     measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
     copies = recipe.algorithm.uses_reference or measured
     teacher = recipe.algorithm.teacher_average is not None
@@ -249,7 +271,7 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     host += state.optimizer * offloads
     outside = links(recipe.rollout, recipe.vllm, layout, device)
     held, at_once = gathered(recipe, s, layout, stage, overlap=bool(device)), recipe.trains_while_sampling
-    reserve = round(recipe.rollout.reserve_gib * GIB) if device and by_vllm(recipe, s, device) else 0
+    reserve = round(recipe.rollout.reserve_gib * GIB) if device and engines.by_vllm else 0
     beside = {"offloads": offloads, "reserve": reserve, "distilled": max(distilled, default=0)}
     return MemoryPlan(stage, state, kept, engine, awake, cache, outside, host, held, at_once, **beside)
 
@@ -298,15 +320,15 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
     }
     found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
     found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
-    if by_vllm(recipe, s, device_gib) and not device_gib:
+    engines = OwnEngines(recipe, s, device_gib)
+    if engines.by_vllm and not device_gib:
         found.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
     if recipe.trainer == "rl" and (models := recipe.reward.judges()):
         found.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
     if recipe.rollout.placement != "colocated":
-        copy = gib(copy_of_model(recipe, s))
         found.append(
-            f"memory of engines outside of the ranks, {copy} of weights each and a cache: not counted, also where they "
-            "share a rank's GPU"
+            f"memory of engines outside of the ranks, {gib(engines.weights)} of weights each and a cache: not counted, "
+            "also where they share a rank's GPU"
         )
     if m.checkpoint:
         ranks = f"{many(layout.tp * layout.pp, 'rank')} of the run"
@@ -336,11 +358,11 @@ def check_fits(
     found = {phase: size for phase, size in m.phases.items() if phase in phases}
     phase, needed = max(found.items(), key=lambda each: each[1], default=("generation", 0))
     if needed <= device_gib * GIB:
-        if by_vllm(recipe, s, device_gib * GIB) and not recipe.vllm.arguments().get("kv_cache_memory_bytes"):
-            workers = 1 if recipe.refines else recipe.vllm.tensor_parallel_size
-            token = 2 * s.kv * len(s.mixture) * BYTES[recipe.rollout.dtype or recipe.model.precision]
-            sequence, weights = token * max(engines_of(recipe)) / workers, copy_of_model(recipe, s) / workers
-            room_for_cache(share_of(recipe), device_gib * GIB, weights, sequence)  # refuses a share that is too small
+        engines = OwnEngines(recipe, s, device_gib * GIB)
+        if engines.by_vllm and not recipe.vllm.arguments().get("kv_cache_memory_bytes"):
+            sequence = engines.token * max(engines.lengths) / engines.workers
+            # refuses a share that is too small
+            room_for_cache(engines.share, device_gib * GIB, engines.weights / engines.workers, sequence)
         return (
             f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
         )
@@ -360,6 +382,7 @@ def check_fits(
 def knobs(recipe: Recipe, s: Sizes, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
     """Yield (option to set, resulting peak bytes) for options that the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
+    engines = OwnEngines(recipe, s, device)
 
     def largest(layout: Layout = layout, **sections: dict[str, Any]) -> int:
         changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
@@ -382,10 +405,10 @@ def knobs(recipe: Recipe, s: Sizes, layout: Layout, device: float) -> Iterator[t
         yield "optimizer.use_distributed_optimizer=true", largest(optimizer={"use_distributed_optimizer": True})
     if recipe.optimizer.use_distributed_optimizer:
         yield f"twice as many ranks ({2 * layout.world})", largest(replace(layout, world=2 * layout.world))
-    if engines_of(recipe) and recipe.rollout.placement == "colocated" and not recipe.rollout.offload_trainer:
+    if engines.lengths and recipe.rollout.placement == "colocated" and not recipe.rollout.offload_trainer:
         yield "rollout.offload_trainer=true", largest(rollout={"offload_trainer": True})
-    if by_vllm(recipe, s, device):
-        half = share_of(recipe) / 2
+    if engines.by_vllm:
+        half = engines.share / 2
         yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})
     if m.recompute_granularity != "full":
         options = (

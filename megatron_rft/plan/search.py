@@ -104,8 +104,8 @@ class Search:
 
     def engines(self) -> dict[int, float]:
         """Return for each number of GPUs of a colocated vLLM that fits the seconds of a step's generation."""
-        r, found = self.recipe, {}
-        if r.trainer != "rl" or r.rollout.placement != "colocated" or not memory.by_vllm(r, self.s, self.bytes):
+        r, found, own = self.recipe, {}, memory.OwnEngines(self.recipe, self.s, self.bytes)
+        if r.trainer != "rl" or r.rollout.placement != "colocated" or not own.by_vllm:
             return {}
         workers = 1
         while workers <= min(NODE, self.own.world) and not self.s.heads % workers and not self.own.world % workers:

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from megatron_rft import objectives
 from megatron_rft.config import Model, Recipe
+from megatron_rft.config.algorithms.offline import Offline
+from megatron_rft.config.plugins import Teaching
+from megatron_rft.config.sections import Run
 from megatron_rft.conversion import shard
 from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
 from megatron_rft.data import trajectories as store
@@ -63,12 +66,11 @@ class ReferenceSource:
     cache: str | None = None  # algorithm.reference_cache
 
     @classmethod
-    def of(cls, recipe: Recipe, digest: str) -> "ReferenceSource":
-        options = recipe.algorithm
-        compares = options.compares_distributions and recipe.teaching is None
+    def of(cls, model: Model, run: Run, options: Offline, digest: str) -> "ReferenceSource":
+        compares = options.compares_distributions and not isinstance(options, Teaching)
         cached = compares and options.reference == "cached_hidden"
         cache = options.reference_cache if cached else None
-        return cls(recipe.model, recipe.run.seed, Path(recipe.run.output_dir), digest, compares, cached, cache)
+        return cls(model, run.seed, Path(run.output_dir), digest, compares, cached, cache)
 
     @property
     def cache_folder(self) -> Path | None:
@@ -250,7 +252,7 @@ def train(recipe: Recipe) -> int:
         data, not recipe.batching.why_not_shared(recipe.megatron.context_parallel_size, whole_sequences(hf_config))
     )
     check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)
-    source = ReferenceSource.of(recipe, stored.digest)
+    source = ReferenceSource.of(recipe.model, recipe.run, options, stored.digest)
     source.check_cache()
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences
     size = size // 2 if options.pairs else size
