@@ -5,6 +5,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    MiniMaxM2Config,
     MistralConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -70,6 +71,13 @@ FAMILIES = {
     "qwen3_5": Qwen3_5TextConfig(**SIZES, **DELTA),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**WITHOUT_FFN, **DELTA, **GATED_EXPERTS),
     "qwen3_next": Qwen3NextConfig(**SIZES, **DELTA, **GATED_EXPERTS),
+    "minimax_m2": MiniMaxM2Config(
+        **SIZES,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+    ),
     "gpt_oss": GptOssConfig(
         **SIZES,
         head_dim=16,

@@ -3,11 +3,13 @@
 python -m tools.plan_table [--whole] [--each] [WORD]
 
 The peak of an update is affine in the number of layers: the table continues it from rehearsals with 2 and with 4
-layers. `--whole` rehearses all layers instead. Recipes of one `kind` are rehearsed once; with `--each`, every recipe
+layers, or with one and two periods of a model whose kinds of layer alternate. Of a pipeline it has the first stage.
+`--whole` rehearses all layers instead. Recipes of one `kind` are rehearsed once; with `--each`, every recipe
 that differs in more than seeds, data and rates. WORD: only recipes whose path has it.
 """
 
 import argparse
+import copy
 import json
 import sys
 import tempfile
@@ -24,7 +26,6 @@ from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.shared_prompts import SharedGroup
 from tests.unit.plan.test_shipped_recipes import GPUS, MODELS, name, nodes_of, recipes
 
-FEW = (2, 4)  # layers
 PLAN = "plan"
 UPDATES = ("training", "critic's training")
 
@@ -53,10 +54,12 @@ def kinds(each: bool = False) -> dict[str, list[Path]]:
 def rehearsed(worker: Worker, path: Path, layers: int) -> dict[str, float]:
     """Rehearse an update of the recipe on its nodes with so many layers. Return its bytes by phase, and planned."""
     with tempfile.TemporaryDirectory() as folder:
-        config = MODELS[load(path).model.path] | {"num_hidden_layers": layers}
-        Path(folder, "config.json").write_text(json.dumps(config))
+        model = copy.deepcopy(MODELS[load(path).model.path])
+        model.get("text_config", model)["num_hidden_layers"] = layers
+        Path(folder, "config.json").write_text(json.dumps(model))
         words = ["rehearse", str(path), f"model.path={folder}", "--gpus", str(GPUS * nodes_of(path))]
-        rehearsal = Rehearsal(parse([*words, "--micro-batches", "1", "--training-only"]))
+        stages = load(path).megatron.pipeline_model_parallel_size
+        rehearsal = Rehearsal(parse([*words, "--micro-batches", str(stages), "--training-only"]))
         (stage,) = rehearsal.of_stages([0], worker)
     peaks = {phase: stage.found["peaks"][phase]["total"] for phase in UPDATES if phase in stage.found["peaks"]}
     largest = max(stage.found["largest"][phase] for phase in peaks)
@@ -64,7 +67,7 @@ def rehearsed(worker: Worker, path: Path, layers: int) -> dict[str, float]:
 
 
 def planned(recipe: Recipe, s: Sizes, layout: Layout, tokens: int) -> float:
-    """Return the plan's bytes of an update without a pipeline. `tokens`: of the largest micro-batch of a rank."""
+    """Return the plan's bytes of an update of the first stage. `tokens`: of the largest micro-batch of a rank."""
     batching = recipe.batching.model_copy(update={"micro_batch_tokens": tokens * layout.cp})
     keys = SharedGroup.of(recipe.trainer, batching, recipe.data, recipe.rollout, layout.cp, 0.5).keys
     state, activations = update_memory(recipe, batching, keys, s, layout, 0)
@@ -73,12 +76,14 @@ def planned(recipe: Recipe, s: Sizes, layout: Layout, tokens: int) -> float:
 
 def at_full_depth(worker: Worker, path: Path, whole: bool = False) -> tuple[float, float]:
     """Return (planned, rehearsed) bytes of an update with all layers."""
-    layers = MODELS[load(path).model.path]["num_hidden_layers"]
+    model = MODELS[load(path).model.path]
+    model = model.get("text_config", model)
+    layers, period = model["num_hidden_layers"], model.get("full_attention_interval", 2)
     if whole:
         found = rehearsed(worker, path, layers)
     else:
-        few, more = (rehearsed(worker, path, number) for number in FEW)
-        steps = (layers - FEW[0]) / (FEW[1] - FEW[0])
+        few, more = (rehearsed(worker, path, number) for number in (period, 2 * period))
+        steps = (layers - period) / period
         found = {name: few[name] + steps * (more[name] - few[name]) for name in few}  # the plan is affine as well
     return found.pop(PLAN), max(found.values())
 

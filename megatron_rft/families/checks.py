@@ -12,7 +12,8 @@ READ_BY = {  # options, and the families whose own code reads them
     "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
     | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
     "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
-    "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+    "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "minimax_m2"}
+    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # types that change the frequencies and the scores' scale
 

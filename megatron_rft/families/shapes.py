@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES, QK_NORM, QKV_BIAS, TRANSFORMER_ENGINE, family_of
+from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES, QKV_BIAS, TRANSFORMER_ENGINE, family_of
 
 SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
     "input_layernorm.weight": "hidden",
@@ -19,8 +19,8 @@ SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
     "self_attn.q_proj.bias": "q_bias",
     "self_attn.k_proj.bias": "k_bias",
     "self_attn.v_proj.bias": "k_bias",
-    "self_attn.q_norm.weight": "normed_head",
-    "self_attn.k_norm.weight": "normed_head",
+    "self_attn.q_norm.weight": "normed_q",
+    "self_attn.k_norm.weight": "normed_k",
     "self_attn.q_a_proj.weight": "q_latent hidden",
     "self_attn.q_b_proj.weight": "q_up q_latent",
     "self_attn.kv_a_proj_with_mqa.weight": "kv_down hidden",
@@ -36,6 +36,11 @@ SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
     "mlp.experts.{e}.gate_proj.weight": "expert_ffn hidden",
     "mlp.experts.{e}.up_proj.weight": "expert_ffn hidden",
     "mlp.experts.{e}.down_proj.weight": "hidden expert_ffn",
+    "block_sparse_moe.gate.weight": "experts hidden",
+    "block_sparse_moe.e_score_correction_bias": "experts",
+    "block_sparse_moe.experts.{e}.w1.weight": "expert_ffn hidden",
+    "block_sparse_moe.experts.{e}.w3.weight": "expert_ffn hidden",
+    "block_sparse_moe.experts.{e}.w2.weight": "hidden expert_ffn",
     "self_attn.sinks": "heads",
     "self_attn.o_proj.bias": "hidden",
     "linear_attn.dt_bias": "value_heads",
@@ -66,7 +71,7 @@ SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
 SEVERAL = re.compile(r"\{(\w+(?:,\w+)+)\}")
 COLUMN = re.compile(
     r"(^|.*\.)(word_embeddings|output_layer|linear_qkv|linear_fc1|linear_(q|q_up|kv_up)_proj)"
-    r"\.((weight|bias)\d*|adapter\.b)|.*\.(softmax_offset|(in_proj|conv1d)\.weight|dt_bias|A_log)"
+    r"\.((weight|bias)\d*|adapter\.b)|.*\.(softmax_offset|heads_weight|(in_proj|conv1d)\.weight|dt_bias|A_log)"
 )
 ROW = re.compile(r".*\.(linear_proj|linear_fc2|out_proj)\.(weight\d*|adapter\.a)")
 
@@ -140,7 +145,8 @@ def sizes(config: Any, layer: int) -> dict[str, int | None]:
     c, family, mixture = config, family_of(config), is_mixture(config, layer)
     heads, groups, head = c.num_attention_heads, kv_heads(c), head_dim(c)
     bias = family.has(QKV_BIAS) and first(c, "attention_bias", default=True)
-    norm = family.has(QK_NORM) and first(c, "use_qk_norm", default=True)
+    norm = family.qk_norm and first(c, "use_qk_norm", default=True)
+    normed = (heads, groups) if family.whole_qk_norm else (1, 1)
     found = {
         "hidden": c.hidden_size,
         "heads": heads,
@@ -150,7 +156,8 @@ def sizes(config: Any, layer: int) -> dict[str, int | None]:
         "attended": heads * value_dim(c),
         "q_bias": heads * head if bias else None,
         "k_bias": groups * head if bias else None,
-        "normed_head": head if norm else None,
+        "normed_q": normed[0] * head if norm else None,
+        "normed_k": normed[1] * head if norm else None,
         "ffn": None if mixture else dense_ffn(c),
     }
     if family.latent:
@@ -159,7 +166,7 @@ def sizes(config: Any, layer: int) -> dict[str, int | None]:
         found |= {"kv_down": c.kv_lora_rank + c.qk_rope_head_dim, "kv_latent": c.kv_lora_rank}
         found |= {"kv_up": heads * (c.qk_nope_head_dim + c.v_head_dim)}
     if is_delta(c, layer):
-        found |= dict.fromkeys(("q", "k", "v", "attended", "normed_head"))
+        found |= dict.fromkeys(("q", "k", "v", "attended", "normed_q", "normed_k"))
         found |= _delta_sizes(c)
     return found | _mixture_sizes(c, mixture)
 

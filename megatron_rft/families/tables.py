@@ -24,6 +24,10 @@ QK_NORM = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
+WHOLE_QK_NORM = {  # one norm over all heads: megatron/whole_norm.py
+    "self_attention.q_layernorm.heads_weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.heads_weight": "self_attn.k_norm.weight",
+}
 LATENT_ATTENTION = {  # keys and values from a latent vector: DeepSeek-V2, arXiv:2405.04434, section 2.1
     **INPUT_NORM,
     **PROJECTION,
@@ -49,6 +53,12 @@ EXPERTS = {
     "mlp.experts.{e}.linear_fc2.weight": "mlp.experts.{e}.down_proj.weight",
 }
 EXPERT_BIAS = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}  # a buffer: chooses, does not weigh
+MIXTRAL_EXPERTS = {
+    "mlp.router.weight": "block_sparse_moe.gate.weight",
+    "mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias",
+    "mlp.experts.{e}.linear_fc1.weight": "block_sparse_moe.experts.{e}.{w1,w3}.weight",
+    "mlp.experts.{e}.linear_fc2.weight": "block_sparse_moe.experts.{e}.w2.weight",
+}
 SHARED_EXPERTS = {
     "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.{gate,up}_proj.weight",
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
@@ -104,7 +114,11 @@ class Family:
 
     @property
     def qk_norm(self) -> bool:
-        return self.has(QK_NORM)
+        return self.has(QK_NORM) or self.whole_qk_norm
+
+    @property
+    def whole_qk_norm(self) -> bool:
+        return self.has(WHOLE_QK_NORM)
 
     @property
     def sinks(self) -> bool:
@@ -136,8 +150,12 @@ FAMILIES = {  # by `model_type`
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", GATED_ATTENTION | DELTA_NET | MLP_NORM | DENSE),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", GATED_ATTENTION | DELTA_NET | GATED_EXPERTS),
     "gpt_oss": Family("GptOssForCausalLM", SINK_ATTENTION | MLP_NORM | STACKED_EXPERTS),
+    "minimax_m2": Family("MiniMaxM2ForCausalLM", ATTENTION | WHOLE_QK_NORM | MLP_NORM | MIXTRAL_EXPERTS),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", LATENT_ATTENTION | SIGMOID_EXPERTS),
 }
+
+PARTS = "megatron-core has one rotary embedding for all layers, and no norms after attention and the feed-forward"
+LACKING = dict.fromkeys(("gemma3", "gemma3_text", "olmo3"), f" ({PARTS})")
 
 
 def family_of(config: Any) -> Family:
@@ -145,5 +163,6 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(f"{name} ({f.architecture})" for name, f in FAMILIES.items())
-        raise DataError(f"model_type {config.model_type!r} is not supported. Supported: {known}")
+        reason = LACKING.get(config.model_type, "")
+        raise DataError(f"model_type {config.model_type!r} is not supported{reason}. Supported: {known}")
     return family

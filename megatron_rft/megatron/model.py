@@ -33,7 +33,7 @@ from megatron_rft.families.shapes import (
     kv_heads,
     sizes,
 )
-from megatron_rft.families.tables import EXPERT_BIAS, family_of
+from megatron_rft.families.tables import EXPERT_BIAS, QK_NORM, family_of
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.packing import SharedPrompts
 from megatron_rft.megatron.spec import block_spec, has_transformer_engine
@@ -120,7 +120,8 @@ def _architecture(c: Any) -> dict[str, Any]:
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": known["q_bias"] is not None,
-        "qk_layernorm": family.latent or (family.qk_norm and first(c, "use_qk_norm", default=True)),
+        # a norm over all heads comes from `block_spec`
+        "qk_layernorm": family.latent or (family.has(QK_NORM) and first(c, "use_qk_norm", default=True)),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -260,7 +261,7 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
     layers._grad_accum_fusion_available |= has_transformer_engine()
     model = GPTModel(
         config,
-        block_spec(config, vp_stage),
+        block_spec(config, vp_stage, family_of(hf_config).whole_qk_norm),
         vocab_size=padded_vocab(hf_config.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**where),

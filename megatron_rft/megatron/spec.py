@@ -24,6 +24,7 @@ from megatron_rft.megatron.cpu.layers import GatedActivation
 from megatron_rft.megatron.delta_net import DeltaNet
 from megatron_rft.megatron.sink_attention import SinkAttention
 from megatron_rft.megatron.torch_attention import LatentNorm, RMSNorm, TorchAttention, with_shared_prompts
+from megatron_rft.megatron.whole_norm import WholeNorm
 from megatron_rft.utils.device import has_fused_attention
 from megatron_rft.utils.device import has_transformer_engine as is_installed
 
@@ -40,12 +41,20 @@ def uses_fused_attention(config: TransformerConfig) -> bool:
     return config.params_dtype != torch.float32 and has_fused_attention(torch.cuda.get_device_capability())
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's pipeline stage (and virtual stage `vp_stage`), dense or mixture of experts."""
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, whole_qk_norm: bool = False
+) -> TransformerBlockSubmodules:
+    """Return the layers of this rank's pipeline stage (and virtual stage `vp_stage`), dense or mixture of experts.
+    `whole_qk_norm`: queries, and keys, have one norm over all heads."""
     with_te = has_transformer_engine()
     block = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
     if config.linear_attention_freq:
         _put_delta_nets(block, config, vp_stage)
+    if whole_qk_norm:
+        for layer in block.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
     if with_te:
         for layer in block.layer_specs:
             if hasattr(layer.submodules.self_attention.submodules, "core_attention"):

@@ -10,6 +10,7 @@ from megatron_rft.config.sections import Batching, Megatron
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.parameters import Sizes
 
+DELTA_CHUNK = 64  # megatron/delta_net.py
 PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron/torch_attention.py), on average
 
 
@@ -60,7 +61,16 @@ def kept(
     """Return the elements per token that a layer keeps. `sequence`: ranks that share a sequence outside of the matrices
     (TP or 1)."""
     feed_forward = _mixture(s, layout, sequence) if mixture else 3 * s.ffn / layout.tp
-    return 4 * s.hidden / sequence + _attention(s, layout, recompute, keys) + feed_forward
+    attention = (1 - s.delta_share) * _attention(s, layout, recompute, keys) + s.delta_share * _delta(s, layout)
+    return 4 * s.hidden / sequence + attention + feed_forward
+
+
+def _delta(s: Sizes, layout: Layout) -> float:
+    """Return the elements per token of a delta net in torch: its convolution's input and result and, in fp32, 7 tensors
+    of a chunk's keys, of its values and of its tokens by tokens, and a state for each chunk."""
+    heads, key, each, value = s.delta
+    inside = 14 * (key + value + DELTA_CHUNK) + 2 * key * value / DELTA_CHUNK
+    return PADDING * (2 * heads * (2 * key + each * value) + heads * each * inside) / layout.tp
 
 
 def _attention(s: Sizes, layout: Layout, recompute: str | None, keys: float | None) -> float:

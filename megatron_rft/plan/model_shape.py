@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rft.families import FAMILIES
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences, why_unsupported
 from megatron_rft.families.shapes import dense_ffn, expert_ffn, experts, head_dim, kv_heads, of_json
+from megatron_rft.families.tables import LACKING
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
@@ -82,10 +83,10 @@ def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
 
 def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
     config = read_config(folder, option)
-    if of_json(config).model_type not in FAMILIES:
+    if (kind := of_json(config).model_type) not in FAMILIES:
         raise DataError(
             f"{option}: the architecture of {folder} is not supported: "
-            f"{', '.join(config.get('architectures') or ['none named'])}. "
+            f"{', '.join(config.get('architectures') or ['none named'])}{LACKING.get(kind, '')}. "
             f"Supported are {', '.join(family.architecture for family in FAMILIES.values())}"
         )
     text = vars(of_json(config))

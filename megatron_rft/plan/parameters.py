@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rft.families.shapes import Part, first, layer_parts, of_json, partition_dim
+from megatron_rft.families.shapes import Part, delta_rows, first, layer_parts, of_json, partition_dim
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.model_shape import ModelShape, read_config, shape_of
 
@@ -25,6 +25,7 @@ class Sizes(ModelShape):
     tied: bool
     experts_per_token: int
     parts: tuple[tuple[Part, ...], ...]  # by layer
+    delta: tuple[int, int, int, int] = (0, 0, 0, 0)  # key heads, their size, value heads of each, their size
 
     @classmethod
     def read(cls, folder: Path) -> "Sizes":
@@ -34,11 +35,13 @@ class Sizes(ModelShape):
     def of(cls, config: dict[str, Any]) -> "Sizes":
         """`config`: the content of a config.json."""
         shape, c = shape_of(config), of_json(config)
+        heads, rows = delta_rows(c)
         return cls(
             **vars(shape),
             tied=bool(first(c, "tie_word_embeddings")),
             experts_per_token=first(c, "num_experts_per_tok", default=0),
             parts=tuple(tuple(layer_parts(c, i)) for i in range(shape.layers)),
+            delta=(heads, rows[0], rows[4], rows[2] // rows[4]) if heads else (0, 0, 0, 0),
         )
 
     @cached_property
@@ -48,7 +51,12 @@ class Sizes(ModelShape):
 
     @cached_property
     def qk_norm(self) -> bool:
-        return any(part.name == "self_attention.q_layernorm.weight" for layer in self.parts for part in layer)
+        return any(part.name.startswith("self_attention.q_layernorm.") for layer in self.parts for part in layer)
+
+    @cached_property
+    def delta_share(self) -> float:
+        """The share of the layers that are delta nets."""
+        return sum(any(part.name.endswith(".A_log") for part in layer) for layer in self.parts) / len(self.parts)
 
     @property
     def q(self) -> int:

@@ -3,8 +3,8 @@
 A rehearsal of all layers would take a minute for each recipe. The peak of an update is affine in the number of layers,
 so it is rehearsed with two and with four layers of full size, on the recipe's nodes, and continued to all. One test
 rehearses all layers to show that this holds. Of recipes with the same layout, sizes and kind of loss one is rehearsed
-(`tools/plan_table.py`, which also makes the table of docs/planning.md). No shipped recipe has a pipeline; stages are in
-test_rehearse.py.
+(`tools/plan_table.py`, which also makes the table of docs/planning.md), with a pipeline its first stage; further stages
+are in test_rehearse.py.
 """
 
 import pytest

@@ -94,8 +94,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
-def compare(config, case: dict, path: Path, batch: Batch, expected, precision="fp32") -> list:
-    """[worst log-prob, worst entropy, worst gradient, its name, tensors that are not exported bit by bit]"""
+def computed(config, case: dict, path: Path, batch: Batch, precision="fp32"):
+    """The actor's (log-probs [R], entropies [R], gradients by name, tensors that are not exported bit by bit)."""
     options = {KEYS[k]: v for k, v in case.items() if k in KEYS} | RECOMPUTE.get(case.get("recompute"), {})
     if "etp" in case:
         options["expert_tensor_parallel_size"] = case["etp"]
@@ -118,11 +118,28 @@ def compare(config, case: dict, path: Path, batch: Batch, expected, precision="f
     actor.backward(batch, Weighted, {})
     with actor.use_weights([getattr(t, "main_grad", t).clone() for t in actor.tensors()]):
         gradients = {name: tensor.clone().cpu() for name, tensor in actor.stream()}
-    logprobs, entropy, theirs = expected
-    far = {n: relative(g.float(), theirs[n].float()) for n, g in gradients.items() if not n.endswith("correction_bias")}
-    worst = max(far, key=far.get)
     parallel.destroy_layout()
-    return [relative(out["logprobs"], logprobs), relative(out["entropy"], entropy), far[worst], worst, wrong]
+    gradients = {name: tensor.float() for name, tensor in gradients.items() if not name.endswith("correction_bias")}
+    return out["logprobs"], out["entropy"], gradients, wrong
+
+
+def compare(config, case: dict, path: Path, batch: Batch, expected) -> list:
+    """[worst log-prob, worst entropy, worst gradient, its name, tensors that are not exported bit by bit]"""
+    logprobs, entropy, gradients, wrong = computed(config, case, path, batch)
+    far = {name: relative(gradient, expected[2][name]) for name, gradient in gradients.items()}
+    worst = max(far, key=far.get)
+    return [relative(logprobs, expected[0]), relative(entropy, expected[1]), far[worst], worst, wrong]
+
+
+def rounding(config, path: Path, batch: Batch, exact) -> list:
+    """[log-probs, gradients]: the distance of bf16 from fp32, over that of transformers' bf16 from fp32."""
+    own, theirs = computed(config, {}, path, batch, "bf16"), reference(path, batch, torch.bfloat16)
+
+    def distances(found):
+        norms = [(gradient.float() - exact[2][name]).norm() for name, gradient in found[2].items() if name in own[2]]
+        return (found[0] - exact[0]).norm(), torch.stack(norms).norm()
+
+    return [(ours / of_theirs).item() for ours, of_theirs in zip(distances(own), distances(theirs), strict=True)]
 
 
 def possible(config, case: dict) -> bool:
@@ -161,6 +178,9 @@ def main() -> None:
             found = compare(config, case, path, batch, holder[0])
             if parallel.rank() == 0:
                 print("CASE", family, *(f"{k}{v}" for k, v in case.items()), *found, sep="\t", flush=True)
+        if dist.get_world_size() == 1:
+            parallel.destroy_layout()
+            print("BF16", family, *rounding(config, path, batch, expected), sep="\t", flush=True)
     parallel.shutdown()
 
 

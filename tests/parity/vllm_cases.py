@@ -16,11 +16,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.utils import logging
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.conversion import hf_shapes
+from megatron_rft.families.shapes import experts
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import hf_views
@@ -30,13 +39,21 @@ from megatron_rft.inference.vllm.engine import VLLMEngine
 from megatron_rft.inference.vllm.server_process import LocalServer
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
+from tests.families import SIGMOID
 from tests.parity.hf_cases import section
 from tests.shapes import sizes
 
 SHAPE = sizes(2, 128, 4, 2, 96, vocab_size=130, max_position_embeddings=256)
 FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "experts": Qwen3MoeConfig}
+FAMILIES |= {"mistral": MistralConfig, "glm4_moe": Glm4MoeConfig}
 TOGETHER = {"together": {}, "apart": {"enable_expert_parallel": True}}
 EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1])
+MORE = {
+    "qwen3": dict(head_dim=32),
+    "experts": EXPERTS,
+    "mistral": dict(head_dim=32, sliding_window=None),
+    "glm4_moe": SIGMOID | dict(head_dim=32, moe_intermediate_size=48, attention_bias=True, use_qk_norm=True),
+}
 LAYOUTS = {"tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2)}
 OF_EXPERTS = {"tp1": {}, "ep2": dict(ep=2), "tp2": dict(tp=2, sp=True)}
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}  # an engine's process is not a rank
@@ -91,7 +108,7 @@ def build(placement, hf_config, folder):
 
 
 def case(placement, family, tied, root):
-    shape = SHAPE | {"qwen3": {"head_dim": 32}, "experts": EXPERTS}.get(family, {})
+    shape = SHAPE | MORE.get(family, {})
     together = placement in TOGETHER
     if together:
         shape["num_key_value_heads"] = 1  # which both workers then have
@@ -100,7 +117,7 @@ def case(placement, family, tied, root):
     views = hf_views(model)
     tie = "tied" if tied else "untied"
     engine = build(placement, hf_config, root / f"{placement}_{family}_{tie}")
-    for place, (name, layout) in enumerate((OF_EXPERTS if family == "experts" else LAYOUTS).items()):
+    for place, (name, layout) in enumerate((OF_EXPERTS if experts(hf_config) else LAYOUTS).items()):
         parallel.destroy_layout()
         parallel.initialize(section(**layout))
         chunks = models.build(hf_config, section(**layout), "fp32")

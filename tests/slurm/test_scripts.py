@@ -1,6 +1,7 @@
 """The scripts in launch/ on a real Slurm: submission, refusals, runs, signals, failures, containers."""
 
 import json
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,18 +20,22 @@ TWO_NODES = ["--nodes=2", "--gpus-per-node=2", "--time=60"]
 
 def test_there_is_a_script_for_every_headline_recipe():
     dynamic = {"dynamic_dapo_1.5b.sh", "dynamic_ppo_3b.sh"}
-    assert {"pipo_4b.sh", "pipo_8b.sh", "pipo_32b.sh", "fpa_4b.sh", "fpa_7b.sh"} | dynamic <= set(SCRIPTS)
+    mixtures = {"pipo_30b_a3b.sh", "pipo_glm4_5_air.sh"}
+    dense = {"pipo_4b.sh", "pipo_8b.sh", "pipo_32b.sh", "fpa_4b.sh", "fpa_7b.sh"}
+    assert dense | mixtures | dynamic <= set(SCRIPTS)
 
 
 @pytest.mark.slow
 class TestSubmission:
     @pytest.mark.parametrize("script", SCRIPTS)
     def test_slurm_takes_every_script(self, cluster, script):
-        """Each is submitted by itself, which plans all stages with the nodes' ranks first, and by sbatch."""
-        ranks = 16 if "--nodes=2" in (ROOT / "launch" / script).read_text() else 8
-        status, output = cluster.run(f"launch/{script}", "--gpus-per-node=8", "--test-only")
-        assert status == 0 and "to start at" in output and f"= {ranks} ranks" in output, output
-        status, output = cluster.run("sbatch", "--test-only", "--gpus-per-node=8", f"launch/{script}", "run.seed=1")
+        """Each is submitted by itself, which plans all stages with the nodes' ranks first, and by sbatch. The cluster
+        has four nodes."""
+        nodes = int(re.search(r"--nodes=(\d+)", (ROOT / "launch" / script).read_text())[1])
+        options = ["--gpus-per-node=8", *(["--nodes=4"] if nodes > 4 else [])]
+        status, output = cluster.run(f"launch/{script}", *options, "--test-only")
+        assert status == 0 and "to start at" in output and f"= {8 * min(nodes, 4)} ranks" in output, output
+        status, output = cluster.run("sbatch", "--test-only", *options, f"launch/{script}", "run.seed=1")
         assert status == 0 and "to start at" in output, output
 
     @pytest.mark.parametrize(

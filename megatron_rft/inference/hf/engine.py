@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from megatron_rft.families.checks import why_unsupported
 from megatron_rft.families.shapes import hf_shapes
-from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES
+from megatron_rft.families.tables import FAMILIES
 from megatron_rft.inference.engine import (
     Engine,
     EngineOptions,
@@ -31,7 +31,7 @@ from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
 from megatron_rft.utils.errors import DataError, RunFailed
 
-EXPERT_BIASES = tuple(EXPERT_BIAS.values())
+EXPERT_BIAS = "e_score_correction_bias"  # how the names of such buffers end
 
 
 def builder(
@@ -62,7 +62,7 @@ class HFEngine(Engine):
         self.dtype, self.device, self.max_batch_sequences = dtype, torch.device(device), max_batch_sequences
         self.model = model.eval().requires_grad_(False).to(self.device)
         for name, buffer in self.model.named_buffers():
-            if name.endswith(EXPERT_BIASES):
+            if name.endswith(EXPERT_BIAS):
                 buffer.data = buffer.data.float()  # as the trainer and vLLM have it
         self.weight_version = -1 if given else 0
         self.targets = hf_views(self.model)
@@ -161,4 +161,12 @@ def hf_views(model: torch.nn.Module) -> dict[str, Tensor]:
             views |= {f"{experts}{e}.down_proj.weight": down for e, down in enumerate(parameter.data)}
         else:
             views[name] = parameter.data
-    return views | {name: bias.data for name, bias in model.named_buffers() if name.endswith(EXPERT_BIASES)}
+    views |= {name: bias.data for name, bias in model.named_buffers() if name.endswith(EXPERT_BIAS)}
+    return {name if name in whole else _mixtral(name): view for name, view in views.items()}
+
+
+def _mixtral(name: str) -> str:
+    """A checkpoint's name of a tensor of Mixtral's kind of experts, which transformers names like the others'."""
+    for ours, on_disk in {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
+        name = name.replace(ours, on_disk)
+    return name

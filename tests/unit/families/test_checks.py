@@ -11,7 +11,7 @@ import transformers
 
 from megatron_rft.config.sections import Megatron
 from megatron_rft.families import FAMILIES as TABLES
-from megatron_rft.families import hf_shapes
+from megatron_rft.families import family_of, hf_shapes
 from megatron_rft.families.checks import READ_BY, why_unsupported
 from megatron_rft.families.shapes import of_json
 from megatron_rft.plan.layout import Layout, check_layout, problems
@@ -19,6 +19,15 @@ from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.utils.errors import ConfigError, DataError
 from tests.families import FAMILIES
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_a_family_that_megatron_core_lacks_parts_of(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "architectures": ["Theirs"]}))
+    reason = "is not supported.* .megatron-core has one rotary embedding for all layers"
+    for refuse in (lambda: read_shape(tmp_path), lambda: family_of(SimpleNamespace(model_type=family))):
+        with pytest.raises(DataError, match=reason):
+            refuse()
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,18 @@ def build_model(family: str | PreTrainedConfig = "qwen3", seed: int = 0, scale: 
     return model
 
 
+MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
 def hf_stream(model):
     """(name, tensor) as in a checkpoint: experts one by one, a tied output matrix left out."""
+    for name, tensor in _stream(model):
+        for word, on_disk in MIXTRAL.items() if model.config.model_type == "minimax_m2" else ():
+            name = name.replace(word, on_disk)
+        yield name, tensor
+
+
+def _stream(model):
     for name, parameter in model.named_parameters():
         layer, part = name.removesuffix("gate_up_proj").removesuffix("down_proj"), name.rsplit(".", 1)[-1]
         if name in hf_shapes(model.config):

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron_rft.config import load
 from megatron_rft.plan.devices import Efficiency, device
 from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import Layout
@@ -12,6 +14,8 @@ from megatron_rft.plan.memory import State
 from megatron_rft.plan.parameters import Sizes, stage_chunks
 from megatron_rft.plan.seconds import Bounds, Machine
 from tests.shapes import json_of
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def dense(hidden, layers, heads, ffn, vocabulary=128_256, qk_norm=False):
@@ -41,6 +45,7 @@ STEPS = {
     "8B on 16": (LLAMA_8B, Layout(16, 1, 2, 1, 1, 1), 1060, 4096, 2048, 1, 97.7),
     "32B on 32": (QWEN3_32B, Layout(32, 4, 4, 1, 1, 4), 3206, 4096, 2048, 4, 393),
     "30B-A3B on 32": (QWEN3_30B_A3B, Layout(32, 2, 1, 1, 8, 1), 3154, 4096, 2048, 4, 225),
+    "30B-A3B on 32, v0.6": (QWEN3_30B_A3B, Layout(32, 1, 1, 1, 8, 1), 3203, 4096, 2048, 2, 192),
 }
 PROMPT, MINI_BATCH = 100, 512  # tokens of a prompt (an assumption), and responses of an update
 
@@ -94,6 +99,15 @@ def test_published_steps_of_rl_take_longer_than_both_bounds(name):
     *run, published = STEPS[name]
     least, most = step_of_rl(*run)
     assert least < most < published < 3 * most, (least, most)
+
+
+def test_the_shipped_recipe_of_a_mixture_beside_the_published_step():
+    """examples/pipo/qwen3_30b_a3b has another layout for the same model on as many GPUs."""
+    recipe = load(ROOT / "examples/pipo/qwen3_30b_a3b/grpo.yaml")
+    s, layout, *batch, _, _ = STEPS["30B-A3B on 32, v0.6"]
+    own, engine = Layout.of(recipe.megatron, layout.world), recipe.vllm.tensor_parallel_size
+    steps = step_of_rl(s, own, *batch, engine), step_of_rl(s, layout, *batch, 2)
+    assert [[round(bound) for bound in bounds] for bounds in steps] == [[68, 94], [91, 110]]  # as in docs/planning.md
 
 
 def test_a_rehearsed_micro_batch():
