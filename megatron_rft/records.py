@@ -83,7 +83,8 @@ class Batch:
     turn_rewards (an episode's, on the last token of each turn), old_logprobs (trainer, before the step), ref_logprobs,
     ref_kl, teacher_logprobs, values, advantages, returns.
     `sequences` [B]: group (same number: same prompt), rewards (the verifier's), shaping (added to them),
-    prompt_index, finished, weight_version, no_gradient (training need not compute it: Update in objectives/base.py).
+    prompt_index, finished, weight_version, no_gradient (training need not compute it: Update in objectives/base.py),
+    route (key of the experts that the engine used, in rollout/routes.py; -1: none).
     A context is another prompt for the same response, such as a teacher's prompt with feedback; length 0: none.
     A refined response is a better response to the same prompt; length 0: none.
     With truncated sampling (top-k, top-p, min-p) every model's distribution of a response token is over its support,
@@ -169,6 +170,10 @@ class Batch:
     def without_tokens(self, name: str) -> "Batch":
         return replace(self, tokens={k: v for k, v in self.tokens.items() if k != name})
 
+    def without_routes(self) -> "Batch":
+        """The same for a model that chooses its own experts."""
+        return replace(self, sequences={k: v for k, v in self.sequences.items() if k != "route"})
+
     def with_sequences(self, **values: Tensor) -> "Batch":
         return replace(self, sequences={**self.sequences, **values})
 
@@ -213,7 +218,8 @@ class Batch:
         both = torch.cat([self.context_ids, take_segments(self.prompt_ids, self.prompt_lens, missing.nonzero()[:, 0])])
         order = torch.arange(2 * len(self)).view(2, -1).t().flatten()
         ids = take_segments(both, lens.flatten(), order)
-        return replace(self, prompt_ids=ids, prompt_lens=lens.sum(0), context_ids=None, context_lens=None)
+        batch = replace(self, prompt_ids=ids, prompt_lens=lens.sum(0), context_ids=None, context_lens=None)
+        return batch.without_routes()
 
     def with_scalars(self, **values: float) -> "Batch":
         return replace(self, scalars={**self.scalars, **values})

@@ -32,6 +32,9 @@ class Response:
     prompt_ids: tuple[int, ...] | None = None  # if the environment's first messages follow the problem's prompt
     said: tuple[str, ...] = ()  # the environment's texts
     score: "Score | None" = None  # the environment's; None: the recipe's reward judges the last turn
+    # [fed tokens, layers with experts, experts per token], if Sampling.routes asks for them: the experts that the
+    # engine used, for the prompt and all response tokens but the last. Behind the gathering of all ranks a key.
+    routes: Any = None
 
     @property
     def length(self) -> int:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 import torch  # noqa: E402
 from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, wait, without_rank  # noqa: E402
-from gpu_checks_rollout import DECODING, TRANSPORT, VLLM  # noqa: E402
+from gpu_checks_rollout import DECODING, EXPERTS, TRANSPORT, VLLM  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from setups import actor_like, hf_model, qwen3  # noqa: E402
 
@@ -308,6 +308,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "bf16, Transformer Engine layers, against the CPU in fp32": lambda: parity("bf16", "transformer_engine"),
     "fp8, Transformer Engine layers, against the CPU in fp32": lambda: parity("fp8", "transformer_engine"),
     **VLLM,
+    **EXPERTS,
     "bf16 training": lambda: training("bf16"),
     "fp8 training": lambda: training("fp8"),
     **TRANSPORT,

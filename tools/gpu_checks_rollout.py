@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from gpu_checks_common import DEVICE, GPU, NotRun, Row, bound, need, need_gpu, seconds, without_rank
 from setups import actor_like, hf_model, qwen3
+from transformers import Qwen3MoeConfig
 
+from megatron_rft.config import Batching, Megatron
 from megatron_rft.config.algorithms.offline import SFT as Options
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.data import arithmetic
@@ -25,18 +27,22 @@ from megatron_rft.inference.engine import Engine, Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.transport import network
+from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.weights import save_folder
 from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
 from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.plan.vllm import unusable
-from megatron_rft.records import Batch
+from megatron_rft.records import Batch, Prompt, Score
+from megatron_rft.rollout.routes import RouteStore
+from megatron_rft.rollout.sampler import ScoredResponse, to_batch
 from megatron_rft.utils.errors import ConfigError
 
 SIZE, SPREAD = ("600m", 0.02) if GPU else ("1m", 0.1)  # a model without training, and its weights' deviation
 RECIPE = str(Path(__file__).parents[1] / "examples" / "quickstart" / "pipo.yaml")
 LENGTHS = (16, 4, 64) if GPU else (8, 2, 24)  # prompts, responses to each, tokens of each
+SAME = ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings", "tie_word_embeddings", "eos_token_id")
 PARITY = {"bf16": 1e-2, "fp8": 5e-2}  # mismatch/kl of vLLM and the trainer; that of FP8 is the default alarm's
 
 
@@ -180,6 +186,34 @@ def beside_the_trainer(options: dict, kind: str) -> Iterator[Row]:
             yield f"mismatch/share, sync {version}", f"{found['mismatch/share']:.3f}", "of the tokens"
             yield f"mismatch/max, sync {version}", f"{found['mismatch/max']:.3f}", "nats"
             actor.step(batch, SFT(Options()).loss, counts(batch), learning_rate=1e-4)
+
+
+def replayed_experts() -> Iterator[Row]:
+    """Compare a mixture's bf16 log-probs with the hf engine's, with the engine's experts and with the trainer's own."""
+    shape = qwen3("1m").to_dict()
+    shape = {name: shape[name] for name in (*SAME, "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}
+    config = Qwen3MoeConfig(**shape, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=96)
+    generator = torch.Generator().manual_seed(1)
+    weights = {n: 0.1 * torch.randn(s, generator=generator).bfloat16() for n, s in hf_shapes(config).items()}
+    if not torch.distributed.is_initialized():
+        parallel.initialize(Megatron())
+    engine, store = HFEngine(config, torch.bfloat16, DEVICE), RouteStore.of(config)
+    engine.load_weights(((name, tensor.to(DEVICE)) for name, tensor in weights.items()), 0)
+    actor = Actor(config, Megatron(), Batching(), "bf16")
+    actor.load(weights.__getitem__)
+    prompts = [Prompt(i, tuple(range(3 + i, 20 + 2 * i)), "", "") for i in range(LENGTHS[0])]
+    requests = [Request(i, prompt.token_ids, LENGTHS[1], seed=i) for i, prompt in enumerate(prompts)]
+    rollouts = [
+        ScoredResponse(group.id, i, prompts[group.id], response, "", Score(0.0))
+        for group in engine.generate(requests, Sampling(LENGTHS[2], routes=True))
+        for i, response in enumerate(group.responses)
+    ]
+    batch = to_batch(store.take(rollouts, 1)[0])
+    own = beside(actor, batch)["mismatch/kl"]
+    actor.routers.replay(store)
+    found = beside(actor, batch)["mismatch/kl"]
+    yield bound(found, PARITY["bf16"], f"mismatch/kl with the engine's experts, {len(batch.response_ids)} tokens")
+    yield "mismatch/kl with the trainer's own experts", f"{own:.2e}", "the row above"
 
 
 def memory() -> float:
@@ -338,6 +372,7 @@ VLLM |= {
     f"vLLM with {name} weights beside the trainer": partial(beside_the_trainer, {"quantization": name}, "fp8")
     for name in ("fp8", "fp8_per_channel", "fp8_per_block")
 }
+EXPERTS: Parts = {"hf engine's experts in the trainer": replayed_experts}
 DECODING: Parts = {f"decoding, {kind}": partial(decoding, kind) for kind in ("hf engine", "vLLM")}
 TRANSPORT: Parts = {
     "weights to an engine process, CUDA IPC": by_ipc,

@@ -36,7 +36,7 @@ REFUSED = {
             num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
             moe_layer_freq moe_latent_size moe_router_topk* moe_router_num_groups moe_router_group_topk
             moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias
-            moe_router_bias_update_rate moe_apply_probs_on_input""",
+            moe_apply_probs_on_input""",
         "belongs to a model family that is not supported": """
             mtp_* *mamba* linear_* dsa_* experimental_* multi_latent_attention
             is_hybrid_model mrope_section heterogeneous_block_specs hetereogenous_dist_checkpoint""",

@@ -29,6 +29,10 @@ CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "co
 FOREIGN = {".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xlsx", ".yaml", ".yml"}
 
 
+def yaml_reads_off_as_false(value: Any) -> Any:
+    return "off" if value is False else value
+
+
 class Section(BaseModel):
     """Unknown keys are errors, and values are not converted: `"3"` is not 3, `true` is not 1."""
 
@@ -106,6 +110,9 @@ class Megatron(Section):
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = None
     """With model.precision fp8: Transformer Engine's scaling. None: blockwise on Hopper, mxfp8 on Blackwell, else
     tensorwise."""
+    moe_router_bias_update_rate: NonNegative = 0.0
+    """Mixtures whose routers have an expert bias: the step by which the bias of each expert moves towards the mean load
+    after each optimizer step, balancing without an auxiliary loss. 0, as in published RL: the biases stay."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Transformer Engine's attention kernel. Without Transformer Engine torch's kernel is used, and this must be
     auto."""
@@ -178,10 +185,9 @@ class Batching(Section):
     logprob_block_mib: Count = 64
     """Size of the block in which logits are computed; one block exists at a time. Large ones suit GPUs, such as 256."""
 
-    @field_validator("share_prompts", "skip_zero_advantages", mode="before", check_fields=False)
-    @classmethod
-    def _yaml_reads_off_as_false(cls, value):
-        return "off" if value is False else value
+    _off = field_validator("share_prompts", "skip_zero_advantages", mode="before", check_fields=False)(
+        yaml_reads_off_as_false
+    )
 
     @property
     def tokens_without_backward(self) -> int:
@@ -389,10 +395,15 @@ class Rollout(Section):
     """Of these, sample from those at least this many times as probable as the most probable one."""
     stop: list[str | int] = []
     """Strings (of one token) or token ids that end a response, in addition to the end-of-sequence token."""
+    replay_routes: Literal["auto", "off"] = "auto"
+    """Mixtures of experts. auto: the trainer computes each token with the experts that the engine used for it (router
+    replay), if the engine reports them, as hf does. off: with those that its own routers choose."""
     max_batch_sequences: Count = 512
     """Sequences that an engine decodes together."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the engine's weights. None: model.precision (bf16 for fp8)."""
+
+    _off = field_validator("replay_routes", mode="before", check_fields=False)(yaml_reads_off_as_false)
 
     @model_validator(mode="after")
     def _check(self):

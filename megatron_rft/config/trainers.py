@@ -189,6 +189,7 @@ class RolloutOfOneEngine(s.Rollout):
     top_k: ClassVar[int] = 0  # a store does not hold the tokens that the engine kept
     top_p: ClassVar[float] = 1.0
     min_p: ClassVar[float] = 0.0
+    replay_routes: ClassVar[str] = "off"
 
 
 class EvaluationRollout(RolloutOfOneEngine):

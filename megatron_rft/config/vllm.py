@@ -47,6 +47,8 @@ REFUSED = {
     "is off: experts that move between devices are not read back": "enable_eplb eplb_config enable_elastic_ep",
     "would change the weights in an untested way; `quantization` has the supported ones": """
         quantization_config enable_lora""",
+    "is not read yet: it needs vLLM's second model runner, which no test of this package has met": """
+        enable_return_routed_experts""",
     "is off: vLLM crashes on split prompts with per-request seeds": "enable_chunked_prefill",
     "is set with speculative_config": "spec_method spec_model spec_tokens",
     "is not used in text generation from token ids": """

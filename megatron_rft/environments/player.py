@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from megatron_rft.environments.process import EnvironmentProcesses, EpisodeFailed, Played, shown
@@ -39,6 +40,7 @@ class Episode:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[tuple[int, ...]] = field(default_factory=list)
+    routes: np.ndarray | None = None
     turns: list[tuple[int, int, float]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     version: int = -1
@@ -60,6 +62,9 @@ class Episode:
         self.tokens += turn.token_ids
         self.logprobs += turn.logprobs
         self.supports += turn.supports
+        if turn.routes is not None:  # the engine has read earlier turns again: those that wrote them count
+            known = turn.routes[:0] if self.routes is None else self.routes
+            self.routes = np.concatenate([known, turn.routes[len(known) :]])
 
     def hear(self, ids: list[int]) -> None:
         """Append the environment's tokens."""
@@ -75,7 +80,7 @@ class Episode:
     def response(self) -> Response:
         prompt_ids = self.prompt_ids if self.opened else None
         whole = tuple(self.tokens), tuple(self.logprobs), self.finish, self.version, tuple(self.supports)
-        return Response(*whole, tuple(self.turns), prompt_ids, tuple(self.said), self.score)
+        return Response(*whole, tuple(self.turns), prompt_ids, tuple(self.said), self.score, self.routes)
 
 
 @dataclass

@@ -96,6 +96,7 @@ class Sampling:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     continues: bool = False  # the prompts continue those of the last call, whose keys and values may be reused
+    routes: bool = False  # responses carry the experts of each token
 
     @property
     def truncates(self) -> bool:

@@ -16,10 +16,11 @@ count, so it is not passed one.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from torch import Tensor
 from megatron_rft.config.gpu_defaults import overlaps
 from megatron_rft.config.lora import Lora
 from megatron_rft.families.checks import whole_sequences
+from megatron_rft.families.shapes import experts
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, seams, weights
 from megatron_rft.megatron.balance import plan, plan_within
@@ -44,6 +46,7 @@ from megatron_rft.megatron.lora import attach
 from megatron_rft.megatron.offload import TrainingState
 from megatron_rft.megatron.optimizer import ActorOptimizer
 from megatron_rft.megatron.packing import MicroBatch, PackLayout, filler, pack
+from megatron_rft.megatron.routers import Routers
 from megatron_rft.megatron.seams import named
 from megatron_rft.megatron.spec import has_transformer_engine
 from megatron_rft.megatron.torch_attention import take_rows
@@ -54,6 +57,7 @@ from megatron_rft.records import Batch, send
 from megatron_rft.utils.position import here
 
 HEADS = COMPARED | {"values", "hidden"}
+NO_ROUTES: Mapping[int, Tensor] = MappingProxyType({})
 ALONE = frozenset({"logprobs", "entropy"})  # the rest of COMPARED needs a second distribution
 
 
@@ -97,6 +101,8 @@ class Actor:
         models.keep_expert_bias_exact(self.models)
         self.device = parallel.device()
         self.optimizer = None
+        self.routers = Routers(self.models) if experts(hf_config) else None
+        self.bias_update_rate = getattr(megatron, "moe_router_bias_update_rate", 0.0)
         self.chunks = chunks
         if optimizer is not None:
             self.chunks = self._wrap(chunks, megatron, bool(optimizer.get("use_distributed_optimizer")))
@@ -169,7 +175,8 @@ class Actor:
             for p, data in zip(mine, other, strict=True):
                 p.data = data.to(self.device, non_blocking=True).to(p.dtype)  # the device converts faster
         try:
-            with seams.now.other_weights():
+            own_experts = self.routers.paused() if self.routers else nullcontext()
+            with seams.now.other_weights(), own_experts:
                 yield
         finally:
             for p, data in zip(mine, own, strict=True):
@@ -213,9 +220,8 @@ class Actor:
             return values.new_zeros(()), (micro.tokens["number"][real], values[:, send(real, self.device)])
 
         mine = shares[parallel.dp_rank()]
-        results = self._run(
-            _numbered(batch.only(set(), set())), mine, collect, names, forward_only=True, second=second_states
-        )
+        numbered, routes = _numbered(batch.only(set(), set())), self._routes(batch, shares)
+        results = self._run(numbered, mine, collect, names, forward_only=True, second=second_states, routes=routes)
         full = torch.zeros(len(order), len(batch.response_ids), device=self.device)
         if self._reports():
             for number, values in results:
@@ -293,8 +299,9 @@ class Actor:
             total = result.mean(counts)
             return total, {"loss": total.detach().clone(), **result.logged(counts)}
 
-        mine = shares[parallel.dp_rank()]
-        parts = self._run(numbered, mine, differentiate, outputs, forward_only=False, second=second_states)
+        mine, routes = shares[parallel.dp_rank()], self._routes(batch, shares)
+        options = {"forward_only": False, "second": second_states, "routes": routes}
+        parts = self._run(numbered, mine, differentiate, outputs, **options)
         return self._add_up(parts if self._reports() else [])
 
     def _seed(self, batch: Batch) -> int:
@@ -324,6 +331,8 @@ class Actor:
             for chunk in self.chunks:
                 chunk.scale_gradients(scale)
         applied, norm = self.optimizer.step(learning_rate, moments) if finite else (False, math.nan)
+        if applied and self.routers:
+            self.routers.trained(self.bias_update_rate)
         if self._forward_since_backward:  # Megatron gathers parameters once after each backward pass, and it has
             for chunk in self._gathering():
                 chunk.start_param_sync(force_sync=True)
@@ -348,6 +357,10 @@ class Actor:
         """Return [data-parallel rank][micro-batch] -> positions in `batch`."""
         return plan(batch, parallel.dp_size(), token_budget, self._count_multiple(), self.layout.share_prompts)
 
+    def _routes(self, batch: Batch, shares: list[list[Tensor]]) -> dict[int, Tensor]:
+        """Return the experts to replay in this rank's sequences, by position in the batch."""
+        return self.routers.of_shares(batch, shares) if self.routers else {}
+
     def _run(
         self,
         batch: Batch,
@@ -356,17 +369,21 @@ class Actor:
         names: frozenset[str],
         forward_only: bool,
         second: Second | None = None,
+        routes: Mapping[int, Tensor] = NO_ROUTES,
     ) -> list:
         """Run megatron-core's pipeline schedule over this rank's micro-batches. Returns the results of `finish` on the
         last stage."""
         assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
-        parts = [batch.select(index) if len(index) else filler(batch) for index in share]
-        micro_batches = [pack(part, self.layout, self.device) for part in parts]
+        micro_batches = [self._micro_batch(batch, index, routes) for index in share]
         seams.now.packed(self.config, micro_batches, forward_only)
+        if self.routers:
+            self.routers.start(forward_only)
 
         def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(data)
             here.next_micro_batch()
+            if self.routers:
+                self.routers.begin(micro, self.config.sequence_parallel)
             options = {"fp32_output": False} if self.config.bf16 else {}  # hidden states stay in the model's precision
             hidden = chunk(micro.token_ids, micro.position_ids, None, packed_seq_params=micro.packed, **options)
             return hidden, partial(last_stage, micro)
@@ -389,6 +406,14 @@ class Actor:
             micro_batch_size=micro_batches[0].token_ids.shape[0],
             forward_only=forward_only,
         )
+
+    def _micro_batch(self, batch: Batch, index: Tensor, routes: Mapping[int, Tensor]) -> MicroBatch:
+        """The sequences `index`, or if there are none a filler, whose tokens do not count."""
+        if len(index):
+            given = [routes.get(position) for position in index.tolist()]
+            return pack(batch.select(index), self.layout, self.device, given)
+        micro = pack(filler(batch), self.layout, self.device)
+        return replace(micro, uses=torch.zeros_like(micro.uses))
 
     def _heads(
         self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], second: Second | None

@@ -67,7 +67,9 @@ class MicroBatch:
     rows: Tensor  # [R_local]
     targets: Tensor  # [R_local]
     kept: Tensor  # [R_local]
+    uses: Tensor  # [tokens of this rank in the model's order S x b] the sequences that have each token; 0 in padding
     support: Support | None = None
+    routes: Tensor | None = None  # [tokens likewise, layers, experts per token] int16
 
     def select(self, index: Tensor) -> "MicroBatch":
         """With some of the predicted tokens: `index`, positions in R_local."""
@@ -155,9 +157,10 @@ def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat(parts)
 
 
-def pack(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
-    """Build the model's inputs for one micro-batch on this rank."""
-    micro = _pack(batch, layout, device) if layout.packed else _pad(batch, layout, device)
+def pack(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] = ()) -> MicroBatch:
+    """Build the model's inputs for one micro-batch on this rank. `routes`: of each sequence its [fed tokens, layers,
+    experts per token], or None."""
+    micro = (_pack if layout.packed else _pad)(batch, layout, device, routes)
     micro = _written(micro)
     return micro if micro.batch.support_lens is None else micro.with_support()
 
@@ -202,6 +205,34 @@ class _Cells:
         positions[response] = _cells(batch.prompt_lens, lens)
         return tokens, positions
 
+    def for_routers(
+        self, routes: Sequence[Tensor | None], held: Tensor, device: torch.device
+    ) -> dict[str, Tensor | None]:
+        """Return the MicroBatch's `uses` and `routes` of the cells `held`."""
+        table = self.routes(routes)
+        return {"uses": send(self.uses()[held], device), "routes": None if table is None else send(table[held], device)}
+
+    def uses(self) -> Tensor:
+        """Return [total]: the sequences that have each token, more than one in a shared prompt, 0 in padding."""
+        uses, prompt_lens = torch.zeros(self.total, dtype=torch.long), self.batch.prompt_lens[self.first]
+        uses[_cells(self.prompts, prompt_lens)] = self.groups.bincount().repeat_interleave(prompt_lens)
+        uses[_cells(self.responses, fed_lens(self.batch))] = 1
+        return uses
+
+    def routes(self, given: Sequence[Tensor | None]) -> Tensor | None:
+        """Return [total, layers, experts per token], -1 in padding and where a sequence has none. A shared prompt has
+        those of its first response. None: no sequence has any."""
+        found = [(number, routes) for number, routes in enumerate(given) if routes is not None]
+        if not found:
+            return None
+        table = found[0][1].new_full((self.total, *found[0][1].shape[1:]), -1)
+        starts, prompts = self.responses.tolist(), self.prompts[self.groups].tolist()
+        for number, routes in reversed(found):
+            prompt = int(self.batch.prompt_lens[number])
+            table[prompts[number] : prompts[number] + prompt] = routes[:prompt]
+            table[starts[number] : starts[number] + len(routes) - prompt] = routes[prompt:]
+        return table
+
     def predicting(self) -> Tensor:
         """Return [R]: the cell whose hidden state predicts each response token: the cell of the token before it."""
         ends = (self.prompts[self.groups] + self.batch.prompt_lens - 1)[self.batch.sequence_ids]
@@ -237,7 +268,7 @@ def _local(rows: Tensor, held: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return local[kept], kept
 
 
-def _pack(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
+def _pack(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] = ()) -> MicroBatch:
     groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
     cells, padded = _group_by_group(batch, groups, layout)
     token_ids, position_ids = cells.fill()
@@ -249,7 +280,7 @@ def _pack(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
     shared = len(padded) < len(batch)
     ends = [0, *padded.cumsum(0).tolist()]
     packed = _shared_params(cells, inputs[1][0], ends_on) if shared else _variable_length(ends, ends, ends_on)
-    return MicroBatch(batch, *inputs, packed, *beside, kept)
+    return MicroBatch(batch, *inputs, packed, *beside, kept, **cells.for_routers(routes, held, device))
 
 
 def _group_by_group(batch: Batch, groups: Tensor, layout: PackLayout) -> tuple[_Cells, Tensor]:
@@ -306,7 +337,7 @@ def _shared_params(cells: _Cells, position_ids: Tensor, ends_on: torch.device) -
     )
 
 
-def _pad(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
+def _pad(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] = ()) -> MicroBatch:
     whole = math.lcm(layout.sequence_multiple, layout.cp_size * layout.total_multiple)
     count, longest = len(batch), int((batch.prompt_lens + fed_lens(batch)).max())
     width = -(-longest // whole) * whole
@@ -320,4 +351,6 @@ def _pad(batch: Batch, layout: PackLayout, device: torch.device) -> MicroBatch:
     rows, kept = _local(rows, held_rows, width * count)
     inputs = token_ids.view(count, width)[:, held].contiguous(), held.expand(count, -1).contiguous()
     token_ids, position_ids, rows, targets = (send(x, device) for x in (*inputs, rows, batch.response_ids[kept]))
-    return MicroBatch(batch, token_ids, position_ids, None, rows, targets, kept)
+    in_row = (torch.arange(count) * width + held[:, None]).flatten()  # the cell of each token in the model's order
+    for_routers = cells.for_routers(routes, in_row, device)
+    return MicroBatch(batch, token_ids, position_ids, None, rows, targets, kept, **for_routers)

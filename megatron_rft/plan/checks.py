@@ -18,7 +18,7 @@ from megatron_rft.config.messages import many
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.config.sections import Batching, Optimizer, Rollout, Run
 from megatron_rft.config.trainers import Generation
-from megatron_rft.plan import host, lora, memory, model_shape, teacher
+from megatron_rft.plan import host, lora, memory, model_shape, routes, teacher
 from megatron_rft.plan.engines import check_engines, check_speed, engine_processes
 from megatron_rft.plan.layout import UNEVEN, Layout, check_layout
 from megatron_rft.plan.model_shape import ModelShape
@@ -72,6 +72,8 @@ def check(
         sync = [lora.sync_line(recipe.lora, dtype, sizes)] if recipe.trainer == "rl" else []
         adapters = [lora.line(recipe.lora, sizes), *sync]
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
+    routes.check_balancing(recipe.megatron, recipe.lora, shape)
+    experts = routes.check(recipe.rollout, recipe.megatron, shape, engine.name) if recipe.trainer == "rl" else []
     check_speed(recipe, choose(recipe.rollout.engine, shape, bool(gpu_gib), planned).name if recipe.refines else None)
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
@@ -93,6 +95,7 @@ def check(
         *data_lines,
         f"layout: {layout} = {many(world_size, 'rank')}",
         f"engine: {engine}",
+        *experts,
         *batch_lines,
         *check_engines(recipe, world_size, ranks_per_node),
         f"micro-batches: up to {budget} tokens; the longest sequence is {longest}",

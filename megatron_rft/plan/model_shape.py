@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rft.families import FAMILIES
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences, why_unsupported
 from megatron_rft.families.shapes import dense_ffn, expert_ffn, experts, head_dim, kv_heads, of_json
-from megatron_rft.families.tables import LACKING
+from megatron_rft.families.tables import EXPERT_BIAS, LACKING, family_of
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
@@ -33,6 +33,7 @@ class ModelShape:
     whole_sequences: str = field(default="", kw_only=True)
     sequence_parallel: str = field(default="", kw_only=True)
     whole_experts: str = field(default="", kw_only=True)
+    expert_bias: bool = field(default=False, kw_only=True)  # whether the routers have one
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts" if self.experts else ""
@@ -122,4 +123,5 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         whole_sequences=whole_sequences(c),
         sequence_parallel=needs_sequence_parallel(c),
         whole_experts=whole_experts(c),
+        expert_bias=family_of(c).has(EXPERT_BIAS) and experts(c) > 0,
     )

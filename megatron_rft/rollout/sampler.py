@@ -24,6 +24,7 @@ from megatron_rft.rewards.base import Reward, finite, scored
 from megatron_rft.rollout import refiner as refinement
 from megatron_rft.rollout import travel
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
+from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.utils.errors import RunFailed
 
 
@@ -53,6 +54,7 @@ class RoundResult:
     generation_seconds: float
     reward_seconds: float  # includes grading during generation
     refiner_seconds: float = 0.0  # includes refinement during generation
+    siblings_differ: int = 0  # tokens of prompts, by layer, for which responses to one prompt used other experts
 
     @cached_property
     def batch(self) -> Batch:
@@ -99,6 +101,7 @@ class Sampler:
         on_nonfinite: the same for a reward that is NaN or infinite.
         background: `begin` samples and grades in another thread. This needs an engine outside of the process
             (`EnginePool`).
+        routes: keeps the experts of this rank's responses, which `sampling` then asks for.
     """
 
     engine: Engine
@@ -117,6 +120,7 @@ class Sampler:
     refiner: Refiner | None = None
     phases: Callable[[str], AbstractContextManager] = nullcontext
     background: bool = False
+    routes: RouteStore | None = None
 
     def __post_init__(self):
         assert self.on_error in ("drop", "stop"), self.on_error
@@ -175,7 +179,10 @@ class Sampler:
     def _round(self, pending: PendingRound) -> RoundResult:
         """Wait for a round. Returns all ranks' rollouts in order, and the seconds of the slowest rank."""
         parts = [pending.local()] + ([pending.retry()] if pending.retry else [])
-        parcels, step = self.gather([travel.pack(part) for part in parts]), pending.step
+        step = pending.step
+        if self.routes:
+            parts = [self._without_routes(part, step) for part in parts]
+        parcels = self.gather([travel.pack(part) for part in parts])
         results = [parcel.result for parcel in parcels]
         rollouts = [rollout for parcel in parcels for rollout in travel.unpack(parcel, pending.prompts)]
         rollouts.sort(key=lambda r: (r.prompt_index, r.sample))
@@ -195,7 +202,12 @@ class Sampler:
             )
         self._check_refined(rollouts, step)
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
-        return RoundResult(rollouts, *(max(getattr(result, name) for result in results) for name in clocks))
+        seconds = (max(getattr(result, name) for result in results) for name in clocks)
+        return RoundResult(rollouts, *seconds, sum(result.siblings_differ for result in results))
+
+    def _without_routes(self, part: RoundResult, step: int) -> RoundResult:
+        rollouts, differing = self.routes.take(part.rollouts, step)
+        return replace(part, rollouts=rollouts, siblings_differ=differing)
 
     def _check_refined(self, rollouts: list[ScoredResponse], step: int) -> None:
         """Stop the run if the grader failed on a refined response and `on_error` says so; otherwise there is no
@@ -315,6 +327,8 @@ def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> 
     graded = concatenate([each.batch for each in rounds])
     metrics = statistics(rollouts, graded) | timings(rounds) | refinement.statistics(rollouts)
     metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups, "rollout/staleness": step - 1 - oldest}
+    if "route" in result.sequences:
+        metrics["routes/siblings_differ"] = sum(each.siblings_differ for each in rounds)
     return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
 
@@ -337,6 +351,8 @@ def to_batch(rollouts: list[ScoredResponse]) -> Batch:
             "weight_version": torch.tensor([response.weight_version for response in responses]),
         },
     )
+    if responses and all(isinstance(response.routes, int) for response in responses):
+        batch = batch.with_sequences(route=torch.tensor([response.routes for response in responses]))
     if any(response.supports for response in responses):
         batch = batch.with_supports([response.supports for response in responses])
     contexts = [rollout.context for rollout in rollouts]

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_rft.utils.files import write_atomically
 
 NOTES_FILE = "notes.jsonl"
+EXPERTS_FILE = "experts.jsonl"
 
 
 def add_note(path: Path, note: str, alarm: bool = False) -> None:

@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 from megatron_rft.config.sections import Tracking
 from megatron_rft.tracking.metrics import (
+    EXPERTS_FILE,
     NOTES_FILE,
     SAMPLES_FILE,
     MetricsFile,
     Sample,
     SamplesFile,
+    StepFile,
     add_note,
     due,
     ranges,
@@ -47,6 +49,7 @@ class Tracker:
     ):
         self._metrics_file: MetricsFile | None = None
         self._samples_file: SamplesFile | None = None
+        self._experts_file: StepFile | None = None
         self._progress: Progress | None = None
         self._loggers: list[Logger] = []
         if not is_main:
@@ -70,6 +73,14 @@ class Tracker:
             logger.log(step, numbers)
         self._progress.log(step, numbers)
 
+    def experts(self, step: int, loads: Mapping[int, list[int]]) -> None:
+        """Write the tokens of each expert by layer; call this before `log` of that step."""
+        if self._metrics_file is None:
+            return
+        if self._experts_file is None:
+            self._experts_file = StepFile(self._folder / EXPERTS_FILE, step)
+        self._experts_file.write(step, {"layers": loads})
+
     def wants_samples(self, step: int) -> bool:
         """Return whether samples of this step are recorded."""
         return self._samples_file is not None and due(step, self._total_steps, self._sampled_steps)
@@ -89,16 +100,17 @@ class Tracker:
 
     def sync(self) -> None:
         """Flush the files to the disk. Call this before a checkpoint is marked complete."""
-        for file in (self._metrics_file, self._samples_file):
+        for file in (self._metrics_file, self._samples_file, self._experts_file):
             if file is not None:
                 file.sync()
 
     def close(self) -> None:
         """May be called twice."""
-        for part in (self._progress, self._metrics_file, self._samples_file, *self._loggers):
+        for part in (self._progress, self._metrics_file, self._samples_file, self._experts_file, *self._loggers):
             if part is not None:
                 part.close()
-        self._metrics_file, self._samples_file, self._progress, self._loggers = None, None, None, []
+        self._metrics_file = self._samples_file = self._experts_file = self._progress = None
+        self._loggers = []
 
 
 def optional_loggers(

@@ -144,13 +144,18 @@ def stop_token_ids(stops: list[int | str], tokenizer: Any) -> tuple[int, ...]:
 
 
 def build_sampling(
-    rollout: Rollout, tokenizer: Any, max_tokens: int | None = None, temperature: float | None = None
+    rollout: Rollout,
+    tokenizer: Any,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    routes: bool = False,
 ) -> Sampling:
-    """`max_tokens`, `temperature`: an evaluation's, which samples from the whole distribution."""
+    """`max_tokens`, `temperature`: an evaluation's, which samples from the whole distribution. `routes`: with the
+    experts of each token."""
     stops, length = stop_token_ids(rollout.stop, tokenizer), max_tokens or rollout.max_response_tokens
     if temperature is not None:
         return Sampling(length, temperature, stop_token_ids=stops)
-    return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, stops)
+    return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, stops, routes=routes)
 
 
 def build_evaluator(

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rft.config import Recipe
+from megatron_rft.config.engines import ENGINES
 from megatron_rft.families.shapes import experts
 from megatron_rft.families.tables import EXPERT_BIAS
 from megatron_rft.inference.engine import Engine, Request, checksum, request_seed
@@ -26,6 +27,7 @@ from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.records import Batch, Score
+from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import ScoredResponse, to_batch
 from megatron_rft.training import build
 from megatron_rft.training.engines import DTYPES, EngineBuilder, gather, rank_among_engines
@@ -75,11 +77,14 @@ class Mismatch:
         actor.load(lambda name: given(name) if name.endswith(exact) else given(name).to(dtype))
         return actor
 
-    def sample(self, actor: Actor, *overrides: str, first_sync: bool = False) -> tuple[Batch, str | None]:
+    def sample(
+        self, actor: Actor, *overrides: str, first_sync: bool = False, routes: RouteStore | None = None
+    ) -> tuple[Batch, str | None]:
         """Responses of an engine with the actor's weights, and a sentence about wrong weights. Unless `first_sync`, it
-        has had other weights before, as in a run."""
+        has had other weights before, as in a run. `routes` keeps the experts that the engine used."""
         recipe = self.vary(*overrides)
-        builder, sampling = EngineBuilder.of(recipe), build.build_sampling(recipe.rollout, self.tokenizer)
+        builder = EngineBuilder.of(recipe)
+        sampling = build.build_sampling(recipe.rollout, self.tokenizer, routes=routes is not None)
         with ExitStack() as stack:
             engine = stack.enter_context(closing(builder.build(self.hf_config)))
             player = around(engine, builder, self.tokenizer, stack)
@@ -93,10 +98,12 @@ class Mismatch:
             wrong = weights_problem(sent, earlier, rounded, engine.checksums())
             if engine.dtype != builder.dtype:
                 wrong = f"the engine computes in another precision, {engine.dtype} instead of {builder.dtype}"
-            groups = sorted(gather(list(player.generate(mine, sampling))), key=lambda group: group.id)
+            groups = list(player.generate(mine, sampling))
         found = [(group.id, number, each) for group in groups for number, each in enumerate(group.responses)]
         rollouts = [ScoredResponse(i, number, self.prompts[i], each, "", Score(0.0)) for i, number, each in found]
-        if stale := {each.weight_version for *_, each in found} - {2}:
+        rollouts = gather(routes.take(rollouts, 0)[0] if routes else rollouts)
+        rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample))
+        if stale := {rollout.response.weight_version for rollout in rollouts} - {2}:
             wrong = f"a stale version: responses have weights of sync {min(stale)}, and sync 2 was the last"
         return to_batch(rollouts), next(filter(None, gather([wrong])), None)
 
@@ -136,7 +143,7 @@ class Mismatch:
         if base <= max(FLOORS * found["floor"], EXACT):
             return found
         if experts(self.hf_config):
-            self.rows.append({"name": "with the engine's routes", "refused": "not tried: engines do not report routes"})
+            self._with_routes(actor)
         large = min(base / 2, max(by_engine, by_trainer))
         if by_engine >= large:
             for name, overrides in self._accepted(self._engine_arms()):
@@ -157,6 +164,19 @@ class Mismatch:
         kl = self.compare("the floor: the trainer against itself, repacked", actor, batch, own)
         actor.batching = options
         return kl
+
+    def _with_routes(self, actor: Actor) -> None:
+        """The trainer with the experts that the engine used."""
+        name, routes = "with the engine's routes", RouteStore.of(self.hf_config)
+        if not ENGINES[self.kind].reports_routes:
+            self.rows.append(
+                {"name": name, "refused": f"not tried: the {self.kind} engine does not report its experts"}
+            )
+            return
+        batch, _ = self.sample(actor, routes=routes)
+        actor.routers.replay(routes)
+        self.compare(name, actor, batch)
+        actor.routers.store = None
 
     def _accepted(self, arms: Iterator[tuple[str, list[str]]]) -> Iterator[tuple[str, list[str]]]:
         """The arms; a row says why the recipe refuses one."""

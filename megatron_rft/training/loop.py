@@ -37,6 +37,9 @@ class Batches(ABC):
     def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:
         """Metrics, notes and samples of a batch after it is trained on."""
 
+    def release(self, step: int, state: State) -> None:
+        """Free what belongs to batches up to `step`, apart from those in the objective's `state`."""
+
     @abstractmethod
     def state(self) -> State:
         """State of pending batches for a checkpoint."""
@@ -62,6 +65,7 @@ def train(run: TrainingRun, batches: Batches, models: Models, objective: Objecti
                 metrics |= run.optimizer_step(update, mini_batch, step)
         models.end_of_step()
         state = prepared.state
+        batches.release(step, state)
         metrics |= batches.publish(step, run.evaluation_due(step), run.comparison_due(step))
         metrics |= run.evaluate(step)
         metrics |= batches.report(step, batch, prepared.updates)

@@ -28,7 +28,10 @@ from megatron_rft.utils.errors import ConfigError, RunFailed
 STEPS = 10  # that a condition must hold in a row
 FIRST = 20  # steps whose mean is compared with
 PAGE = "docs/troubleshooting.md"
+EXPECTED = 100  # tokens of the mean expert, without which an expert may have none by chance
+SHOWN = 4  # experts that an alarm names
 Metrics = dict[str, float]
+Loads = dict[int, list[int]]
 CAUSES_OF_MISMATCH = (
     "`megatron-rft diagnose RECIPE --run RUN` says whether it is rounding or a bug, and whose. "
     "algorithm.importance=truncated corrects for rounding"
@@ -132,6 +135,38 @@ class Alarms:
         return f"step {step}: for {STEPS} steps {alarm.sentence}. See {alarm.page}"
 
 
+def load_metrics(loads: Loads) -> Metrics:
+    """The largest and the smallest load of an expert over all layers, as multiples of its layer's mean."""
+    relative = [count * len(layer) / sum(layer) for layer in loads.values() if sum(layer) for count in layer]
+    return {"experts/load_max": max(relative), "experts/load_min": min(relative)} if relative else {}
+
+
+class DeadExperts:
+    """The alarm for experts that got no token in the last STEPS steps, in which the mean expert of their layer got at
+    least EXPECTED."""
+
+    def __init__(self) -> None:
+        self._last: deque[Loads] = deque(maxlen=STEPS)
+        self._dead: list[tuple[int, int]] = []  # (layer, expert)
+
+    def check(self, loads: Loads, step: int) -> str:
+        """Return a sentence about the experts that died in this step; empty if none did."""
+        if not loads:
+            return ""
+        self._last.append(loads)
+        before, self._dead = self._dead, []
+        for layer in loads if len(self._last) == STEPS else ():
+            sums = [sum(counts) for counts in zip(*(each[layer] for each in self._last), strict=True)]
+            if sum(sums) >= EXPECTED * len(sums):
+                self._dead += [(layer, expert) for expert, count in enumerate(sums) if not count]
+        new = [f"expert {expert} of layer {layer}" for layer, expert in self._dead if (layer, expert) not in before]
+        if not new:
+            return ""
+        more = f" and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
+        names = ", ".join(new[:SHOWN]) + more
+        return f"step {step}: for {STEPS} steps no token went to {names}. See docs/models.md, Loads of the experts"
+
+
 def check_mismatch_bounds(options: Faults, needs: frozenset[str]) -> None:
     """Refuse faults.mismatch_max without `old_logprobs` among the objective's `needs`."""
     if options.mismatch_max is not None and "old_logprobs" not in needs:
@@ -169,7 +204,7 @@ class Monitor:
         self.faults, self.throughput, self.compares_logprobs = faults, throughput, compares_logprobs
         self.averages, self.guard = Averages(), NonFiniteGuard(folder, faults.max_skipped_steps)
         self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
-        self.alarms = Alarms() if alarms else None
+        self.alarms, self.dead_experts = Alarms() if alarms else None, DeadExperts()
 
     def trained(
         self, update: Update, mini_batch: Batch, computed: Batch, shared: bool, metrics: dict[str, float], step: int
@@ -182,14 +217,16 @@ class Monitor:
         self.averages.add(update.name, metrics)
         self.throughput.trained(computed, shared)
 
-    def end_of_step(self, step: int, metrics: dict[str, float], phases: Phases) -> tuple[dict[str, float], list[str]]:
-        """All metrics of the step, and the warnings. Collective."""
+    def end_of_step(
+        self, step: int, metrics: dict[str, float], phases: Phases, loads: Loads
+    ) -> tuple[dict[str, float], list[str]]:
+        """All metrics of the step, and the warnings. `loads`: the tokens of each expert by layer. Collective."""
         ranks, slow = self.stragglers.take(phases.work(), step)
         skipped = {"faults/skipped_steps": self.guard.total}
         metrics = metrics | ranks | self.averages.take() | skipped | phases.take()
-        metrics |= self.throughput.take(metrics)
+        metrics |= self.throughput.take(metrics) | load_metrics(loads)
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
-        alarms = self.alarms.check(metrics, step) if self.alarms else []
+        alarms = [*self.alarms.check(metrics, step), self.dead_experts.check(loads, step)] if self.alarms else []
         return metrics, [warning for warning in (mismatch, slow, *alarms) if warning]
 
 

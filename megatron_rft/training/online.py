@@ -11,15 +11,20 @@ from megatron_rft.data.prompts import PromptSet
 from megatron_rft.data.rendering import PromptFormat, ask_again
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.engine import Engine
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.objectives.base import Objective, Setting
 from megatron_rft.objectives.plugins.distil import Distilled
 from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.objectives.plugins.pipo import PIPO
+from megatron_rft.plan.model_shape import shape_of
+from megatron_rft.plan.routes import why_not_replayed
+from megatron_rft.plan.vllm import choose_for
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.rollout.feedback import Feedback, cutter
 from megatron_rft.rollout.refiner import Refiner
+from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training import build, dynamic_constraint, loop, user_algorithm
@@ -47,6 +52,7 @@ def train(recipe: Recipe) -> int:
     rows = ((prompt.index, prompt.fields) for prompt in prompts.prompts)
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, rows)
     models = build_models(recipe, hf_config, objective, of_row)
+    routes = replayed_routes(recipe.rollout, hf_config, models.actor)
 
     with ExitStack() as stack:
         reward = stack.enter_context(closing(build_reward(recipe.reward)))
@@ -67,7 +73,7 @@ def train(recipe: Recipe) -> int:
             examples = dynamic_constraint.Examples(recipe.constraint, run.folder, models.actor, tokenizer)
         batches = OnlineBatches(
             run,
-            build_sampler(recipe, player, reward, tokenizer, refiner, run.phases),
+            build_sampler(recipe, player, reward, tokenizer, refiner, run.phases, routes),
             weights,
             prompts_per_step=options.prompts_per_step,
             staleness=options.staleness,
@@ -132,14 +138,20 @@ def build_models(
 
 
 def build_sampler(
-    recipe: Recipe, engine: Engine, reward: Reward, tokenizer: Any, refiner: Refiner | None, phases: Phases
+    recipe: Recipe,
+    engine: Engine,
+    reward: Reward,
+    tokenizer: Any,
+    refiner: Refiner | None,
+    phases: Phases,
+    routes: RouteStore | None,
 ) -> Sampler:
     options, form = recipe.rollout, Problems.of(recipe).prompt_format("train")
     rank, world = rank_among_engines(engine)
     background = recipe.trains_while_sampling
     return Sampler(
         engine,
-        build.build_sampling(options, tokenizer),
+        build.build_sampling(options, tokenizer, routes=routes is not None),
         reward,
         tokenizer,
         group_size=options.group_size,
@@ -154,7 +166,18 @@ def build_sampler(
         refiner=refiner,
         phases=nullcontext if background else phases,  # phases belong to the trainer's thread
         background=background,
+        routes=routes,
     )
+
+
+def replayed_routes(options: Rollout, hf_config: Any, actor: Actor) -> RouteStore | None:
+    """The store of the engine's experts, which the actor replays; None: it chooses its own."""
+    shape = shape_of(hf_config.to_dict())
+    if why_not_replayed(options, shape, choose_for(options, shape).name):
+        return None
+    routes = RouteStore.of(hf_config)
+    actor.routers.replay(routes)
+    return routes
 
 
 def build_feedback(options: Algorithm, tokenizer: Any, form: PromptFormat) -> Feedback:

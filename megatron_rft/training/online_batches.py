@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.objectives.base import State, Update
@@ -139,17 +140,22 @@ class OnlineBatches(Batches):
             tracker.note(warning)
         return metrics
 
+    def release(self, step: int, state: State) -> None:
+        if routes := self.sampler.routes:
+            routes.release(step, [keys for name, keys in state.items() if name.endswith("sequences.route")])
+
     # ---- checkpoints
 
     def state(self) -> State:
-        """Wait for the pending batches and return them for a checkpoint."""
+        """Wait for the pending batches and return them for a checkpoint, with the routes that later steps need."""
         self.drain(everything=True)
         self.weights.sleep_to_save()
+        routes = self.sampler.routes.state(self.sampler.gather_on_main) if self.sampler.routes else {}
         if not self.pending:
-            return {}
+            return routes
         rows = [{"step": batch.step, "rounds": [_to_json(result) for result in batch.rounds]} for batch in self.pending]
         words = json.dumps(rows, default=np.ndarray.tolist)
-        return {KEY: torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)}
+        return routes | {KEY: torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)}
 
     def restore(self, state: State) -> State:
         if self.examples:
@@ -159,6 +165,8 @@ class OnlineBatches(Batches):
             for row in json.loads(bytes(state[KEY].numpy())):
                 rounds = [_from_json(result, by_index) for result in row["rounds"]]
                 self.pending.append(Pending(row["step"], None, rounds))
+        if self.sampler.routes:
+            state = self.sampler.routes.restore(state, dist.get_rank(), dist.get_world_size())
         return {name: value for name, value in state.items() if name != KEY}
 
     def close(self) -> None:

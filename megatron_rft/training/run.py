@@ -207,9 +207,13 @@ class TrainingRun:
         if not has_cuda_device():
             return_free_pages()
         stopping, every = self.stop.agreed(), self.recipe.checkpoint.every
-        metrics, warnings = self.monitor.end_of_step(step, metrics, self.phases)
+        routers = self.models.actor.routers
+        loads = routers.take() if routers else {}
+        metrics, warnings = self.monitor.end_of_step(step, metrics, self.phases, loads)
         for warning in warnings:
             self.tracker.note(warning, alarm=True)
+        if loads:
+            self.tracker.experts(step, loads)
         # Log before the checkpoint: after a kill in between, the step is repeated and its line is replaced.
         self.tracker.log(step, metrics)
         with self.phases("checkpoint"):

@@ -4,6 +4,7 @@ MEGATRON_RFT_KILLS says how many times the run is killed (default 3).
 """
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -23,7 +24,7 @@ from megatron_rft.launching.hangs import descendants
 from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
 from megatron_rft.utils.checkpoint_files import damage, latest
 from megatron_rft.utils.processes import STOP_SIGNALS
-from tests.integration.tiny import freeze, kill, metrics, start, train, wait_until, write_recipe
+from tests.integration.tiny import freeze, kill, make_mixture, metrics, start, train, wait_until, write_recipe
 
 KILLED_IN_SAVE = str(Path(__file__).with_name("killed_in_save.py"))
 KILLS = int(os.environ.get("MEGATRON_RFT_KILLS", "3"))
@@ -181,16 +182,19 @@ def assert_same_verification(run: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_with_staleness_1_resumes_exactly(tmp_path):
-    """The pending batch is in the checkpoint, and the weights that sample a batch do not depend on timing."""
+    """The pending batch is in the checkpoint, with the engine's experts for it and for PIPO's previous batch. The
+    weights that sample a batch do not depend on timing."""
     recipe = write_recipe(
         tmp_path,
         rollout={"placement": "process", "staleness": 1},
         algorithm={"importance": "truncated"},
         pipo={"window": 2, "learning_rate": 1e-2},
     )
+    make_mixture(tmp_path)
     status, output = train(recipe)
     assert status == 0, output[-3000:]
     expected = metrics(tmp_path / "run")
+    assert [line["routes/siblings_differ"] for line in expected[1:]] == [0] * 6
     assert [line["rollout/staleness"] for line in expected[1:]] == [0, 1, 1, 1, 1, 1]
     assert any("verification/grad_norm" in line for line in expected)
     out = tmp_path / "killed"
@@ -198,6 +202,8 @@ def test_a_run_with_staleness_1_resumes_exactly(tmp_path):
     status, output = train(recipe, f"run.output_dir={out}")
     assert status == 0 and "resumed after step" in output, output[-3000:]
     assert_same_run(out, tmp_path / "run")
+    loads = [[json.loads(line)["layers"] for line in (run / "experts.jsonl").open()] for run in (out, tmp_path / "run")]
+    assert loads[0] == loads[1] and len(loads[0]) == 6 and len(loads[0][0]["1"]) == 4
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

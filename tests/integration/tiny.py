@@ -53,6 +53,14 @@ def write_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def make_mixture(folder: Path) -> None:
+    """Give the layers of the model in `folder` four experts each."""
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+    kind = dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    path = folder / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | experts | kind))
+
+
 def write_data(path: Path, rows: int) -> None:
     digits = [f"{i % 5}" for i in range(rows)]
     path.write_text(

@@ -7,7 +7,7 @@ responses are returned, the remaining rows are compacted, and waiting requests a
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
 from megatron_rft.inference.hf.kv_cache import SharedPrefixCache, move
+from megatron_rft.inference.hf.routes import Routes
 from megatron_rft.records import Response
 from megatron_rft.utils.position import here
 
@@ -68,6 +69,10 @@ class BatchPart:
     request: Request
     samples: range
 
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.request.id, self.samples.start
+
 
 class Decoder:
     """Decodes one list of requests. `forward(ids, positions, cache)` returns hidden states, `head` their logits."""
@@ -83,8 +88,11 @@ class Decoder:
         most_rows: int,
         weight_version: Callable[[], int],
         on_step: Callable[[], None] | None = None,
+        routes: Routes | None = None,
     ):
+        """`routes`: of the last call of `forward`, if responses are to carry them."""
         self.forward, self.head, self.sampling, self.weight_version = forward, head, sampling, weight_version
+        self.routes = routes
         self.on_step = on_step
         self.device = like.device
         self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
@@ -116,6 +124,9 @@ class Decoder:
         self.tokens, self.logprobs = column(tokens + 1), column(tokens + 1, dtype=torch.float32)
         kept = min(sampling.top_k or config.vocab_size, config.vocab_size) if sampling.truncates else 0
         self.supports = column(tokens + 1, kept, dtype=torch.int32)  # -1 where a token has fewer
+        experts = routes.width if routes else 0  # of a token, over all layers
+        self.experts = column(tokens + 1, experts, dtype=torch.int16)
+        self.prompt_experts: dict[tuple[int, int], np.ndarray] = {}  # by `BatchPart.key`: [prompt tokens, experts]
 
     def run(self) -> Iterator[Group]:
         steps_per_check = GPU_STEPS_PER_CHECK if self.device.type == "cuda" else 1
@@ -154,6 +165,10 @@ class Decoder:
         ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)  # [n, S]
         self.cache.begin_prefill(group, len(parts))
         hidden = self.forward(ids, torch.arange(ids.shape[1], device=self.device)[None], self.cache)  # [n, S, H]
+        if self.routes:
+            found = self.routes.last().view(*ids.shape, -1).numpy(force=True)  # [n, S, experts]
+            for part, experts in zip(parts, found, strict=True):
+                self.prompt_experts[part.key] = experts[: len(part.request.prompt_ids)]
         return self.head(hidden[torch.arange(len(parts)), torch.tensor([len(prompt) - 1 for prompt in prompts])])
 
     def _chunks(self, parts: list[BatchPart]) -> Iterator[tuple[int, list[BatchPart]]]:
@@ -195,6 +210,8 @@ class Decoder:
         prompt_len, count = self.prompt_len[live], self.count[live]
         self.cache.begin_decode(self.slot[live], prompt_len, count, self.spans)
         hidden = self.forward(self.last[live, None], (prompt_len + count - 1)[:, None], self.cache)  # [L, 1, H]
+        if self.routes:  # of the token that was fed
+            self.experts[torch.arange(len(count), device=self.device), count - 1] = self.routes.last()
         self._write(live, self.head(hidden[:, 0]))
         self.spans = (*self.spans[:2], min(self.spans[2] + 1, self.u.shape[1] - 1))
 
@@ -232,12 +249,20 @@ class Decoder:
             reason = "stop" if last in self.sampling.stop_token_ids else "length"
             supports = self._supports(row, count) if self.sampling.truncates else ()
             answer = Response(tuple(ids[:count]), tuple(lps[:count]), reason, version, supports)
+            if self.routes:
+                answer = replace(answer, routes=self._routes(row, count))
             self.answers[request.id][sample] = answer
             if None not in self.answers[request.id]:
                 yield Group(request.id, tuple(self.answers.pop(request.id)))
 
     def _supports(self, row: int, count: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(i for i in ids if i >= 0) for ids in self.supports[row, :count].tolist())
+
+    def _routes(self, row: int, count: int) -> np.ndarray:
+        """[prompt + count - 1, layers, experts per token]"""
+        part = self.parts[int(self.slot[row]) // self.width]
+        response = self.experts[row, : count - 1].numpy(force=True)
+        return self.routes.by_layer(np.concatenate([self.prompt_experts[part.key], response]))
 
     def _compact(self) -> None:
         """Move the last live rows and groups into the positions of finished ones."""
@@ -247,7 +272,7 @@ class Decoder:
             move(self.cache.keys, self.cache.values, to, source, self.spans[2])
             for column in (self.slot, self.prompt_len, self.count, self.limit, self.last, self.done):
                 column[to] = column[source]
-            for table in (self.u, self.tokens, self.logprobs, self.supports):
+            for table in (self.u, self.tokens, self.logprobs, self.supports, self.experts):
                 table[to] = table[source]
         self.cache.keep(to, source, sum(keep))
         _compact_list(self.owners, to, source, sum(keep))

@@ -29,6 +29,7 @@ from megatron_rft.inference.engine import (
 )
 from megatron_rft.inference.hf.decoder import Decoder
 from megatron_rft.inference.hf.kv_cache import ATTENTION
+from megatron_rft.inference.hf.routes import Routes
 from megatron_rft.utils.errors import DataError, RunFailed
 
 EXPERT_BIAS = "e_score_correction_bias"  # how the names of such buffers end
@@ -64,6 +65,7 @@ class HFEngine(Engine):
         for name, buffer in self.model.named_buffers():
             if name.endswith(EXPERT_BIAS):
                 buffer.data = buffer.data.float()  # as the trainer and vLLM have it
+        self.routes = Routes(self.model)
         self.weight_version = -1 if given else 0
         self.targets = hf_views(self.model)
         self.validator = WeightValidator(
@@ -92,6 +94,7 @@ class HFEngine(Engine):
                 self.max_batch_sequences,
                 lambda: self.weight_version,
                 self.on_step,
+                self.routes if sampling.routes else None,
             ).run()
 
     def _hidden(self, ids: Tensor, positions: Tensor, cache) -> Tensor:
@@ -133,7 +136,7 @@ class HFEngine(Engine):
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        self.model, self.targets, self.weight_version = None, {}, -1
+        self.model, self.routes, self.targets, self.weight_version = None, None, {}, -1
 
 
 def check_family(config: PreTrainedConfig) -> None:

@@ -47,7 +47,10 @@ def pairs(batch: Batch) -> Batch:
     lens = constrained_lens(kept)
     assert kept.refined_ids is not None and kept.refined_lens is not None
     ids = kept.refined_ids[_first(kept.refined_lens, lens)]
-    return Batch(kept.prompt_ids, kept.prompt_lens, ids, lens, sequences=dict(kept.sequences))
+    sequences = dict(kept.sequences)
+    if "route" in sequences:
+        sequences["route"] = torch.full((len(kept),), -1)  # another model wrote them
+    return Batch(kept.prompt_ids, kept.prompt_lens, ids, lens, sequences=sequences)
 
 
 def on_response_tokens(values: Tensor, batch: Batch) -> Tensor:

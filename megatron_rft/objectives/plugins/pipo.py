@@ -34,7 +34,7 @@ from megatron_rft.objectives.base import PolicyObjective, Prepared, State, Updat
 from megatron_rft.records import Batch
 
 KEPT_TOKENS = {"old_logprobs", "attributions", "response_mask"}  # of the previous batch
-KEPT_SEQUENCES = {"group", "unit"}
+KEPT_SEQUENCES = {"group", "unit", "route"}
 ROUNDING = 1e-12  # relative; equal means that were summed in another order differ by about 1e-16
 
 

@@ -3,7 +3,15 @@
 import pytest
 
 from megatron_rft.config import Faults
-from megatron_rft.training.monitor import ALARMS, STEPS, Alarms, check_mismatch, check_mismatch_bounds
+from megatron_rft.training.monitor import (
+    ALARMS,
+    STEPS,
+    Alarms,
+    DeadExperts,
+    check_mismatch,
+    check_mismatch_bounds,
+    load_metrics,
+)
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from tests.integration.tiny import ROOT
 from tests.made import made
@@ -87,3 +95,14 @@ def test_a_bound_on_what_is_not_computed_is_refused():
     check_mismatch_bounds(Faults(), one.needs)
     with pytest.raises(ConfigError, match="faults.mismatch_max: does nothing where a sampled batch gets one on-policy"):
         check_mismatch_bounds(Faults(mismatch_max=1.0), one.needs)
+
+
+def test_a_dead_expert_is_named_once_until_it_lives_again():
+    alarm, told = DeadExperts(), []
+    healthy, dead = {1: [100, 90, 110], 3: [5, 0, 5]}, {1: [150, 0, 150], 3: [5, 0, 5]}  # layer 3 has too few tokens
+    for step, loads in enumerate([healthy] * 3 + [dead] * 12 + [{}] + [healthy] + [dead] * 10, start=1):
+        if sentence := alarm.check(loads, step):
+            told.append((step, sentence))
+    assert [step for step, _ in told] == [3 + STEPS, 17 + STEPS], told
+    assert "for 10 steps no token went to expert 1 of layer 1. See docs/models.md" in told[0][1]
+    assert load_metrics(dead) == {"experts/load_max": 1.5, "experts/load_min": 0.0} and load_metrics({}) == {}

@@ -2,12 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import GemmaConfig, Qwen2Config
 
+from megatron_rft.families.shapes import experts
 from megatron_rft.inference.engine import Request, Sampling, checksum
 from megatron_rft.inference.hf.engine import HFEngine
+from megatron_rft.inference.hf.routes import Routes
 from megatron_rft.utils.errors import DataError, RunFailed, UserError
 from tests.unit.inference.tiny import CONFIGS, SHAPE, assert_supports, build_engine, build_model, hf_stream
 
@@ -35,8 +38,10 @@ def replay(model, prompt: tuple[int, ...], response: tuple[int, ...], temperatur
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logprobs_are_those_of_a_full_forward_pass(family):
     model = build_model(family)
-    requests, sampling = some_requests(6), Sampling(30, temperature=0.8, stop_token_ids=tuple(range(2, 8)))
+    requests, mixture = some_requests(6), bool(experts(model.config))
+    sampling = Sampling(30, temperature=0.8, stop_token_ids=tuple(range(2, 8)), routes=mixture)
     found = answers(build_engine(model, rows=8), requests, sampling)  # 18 rows in 8 places: rows enter and leave
+    whole = Routes(model)
     lengths = set()
     for request in requests:
         assert len(found[request.id]) == 3
@@ -44,6 +49,9 @@ def test_logprobs_are_those_of_a_full_forward_pass(family):
             expected = replay(model, request.prompt_ids, response.token_ids, temperature=0.8)
             torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-5, rtol=0)
             assert response.weight_version == 3
+            if mixture:
+                used = whole.by_layer(whole.last().numpy())[:-1]
+                assert np.array_equal(np.sort(response.routes), np.sort(used)), "experts of another token or layer"
             lengths.add(len(response.token_ids))
     assert len(lengths) > 3, "the rows should have ended at different times"
 
