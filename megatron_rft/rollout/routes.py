@@ -3,7 +3,7 @@
 The trainer computes with the same experts (router replay, "R3": arXiv 2510.11370), because a token whose experts flip
 between engine and trainer has another log-prob than rounding would give. Routes are large (layers x experts per token,
 one or two bytes each), so they stay on the rank whose engine made them. A batch has only their keys,
-`sequences["route"]`, and `megatron/routes.py` moves routes to the ranks that compute their layers and tokens.
+`sequences["route"]`, and `megatron/routers.py` moves routes to the ranks that compute their layers and tokens.
 """
 
 from collections.abc import Callable, Iterable
