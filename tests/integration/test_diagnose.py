@@ -123,9 +123,11 @@ def test_a_faulty_engine_is_named(tmp_path, monkeypatch, engine, cause):
 
 def test_a_wrong_temperature_is_named(tmp_path, monkeypatch):
     right = build.build_sampling
-    monkeypatch.setattr(
-        build, "build_sampling", lambda rollout, *rest: right(rollout.model_copy(update={"temperature": 1.1}), *rest)
-    )
+
+    def warmer(rollout, *rest, **options):
+        return right(rollout.model_copy(update={"temperature": 1.1}), *rest, **options)
+
+    monkeypatch.setattr(build, "build_sampling", warmer)
     status, found = diagnose(tmp_path)
     assert (
         status == 3 and "a wrong temperature: the engine's log-probs are those of temperature 1.1," in found["verdict"]
