@@ -30,7 +30,7 @@ from megatron_rft.records import Batch
 from megatron_rft.utils.errors import RunFailed
 
 
-class Choice:
+class RouterChoice:
     """The choice of one router. `routes` [tokens, experts per token]: of the micro-batch that comes next, -1 for tokens
     whose experts the router chooses; None: it chooses all. `uses` [tokens]: the sequences that have each token."""
 
@@ -62,7 +62,7 @@ class Routers:
 
     def __init__(self, chunks: list):
         self.routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-        self.choices = [Choice(router) for router in self.routers]
+        self.choices = [RouterChoice(router) for router in self.routers]
         for router, choice in zip(self.routers, self.choices, strict=True):
             router.router_replay = choice
         self.store, self.active = None, True
