@@ -170,8 +170,10 @@ class OwnEngines:
 
     @property
     def by_vllm(self) -> bool:
-        name = choose(self.recipe.rollout.engine, self.s, bool(self.device), self.recipe.vllm).name
-        return bool(self.lengths) and name == "vllm"
+        recipe = self.recipe
+        if not self.lengths:  # the engine is on servers, which may have kernels that this machine has not
+            return False
+        return choose(recipe.rollout.engine, self.s, bool(self.device), recipe.vllm).name == "vllm"
 
     @property
     def share(self) -> float:
