@@ -1,8 +1,9 @@
 """Distributes sequences over data-parallel ranks and micro-batches.
 
-Every rank computes the same plan, a pure function of the batch. With shared prompts, sequences of one prompt stay in
-one micro-batch if the token budget allows it, because the prompt is then computed once. A group that does not fit is
-split between responses, and each part computes the prompt again. Costs count the computed tokens.
+Every rank computes the same plan, a pure function of the lengths, which all ranks have: if one rank sent its plan, the
+others would wait for it and for the message. With shared prompts, sequences of one prompt stay in one micro-batch if
+the token budget allows it, because the prompt is then computed once. A group that does not fit is split between
+responses, and each part computes the prompt again. Costs count the computed tokens.
 """
 
 import heapq

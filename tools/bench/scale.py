@@ -51,14 +51,25 @@ def receive(sent: bytes, ranks: int, prompts: dict[int, Prompt]) -> None:
     to_batch(found)
 
 
-def plan(ranks: int, responses: int, tokens: int) -> None:
+def batch_of(ranks: int, responses: int, tokens: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     lens = torch.randint(tokens // 2, tokens * 3 // 2, (ranks * responses,), generator=generator)
     prompt_lens = torch.full_like(lens, 100)
-    batch = Batch(
+    return Batch(
         torch.zeros(int(prompt_lens.sum()), dtype=torch.long), prompt_lens, lens.new_zeros(int(lens.sum())), lens
     )
-    balance.plan(batch, max(1, ranks // RANKS_OF_REPLICA), BUDGET)
+
+
+def pack_plan(shares: list[list[torch.Tensor]]) -> bytes:
+    """Return what rank 0 would have to send if the other ranks did not plan themselves."""
+    cuts = [cut for share in shares for cut in share]
+    return pickle.dumps((len(shares), [len(cut) for cut in cuts], torch.cat(cuts).numpy()))
+
+
+def read_plan(sent: bytes) -> list[list[torch.Tensor]]:
+    count, sizes, positions = pickle.loads(sent)
+    cuts, each = torch.from_numpy(positions).split(sizes), len(sizes) // count
+    return [list(cuts[rank * each : (rank + 1) * each]) for rank in range(count)]
 
 
 def look(folder: Path, nodes: int) -> None:
@@ -76,7 +87,12 @@ def rows(ranks: int, responses: int, tokens: int, folder: Path) -> dict[str, tup
     packing, parcel = measured(lambda: travel.pack(mine))
     sent = pickle.dumps(parcel)
     receiving, _ = measured(lambda: receive(sent, ranks, {0: mine.rollouts[0].prompt}))
-    planning, _ = measured(lambda: plan(ranks, responses, tokens))
+    batch = batch_of(ranks, responses, tokens)
+    planning, shares = measured(lambda: balance.plan(batch, max(1, ranks // RANKS_OF_REPLICA), BUDGET))
+    again, _ = measured(lambda: balance.plan(batch, max(1, ranks // RANKS_OF_REPLICA), BUDGET))
+    packed, plan_sent = measured(lambda: pack_plan(shares))
+    unpacked, got = measured(lambda: read_plan(plan_sent))
+    assert [[cut.tolist() for cut in share] for share in got] == [[cut.tolist() for cut in share] for share in shares]
     looking, _ = measured(lambda: look(folder, ranks // 8 or 1))
     found = index(ranks)
     reading, _ = measured(lambda: optimizer_shards.ShardReader(found))
@@ -84,6 +100,8 @@ def rows(ranks: int, responses: int, tokens: int, folder: Path) -> dict[str, tup
         "pack a rank's responses": (packing, len(sent)),
         "read all ranks' responses into a batch": (receiving, ranks * len(sent)),
         "plan of the micro-batches": (planning, 0),
+        "the plan again, as for the reference": (again, 0),
+        "that plan from rank 0, without its way: made, packed, read": (planning + packed + unpacked, len(plan_sent)),
         "look for nodes that failed": (looking, 0),
         "index of a sharded checkpoint (on resume)": (reading, len(json.dumps(found))),
     }
