@@ -94,19 +94,15 @@ class DynamicOptions(Constraint):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.eta == 0:
-            for name in ("mode", "tokens", "per", "filter", "agreeing"):
-                if self.differs(name):
-                    raise at(name, "does nothing while eta is 0: the pairs are not trained on")
-        if self.mode == "reward" and self.differs("per"):
-            raise at("per", "does nothing with mode reward: each response has its own penalty")
+        untrained = "while eta is 0: the pairs are not trained on"
+        self.unused(self.eta == 0, untrained, "mode", "tokens", "per", "filter", "agreeing")
+        self.unused(self.mode == "reward", "with mode reward: each response has its own penalty", "per")
         if self.agreeing and self.mode == "reward":
             why = "penalties would be all that differs in such a group: refined responses lose and the others gain"
             raise at("agreeing", f"with mode reward, {why}. Use mode: loss")
         if self.norms_every and (not self.eta or self.mode == "reward"):
             raise at("norms_every", "the loss has only one part: eta is 0, or the constraint is in the reward")
-        if self.differs("examples") and not self.examples_every:
-            raise at("examples", "does nothing while examples_every is 0")
+        self.unused(not self.examples_every, "while examples_every is 0", "examples")
         if self.template is not None:
             read_template(self.template)
         return self

@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Positive, Section, ShareOrAll
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -27,8 +26,7 @@ class Teaching(Section):
 
     @model_validator(mode="after")
     def _check_divergence(self):
-        if self.differs("jsd_beta") and self.divergence != "jsd":
-            raise at("jsd_beta", f"does nothing with divergence {self.divergence}")
+        self.unused(self.divergence != "jsd", f"with divergence {self.divergence}", "jsd_beta")
         return self
 
 

@@ -113,8 +113,7 @@ class Recipe(s.Section):
     @model_validator(mode="after")
     def _check_sections(self):
         self.reward.check_alone("reward.")
-        if self.evaluation.every and not self.validates:
-            raise at("evaluation.every", "does nothing without data.validation")
+        self.evaluation.unused(not self.validates, "without data.validation", "every", place="evaluation.")
         if self.environment:
             evaluates = self.trainer in ("rl", "generate") or self.validates or self.data.test is not None
             environments.check(self.environment, self.rollout.max_response_tokens, evaluates, self.refines)
@@ -148,8 +147,6 @@ class Recipe(s.Section):
                 "needs optimizer.use_precision_aware_optimizer=true and model.precision bf16 or fp8: otherwise "
                 "megatron-core would not take the loaded weights over to the host, and step 1 would overwrite them",
             )
-        if self.model.precision != "fp8":
-            typed = [name for name in ("fp8", "fp8_recipe") if self.megatron.differs(name)]
-            for name in sorted(each for each in (*typed, *self.megatron.extra) if each.split("_")[0] == "fp8"):
-                why = f"does nothing with model.precision {self.model.precision}: set that to fp8"
-                raise at(f"megatron.{name}", why)
+        fp8 = [name for name in self.megatron.extra if name.split("_")[0] == "fp8"]
+        why = f"with model.precision {self.model.precision}: set that to fp8"
+        self.megatron.unused(self.model.precision != "fp8", why, *fp8, "fp8", "fp8_recipe", place="megatron.")

@@ -47,6 +47,13 @@ class Section(BaseModel):
         """Whether the option exists and differs from its default. Options without effect are refused only then."""
         return key in type(self).model_fields and getattr(self, key) != type(self).model_fields[key].default
 
+    def unused(self, if_so: object, why: str, *keys: str, place: str = "") -> None:
+        """Refuse those of the options `keys` that differ from their defaults, if they have no effect. `place`: of this
+        section, with a dot, in a check of the whole recipe."""
+        for key in keys if if_so else ():
+            if self.differs(key) or key in self.extra:
+                raise at(place + key, f"does nothing {why}")
+
 
 class Run(Section):
     output_dir: str
@@ -126,9 +133,8 @@ class Megatron(Section):
                     raise at(
                         key, "full recompute needs it: for example recompute_method=uniform recompute_num_layers=1"
                     )
-        elif self.recompute_method or self.recompute_num_layers:
-            key = "recompute_method" if self.recompute_method else "recompute_num_layers"
-            raise at(key, "does nothing unless recompute_granularity is full")
+        else:
+            self.unused(True, "unless recompute_granularity is full", "recompute_method", "recompute_num_layers")
         return self
 
 
@@ -159,10 +165,8 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _check(self):
         passthrough.check("optimizer", self.extra, set(type(self).model_fields))
-        if self.lr_decay_style == "constant":
-            for key in ("min_lr", "lr_decay_steps"):
-                if getattr(self, key):
-                    raise at(key, "does nothing with lr_decay_style constant: choose linear or cosine")
+        constant = self.lr_decay_style == "constant"
+        self.unused(constant, "with lr_decay_style constant: choose linear or cosine", "min_lr", "lr_decay_steps")
         if self.min_lr > self.lr:
             raise at("min_lr", f"{self.min_lr} is above lr, {self.lr}")
         return self
@@ -270,13 +274,12 @@ class Source(Section):
                 f"{self.path!r} is neither a {', '.join(datasets.SUFFIXES)} file, a folder of them, nor "
                 "'arithmetic' or 'hub:organisation/name'",
             )
-        one = self.path == datasets.ARITHMETIC or suffix in datasets.SUFFIXES
-        for key in ("split", "subset", "files"):
-            if getattr(self, key) and one and not (key == "split" and self.path == datasets.ARITHMETIC):
-                raise at(key, f"does nothing for a file: name the file of that part instead of {self.path}")
-        if self.files and self.split:
-            raise at("split", "does nothing together with files, which selects the files to read")
-        if self.path == datasets.ARITHMETIC and self.split not in (None, *ARITHMETIC_SPLITS):
+        generated = self.path == datasets.ARITHMETIC
+        why = f"for a file: name the file of that part instead of {self.path}"
+        self.unused(suffix in datasets.SUFFIXES, why, "split")
+        self.unused(generated or suffix in datasets.SUFFIXES, why, "subset", "files")
+        self.unused(self.files, "together with files, which selects the files to read", "split")
+        if generated and self.split not in (None, *ARITHMETIC_SPLITS):
             raise at("split", f"{self.split!r} is not one of {', '.join(ARITHMETIC_SPLITS)}")
         return self
 
@@ -286,9 +289,7 @@ class Source(Section):
             raise at("adapter", f"there is no adapter {adapter!r}.{hint}")
         if self.path == datasets.ARITHMETIC:
             raise at("adapter", "does nothing for arithmetic")
-        for key in ("prompt_field", "answer_field"):
-            if getattr(self, key):
-                raise at(key, f"does nothing with an adapter: {adapter} knows its fields")
+        self.unused(True, f"with an adapter: {adapter} knows its fields", "prompt_field", "answer_field")
 
     @property
     def on_hub(self) -> bool:
@@ -330,8 +331,7 @@ class Data(Section):
         for key in ("prompt_field", "answer_field"):
             if self.differs(key) and all(source.adapter or getattr(source, key) for source in sources):
                 raise at(key, "does nothing: every data set here has its own, or an adapter with its fields")
-        if self.chat_template_kwargs and not self.chat:
-            raise at("chat_template_kwargs", "does nothing without chat: true")
+        self.unused(not self.chat, "without chat: true", "chat_template_kwargs")
         if taken := CHAT_ARGUMENTS & self.chat_template_kwargs.keys():
             raise at(
                 f"chat_template_kwargs.{min(taken)}", "is set by the program: give variables of the template alone"
@@ -407,16 +407,12 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.processes and self.placement == "colocated":
-            raise at("processes", "does nothing with placement colocated: set that to process or server")
-        if self.servers and self.placement != "server":
-            raise at("servers", f"does nothing with placement {self.placement}: set that to server")
-        if self.offload_trainer and self.placement != "colocated":
-            raise at("offload_trainer", f"does nothing with placement {self.placement}, whose engines stay awake")
-        if self.differs("reserve_gib") and self.placement != "colocated":
-            raise at("reserve_gib", f"does nothing with placement {self.placement}: it is for a colocated vLLM")
-        if self.servers and self.processes:
-            raise at("processes", "does nothing together with servers, which the run does not start")
+        colocated, placed = self.placement == "colocated", f"with placement {self.placement}"
+        self.unused(colocated, f"{placed}: set that to process or server", "processes")
+        self.unused(self.placement != "server", f"{placed}: set that to server", "servers")
+        self.unused(not colocated, f"{placed}, whose engines stay awake", "offload_trainer")
+        self.unused(not colocated, f"{placed}: it is for a colocated vLLM", "reserve_gib")
+        self.unused(self.servers, "together with servers, which the run does not start", "processes")
         if self.placement == "server" and self.engine != "auto" and not ENGINES[self.engine].serves:
             raise at("engine", f"{self.engine} has no server: set placement to process, or engine to vllm")
         if self.cache_after_sync and self.staleness < 2:

@@ -23,7 +23,7 @@ CORRECT = (
     "ratio is then relative to the policy that sampled)"
 )
 ON_POLICY = (
-    "does nothing where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
+    "where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
     "algorithm.mini_batch_prompts or algorithm.epochs"
 )
 ROUNDED = "the engine rounds, so it samples from another policy than the trainer's, and nothing corrects for it."
@@ -80,7 +80,7 @@ class OnlineRecipe(Recipe):
                 f"{self.critic.warmup_steps} leaves the policy no step: the run has {self.run.steps}",
             )
         self._check_teaching()
-        if not self.pipo:
+        if not (self.pipo or algorithm.of_user):
             self._check_ratio()
         if self.rollout.top_k and self.refines:
             why = "does not go with constraint.kind dynamic: refined responses were not sampled from the kept tokens"
@@ -89,9 +89,8 @@ class OnlineRecipe(Recipe):
             self._check_staleness()
         if (rounding := self.vllm.rounding) and not self.corrects:
             raise at(f"vllm.{rounding}", f"{ROUNDED} {CORRECT}")
-        for key in ("engine_start_s", "engine_silence_s"):
-            if self.rollout.placement == "colocated" and self.faults.differs(key):
-                raise at(f"faults.{key}", "does nothing with rollout.placement colocated")
+        limits, colocated = ("engine_start_s", "engine_silence_s"), self.rollout.placement == "colocated"
+        self.faults.unused(colocated, "with rollout.placement colocated", *limits, place="faults.")
         self._check_mismatch()
         return self
 
@@ -103,9 +102,8 @@ class OnlineRecipe(Recipe):
             raise at("pipo", f"verifies by rewards, and {name} uses none")
         if self.reward.kind == "none" and self.algorithm.uses_rewards:
             raise at("reward.kind", f"none: {name} learns from rewards")
-        for key in ("validation", "test") if self.reward.kind == "none" else ():
-            if getattr(self.data, key):
-                raise at(f"data.{key}", "does nothing with reward.kind none: nothing grades the responses")
+        why = "with reward.kind none: nothing grades the responses"
+        self.data.unused(self.reward.kind == "none", why, "validation", "test", place="data.")
 
     def _check_critic(self):
         name, needed = self.algorithm.name, self.algorithm.needs_critic
@@ -152,27 +150,20 @@ class OnlineRecipe(Recipe):
             why = "algorithm.old_logprobs rollout: the trainer computes no log-probs to compare"
         elif not (self.algorithm.uses_old_logprobs or self.one_step or self.pipo):
             why = f"several steps of {self.algorithm.name} for a batch: no pass comes before the first"
-        for key in ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch"):
-            if why and self.faults.differs(key):
-                raise at(f"faults.{key}", f"does nothing with {why}")
+        alarms = ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch")
+        self.faults.unused(why, f"with {why}", *alarms, place="faults.")
 
     def _check_ratio(self):
         """Refuse options of the ratio and its clip if there is no ratio or it is always 1."""
         algorithm = self.algorithm
         on_policy = self.one_step and algorithm.old_logprobs == "recompute"
         clips = ("clip_low", "clip_high", "dual_clip")
-        if algorithm.has_ratio:
-            self._refuse(clips if on_policy else (), ON_POLICY)
-            return
-        weighted = algorithm.differs("importance_cap")
-        self._refuse(("importance_cap",) if on_policy else (), ON_POLICY)
-        why = f"does nothing without pipo: the loss of {algorithm.name} has no ratio"
-        self._refuse(clips if weighted else (*clips, "old_logprobs"), why)
-
-    def _refuse(self, keys: tuple[str, ...], why: str):
-        for key in keys:
-            if self.algorithm.differs(key):
-                raise at(f"algorithm.{key}", why)
+        algorithm.unused(
+            on_policy, ON_POLICY, *clips if algorithm.has_ratio else ["importance_cap"], place="algorithm."
+        )
+        dead = clips if algorithm.differs("importance_cap") else (*clips, "old_logprobs")
+        why = f"without pipo: the loss of {algorithm.name} has no ratio"
+        algorithm.unused(not algorithm.has_ratio, why, *dead, place="algorithm.")
 
 
 # ---- sft and offline: learn from what is given
@@ -245,8 +236,8 @@ class GivenRecipe(Recipe):
         if (self.run.steps is None) == (self.run.epochs is None):
             fix = ": set one of them to null" if self.run.steps else ""
             raise at("run.steps", f"trainer {self.trainer} needs either run.steps or run.epochs, and not both{fix}")
-        if self.rollout.offload_trainer and not (self.validates or self.data.test):
-            raise at("rollout.offload_trainer", "does nothing without an engine, and nothing is evaluated")
+        why, engine = "without an engine, and nothing is evaluated", self.validates or self.data.test
+        self.rollout.unused(not engine, why, "offload_trainer", place="rollout.")
         return self
 
 
@@ -268,23 +259,15 @@ class OfflineRecipe(GivenRecipe):
 
     @model_validator(mode="after")
     def _check_store(self):
-        if self.evaluation.patience and not self.evaluation.every:
-            raise at("evaluation.patience", "does nothing while evaluation.every is 0")
-        if self.data.validation and not self.evaluation.every:
-            raise at("data.validation", "does nothing while evaluation.every is 0")
-        for key in type(self.data.train).model_fields:
-            if key != "path" and self.data.train.differs(key):
-                raise at(
-                    f"data.train.{key}", "does nothing with a store of trajectories: generate one with this option"
-                )
-        if self.data.limit:
-            raise at(
-                "data.limit", "does nothing with a store of trajectories: set data.validation.limit, data.test.limit"
-            )
-        for key in ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field"):
-            if self.data.differs(key) and not (self.data.test or self.data.validation):
-                why = "does nothing without data.test or data.validation: the trajectories have their prompts"
-                raise at(f"data.{key}", why)
+        data, never = self.data, not self.evaluation.every
+        self.evaluation.unused(never, "while evaluation.every is 0", "patience", place="evaluation.")
+        data.unused(never, "while evaluation.every is 0", "validation", place="data.")
+        options, store = [name for name in s.Source.model_fields if name != "path"], "with a store of trajectories"
+        data.train.unused(True, f"{store}: generate one with this option", *options, place="data.train.")
+        data.unused(True, f"{store}: set data.validation.limit, data.test.limit", "limit", place="data.")
+        why = "without data.test or data.validation: the trajectories have their prompts"
+        names = ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field")
+        data.unused(not (data.test or data.validation), why, *names, place="data.")
         return self
 
 

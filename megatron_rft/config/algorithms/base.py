@@ -138,13 +138,8 @@ class PolicyGradient(Aggregating):
 
     @model_validator(mode="after")
     def _check_dead(self):
-        for key, switch, off in (
-            ("kl_estimator", "kl_coefficient", 0),
-            ("kl_in", "kl_coefficient", 0),
-            ("importance_cap", "importance", "none"),
-        ):
-            if self.differs(key) and getattr(self, switch) == off:
-                raise at(key, f"does nothing while {switch} is {off}")
+        self.unused(self.kl_coefficient == 0, "while kl_coefficient is 0", "kl_estimator", "kl_in")
+        self.unused(self.importance == "none", "while importance is none", "importance_cap")
         if self.importance != "none" and self.old_logprobs == "rollout":
             raise at(
                 "importance", "compares old_logprobs with the engine's: with old_logprobs rollout they are the same"

@@ -140,12 +140,10 @@ class OffRL(Offline):
 
     @model_validator(mode="after")
     def _check_reference(self):
-        if self.differs("kl_aggregation") and not self.kl_coefficient:
-            raise at("kl_aggregation", "does nothing while kl_coefficient is 0")
-        if self.differs("reference") and not self.compares_distributions:
-            raise at("reference", f"does nothing: {self.name} needs no distribution while kl_coefficient is 0")
-        if self.reference_cache and self.reference != "cached_hidden":
-            raise at("reference_cache", "does nothing unless reference is cached_hidden")
+        self.unused(not self.kl_coefficient, "while kl_coefficient is 0", "kl_aggregation")
+        alone = not self.compares_distributions
+        self.unused(alone, f"while kl_coefficient is 0: {self.name} needs no distribution then", "reference")
+        self.unused(self.reference != "cached_hidden", "unless reference is cached_hidden", "reference_cache")
         return self
 
 

@@ -116,10 +116,8 @@ class DAPO(GRPO):
 
     @model_validator(mode="after")
     def _check_switches(self):
-        if self.differs("max_rounds") and not self.filter_groups:
-            raise at("max_rounds", "does nothing while filter_groups is false")
-        if self.differs("overlong_coefficient") and not self.overlong_buffer:
-            raise at("overlong_coefficient", "does nothing while overlong_buffer is 0")
+        self.unused(not self.filter_groups, "while filter_groups is false", "max_rounds")
+        self.unused(not self.overlong_buffer, "while overlong_buffer is 0", "overlong_coefficient")
         return self
 
 
@@ -212,13 +210,10 @@ class SDPO(Aggregating):
             raise at("feedback", "is empty: without feedback the teacher equals the policy and the loss is 0")
         if len(set(self.feedback)) < len(self.feedback):
             raise at("feedback", f"names a source twice: {', '.join(self.feedback)}")
-        for key, source in (
-            ("solution_field", {"solution"}),
-            ("solution_template", {"solution", "sibling"}),
-            ("error_template", {"error"}),
-        ):
-            if self.differs(key) and not source & set(self.feedback):
-                raise at(key, f"does nothing while feedback is {', '.join(self.feedback)}")
+        given, why = set(self.feedback), f"while feedback is {', '.join(self.feedback)}"
+        self.unused("solution" not in given, why, "solution_field")
+        self.unused(not given & {"solution", "sibling"}, why, "solution_template")
+        self.unused("error" not in given, why, "error_template")
         return self
 
     @field_validator("teacher_template", "solution_template", "error_template")
