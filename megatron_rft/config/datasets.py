@@ -1,6 +1,6 @@
 """The data sets with an adapter: their names on the Hugging Face hub, and the reward that grades each. No torch.
 
-The adapters, which turn raw rows into prompts, have the same names in `megatron_rft/data/adapters`.
+`megatron_rft/data/adapters` has the adapters, which turn raw rows into prompts.
 """
 
 import re
@@ -13,12 +13,15 @@ ARITHMETIC = "arithmetic"  # generated, nothing to download
 HUB = "hub:"
 HUB_NAME = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow", ".csv")  # of the files that a data set is read from
+BFCL = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
 
 
 @dataclass(frozen=True)
 class Known:
-    """`hub` is the default path; `subset` and `files` select its files, as in a recipe."""
+    """`adapter` is MODULE.FUNCTION under data/adapters; `hub` is the default path; `subset` and `files` select its files,
+    as in a recipe."""
 
+    adapter: str
     reward: RewardKind
     hub: str | None = None
     subset: str | None = None
@@ -32,33 +35,33 @@ class Known:
 
 
 DATASETS = {
-    "gsm8k": Known("math", "openai/gsm8k", subset="main"),
-    "math": Known("math", "EleutherAI/hendrycks_math"),
-    "math500": Known("math", "HuggingFaceH4/MATH-500"),
-    "aime24": Known("math", "HuggingFaceH4/aime_2024"),
-    "aime25": Known("math", "math-ai/aime25"),
-    "amc23": Known("math", "math-ai/amc23"),
-    "minerva": Known("math", "math-ai/minervamath"),
-    "olympiadbench": Known("math", "Hothan/OlympiadBench", subset="OE_TO_maths_en_COMP"),
-    "gaokao2023en": Known("math", "MARIO-Math-Reasoning/Gaokao2023-Math-En"),
-    "math_perturb": Known("math"),
-    "apps": Known("code", "codeparrot/apps"),
-    "taco": Known("code", "BAAI/TACO"),
-    "humaneval": Known("code", "openai/openai_humaneval"),
-    "humaneval_plus": Known("code", "evalplus/humanevalplus"),
-    "mbpp": Known("code", "google-research-datasets/mbpp", subset="full"),
-    "mbpp_plus": Known("code", "evalplus/mbppplus"),
-    "livecodebench": Known("code", "livecodebench/code_generation_lite", files="test*.jsonl"),
-    "leetcode": Known("code", "newfacade/LeetCodeDataset", files="LeetCodeDataset-*.jsonl"),
-    "rlla": Known("tool", "emrecanacikgoz/ToolRL", rules="rlla"),
-    "bfcl": Known("tool", "gorilla-llm/Berkeley-Function-Calling-Leaderboard", files="BFCL_*.json", rules="bfcl"),
-    "bfcl_multi_turn": Known(
-        "tool", "gorilla-llm/Berkeley-Function-Calling-Leaderboard", files="BFCL_*_multi_turn_base.json", rules="bfcl"
+    "gsm8k": Known("mathematics.gsm8k", "math", "openai/gsm8k", subset="main"),
+    "math": Known("mathematics.math", "math", "EleutherAI/hendrycks_math"),
+    "math500": Known("mathematics.math", "math", "HuggingFaceH4/MATH-500"),
+    "aime24": Known("mathematics.contest", "math", "HuggingFaceH4/aime_2024"),
+    "aime25": Known("mathematics.contest", "math", "math-ai/aime25"),
+    "amc23": Known("mathematics.contest", "math", "math-ai/amc23"),
+    "minerva": Known("mathematics.contest", "math", "math-ai/minervamath"),
+    "olympiadbench": Known("mathematics.olympiadbench", "math", "Hothan/OlympiadBench", subset="OE_TO_maths_en_COMP"),
+    "gaokao2023en": Known("mathematics.contest", "math", "MARIO-Math-Reasoning/Gaokao2023-Math-En"),
+    "math_perturb": Known("mathematics.math", "math"),
+    "apps": Known("code.apps", "code", "codeparrot/apps"),
+    "taco": Known("code.apps", "code", "BAAI/TACO"),
+    "humaneval": Known("code.humaneval", "code", "openai/openai_humaneval"),
+    "humaneval_plus": Known("code.humaneval", "code", "evalplus/humanevalplus"),
+    "mbpp": Known("code.mbpp", "code", "google-research-datasets/mbpp", subset="full"),
+    "mbpp_plus": Known("code.mbpp", "code", "evalplus/mbppplus"),
+    "livecodebench": Known("code.livecodebench", "code", "livecodebench/code_generation_lite", files="test*.jsonl"),
+    "leetcode": Known("code.leetcode", "code", "newfacade/LeetCodeDataset", files="LeetCodeDataset-*.jsonl"),
+    "rlla": Known("tools.rlla", "tool", "emrecanacikgoz/ToolRL", rules="rlla"),
+    "bfcl": Known("tools.bfcl", "tool", BFCL, files="BFCL_*.json", rules="bfcl"),
+    "bfcl_multi_turn": Known("tools.bfcl_multi_turn", "tool", BFCL, files="BFCL_*_multi_turn_base.json", rules="bfcl"),
+    "api_bank": Known(
+        "tools.api_bank", "tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"
     ),
-    "api_bank": Known("tool", "liminghao1630/API-Bank", files="test-data/level-*-api.json", rules="rlla"),
-    "sdpo_tools": Known("tool", rules="exact"),
-    "sciknoweval": Known("choice", "hicai-zju/SciKnowEval", subset="v2"),
-    "prompt_collection": Known("model", "OpenRLHF/prompt-collection-v0.1"),
+    "sdpo_tools": Known("tools.sdpo_tools", "tool", rules="exact"),
+    "sciknoweval": Known("text.sciknoweval", "choice", "hicai-zju/SciKnowEval", subset="v2"),
+    "prompt_collection": Known("text.prompt_collection", "model", "OpenRLHF/prompt-collection-v0.1"),
 }
 
 TEMPLATES = {

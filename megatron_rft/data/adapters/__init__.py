@@ -7,22 +7,22 @@
     tests      of programs          function  BFCL's descriptions         choices   letter -> text
     unusable   why this row cannot be used for training or grading; it is then left out and counted
 
-An adapter is a function from `Fields` to such a row. `config/datasets.py` has its reward and its location on the
-hub, under the same name.
+An adapter is a function from `Fields` to such a row. `config/datasets.py` has the table of adapters, with the reward and
+the location on the hub.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_rft.config.datasets import DATASETS
 from megatron_rft.data.adapters import code, mathematics, text, tools
 from megatron_rft.data.fields import Fields, Row
 from megatron_rft.utils.errors import DataError, did_you_mean, first_line
 
+MODULES = {"mathematics": mathematics, "code": code, "tools": tools, "text": text}
 ADAPTERS: dict[str, Callable[[Fields], Row]] = {
-    **mathematics.ADAPTERS,
-    **code.ADAPTERS,
-    **tools.ADAPTERS,
-    **text.ADAPTERS,
+    name: getattr(MODULES[module], function)
+    for name, (module, function) in ((name, known.adapter.split(".")) for name, known in DATASETS.items())
 }
 
 

@@ -386,15 +386,3 @@ class _Text(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         raise pickle.UnpicklingError(f"it holds more than text: {module}.{name}")
-
-
-ADAPTERS = {
-    "humaneval": humaneval,
-    "humaneval_plus": humaneval,
-    "mbpp": mbpp,
-    "mbpp_plus": mbpp,
-    "apps": apps,
-    "taco": apps,
-    "livecodebench": livecodebench,
-    "leetcode": leetcode,
-}

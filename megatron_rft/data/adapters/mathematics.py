@@ -112,17 +112,3 @@ def _answer(fields: Fields) -> str:
         if answer is None:
             raise fields.wrong(f"no answer, and no \\boxed in the solution: {fields.text('solution')[-60:]!r}")
     return answer_text(fields.get(*ANSWER) if answer is None else answer)
-
-
-ADAPTERS = {
-    "gsm8k": gsm8k,
-    "math": math,
-    "math500": math,
-    "math_perturb": math,
-    "aime24": contest,
-    "aime25": contest,
-    "amc23": contest,
-    "minerva": contest,
-    "gaokao2023en": contest,
-    "olympiadbench": olympiadbench,
-}

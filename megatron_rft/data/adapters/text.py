@@ -66,6 +66,3 @@ def prompt_collection(fields: Fields) -> Row:
     else:
         history, question = [], fields.text("context")
     return as_row(question, "", history=history, subject=fields.maybe("dataset"), id=fields.maybe("id"))
-
-
-ADAPTERS = {"sciknoweval": sciknoweval, "prompt_collection": prompt_collection}

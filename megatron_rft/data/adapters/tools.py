@@ -202,12 +202,3 @@ def _allowed(fields: Fields, number: str) -> list:
 def _answers(file: Path) -> dict[str, list]:
     with file.open(encoding="utf-8") as lines:
         return {row["id"]: row["ground_truth"] for row in map(json.loads, filter(str.strip, lines))}
-
-
-ADAPTERS = {
-    "rlla": rlla,
-    "api_bank": api_bank,
-    "bfcl": bfcl,
-    "bfcl_multi_turn": bfcl_multi_turn,
-    "sdpo_tools": sdpo_tools,
-}

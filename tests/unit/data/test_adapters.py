@@ -26,10 +26,6 @@ def adapt(tmp_path):
     return one
 
 
-def test_every_known_data_set_has_an_adapter():
-    assert set(ADAPTERS) == set(DATASETS)
-
-
 class TestMathematics:
     def test_gsm8k_keeps_the_worked_solution_without_calculator_marks(self, adapt):
         row = adapt("gsm8k", question="Two and two?", answer="2 + 2 = <<2+2=4>>4.\n#### 1,004")

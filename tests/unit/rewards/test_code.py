@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.data.adapters.code import ADAPTERS
+from megatron_rft.data.adapters import ADAPTERS
 from megatron_rft.data.fields import Fields
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards.code import CodeReward, extract_code, same_output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.data.adapters.code import ADAPTERS
+from megatron_rft.data.adapters import ADAPTERS
 from megatron_rft.data.fields import Fields
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.code import CodeReward
