@@ -18,8 +18,8 @@ BFCL = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
 
 @dataclass(frozen=True)
 class Known:
-    """`adapter` is MODULE.FUNCTION under data/adapters; `hub` is the default path; `subset` and `files` select its files,
-    as in a recipe."""
+    """`adapter` is MODULE.FUNCTION under data/adapters; `hub` is the default path; `subset` and `files` select its
+    files, as in a recipe."""
 
     adapter: str
     reward: RewardKind

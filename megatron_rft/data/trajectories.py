@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,47 +25,37 @@ from megatron_rft.records import Batch, Prompt, concatenate
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing, write_atomically
 
-SCHEMA = pa.schema(
-    [
-        ("problem", pa.int64()),
-        ("sample", pa.int32()),
-        ("prompt", pa.string()),
-        ("answer", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("response_ids", pa.list_(pa.int32())),
-        ("text", pa.string()),
-        ("reward", pa.int8()),  # +1 right, -1 wrong, null where the grader failed
-        ("error", pa.string()),
-        ("logprobs", pa.list_(pa.float32())),  # of the sampling distribution
-        ("finish_reason", pa.string()),
-        ("turns", pa.list_(pa.int32())),  # first, end, first, end ... of the policy's tokens; null: all
-        ("problem_ids", pa.list_(pa.int32())),  # the problem's prompt, if an environment's first messages follow it
-        ("fields", pa.string()),  # JSON of the problem's other fields (tests, tools, level), with its first response
-    ]
-)
-TRAINED = [name for name in SCHEMA.names if name not in ("text", "error", "logprobs", "finish_reason")]  # read
 INDEX = "index.json"
 BINS = 10  # of the histogram of lengths
+IDS = pa.list_(pa.int32())
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One response to one problem. The fields are SCHEMA's."""
+    """One response to one problem. The fields are a shard's columns, with their types in parquet."""
 
-    problem: int
-    sample: int
-    prompt: str
-    answer: str
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    text: str
-    reward: int | None
-    error: str | None
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    fields: str | None = None
-    turns: list[int] | None = None
-    problem_ids: tuple[int, ...] | None = None
+    problem: Annotated[int, pa.int64()]
+    sample: Annotated[int, pa.int32()]
+    prompt: Annotated[str, pa.string()]
+    answer: Annotated[str, pa.string()]
+    prompt_ids: Annotated[tuple[int, ...], IDS]
+    response_ids: Annotated[tuple[int, ...], IDS]
+    text: Annotated[str, pa.string()]
+    reward: Annotated[int | None, pa.int8()]  # +1 right, -1 wrong, null where the grader failed
+    error: Annotated[str | None, pa.string()]
+    logprobs: Annotated[tuple[float, ...], pa.list_(pa.float32())]  # of the sampling distribution
+    finish_reason: Annotated[str, pa.string()]
+    # first, end, first, end ... of the policy's tokens; null: all
+    turns: Annotated[list[int] | None, IDS] = None
+    # the problem's prompt, if an environment's first messages follow it
+    problem_ids: Annotated[tuple[int, ...] | None, IDS] = None
+    # JSON of the problem's other fields (tests, tools, level), with its first response
+    fields: Annotated[str | None, pa.string()] = None
+
+
+COLUMNS = get_type_hints(Trajectory, include_extras=True)
+SCHEMA = pa.schema([(name, column.__metadata__[0]) for name, column in COLUMNS.items()])
+TRAINED = [name for name in SCHEMA.names if name not in ("text", "error", "logprobs", "finish_reason")]  # read
 
 
 @dataclass(frozen=True)

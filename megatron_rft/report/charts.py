@@ -7,20 +7,11 @@ from megatron_rft.report.groups import RunGroup
 
 
 @dataclass(frozen=True)
-class Line:
-    """`dash`: solid, dashed or dotted; colours distinguish runs."""
-
-    metric: str
-    label: str
-    dash: str = "solid"
-
-
-@dataclass(frozen=True)
 class Chart:
     title: str
     unit: str  # of the vertical axis
     note: str  # explains the chart
-    lines: tuple[Line, ...]
+    lines: dict[str, str]  # metric -> label; the first line is solid, then dashed, then dotted: colours tell runs apart
     log: bool = False
     floor: float | None = None  # start of the vertical axis
 
@@ -29,172 +20,153 @@ class Chart:
         return re.sub("[^a-z_-]", "", self.title.lower().replace(" ", "_"))
 
 
-def chart(title: str, unit: str, note: str, *lines: tuple[str, str], **rest) -> Chart:
-    """Create a chart. `lines` are (metric, label): the first is solid, then dashed, then dotted."""
-    dashes = ("solid", "dashed", "dotted")
-    return Chart(title, unit, note, tuple(Line(*line, dash) for line, dash in zip(lines, dashes, strict=False)), **rest)
-
-
 CHARTS = (
-    chart("Reward", "verifier's reward", "Mean over all responses sampled in a step.", ("reward/mean", "mean")),
-    chart(
+    Chart("Reward", "verifier's reward", "Mean over all responses sampled in a step.", {"reward/mean": "mean"}),
+    Chart(
         "Held-out accuracy",
         "pass@1",
         "On data.validation. The band is the standard error over seeds, or over samples if there is one seed.",
-        ("evaluation/pass@1", "pass@1"),
+        {"evaluation/pass@1": "pass@1"},
     ),
-    chart(
+    Chart(
         "PIPO's improvement",
         "standard deviations",
         "xi compares the mean reward with the last K means. Above zero, PIPO reinforces the previous update by "
         "phi = xi; below zero, it rectifies it by a smaller phi.",
-        ("pipo/xi", "ξ"),
-        ("pipo/phi", "φ(ξ)"),
+        {"pipo/xi": "ξ", "pipo/phi": "φ(ξ)"},
     ),
-    chart(
+    Chart(
         "Refiner's improvement ratio",
         "share of responses",
         "Share of responses whose refined version scores higher, and share of refinements that are verbatim copies.",
-        ("constraint/improved", "improved"),
-        ("constraint/verbatim", "copied as it was"),
+        {"constraint/improved": "improved", "constraint/verbatim": "copied as it was"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Reward of refined responses",
         "verifier's reward",
         "Mean reward of the refined responses, and of the same responses as sampled.",
-        ("constraint/refined_reward", "refined"),
-        ("constraint/original_reward", "as sampled"),
+        {"constraint/refined_reward": "refined", "constraint/original_reward": "as sampled"},
     ),
-    chart(
+    Chart(
         "Cross entropy to refined responses",
         "nats per token",
         "Cross entropy of the policy on the refined responses: how unlikely they are to the policy.",
-        ("constraint/cross_entropy", "cross entropy"),
+        {"constraint/cross_entropy": "cross entropy"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Groups without a signal",
         "share of groups",
         "Groups whose responses are all right or all wrong: their advantages are zero.",
-        ("reward/all_right_groups", "all right"),
-        ("reward/all_wrong_groups", "all wrong"),
+        {"reward/all_right_groups": "all right", "reward/all_wrong_groups": "all wrong"},
         floor=0,
     ),
-    chart("KL to the reference", "nats per token", "How far the policy has moved.", ("policy/kl", "KL"), floor=0),
-    chart(
+    Chart("KL to the reference", "nats per token", "How far the policy has moved.", {"policy/kl": "KL"}, floor=0),
+    Chart(
         "KL outside of the loss",
         "nats per token",
         "KL to the reference, measured but not part of the loss.",
-        ("constraint/kl", "KL"),
+        {"constraint/kl": "KL"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Entropy",
         "nats per token",
         "Entropy of the policy. If it falls to zero, exploration has ended.",
-        ("policy/entropy", "entropy"),
+        {"policy/entropy": "entropy"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Response length",
         "tokens",
         "Mean and longest response of a step.",
-        ("response/length_mean", "mean"),
-        ("response/length_max", "longest"),
+        {"response/length_mean": "mean", "response/length_max": "longest"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Finished responses",
         "share of responses",
         "Responses that ended with a stop token, not at the length limit.",
-        ("response/finished", "finished"),
+        {"response/finished": "finished"},
     ),
-    chart("Loss", "per token or sequence", "The loss that is minimised.", ("policy/loss", "loss")),
-    chart(
+    Chart("Loss", "per token or sequence", "The loss that is minimised.", {"policy/loss": "loss"}),
+    Chart(
         "Gradient norm",
         "L2, before clipping",
         "Gradient norms of the policy's steps, of PIPO's verification and of the critic's steps.",
-        ("policy/grad_norm", "policy"),
-        ("verification/grad_norm", "verification"),
-        ("value/grad_norm", "critic"),
+        {"policy/grad_norm": "policy", "verification/grad_norm": "verification", "value/grad_norm": "critic"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Gradient norms of the constraint's two terms",
         "L2, before clipping",
         "Gradient norms of the algorithm's part of the loss, and of the constraint's part.",
-        ("constraint/grad_norm_base", "algorithm"),
-        ("constraint/grad_norm_constraint", "constraint"),
+        {"constraint/grad_norm_base": "algorithm", "constraint/grad_norm_constraint": "constraint"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Clipped tokens",
         "share of tokens",
         "Share of tokens whose gradient is set to zero by clipping.",
-        ("policy/clip_fraction", "policy"),
-        ("verification/clip_fraction", "verification"),
+        {"policy/clip_fraction": "policy", "verification/clip_fraction": "verification"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Engine against trainer",
         "nats",
         "Log-probs of the same tokens with the same weights, which should differ by rounding only: KL per token, and "
         "the largest difference.",
-        ("mismatch/kl", "KL"),
-        ("mismatch/max", "largest"),
+        {"mismatch/kl": "KL", "mismatch/max": "largest"},
         log=True,
     ),
-    chart(
+    Chart(
         "Critic",
         "share",
         "Explained variance of the returns: 1 is a perfect critic, 0 is as good as predicting the mean.",
-        ("critic/explained_variance", "explained variance"),
+        {"critic/explained_variance": "explained variance"},
     ),
-    chart(
+    Chart(
         "Distillation",
         "nats",
         "KL of the policy to its teacher, which sees the feedback.",
-        ("policy/distillation", "KL"),
+        {"policy/distillation": "KL"},
     ),
-    chart(
+    Chart(
         "Log-ratio of trajectories",
         "nats per trajectory",
         "Log-ratio of policy to reference on right and on wrong trajectories.",
-        ("dynamics/log_ratio_correct", "right"),
-        ("dynamics/log_ratio_incorrect", "wrong"),
+        {"dynamics/log_ratio_correct": "right", "dynamics/log_ratio_incorrect": "wrong"},
     ),
-    chart(
+    Chart(
         "Weight of trajectories",
         "geometric mean probability",
         "The weight of right and of wrong trajectories in the gradient.",
-        ("dynamics/weight_correct", "right"),
-        ("dynamics/weight_incorrect", "wrong"),
+        {"dynamics/weight_correct": "right", "dynamics/weight_incorrect": "wrong"},
     ),
-    chart(
+    Chart(
         "Tokens per second",
         "tokens/s",
         "Generated tokens per second of the whole step.",
-        ("tokens/per_second", "generated"),
+        {"tokens/per_second": "generated"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Model FLOPs utilisation",
         "share of the peak",
         "MFU of the optimizer steps, on GPUs with a known peak.",
-        ("training/mfu", "MFU"),
+        {"training/mfu": "MFU"},
         floor=0,
     ),
-    chart(
+    Chart(
         "Slowest rank",
         "seconds per step",
         "Seconds that the slowest rank and the median rank work, without waits for other ranks. The page's head names "
         "a rank that is often slow.",
-        ("ranks/work_slowest", "slowest"),
-        ("ranks/work_median", "median"),
+        {"ranks/work_slowest": "slowest", "ranks/work_median": "median"},
         floor=0,
     ),
-    chart("Memory peak", "GiB", "Peak memory of rank 0.", ("memory/peak_gib", "peak"), floor=0),
+    Chart("Memory peak", "GiB", "Peak memory of rank 0.", {"memory/peak_gib": "peak"}, floor=0),
 )
 
 
@@ -205,7 +177,8 @@ def shown(groups: list[RunGroup]) -> list[Chart]:
     def has(name: str) -> bool:
         return any(group.has(name) for group in groups)
 
-    return [each for each in CHARTS if has(each.lines[0].metric) and not (each.title == "Loss" and has("reward/mean"))]
+    charts = [chart for chart in CHARTS if has(next(iter(chart.lines)))]
+    return [chart for chart in charts if not (chart.title == "Loss" and has("reward/mean"))]
 
 
 def phases(groups: list[RunGroup]) -> list[str]:

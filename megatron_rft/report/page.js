@@ -5,7 +5,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const state = { x: "steps", smooth: true, hidden: new Set(), charts: [] };
 const COLORS = 7, FEW = 20, HEIGHT = 190, MARGIN = { left: 48, right: 10, top: 10, bottom: 22 };
-const DASHES = { solid: "", dashed: "6 4", dotted: "1.5 4" };
+const DASHES = ["", "6 4", "1.5 4"]; // of a chart's lines
 const AXES = { steps: "step", hours: "hours", tokens: "million tokens" };
 const PHASES = ["c0", "c4", "c2", "c5", "c3", "c1", "c6"];
 const tip = document.getElementById("tip");
@@ -93,7 +93,7 @@ const hideTip = () => { tip.hidden = true; };
 
 class LineChart {
   constructor(parent, spec) {
-    this.spec = spec;
+    this.use(spec);
     this.plot = element("div", { class: "plot" });
     this.key = element("div", { class: "key" });
     this.title = element("h3", {}, spec.title);
@@ -105,11 +105,16 @@ class LineChart {
     state.charts.push(this);
   }
 
+  use(spec) {
+    this.spec = spec;
+    this.lines = Object.entries(spec.lines).map(([metric, label], i) => ({ metric, label, dash: DASHES[i] }));
+  }
+
   // What is drawn: one series per group and line, of the points that there are.
   series() {
     const found = [];
     for (const group of visible()) {
-      for (const line of this.spec.lines) {
+      for (const line of this.lines) {
         const metric = group.metrics[line.metric];
         if (!metric) continue;
         const points = [];
@@ -141,13 +146,13 @@ class LineChart {
     for (const each of series) this.curve(each);
     this.marks = shape("g");
     svg.append(this.marks);
-    const lines = this.spec.lines.filter((line) => series.some((each) => each.line === line));
+    const lines = this.lines.filter((line) => series.some((each) => each.line === line));
     this.key.replaceChildren(...(lines.length > 1 ? lines.map((line) => this.keyOf(line)) : []));
   }
 
   keyOf(line) {
     const drawn = shape("svg", { width: 26, height: 8 });
-    drawn.append(shape("line", { x1: 0, x2: 26, y1: 4, y2: 4, stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": DASHES[line.dash] }));
+    drawn.append(shape("line", { x1: 0, x2: 26, y1: 4, y2: 4, stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": line.dash }));
     return element("span", {}, drawn, line.label);
   }
 
@@ -205,7 +210,7 @@ class LineChart {
       this.svg.append(shape("path", { class: "band", style, d: `${upper}${lower}Z` }));
     }
     if (many && group.seeds === 1) this.svg.append(shape("path", { class: "raw", style, d: path(points.map((point) => point.mean)) }));
-    this.svg.append(shape("path", { class: "mean", style, d: path(shown), "stroke-dasharray": DASHES[line.dash] }));
+    this.svg.append(shape("path", { class: "mean", style, d: path(shown), "stroke-dasharray": line.dash }));
     if (points.length < FEW) {
       points.forEach((point, i) => this.svg.append(shape("circle", { class: "dot", style, cx: this.px(point.x), cy: this.py(shown[i]), r: 2.6 })));
     }
@@ -221,7 +226,7 @@ class LineChart {
     const x = this.left + Math.max(0, Math.min(1, at)) * (this.right - this.left);
     state.charts.forEach((chart) => chart.cursor(x));
     if (!this.drawn.length) return;
-    const many = this.spec.lines.length > 1;
+    const many = this.lines.length > 1;
     const rows = this.drawn.map(({ group, line, points, tone }) => {
       const point = points[this.nearest(points, x)];
       const error = point.error ? ` ± ${written(point.error)}` : "";
@@ -503,14 +508,14 @@ function explorer() {
   const select = document.getElementById("metric"), names = [...new Set(data.groups.flatMap((group) => Object.keys(group.metrics)))].sort();
   select.append(...names.map((name) => element("option", { value: name }, name)));
   const root = document.querySelector("#explorer .charts");
-  const spec = (name) => ({ id: "any", title: name, unit: "", note: "", log: false, floor: null, lines: [{ metric: name, label: name, dash: "solid" }] });
-  const drawn = new Set(data.charts.flatMap((chart) => chart.lines.map((line) => line.metric)));
+  const spec = (name) => ({ id: "any", title: name, unit: "", note: "", log: false, floor: null, lines: { [name]: name } });
+  const drawn = new Set(data.charts.flatMap((chart) => Object.keys(chart.lines)));
   const moves = (name) => data.groups.some((group) => new Set((group.metrics[name] || { mean: [] }).mean.filter((value) => value !== null)).size > 2);
   const first = names.find((name) => moves(name) && !drawn.has(name)) || names.find(moves) || names[0];
   select.value = first;
   const chart = new LineChart(root, spec(first));
   select.addEventListener("change", () => {
-    chart.spec = spec(select.value);
+    chart.use(spec(select.value));
     chart.title.textContent = select.value;
     chart.draw();
   });

@@ -15,7 +15,7 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#777777"
 COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)  # for groups; the page uses the same
 PHASE_COLORS = (BLUE, ORANGE, GREEN, SKY, PURPLE, YELLOW, RED, GREY)
-STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
+STYLES = ("-", "--", ":")  # of a chart's lines
 FEW = 20  # curves with fewer points are not smoothed
 MOST_BARS = 40
 
@@ -70,13 +70,14 @@ def coloured(groups: list[RunGroup]) -> list[tuple[RunGroup, str]]:
 
 def draw(axes: Axes, chart: Chart, groups: list[RunGroup]) -> None:
     for group, color in coloured(groups):
-        for line in chart.lines:
-            if group.has(line.metric):
-                _line(axes, group, line.metric, color, STYLES[line.dash])
-    labels = [line for line in chart.lines if any(group.has(line.metric) for group in groups)]
-    if len(labels) > 1:
-        for line in labels:
-            axes.plot([], [], STYLES[line.dash], color=GREY, label=line.label)
+        for metric, style in zip(chart.lines, STYLES, strict=False):
+            if group.has(metric):
+                _line(axes, group, metric, color, style)
+    there = [metric for metric in chart.lines if any(group.has(metric) for group in groups)]
+    if len(there) > 1:
+        for (metric, label), style in zip(chart.lines.items(), STYLES, strict=False):
+            if metric in there:
+                axes.plot([], [], style, color=GREY, label=label)
         axes.legend(fontsize=7.5, framealpha=0.75)
     if chart.log:
         axes.set_yscale("log", nonpositive="mask")

@@ -7,8 +7,8 @@
     tests      of programs          function  BFCL's descriptions         choices   letter -> text
     unusable   why this row cannot be used for training or grading; it is then left out and counted
 
-An adapter is a function from `Fields` to such a row. `config/datasets.py` has the table of adapters, with the reward and
-the location on the hub.
+An adapter is a function from `Fields` to such a row. `config/datasets.py` has the table of all adapters, with their
+rewards and locations on the hub.
 """
 
 from collections.abc import Callable, Iterator

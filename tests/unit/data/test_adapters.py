@@ -7,8 +7,6 @@ import zlib
 
 import pytest
 
-from megatron_rft.config.datasets import DATASETS
-from megatron_rft.data.adapters import ADAPTERS
 from megatron_rft.data.adapters.mathematics import last_box
 from megatron_rft.data.rows import load_rows
 from megatron_rft.utils.errors import DataError

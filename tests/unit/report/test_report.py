@@ -175,8 +175,8 @@ class TestCharts:
         named = set(re.findall(r"`([a-z]+/[\w@*]+)`", text))
         families = {name.removesuffix("*") for name in named if name.endswith("*")}
         for chart in CHARTS:
-            for line in chart.lines:
-                assert line.metric in named or line.metric.startswith(tuple(families)), line.metric
+            for metric in chart.lines:
+                assert metric in named or metric.startswith(tuple(families)), metric
 
 
 class TestPage:
