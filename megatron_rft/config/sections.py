@@ -5,8 +5,9 @@ and `optimizer` have megatron-core's names; other fields of its configuration cl
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -33,7 +34,17 @@ def yaml_reads_off_as_false(value: Any) -> Any:
     return "off" if value is False else value
 
 
-class Section(BaseModel):
+class SectionType(type(BaseModel)):
+    """Gives a class the argument `without`: options of its base that this section lacks. They cannot be written there,
+    and shared code reads the values in the class's body, else the defaults."""
+
+    def __new__(mcs, name: str, bases: tuple, namespace: dict[str, Any], without: Iterable[str] = (), **more: Any):
+        values = {option: bases[0].model_fields[option].default for option in without}
+        annotations = namespace.get("__annotations__", {}) | dict.fromkeys(values, ClassVar)
+        return super().__new__(mcs, name, bases, values | namespace | {"__annotations__": annotations}, **more)
+
+
+class Section(BaseModel, metaclass=SectionType):
     """Unknown keys are errors, and values are not converted: `"3"` is not 3, `true` is not 1."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), validate_default=True)
@@ -126,7 +137,7 @@ class Megatron(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        passthrough.check("megatron", self.extra, set(type(self).model_fields))
+        passthrough.check_megatron_core("megatron", self.extra, type(self).model_fields)
         if self.recompute_granularity == "full":
             for key in ("recompute_method", "recompute_num_layers"):
                 if getattr(self, key) is None:
@@ -164,7 +175,7 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        passthrough.check("optimizer", self.extra, set(type(self).model_fields))
+        passthrough.check_megatron_core("optimizer", self.extra, type(self).model_fields)
         constant = self.lr_decay_style == "constant"
         self.unused(constant, "with lr_decay_style constant: choose linear or cosine", "min_lr", "lr_decay_steps")
         if self.min_lr > self.lr:

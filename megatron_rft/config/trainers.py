@@ -1,10 +1,10 @@
 """The recipes of the four trainers, and the sections that differ between them. No torch.
 
-A section that a trainer has without some option is a subclass with `option: ClassVar = value`. The option cannot be
-written then, and code that all trainers share reads the value.
+A section that a trainer has without some options is a subclass `without` them (`sections.SectionType`). They cannot be
+written then, and code that all trainers share reads their values there.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -26,6 +26,7 @@ ON_POLICY = (
     "where a sampled batch gets one on-policy step, whose ratio is 1: leave it out, or set "
     "algorithm.mini_batch_prompts or algorithm.epochs"
 )
+MISMATCH = ["mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch"]
 ROUNDED = "the engine rounds, so it samples from another policy than the trainer's, and nothing corrects for it."
 
 
@@ -36,10 +37,9 @@ def one_of(trainer: str, default: str) -> OneOf:
 # ---- rl: sample, grade, learn
 
 
-class OnlineRun(s.Run):
+class OnlineRun(s.Run, without=["epochs"]):
     steps: s.Count  # pyright: ignore[reportGeneralTypeIssues]
     """Training steps, each with a sampled batch."""
-    epochs: ClassVar[None] = None
 
 
 class OnlineRecipe(Recipe):
@@ -150,8 +150,7 @@ class OnlineRecipe(Recipe):
             why = "algorithm.old_logprobs rollout: the trainer computes no log-probs to compare"
         elif not (self.algorithm.uses_old_logprobs or self.one_step or self.pipo):
             why = f"several steps of {self.algorithm.name} for a batch: no pass comes before the first"
-        alarms = ("mismatch_kl", "mismatch_share", "mismatch_max", "on_mismatch")
-        self.faults.unused(why, f"with {why}", *alarms, place="faults.")
+        self.faults.unused(why, f"with {why}", *MISMATCH, place="faults.")
 
     def _check_ratio(self):
         """Refuse options of the ratio and its clip if there is no ratio or it is always 1."""
@@ -169,51 +168,36 @@ class OnlineRecipe(Recipe):
 # ---- sft and offline: learn from what is given
 
 
-class RolloutOfOneEngine(s.Rollout):
+NOT_TRAINED_ON = ["placement", "processes", "servers", "staleness", "prompts_per_step"]
+# A store does not hold the tokens that the engine kept.
+TRUNCATION = ["top_k", "top_p", "min_p"]
+
+
+class RolloutOfOneEngine(s.Rollout, without=[*NOT_TRAINED_ON, *TRUNCATION, "replay_routes"]):
     """Where no policy trains on what each rank's engine samples."""
 
-    placement: ClassVar[str] = "colocated"
-    processes: ClassVar[None] = None
-    servers: ClassVar[list] = []
-    staleness: ClassVar[int] = 0
-    prompts_per_step: ClassVar[int] = 32  # the plan's estimate of an evaluation's batch
-    top_k: ClassVar[int] = 0  # a store does not hold the tokens that the engine kept
-    top_p: ClassVar[float] = 1.0
-    min_p: ClassVar[float] = 0.0
-    replay_routes: ClassVar[str] = "off"
+    replay_routes = "off"
 
 
-class EvaluationRollout(RolloutOfOneEngine):
+class EvaluationRollout(RolloutOfOneEngine, without=["group_size", "temperature"]):
     """For evaluations, which have their own number of samples and temperature."""
 
-    group_size: ClassVar[int] = 8
-    temperature: ClassVar[float] = 1.0  # of the trainer's log-probs
+
+class GivenBatching(s.Batching, without=["skip_zero_advantages"]): ...
 
 
-class GivenBatching(s.Batching):
-    skip_zero_advantages: ClassVar[str] = "auto"
+class SFTBatching(GivenBatching, without=["forward_only_tokens"]): ...
 
 
-class SFTBatching(GivenBatching):
-    forward_only_tokens: ClassVar[None] = None
+class SFTModel(s.Model, without=["reference"]): ...
 
 
-class SFTModel(s.Model):
-    reference: ClassVar[None] = None
+class GivenTracking(s.Tracking, without=["sampled_steps"]):
+    sampled_steps = 0
 
 
-class GivenTracking(s.Tracking):
-    sampled_steps: ClassVar[int] = 0
-
-
-class GivenFaults(s.Faults):
-    engine_start_s: ClassVar[float] = 600.0
-    engine_silence_s: ClassVar[float] = 300.0
-    mismatch_kl: ClassVar[None] = None
-    mismatch_share: ClassVar[None] = None
-    mismatch_max: ClassVar[None] = None
-    on_mismatch: ClassVar[str] = "warn"
-    compare_weights_every: ClassVar[int] = 0
+class GivenFaults(s.Faults, without=["engine_start_s", "engine_silence_s", "compare_weights_every", *MISMATCH]):
+    mismatch_kl = mismatch_share = None
 
 
 class OfflineEvaluation(s.Evaluation):
@@ -221,15 +205,11 @@ class OfflineEvaluation(s.Evaluation):
     """Training ends after this many evaluations without a new best pass@1. None: it runs to its last step."""
 
 
-class GivenRecipe(Recipe):
+class GivenRecipe(Recipe, without=["critic", "distil", "pipo", "constraint"]):
     batching: GivenBatching = GivenBatching()
     rollout: EvaluationRollout = EvaluationRollout()
     tracking: GivenTracking = GivenTracking()
     faults: GivenFaults = GivenFaults()
-    critic: ClassVar[None] = None
-    distil: ClassVar[None] = None
-    pipo: ClassVar[None] = None
-    constraint: ClassVar[None] = None
 
     @model_validator(mode="after")
     def _check_length(self):
@@ -274,23 +254,17 @@ class OfflineRecipe(GivenRecipe):
 # ---- generate: sample and grade once
 
 
-class GenerateRun(s.Run):
-    steps: ClassVar[None] = None
-    epochs: ClassVar[None] = None
+class GenerateRun(s.Run, without=["steps", "epochs"]): ...
 
 
-class GenerateModel(SFTModel):
-    initialise: ClassVar[str] = "pretrained"
+class GenerateModel(SFTModel, without=["initialise"]): ...
 
 
-class GenerateData(s.Data):
-    validation: ClassVar[None] = None
-    test: ClassVar[None] = None
-    shuffle: ClassVar[bool] = False
+class GenerateData(s.Data, without=["validation", "test", "shuffle"]):
+    shuffle = False
 
 
-class GenerateRollout(RolloutOfOneEngine):
-    offload_trainer: ClassVar[bool] = False
+class GenerateRollout(RolloutOfOneEngine, without=["offload_trainer"]): ...
 
 
 class Generation(s.Section):
@@ -302,25 +276,16 @@ class Generation(s.Section):
     """Problems that are sampled together and written into one file. A killed worker loses at most one such shard."""
 
 
-class GenerateRecipe(Recipe):
+TRAINING = ["lora", "megatron", "optimizer", "batching", "algorithm", "critic", "distil", "pipo", "constraint"]
+
+
+class GenerateRecipe(Recipe, without=[*TRAINING, "evaluation", "checkpoint", "tracking", "faults"]):
     trainer: Literal["generate"] = "generate"
     run: GenerateRun
     model: GenerateModel
-    lora: ClassVar[None] = None
-    megatron: ClassVar[s.Megatron] = s.Megatron()
-    optimizer: ClassVar[s.Optimizer] = s.Optimizer()
-    batching: ClassVar[s.Batching] = s.Batching()
     data: GenerateData
     rollout: GenerateRollout = GenerateRollout()
-    algorithm: ClassVar[Algorithm] = SFT()
-    critic: ClassVar[None] = None
-    distil: ClassVar[None] = None
-    pipo: ClassVar[None] = None
-    constraint: ClassVar[None] = None
-    evaluation: ClassVar[s.Evaluation] = s.Evaluation()
-    checkpoint: ClassVar[s.Checkpoint] = s.Checkpoint()
-    tracking: ClassVar[s.Tracking] = s.Tracking()
-    faults: ClassVar[s.Faults] = s.Faults()
+    algorithm = SFT()
     generation: Generation = Generation()
 
 

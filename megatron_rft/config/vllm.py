@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, model_validator
 
+from megatron_rft.config import passthrough
 from megatron_rft.config.messages import at, shown
 from megatron_rft.config.sections import Count, Section
 from megatron_rft.utils import device
@@ -22,47 +23,12 @@ from megatron_rft.utils.errors import did_you_mean
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
 INSTALL = "`. tools/setup_env.sh gpu` for an NVIDIA GPU, `. tools/setup_env.sh cpu,vllm` for the CPU"
 
-# reason -> names
-REFUSED = {
-    "comes from model.path": """
-        model model_weights tokenizer revision code_revision tokenizer_revision hf_config_path hf_overrides hf_token
-        trust_remote_code config_format served_model_name generation_config override_generation_config download_dir
-        runner convert model_impl model_class_overrides""",
-    "is set by this package, which streams the weights in": """
-        load_format skip_tokenizer_init weight_transfer_config worker_extension_cls worker_cls tokenizer_mode
-        model_loader_extra_config ignore_patterns safetensors_load_strategy""",
-    "is set by rollout.dtype, or model.precision": "dtype",
-    "is set by run.seed": "seed",
-    "is set by rollout.max_batch_sequences": "max_num_seqs",
-    "is set by this package, whose log-probs are those of the sampling distribution": """
-        logprobs_mode max_logprobs logits_processors watermark_config""",
-    "is set by this package, which lays out the ranks": """
-        distributed_executor_backend pipeline_parallel_size data_parallel_size data_parallel_rank
-        data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
-        data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
-        nnodes node_rank master_addr master_port device_ids""",
-    "is set by this package, whose engines sleep while the trainer works": "enable_sleep_mode",
-    "is 1 for engines that the run starts: use tensor_parallel_size to give an engine several devices": """
-        prefill_context_parallel_size decode_context_parallel_size""",
-    "is off: experts that move between devices are not read back": "enable_eplb eplb_config enable_elastic_ep",
-    "would change the weights in an untested way; `quantization` has the supported ones": """
-        quantization_config enable_lora""",
-    "is not read yet: it needs vLLM's second model runner, which no test of this package has met": """
-        enable_return_routed_experts""",
-    "is off: vLLM crashes on split prompts with per-request seeds": "enable_chunked_prefill",
-    "is set with speculative_config": "spec_method spec_model spec_tokens",
-    "is not used in text generation from token ids": """
-        limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
-        mm_processor_cache_gb allowed_local_media_path allowed_media_domains reasoning_parser pooler_config
-        io_processor_plugin enable_prompt_embeds""",
-}
 WITH_A_MODEL = {  # methods of speculative decoding
     "draft_model": "drafts with a separate model",
     "eagle": "drafts with a head that was trained for the model",
     "eagle3": "drafts with a head that was trained for the model",
 }
 METHODS = ("ngram", "suffix", *WITH_A_MODEL, "predicted_output")
-PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list, "dict": dict, "set": list}
 
 
 Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
@@ -92,7 +58,7 @@ class Vllm(Section):
     @model_validator(mode="after")
     def _check(self):
         if self.extra:
-            self._check_extra(fields())
+            passthrough.check("vllm", self.extra, type(self).model_fields, fields(), f"vLLM {SUPPORTED}", other=Any)
         if self.speculative_config is not None:
             check_speculation(self.speculative_config)
         return self
@@ -106,17 +72,6 @@ class Vllm(Section):
     def arguments(self) -> dict[str, Any]:
         """The given options, as vLLM's arguments."""
         return {name: getattr(self, name) for name in sorted(self.model_fields_set) if getattr(self, name) is not None}
-
-    def _check_extra(self, known: dict[str, ast.expr]):
-        refused = {name: reason for reason, names in REFUSED.items() for name in names.split()}
-        for name, value in self.extra.items():
-            if name in refused and value is not None:
-                raise at(name, f"cannot be set: it {refused[name]}")
-            if name not in known:
-                usable = (set(known) | set(type(self).model_fields)) - set(refused)
-                raise at(name, f"neither this package nor vLLM {SUPPORTED} has it.{did_you_mean(name, usable)}")
-            if problem := wrong_value(known[name], value):
-                raise at(name, problem)
 
 
 def check_speculation(given: dict[str, Any]) -> None:
@@ -168,17 +123,3 @@ def fields() -> dict[str, ast.expr]:
     """Name -> annotation of each of vLLM's engine arguments."""
     table = json.loads(Path(__file__).with_name("vllm_options.json").read_text(encoding="utf-8"))
     return {name: ast.parse(annotation, mode="eval").body for name, annotation in table.items()}
-
-
-def wrong_value(annotation: ast.expr, value: Any) -> str | None:
-    """The problem with `value`, if the annotation has only plain types; vLLM checks its other types at its start."""
-    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        annotation = ast.parse(annotation.value, mode="eval").body
-    named = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-    optional = any(isinstance(node, ast.Constant) and node.value is None for node in ast.walk(annotation))
-    if (value is None and optional) or not named <= set(PLAIN):
-        return None
-    kinds = tuple(PLAIN[name] for name in named)
-    if isinstance(value, bool) and "bool" not in named or not isinstance(value, kinds):
-        return f"{shown(value)} does not fit vLLM's type, {ast.unparse(annotation)}"
-    return None

@@ -85,7 +85,7 @@ def exists(key: str) -> bool:
         return True
     with suppress(PydanticCustomError):
         if place[0] in ("megatron", "optimizer"):
-            passthrough.check(place[0], {place[-1]: None}, set())
+            passthrough.check_megatron_core(place[0], {place[-1]: None}, ())
             return True
     return False
 

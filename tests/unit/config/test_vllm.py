@@ -6,12 +6,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_rft.config import load, vllm
-from megatron_rft.config.passthrough import class_fields
-from megatron_rft.config.vllm import wrong_value
+from megatron_rft.config.passthrough import class_fields, refused, wrong_value
 from megatron_rft.plan import check
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import EngineChoice, check_layout, choose, unusable
@@ -113,9 +113,9 @@ def test_options_without_effect(monkeypatch, recipe):  # noqa: F811
     "override, words",
     [
         ("vllm.enable_prefix_cachin=true", "neither this package nor vLLM 0.32 has it. Did you mean 'enable_prefix_"),
-        ("vllm.enable_prefix_caching=3", "3 does not fit vLLM's type, bool | None"),
-        ("vllm.gpu_memory_utilization=much", "'much' does not fit vLLM's type, float"),
-        ("vllm.max_num_batched_tokens=8.5", "8.5 does not fit vLLM's type, int | None"),
+        ("vllm.enable_prefix_caching=3", "3 does not fit its type in vLLM 0.32, bool | None"),
+        ("vllm.gpu_memory_utilization=much", "'much' does not fit its type in vLLM 0.32, float"),
+        ("vllm.max_num_batched_tokens=8.5", "8.5 does not fit its type in vLLM 0.32, int | None"),
         ("vllm.seed=3", "vllm.seed: cannot be set: it is set by run.seed"),
         ("vllm.model=other", "cannot be set: it comes from model.path"),
         ("vllm.logprobs_mode=raw_logprobs", "whose log-probs are those of the sampling distribution"),
@@ -220,9 +220,10 @@ def test_a_recipe_for_vllm_is_planned_where_it_is_not_installed(recipe, monkeypa
 
 
 def test_every_refused_name_is_one_of_vllms():
-    named = {name for names in vllm.REFUSED.values() for name in names.split()}
+    named = {name for names in refused()["vllm"].values() for name in names.split()}
     assert named <= set(vllm.fields())
-    assert wrong_value(vllm.fields()["compilation_config"], {"mode": 0}) is None  # vLLM's own types are vLLM's to check
+    kind = vllm.fields()["compilation_config"]
+    assert wrong_value(kind, {"mode": 0}, "vLLM", other=Any) is None  # vLLM's own types are vLLM's to check
 
 
 @with_vllm
