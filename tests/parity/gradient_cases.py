@@ -15,15 +15,17 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config import Batching, Megatron
+from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import FolderWriter, hf_shapes
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import PolicyObjective, Update
+from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Batch
 from megatron_rft.training.teacher import Teachers
-from tests.made import ONLINE, distilled, dynamic, made
+from tests.made import ONLINE, distilled, dynamic, made, pipo
 
 KEYS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
 KEYS |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
@@ -100,7 +102,8 @@ LOSSES: dict[str, PolicyObjective] = {name: made(name) for name in (*ONLINE, "sf
     "distil, two teachers": made("distil"),
     "grpo, distilled": distilled(made("grpo", kl_coefficient=0.05), divergence="forward_kl", coefficient=0.5),
 }
-
+WITH_PIPO = {f"{name}, PIPO": pipo(made(name), window=2) for name in ONLINE if SECTIONS[name].uses_rewards}
+LOSSES |= WITH_PIPO
 
 TERMS = "surrogate", "constraint"
 
@@ -161,7 +164,7 @@ def of_losses(
     found, logged, left_out = {}, {}, {}
     for name, objective in LOSSES.items():
         given = truncated(batch) if name.endswith("truncated sampling") else batch
-        for update in objective.prepare(given, objective.init()).updates:
+        for update in updates_of(objective, given):
             (steps,) = update.steps()
             actor, key = actors[update.model], name if update.model == "actor" else f"{name} value"
             computed, number = update.computed(steps, skip=skip)
@@ -172,6 +175,18 @@ def of_losses(
             with actor.use_weights([p.main_grad.clone() for m in actor.models for p in m.parameters()]):
                 found[key] = {name: value.clone().cpu() for name, value in actor.stream()}
     return found, logged, left_out
+
+
+def updates_of(objective: PolicyObjective, batch: Batch) -> list[Update]:
+    """Of PIPO its verification alone, of the same batch as the previous one; none if all attributions are zero."""
+    state = objective.init()
+    if not isinstance(objective, PIPO):
+        return objective.prepare(batch, state).updates
+    for mean in (0.25, 0.5):
+        batch = batch.with_scalars(sampled_reward_sum=mean, sampled_count=1.0)
+        state = objective.prepare(batch, state).state
+    updates = objective.prepare(batch.with_scalars(sampled_reward_sum=1.0), state).updates
+    return [update for update in updates if update.name == "verification"]
 
 
 def truncated(batch: Batch) -> Batch:
