@@ -87,22 +87,39 @@ def test_as_a_plugin_beside_rewards_and_pipo(folder, tmp_path):
     assert metrics(tmp_path / "run")[-1]["policy/distillation"] > 0
 
 
+TRUNCATED = {"top_k": 7, "top_p": 0.75}
+
+
+def kept(logits: torch.Tensor) -> torch.Tensor:
+    """[R, V] the tokens that TRUNCATED keeps of the student's distribution."""
+    ordered, ids = logits.topk(TRUNCATED["top_k"])
+    probs = ordered.softmax(-1)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, probs.cumsum(-1) - probs < TRUNCATED["top_p"])
+
+
 @torch.no_grad()
-def divergence_of(sample: dict, student, teacher) -> torch.Tensor:
+def divergence_of(sample: dict, student, teacher, truncated: bool) -> torch.Tensor:
     """[R] KL(student || teacher) at each response token of a recorded sample, in transformers."""
     tokenizer = AutoTokenizer.from_pretrained(student.name_or_path)
     prompt = tokenizer(sample["prompt"])["input_ids"]
     ids = torch.tensor([[*prompt, *tokenizer.convert_tokens_to_ids(sample["tokens"])]])
-    ours, theirs = (model(ids).logits[0, len(prompt) - 1 : -1, :8].log_softmax(-1) for model in (student, teacher))
+    logits = [model(ids).logits[0, len(prompt) - 1 : -1, :8] for model in (student, teacher)]
+    if truncated:
+        support = kept(logits[0])
+        assert 1 < support.sum(1).float().mean() < TRUNCATED["top_k"]
+        logits = [each.masked_fill(~support, -1e9) for each in logits]
+    ours, theirs = (each.log_softmax(-1) for each in logits)
     return (ours.exp() * (ours - theirs)).sum(-1)
 
 
-def test_turns_of_an_environment_are_distilled_from_the_teacher_of_their_row(tmp_path, capsys):
-    """The first step's divergence is that of transformers over the tokens that the policy wrote, and over no others."""
+@pytest.mark.parametrize("truncated", [False, True])
+def test_turns_of_an_environment_are_distilled_from_the_teacher_of_their_row(truncated, tmp_path, capsys):
+    """The first step's divergence is that of transformers over the tokens that the policy wrote, and over no others;
+    with truncated sampling over the tokens that it kept of the vocabulary."""
     sections = {
         "environment": ENVIRONMENT,
         "data": {"test": None, "shuffle": False},
-        "rollout": {"prompts_per_step": 2, "group_size": 1} | ROLLOUT,
+        "rollout": {"prompts_per_step": 2, "group_size": 1} | ROLLOUT | (TRUNCATED if truncated else {}),
     }
     recipe = write(tmp_path, **sections, run={"steps": 1, "seed": 3})
     write_teacher(tmp_path / "second", tmp_path / "model", seed=6)
@@ -123,8 +140,9 @@ def test_turns_of_an_environment_are_distilled_from_the_teacher_of_their_row(tmp
     models = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in teachers.items()}
     written, whole = [], []
     for sample in line["samples"]:
-        found = divergence_of(sample, student, models["ab"[sample["problem"] % 2]])
-        whole.append(found)
+        teacher = models["ab"[sample["problem"] % 2]]
+        found = divergence_of(sample, student, teacher, truncated)
+        whole.append(divergence_of(sample, student, teacher, truncated=False))
         written += [found[first:last] for first, last, _ in sample["turns"] or [(0, len(found), 0)]]
     assert {sample["problem"] % 2 for sample in line["samples"]} == {0, 1} and len(written) > len(whole) == 2
     expected, other = (torch.cat(parts).mean().item() for parts in (written, whole))

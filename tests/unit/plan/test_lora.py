@@ -7,9 +7,11 @@ import pytest
 from megatron_rft.commands import main
 from megatron_rft.config.lora import Lora
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.lora import adapter_chunks
+from megatron_rft.plan.lora import adapter_chunks, count
+from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.vllm import unusable
 from tests import families
+from tests.shapes import json_of
 from tests.unit.plan.test_memory import CONFIG, path, sizes  # noqa: F401
 
 LATENT = families.FAMILIES["deepseek_v3"].to_dict() | {"first_k_dense_replace": 9}
@@ -23,6 +25,22 @@ def test_the_number_of_parameters(path):  # noqa: F811
     assert sum(each.count for each in adapter_chunks(sizes(path), options, layout, 0, False)[0]) == 2 * of_layer
     output = main.main(["plan", str(path), "lora.rank=2"])
     assert output == 0
+
+
+@pytest.mark.parametrize(
+    "config, times",
+    [
+        (json_of(36, 4096, 32, 8, 12_288, 151_936, 128, model_type="qwen3"), {16: 187.7, 32: 93.8, 64: 46.9}),
+        (json_of(64, 5120, 64, 8, 25_600, 151_936, 128, model_type="qwen3"), {16: 244.1, 32: 122.0, 64: 61.0}),
+    ],
+    ids=["8B", "32B"],
+)
+def test_how_many_times_fewer_bytes_adapters_alone_are(config, times):
+    """As docs/lora.md says; by hand from the shapes: rank times (in + out) of each projection."""
+    s = Sizes.of(config)
+    assert {rank: round(s.whole() / count(Lora(rank=rank), s), 1) for rank in times} == times
+    hidden, q, kv, ffn = s.hidden, s.q, s.kv, config["intermediate_size"]
+    assert count(Lora(rank=16), s) == 16 * s.layers * (2 * (hidden + q) + 2 * (hidden + kv) + 3 * (hidden + ffn))
 
 
 @pytest.mark.parametrize(
