@@ -14,17 +14,17 @@ def run(args: argparse.Namespace) -> int:
     folder = args.run / "checkpoints"
     if not folder.is_dir():
         raise DataError(f"{args.run} has no checkpoints: give the output folder of a run")
-    found = complete(folder)
-    problems = {path: damage(path) for path in found} if args.verify or args.prune else {}
-    for path in found:
+    checkpoints = complete(folder)
+    problems = {path: damage(path) for path in checkpoints} if args.verify or args.prune else {}
+    for path in checkpoints:
         intact = "intact" if has_digests(path) else "not checked: it has no digests"
         told = {None: "", "": intact}.get(problems.get(path), f"DAMAGED: {problems.get(path)}")
         print(f"{_line(path)}  {told}".rstrip())
     for path in sorted([*folder.glob(f"*{DAMAGED}"), *folder.glob(f"*{PARTIAL}")]):
         print(f"{_line(path)}  not used")
     if args.prune:
-        _prune(folder, [path for path in found if not problems[path]], args.prune)
-    return FAILED if found and problems and all(problems.values()) else FINISHED
+        _prune(folder, [path for path in checkpoints if not problems[path]], args.prune)
+    return FAILED if checkpoints and problems and all(problems.values()) else FINISHED
 
 
 def _prune(folder: Path, intact: list[Path], keep: int) -> None:

@@ -56,10 +56,10 @@ def _checkpoint_in(path: Path) -> Path | None:
     folder = path / "checkpoints" if (path / RECIPE_FILE).is_file() else path
     if folder.name != "checkpoints" or not folder.is_dir():
         return None
-    for found in reversed(complete(folder)):
-        if not (wrong := damage(found)):
-            return found
-        print(f"{found.name} is damaged ({wrong}) and is passed over", flush=True)
+    for checkpoint in reversed(complete(folder)):
+        if not (wrong := damage(checkpoint)):
+            return checkpoint
+        print(f"{checkpoint.name} is damaged ({wrong}) and is passed over", flush=True)
     raise DataError(f"{folder} has no complete and intact checkpoint (step_*)")
 
 
@@ -139,14 +139,14 @@ def write_peft(source: SourceCheckpoint, args: argparse.Namespace) -> int:
         raise ConfigError("--to peft: the source must be a run, or a checkpoint in its folder, that trains adapters")
     if args.logits or args.tensor_parallel:
         raise ConfigError("--logits and --tensor-parallel do nothing with --to peft: leave them out")
-    found, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
+    trained, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
     model = recipe.model.model_copy(update={"path": args.like or recipe.model.path})
     base = adapters.base_of(model, recipe.run.seed)
     conversion.check_new(args.out)
     with conversion.atomic_folder(args.out) as partial:
-        tensors = {name: found(name) for name in found.shapes}
-        lora.write(partial, tensors.items(), found.options, str(model_folder(model.path).resolve()), base)
-        written = lora.read(partial, found.options, source.hf_config, base)
+        tensors = {name: trained(name) for name in trained.shapes}
+        lora.write(partial, tensors.items(), trained.options, str(model_folder(model.path).resolve()), base)
+        written = lora.read(partial, trained.options, source.hf_config, base)
         if not all(torch.equal(written(name), tensor) for name, tensor in tensors.items()):
             raise RunFailed("the adapters do not read back as they were written: the disk or the memory is faulty")
     print(f"{len(tensors)} tensors of adapters: names, shapes and bits equal the source's")

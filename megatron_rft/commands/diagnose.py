@@ -53,17 +53,18 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     status = ranks() if args.nproc else work(str(folder), lambda: measure(args))
     if status != FINISHED:
         return status
-    found = json.loads((folder / MEASURED).read_text())
-    for layout in found["layouts"]:
+    measured = json.loads((folder / MEASURED).read_text())
+    for layout in measured["layouts"]:
         status = ranks("--layout", layout)
         refused = [{"name": layout, "refused": f"its launch ended with status {status}"}]
         done = status == FINISHED
-        found["rows"] += json.loads((folder / f"{layout}.json").read_text())["rows"] if done else refused
-    found["verdict"] = verdict(found)
-    found["rows"] += of_run(args.run) if args.run else []
-    write_atomically(folder / "diagnosis.json", json.dumps(found, indent=1) + "\n")
-    print("\n".join([*table(found["rows"]), "", found["verdict"], f"{folder / 'diagnosis.json'} has these numbers"]))
-    return FAILED if found["bug"] else FINISHED
+        measured["rows"] += json.loads((folder / f"{layout}.json").read_text())["rows"] if done else refused
+    measured["verdict"] = verdict(measured)
+    measured["rows"] += of_run(args.run) if args.run else []
+    write_atomically(folder / "diagnosis.json", json.dumps(measured, indent=1) + "\n")
+    where = f"{folder / 'diagnosis.json'} has these numbers"
+    print("\n".join([*table(measured["rows"]), "", measured["verdict"], where]))
+    return FAILED if measured["bug"] else FINISHED
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -90,22 +91,23 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def verdict(found: dict[str, Any]) -> str:
+def verdict(measured: dict[str, Any]) -> str:
     """One sentence."""
-    base, floor, in_fp32 = found["base"], found["floor"], f"(KL {found['in_fp32']:.1e} with both sides in fp32)"
-    if found["bug"]:
-        return f"A bug, not rounding {in_fp32}: {found['bug']}."
+    base, floor = measured["base"], measured["floor"]
+    in_fp32 = f"(KL {measured['in_fp32']:.1e} with both sides in fp32)"
+    if measured["bug"]:
+        return f"A bug, not rounding {in_fp32}: {measured['bug']}."
     right = f"weights, tokens, masks and temperature are right {in_fp32}"
-    if "by_engine" not in found:
+    if "by_engine" not in measured:
         return f"Rounding: {right}, and the recipe computes in fp32."
     if base <= EXACT:
         return f"Rounding: {right}, and the KL of {base:.1e} in the recipe's precision is next to nothing."
     if base <= FLOORS * floor:
         return f"Rounding: {right}, and {base:.1e} is at most {FLOORS} times the trainer's KL from itself, {floor:.1e}."
-    causes = [row for row in found["rows"] if row["name"].startswith("without ") and row.get("kl", base) <= base / 2]
+    causes = [row for row in measured["rows"] if row["name"].startswith("without ") and row.get("kl", base) <= base / 2]
     if causes:
         falls = ", ".join(f"to {row['kl']:.1e} {row['name']}" for row in causes)
         return f"An option is the cause: {right}, but the KL falls from {base:.1e} {falls}."
-    by_engine, by_trainer = found["by_engine"], found["by_trainer"]
+    by_engine, by_trainer = measured["by_engine"], measured["by_trainer"]
     side = "the engine" if by_engine > 2 * by_trainer else "the trainer" if by_trainer > 2 * by_engine else "both sides"
     return f"Rounding, of {side}: {right}, and no option that was tried halves the KL of {base:.1e}."

@@ -127,10 +127,10 @@ def other_cudnn(listing: str | None = None) -> list[str]:
             listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
         except OSError:  # no glibc here
             listing = ""
-    found = [Path(line.rpartition("=> ")[2]).parent for line in listing.splitlines() if "libcudnn.so" in line]
+    folders = [Path(line.rpartition("=> ")[2]).parent for line in listing.splitlines() if "libcudnn.so" in line]
     given = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    found += [Path(folder) for folder in given if folder and any(Path(folder).glob("libcudnn.so*"))]
-    return sorted({str(folder) for folder in found if "site-packages/nvidia/" not in str(folder)})
+    folders += [Path(folder) for folder in given if folder and any(Path(folder).glob("libcudnn.so*"))]
+    return sorted({str(folder) for folder in folders if "site-packages/nvidia/" not in str(folder)})
 
 
 def cudnn_problem() -> str | None:

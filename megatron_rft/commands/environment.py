@@ -55,11 +55,11 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
                 for seed, (problem, texts) in enumerate(zip(problems, turns, strict=False))
             ]
             plays.append([job.result() for job in jobs])
-    found = [line for problem, *both in zip(problems, *plays, strict=False) if (line := difference(problem, *both))]
+    faults = [line for problem, *both in zip(problems, *plays, strict=False) if (line := difference(problem, *both))]
     slowest = max(each.slowest for each in plays[0])
     print(f"{options.name}: {len(plays[0])} episodes, the slowest answer took {slowest:.3f} s", flush=True)
-    if found:
-        raise RunFailed("\n".join(found))
+    if faults:
+        raise RunFailed("\n".join(faults))
     shutil.rmtree(folder)  # else its messages name the log
     print("the second time it said the same", flush=True)
     return FINISHED

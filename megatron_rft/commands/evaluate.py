@@ -68,24 +68,24 @@ def evaluate_model(recipe: Recipe, source: SourceCheckpoint, folder: Path) -> li
         )
     tokenizer, problems = build.load_tokenizer(recipe.model), Problems.of(recipe)
     # Load all data sets before the first evaluation, so that errors in any of them show at the start.
-    found = {part: problems.prompts(part, tokenizer) for part in parts}
+    loaded = {part: problems.prompts(part, tokenizer) for part in parts}
     make_folder(folder, "--out")
     model = {"weights": weights(source.path), "dtype": recipe.rollout.dtype or recipe.model.precision}
     if environment := recipe.environment:
         model |= {"environment": environment.model_dump(), "its code": digests(environment.code)}
     evaluator = build.build_evaluator(recipe, None, tokenizer, None, folder)  # engine and rewards: below
-    asked = {part: Asked.of(part, found[part], evaluator, recipe.reward, model) for part in parts}
+    asked = {part: Asked.of(part, loaded[part], evaluator, recipe.reward, model) for part in parts}
     results = []
     with ExitStack() as stack:
         player = None
-        if not all(each.answered for each in asked.values()):
+        if not all(question.answered for question in asked.values()):
             engine = stack.enter_context(closing(build_engine(EngineBuilder.of(recipe), source)))
             player = around(engine, EngineBuilder.of(recipe), tokenizer, stack)
-        for part, each in asked.items():
-            with nullcontext() if each.answered else closing(registry.build(each.reward)) as reward:
+        for part, question in asked.items():
+            with nullcontext() if question.answered else closing(registry.build(question.reward)) as reward:
                 sampler = replace(evaluator.sampler, engine=player, reward=reward)
-                result = replace(evaluator, sampler=sampler).measure(part, each.prompts, each.cache)
-                results.append(replace(result, left_out=each.left_out))
+                result = replace(evaluator, sampler=sampler).measure(part, question.prompts, question.cache)
+                results.append(replace(result, left_out=question.left_out))
     write([*results, *others(folder, parts, model["weights"])], folder)
     return results
 
@@ -101,12 +101,12 @@ class Asked:
 
     @classmethod
     def of(
-        cls, part: str, found: PromptSet, evaluator: Evaluator, own: RewardOptions, model: dict[str, Any]
+        cls, part: str, usable: PromptSet, evaluator: Evaluator, own: RewardOptions, model: dict[str, Any]
     ) -> "Asked":
         """`own`: the recipe's reward; `model`: what its answers depend on."""
         problems, samples = evaluator.problems, evaluator.samples(part)
         reward = reward_of(own, problems.source(part).adapter if part in problems.benchmarks else None)
-        prompts = found.prompts[: evaluator.options.limit]
+        prompts = usable.prompts[: evaluator.options.limit]
         depends_on = {
             "megatron_rft": __version__,
             **model,
@@ -124,7 +124,7 @@ class Asked:
         cache = EvaluationCache(evaluator.folder, part, depends_on, samples, note)
         if cache.completions:
             note(len(cache.completions), " already")
-        return cls(prompts, found.dropped, reward, cache)
+        return cls(prompts, usable.dropped, reward, cache)
 
     @property
     def answered(self) -> bool:

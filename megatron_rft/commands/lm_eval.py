@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if source.format == "megatron":
             path = Path(folder) / "model"
             conversion.convert(source, path, "hf")
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(path)} | tokenizer,
             device="cuda" if torch.cuda.is_available() else "cpu",
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
             task_manager=manager,
             limit=args.limit,
         )
-    print(make_table(found))
-    (out / "results.json").write_text(json.dumps(_plain(found), indent=2, default=str) + "\n")
+    print(make_table(results))
+    (out / "results.json").write_text(json.dumps(_plain(results), indent=2, default=str) + "\n")
     print(f"results: {out / 'results.json'}")
     return FINISHED
 

@@ -73,10 +73,10 @@ class Worker:
                 self.errors.seek(0)  # the processes share one position
                 reason = self.errors.read().strip()[-3000:]
                 raise RunFailed(f"rank {question['rank']} of {question['world']} failed in its rehearsal:\n{reason}")
-            found = json.loads(out.read_text())
-        if "error" in found:
-            raise UserError(found["error"])
-        return found
+            counts = json.loads(out.read_text())
+        if "error" in counts:
+            raise UserError(counts["error"])
+        return counts
 
 
 class Rehearsal:

@@ -27,13 +27,13 @@ TENSORS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "bas
 def shapes(hf_config: Any, options: Lora) -> dict[str, tuple[int, int]]:
     """HF name -> shape of every A [rank, in] and B [out, rank]."""
     modules = {f"{module}.weight" for target in options.targets for module in TARGETS[target]}
-    found = {}
+    adapters = {}
     for name, shape in hf_shapes(hf_config).items():
         layer, _, module = name.removesuffix(".weight").rpartition(".")
         if f"{module}.weight" in modules and name.endswith(".weight") and ".experts." not in name:
-            found[f"{layer}.{module}.lora_A.weight"] = (options.rank, shape[1])
-            found[f"{layer}.{module}.lora_B.weight"] = (shape[0], options.rank)
-    return found
+            adapters[f"{layer}.{module}.lora_A.weight"] = (options.rank, shape[1])
+            adapters[f"{layer}.{module}.lora_B.weight"] = (shape[0], options.rank)
+    return adapters
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], options: Lora, base: str, fingerprint: str) -> None:
@@ -61,18 +61,18 @@ def read(folder: Path, options: Lora, hf_config: Any, fingerprint: str) -> Looku
     if (folder / BASE).is_file() and json.loads((folder / BASE).read_text())["fingerprint"] != fingerprint:
         raise DataError(f"the adapters in {folder} were trained on another model than the one given")
     for key, wanted in options.peft().items():
-        found = config.get(key)
-        found = sorted(found) if isinstance(found, list) else found
-        if found != wanted:
-            raise DataError(f"{folder} has {key} {found}, and this recipe's `lora` means {wanted}")
-    found = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        written = config.get(key)
+        written = sorted(written) if isinstance(written, list) else written
+        if written != wanted:
+            raise DataError(f"{folder} has {key} {written}, and this recipe's `lora` means {wanted}")
+    adapters = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     for name, shape in (expected := shapes(hf_config, options)).items():
-        if name not in found or found[name].shape != shape:
-            what = f"has shape {tuple(found[name].shape)} instead of {shape}" if name in found else "is missing"
+        if name not in adapters or adapters[name].shape != shape:
+            what = f"has shape {tuple(adapters[name].shape)} instead of {shape}" if name in adapters else "is missing"
             raise DataError(f"the adapters in {folder} are not of this model: {name} {what}")
-    if more := found.keys() - expected.keys():
+    if more := adapters.keys() - expected.keys():
         raise DataError(f"{folder} also has {min(more)}, which is no adapter of these options")
-    return found.__getitem__
+    return adapters.__getitem__
 
 
 def read_config(folder: Path) -> dict[str, Any]:

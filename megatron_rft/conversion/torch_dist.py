@@ -139,15 +139,16 @@ class MegatronFolder:
         self._parameter = lru_cache(maxsize=1)(self._read)  # q, k and v of one parameter are read one after the other
 
     def _find_prefix(self, tensors: dict[str, Any]) -> str:
-        found = [key.removesuffix(FIRST) for key in tensors if key.endswith(FIRST) and not key.startswith("optimizer")]
+        own = [key for key in tensors if key.endswith(FIRST) and not key.startswith("optimizer")]
+        prefixes = [key.removesuffix(FIRST) for key in own]
         for prefix in ("", "actor."):
-            if prefix in found:
+            if prefix in prefixes:
                 return prefix
         if any(".adapter." in key for key in tensors):
             raise DataError(
                 f"{self.path} has adapters alone: leave it in the folder of its run, which names their model"
             )
-        names = ", ".join(each.removesuffix(".") for each in found) or "none"
+        names = ", ".join(each.removesuffix(".") for each in prefixes) or "none"
         raise DataError(f"{self.path}: no language model is in this checkpoint (no {FIRST}). Models in it: {names}")
 
     # ---- checking
@@ -171,10 +172,10 @@ class MegatronFolder:
             if location is None:
                 missing.append(name)
                 continue
-            found, expected = tuple(self.tensors[location.key].size), (*location.outer, *self._shape(name))
-            padded = name in VOCABULARY and found[0] >= expected[0] and found[1:] == expected[1:]
-            if found != expected and not padded:
-                misshapen.append(f"{location.key} {found}, config.json says {expected}")
+            size, expected = tuple(self.tensors[location.key].size), (*location.outer, *self._shape(name))
+            padded = name in VOCABULARY and size[0] >= expected[0] and size[1:] == expected[1:]
+            if size != expected and not padded:
+                misshapen.append(f"{location.key} {size}, config.json says {expected}")
             self.locations[name] = location
             for i, hf_name in enumerate(self.mapping.hf_names(name)):
                 self.parts.setdefault(hf_name, []).append((name, i))

@@ -78,13 +78,13 @@ class MegatronWriter:
         The norm before experts has one name with Transformer Engine and another without, and so has the one before
         latent attention; store them under both."""
         count = experts(self.hf_config)
-        found = list(locations(name, self.hf_config.num_hidden_layers, count))
+        possible = list(locations(name, self.hf_config.num_hidden_layers, count))
         if not LAYER.fullmatch(name):
-            return found
-        stacked = found[::2]
+            return possible
+        stacked = possible[::2]
         if not count and not self.mapping.gated:
             return stacked[:1]
-        single = found[1::2]
+        single = possible[1::2]
         return single if "pre_mlp_layernorm" in name or "input_layernorm" in name else single[:1]
 
     def _add(self, name: str, location: Location, whole: Tensor) -> None:

@@ -44,26 +44,26 @@ def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, 
     size = SIZES[split] if size is None else size
     rng = random.Random(f"{split}/{seed}")
     slip = SLIP if split in ("demonstrations", "hinted", "refining") else 0.0
-    found: dict[str, dict[str, Any]] = {}
+    problems: dict[str, dict[str, Any]] = {}
     tries = 0
-    while len(found) < size:
+    while len(problems) < size:
         tries += 1
         if tries > 100 * (size + 100):
             raise DataError(f"arithmetic has fewer than {size} different {split} problems of levels {list(levels)}")
-        level = levels[len(found) % len(levels)]
+        level = levels[len(problems) % len(levels)]
         start, steps = _problem(rng, level)
         question = _question(start, steps)
-        if _bucket(question) in SPLITS[split] and question not in found:
+        if _bucket(question) in SPLITS[split] and question not in problems:
             done = steps[:-1] if split in ("hinted", "refining") and rng.random() < HASTE else steps
-            found[question] = {"question": question, "answer": _work(start, done, slip, rng), "level": level}
-            if split == "hinted" and len(found) // len(levels) % 2:  # half of each level
+            problems[question] = {"question": question, "answer": _work(start, done, slip, rng), "level": level}
+            if split == "hinted" and len(problems) // len(levels) % 2:  # half of each level
                 hint, answer = (_work(start, steps, rate, rng) for rate in (0.0, HINTED_SLIP))
-                found[question] |= {"question": f"{hint}\n\n{question}", "answer": answer}
-            if split == "refining" and len(found) // len(levels) % 2:
-                work = _work(start, steps, 0.0, rng) if rng.random() < COPIED else found[question]["answer"]
+                problems[question] |= {"question": f"{hint}\n\n{question}", "answer": answer}
+            if split == "refining" and len(problems) // len(levels) % 2:
+                work = _work(start, steps, 0.0, rng) if rng.random() < COPIED else problems[question]["answer"]
                 answer = _work(start, steps, HINTED_SLIP, rng)
-                found[question] |= {"question": f"{question}\n{work}\nRefine:", "answer": answer}
-    return list(found.values())
+                problems[question] |= {"question": f"{question}\n{work}\nRefine:", "answer": answer}
+    return list(problems.values())
 
 
 def _bucket(question: str) -> int:

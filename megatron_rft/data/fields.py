@@ -122,11 +122,11 @@ class Fields:
         if not isinstance(value, str):
             return value
         try:
-            found = json.loads(value)
+            decoded = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise self.wrong(f"{self.inside}{self._name(names)} is not JSON ({error}): {value[:60]!r}") from None
-        check_escapes(value, found, self.place)
-        return found
+        check_escapes(value, decoded, self.place)
+        return decoded
 
     def wrong(self, problem: str) -> DataError:
         return DataError(f"{self.place}: {problem}")

@@ -77,11 +77,11 @@ class HiddenCache:
         self.folder = folder
         self.index = _read_index(folder)
         for name, wanted in facts.items():
-            found = self.index["facts"].get(name)
-            if found != wanted:
+            made_of = self.index["facts"].get(name)
+            if made_of != wanted:
                 raise DataError(
-                    f"algorithm.reference_cache: {folder} was made of another {name.replace('_', ' ')}: {found} there, "
-                    f"{wanted} now. Choose another folder, or remove it to make it again"
+                    f"algorithm.reference_cache: {folder} was made of another {name.replace('_', ' ')}: {made_of} "
+                    f"there, {wanted} now. Choose another folder, or remove it to make it again"
                 )
         for name, written in self._files().items():
             path = folder / name
@@ -122,11 +122,11 @@ class HiddenCache:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    if (found := read_json(folder / INDEX)) is None:
+    if (index := read_json(folder / INDEX)) is None:
         raise DataError(
             f"algorithm.reference_cache: {folder} is no whole cache of hidden states: it has no readable {INDEX}"
         )
-    return found
+    return index
 
 
 def _tensor(path: Path, name: str) -> Tensor:

@@ -78,16 +78,16 @@ def demonstrations(
         dropped["empty answer"] = len(prompts) - len(answered)
     texts = [_response(rows[prompt.index], form, Place(rows, prompt.index, source)) for prompt in answered]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    found = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
+    examples = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
     if max_response_tokens is None:
-        return found, dropped
-    lengths = [len(each.response_ids) for each in found]
-    kept = [each for each in found if len(each.response_ids) <= max_response_tokens]
-    places = [Place(rows, each.prompt.index, source) for each in found]
+        return examples, dropped
+    lengths = [len(each.response_ids) for each in examples]
+    kept = [each for each in examples if len(each.response_ids) <= max_response_tokens]
+    places = [Place(rows, each.prompt.index, source) for each in examples]
     limit = ("response", "rollout.max_response_tokens", max_response_tokens)
     _check_lengths(lengths, places, *limit, form.overlong, source)
-    if len(kept) < len(found):
-        dropped["response too long"] = len(found) - len(kept)
+    if len(kept) < len(examples):
+        dropped["response too long"] = len(examples) - len(kept)
     return kept, dropped
 
 

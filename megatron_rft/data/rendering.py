@@ -127,12 +127,12 @@ def _why_chat(form: PromptFormat, last: str | None) -> str:
 
 def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int]]:
     """A chat template writes the special tokens; otherwise the tokenizer adds those that the model expects in front."""
-    found: dict[int, list[int]] = {}
+    by_number: dict[int, list[int]] = {}
     for chat in set(chats):
         chosen = [number for number, each in enumerate(chats) if each == chat]
         ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not chat)["input_ids"]
-        found |= zip(chosen, ids, strict=True)
-    return [found[number] for number in range(len(texts))]
+        by_number |= zip(chosen, ids, strict=True)
+    return [by_number[number] for number in range(len(texts))]
 
 
 def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat) -> list[int]:

@@ -33,16 +33,16 @@ class Choice:
 def select(names: Iterable[str], choice: Choice, source: str) -> list[str]:
     """The selected `names` (relative paths), sorted. `source` is named in errors."""
     every = sorted(name for name in names if _is_data(name))
-    found = [name for name in every if choice.subset is None or _in_subset(name, choice.subset)]
+    chosen = [name for name in every if choice.subset is None or _in_subset(name, choice.subset)]
     if choice.files:
-        found = [
-            name for name in found if fnmatch(name, choice.files) or fnmatch(PurePosixPath(name).name, choice.files)
+        chosen = [
+            name for name in chosen if fnmatch(name, choice.files) or fnmatch(PurePosixPath(name).name, choice.files)
         ]
     else:
-        found = _of_split(found, choice, source)
-    if not found:
+        chosen = _of_split(chosen, choice, source)
+    if not chosen:
         raise DataError(f"{source}: no file {_wanted(choice)}; {_listed(every)}")
-    return _one_kind(found, source)
+    return _one_kind(chosen, source)
 
 
 def words(name: str) -> set[str]:

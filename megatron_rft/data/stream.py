@@ -24,10 +24,10 @@ class Stream(Generic[Item]):
 
     def digest(self) -> str:
         """A digest of all items, in their order in the data set."""
-        found = hashlib.sha256()
+        content = hashlib.sha256()
         for item in self.items:
-            found.update(repr(item).encode())
-        return found.hexdigest()
+            content.update(repr(item).encode())
+        return content.hexdigest()
 
     def next(self, count: int) -> list[Item]:
         drawn = []

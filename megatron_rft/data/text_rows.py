@@ -28,11 +28,11 @@ class _Duplicate(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         raise _Duplicate(next(name for name in names if names.count(name) > 1))
-    return found
+    return content
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)

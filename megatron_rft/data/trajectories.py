@@ -146,17 +146,17 @@ def summary(problems: dict[int, list[int | None]], outcomes: dict[int, str], len
     }
 
 
-def describe(found: dict[str, Any]) -> str:
+def describe(facts: dict[str, Any]) -> str:
     """A readable summary."""
-    dropped = {name: found.get(name.replace(" ", "_"), 0) for name in ("all right", "all wrong", "not graded")}
-    most = max(found["lengths"].values())
-    bars = [f"  {name:>12} {'#' * round(40 * n / most)} {n}" for name, n in found["lengths"].items()]
+    dropped = {name: facts.get(name.replace(" ", "_"), 0) for name in ("all right", "all wrong", "not graded")}
+    most = max(facts["lengths"].values())
+    bars = [f"  {name:>12} {'#' * round(40 * n / most)} {n}" for name, n in facts["lengths"].items()]
     return "\n".join(
         [
-            f"{found['responses']} responses to {found['problems']} problems, {found['share_right']:.1%} right",
-            f"{found.get('kept', 0)} problems kept, {found['held_out']} of them held out; dropped: "
+            f"{facts['responses']} responses to {facts['problems']} problems, {facts['share_right']:.1%} right",
+            f"{facts.get('kept', 0)} problems kept, {facts['held_out']} of them held out; dropped: "
             + ", ".join(f"{count} {name}" for name, count in dropped.items()),
-            f"response tokens, {found['mean_tokens']:.0f} in the mean:",
+            f"response tokens, {facts['mean_tokens']:.0f} in the mean:",
             *bars,
         ]
     )

@@ -42,7 +42,7 @@ def missing(states: list[RankState]) -> dict[int, dict[int, str]]:
     """Return {rank: {rank that it waits for: the collective}}. A rank waits for the members of a group that have begun
     fewer of the group's operations."""
     known = {state.rank: state for state in states}
-    found: dict[int, dict[int, str]] = {}
+    waits: dict[int, dict[int, str]] = {}
     for state in states:
         for name, (ranks, operation, number) in state.groups.items():
             if operation == "send":  # a message that is buffered; the receiver may come later
@@ -50,8 +50,8 @@ def missing(states: list[RankState]) -> dict[int, dict[int, str]]:
             for other in members(ranks):
                 peer = known.get(other)
                 if peer is not None and peer.groups.get(name, ("", "", 0))[2] < number:
-                    found.setdefault(state.rank, {})[other] = f"{operation} no. {number} of group {name}"
-    return found
+                    waits.setdefault(state.rank, {})[other] = f"{operation} no. {number} of group {name}"
+    return waits
 
 
 def diagnose(states: list[RankState]) -> Diagnosis:
@@ -96,14 +96,14 @@ def _kind(state: RankState) -> tuple:
     return state.step, state.phase, label, state.groups.get(state.last, ("", "", 0))[1]
 
 
-def _disagreement(states: list[RankState], found: list[RankState]) -> Diagnosis:
+def _disagreement(states: list[RankState], disagreeing: list[RankState]) -> Diagnosis:
     """Name both ranks, or both halves, of a disagreement: nothing tells which one is wrong."""
-    others = [state for state in states if state not in found and state.rank in members_of(found)]
+    others = [state for state in states if state not in disagreeing and state.rank in members_of(disagreeing)]
     if not others:
-        told = "; ".join(f"rank {s.rank} on node {s.host} in {s.collective} ({_place(s)})" for s in found)
-        return Diagnosis(tuple(found), f"these ranks wait for each other in different collectives: {told}")
-    told = "; ".join(f"rank {s.rank} in {s.collective}" for s in (found[0], others[0]))
-    return _named(found, f"is in another collective than its group: {told}")
+        told = "; ".join(f"rank {s.rank} on node {s.host} in {s.collective} ({_place(s)})" for s in disagreeing)
+        return Diagnosis(tuple(disagreeing), f"these ranks wait for each other in different collectives: {told}")
+    told = "; ".join(f"rank {s.rank} in {s.collective}" for s in (disagreeing[0], others[0]))
+    return _named(disagreeing, f"is in another collective than its group: {told}")
 
 
 def members_of(states: list[RankState]) -> set[int]:

@@ -138,13 +138,13 @@ class Watch:
 
     def _states(self) -> list[RankState]:
         now = self.clock()
-        found = []
+        states = []
         for rank, position in sorted(self._positions.items()):
             below = descendants(position.pid) if self._still else []  # it reads all of /proc
             stopped = tuple(f"pid {pid}" for pid in below if process_state(pid) in STOPPED_STATES)
             seen = {"host": self.host, "node": self.node.index, "state": process_state(position.pid)}
-            found.append(RankState(**vars(position), **seen, still_s=now - self._since[rank], stopped=stopped))
-        return found
+            states.append(RankState(**vars(position), **seen, still_s=now - self._since[rank], stopped=stopped))
+        return states
 
     def _node_file(self, index: int) -> Path:
         return self.folder / f"node_{index}.json"
@@ -165,10 +165,10 @@ class Watch:
         for index in range(self.node.count):
             if index != self.node.index and (other := read_json(self._node_file(index))):
                 states += ranks_of(other)
-        found = diagnose(states)
+        diagnosis = diagnose(states)
         if self.node.index == 0:
-            self._write_report(found, states)
-        return found
+            self._write_report(diagnosis, states)
+        return diagnosis
 
     def _ask_for_stacks(self) -> None:
         """Ask this node's ranks and their processes, and wait until all have written. A stopped process cannot."""

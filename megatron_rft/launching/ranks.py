@@ -157,11 +157,11 @@ def _watch(ranks: list[Rank], job: Job | None, watch: Watch) -> str | None:
 
 
 def _conclude_hang(watch: Watch, output_dir: str, job: Job | None) -> int:
-    found = watch.hung
+    hung = watch.hung
     report = f"{watch.folder}/hang_*.txt has where each rank is, and its stack"
-    print(f"error: the run hangs: {found.sentence}. {report}", file=sys.stderr)
+    print(f"error: the run hangs: {hung.sentence}. {report}", file=sys.stderr)
     print(f"The same command goes on from the last checkpoint in {output_dir}", file=sys.stderr)
-    hosts = {state.host for state in found.guilty}
+    hosts = {state.host for state in hung.guilty}
     if job is not None and watch.node.index == 0 and len(hosts) == 1:
         job.note_hang(*hosts)
     return FAILED

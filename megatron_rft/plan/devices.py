@@ -41,19 +41,19 @@ class Efficiency:
     @classmethod
     def parse(cls, text: str) -> "Efficiency":
         """Read "compute=0.5,link=0.6". Raises UserError."""
-        found = {}
+        given = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
             try:
-                found[name] = float(value)
+                given[name] = float(value)
             except ValueError:
                 raise UserError(f"--efficiency: {part!r} is not NAME=NUMBER, such as compute=0.5") from None
             if name not in cls.__dataclass_fields__:
                 known = ", ".join(cls.__dataclass_fields__)
                 raise UserError(f"--efficiency: there is no {name!r}. Known are {known}")
-            if found[name] <= 0 or (name in ("compute", "memory", "link") and found[name] > 1):
+            if given[name] <= 0 or (name in ("compute", "memory", "link") and given[name] > 1):
                 raise UserError(f"--efficiency: {name}={value} is not above 0 and, as a share, at most 1")
-        return replace(cls(), **found)
+        return replace(cls(), **given)
 
 
 MIB = 1 << 20

@@ -29,15 +29,15 @@ def _always(m: MemoryPlan, vllm: bool) -> int:
 def lines(m: MemoryPlan, vllm: bool, ranks: int, writers: int, engines: int, weights: int) -> list[str]:
     """`ranks`: on this machine. `writers`: number of first data-parallel ranks among them. `engines`: processes outside
     of the ranks, each with so many bytes of `weights`."""
-    each, here = resident(m, vllm), machine_bytes()
-    more = max(0, at_checkpoint(m, vllm) - each)
-    total = ranks * each + writers * more + engines * (weights + round(LIBRARIES[vllm] * GIB))
-    found = [f"memory without a GPU: about {gib(each)} a rank, {gib(total)} on this machine"]
+    per_rank, here = resident(m, vllm), machine_bytes()
+    more = max(0, at_checkpoint(m, vllm) - per_rank)
+    total = ranks * per_rank + writers * more + engines * (weights + round(LIBRARIES[vllm] * GIB))
+    report = [f"memory without a GPU: about {gib(per_rank)} a rank, {gib(total)} on this machine"]
     if more:
-        found[0] += f"; {gib(each + more)} on {many(writers, 'rank')} during a checkpoint"
+        report[0] += f"; {gib(per_rank + more)} on {many(writers, 'rank')} during a checkpoint"
     if here and total > here:
-        found.append(
+        report.append(
             f"warning: that is more than the machine's {gib(here)}, and the system may kill a rank. Take fewer ranks "
             "(--nproc), or lower batching.micro_batch_tokens"
         )
-    return found
+    return report

@@ -96,13 +96,13 @@ def possible(world: int, shape: ModelShape | None) -> list[Layout]:
 
 def check_layout(megatron: Megatron, world_size: int, shape: ModelShape | None) -> Layout:
     layout = Layout.of(megatron, world_size)
-    found = list(problems(layout, shape, even_stages=not UNEVEN & set(megatron.extra)))
-    if found:
+    wrong = list(problems(layout, shape, even_stages=not UNEVEN & set(megatron.extra)))
+    if wrong:
         others = possible(world_size, shape)
         named = "\n  ".join(map(str, others[:SHOWN])) + (f"\n  and {len(others) - SHOWN} more" * (len(others) > SHOWN))
         model = f"this model ({shape})" if shape else "a model"
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        raise ConfigError(f"megatron: {'; '.join(found)}. With {ranks} {model} can have\n  {named}")
+        raise ConfigError(f"megatron: {'; '.join(wrong)}. With {ranks} {model} can have\n  {named}")
     _check_switches(megatron, layout, shape)
     return layout
 

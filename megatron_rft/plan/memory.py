@@ -320,15 +320,15 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
         "links to engines outside": m.links,
         "free when vLLM wakes": m.reserve,
     }
-    found = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
-    found.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
+    report = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
+    report.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
     engines = OwnEngines(recipe, s, device_gib)
     if engines.by_vllm and not device_gib:
-        found.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
+        report.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
     if recipe.trainer == "rl" and (models := recipe.reward.judges()):
-        found.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
+        report.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
     if recipe.rollout.placement != "colocated":
-        found.append(
+        report.append(
             f"memory of engines outside of the ranks, {gib(engines.weights)} of weights each and a cache: not counted, "
             "also where they share a rank's GPU"
         )
@@ -337,11 +337,11 @@ def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = N
         where = (
             f"{ranks}, none on the others" if gathers(recipe.checkpoint, s) else "each rank, which writes its own part"
         )
-        found.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {where}")
+        report.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {where}")
     if m.host:
         what = "weights and optimizer state" if m.offloads else "weights"
-        found.append(f"memory of the host, for each rank: {gib(m.host)} of {what} that wait for their turn")
-    return found
+        report.append(f"memory of the host, for each rank: {gib(m.host)} of {what} that wait for their turn")
+    return report
 
 
 def gib(size: int) -> str:

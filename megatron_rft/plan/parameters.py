@@ -69,10 +69,10 @@ class Sizes(ModelShape):
     @cached_property
     def multiplied(self) -> int:
         """Parameters of the matrices that multiply a token: of its own experts only, and without the embedding."""
-        found = self.vocabulary * self.hidden
+        count = self.vocabulary * self.hidden
         for part in (part for layer in self.parts for part in layer if len(part.shape) == 2):
-            found += math.prod(part.shape) * (self.experts_per_token if part.expert else 1)
-        return found
+            count += math.prod(part.shape) * (self.experts_per_token if part.expert else 1)
+        return count
 
     def whole(self) -> int:
         """Return the number of parameters of the whole model."""
@@ -135,27 +135,27 @@ def _layer(s: Sizes, layout: Layout, parts: tuple[Part, ...]) -> Iterator[Parame
 def buckets(parameters: list[Parameter], ranks: int, size: float) -> list[tuple[int, list[tuple[int, int]]]]:
     """Lay parameters into a buffer as the distributed optimizer does, from the last to the first. Return the padded
     length of each bucket and the (begin, end) of its parameters. A bucket of at least `size` elements is closed."""
-    found, place = [], 0
+    closed, place = [], 0
     inside: list[tuple[int, int]] = []
 
     def close() -> None:
         nonlocal place, inside
         unit = math.lcm(ranks, BUCKET)
         place = -(-place // unit) * unit
-        found.append((place, inside))
+        closed.append((place, inside))
         place, inside = 0, []
 
-    for each in reversed(parameters):
+    for parameter in reversed(parameters):
         place = -(-place // ALIGNMENT) * ALIGNMENT
-        if each.alone and inside:
+        if parameter.alone and inside:
             close()
-        inside.append((place, place + each.count))
-        place += each.count
-        if each.alone or place >= size:
+        inside.append((place, place + parameter.count))
+        place += parameter.count
+        if parameter.alone or place >= size:
             close()
     if inside:
         close()
-    return found
+    return closed
 
 
 def owned(buffer: list[tuple[int, list[tuple[int, int]]]], ranks: int) -> int:

@@ -48,14 +48,14 @@ class Search:
     def _layouts(self) -> list[Layout]:
         """Return layouts with tensor parallelism inside a node and limited contexts and pipelines. The matrices of an
         expert are split over as many ranks as the other matrices, or not at all."""
-        found = {self.own: None}
+        layouts = {self.own: None}
         for layout in possible(self.own.world, self.s):
             if layout.tp > NODE or layout.cp > LONGEST_CONTEXT or layout.pp > LONGEST_PIPELINE:
                 continue
-            found[layout] = None
+            layouts[layout] = None
             if self.s.experts and layout.tp > 1 and layout.world % (layout.ep * layout.pp) == 0:
-                found[replace(layout, etp=1)] = None
-        return list(found)
+                layouts[replace(layout, etp=1)] = None
+        return list(layouts)
 
     def _candidate(self, layout: Layout) -> Candidate:
         own = layout == self.own
@@ -94,17 +94,17 @@ class Search:
         epochs = r.algorithm.epochs if online else 1
         tokens = sequences / group.count * group.tokens
         train = machine.passes(tokens / updates, batching.micro_batch_tokens, length, True) + machine.update(state)
-        found = train * (updates * epochs)
+        total = train * (updates * epochs)
         if r.pipo is not None:
-            found += machine.passes(tokens, batching.micro_batch_tokens, length, True) + machine.update(state)
+            total += machine.passes(tokens, batching.micro_batch_tokens, length, True) + machine.update(state)
         looks = (online and updates * epochs > 1 or r.pipo is not None) + (online and r.algorithm.uses_reference)
         alone = machine.passes(tokens, batching.tokens_without_backward, length, False)
-        found += alone * looks
-        return found * (2 if r.critic else 1)
+        total += alone * looks
+        return total * (2 if r.critic else 1)
 
     def engines(self) -> dict[int, float]:
         """Return for each number of GPUs of a colocated vLLM that fits the seconds of a step's generation."""
-        r, found, own = self.recipe, {}, memory.OwnEngines(self.recipe, self.s, self.bytes)
+        r, by_size, own = self.recipe, {}, memory.OwnEngines(self.recipe, self.s, self.bytes)
         if r.trainer != "rl" or r.rollout.placement != "colocated" or not own.by_vllm:
             return {}
         workers = 1
@@ -115,34 +115,33 @@ class Search:
             engine = EngineEstimate(self.chip, Efficiency(), self.s, workers, r.rollout.max_batch_sequences, element)
             longest = r.rollout.max_response_tokens
             mean = r.data.max_prompt_tokens * self.fraction, longest * self.fraction, longest
-            found[workers] = engine.tail(prompts, r.rollout.group_size, *mean)
+            by_size[workers] = engine.tail(prompts, r.rollout.group_size, *mean)
             workers *= 2
-        return found
+        return by_size
 
     def engine_lines(self) -> list[str]:
-        found, own = self.engines(), self.recipe.vllm.tensor_parallel_size
-        if own not in found:
+        by_size, own = self.engines(), self.recipe.vllm.tensor_parallel_size
+        if own not in by_size:
             return []
-        best = min(found, key=found.get)
+        best = min(by_size, key=by_size.get)
         told = [
             f"vllm.tensor_parallel_size by seconds of generation, with a tail of long responses ({self.chip.name}):"
         ]
-        told += [f"  {n}: {seconds:.1f} s" + " <- the recipe's" * (n == own) for n, seconds in found.items()]
+        told += [f"  {n}: {seconds:.1f} s" + " <- the recipe's" * (n == own) for n, seconds in by_size.items()]
         if best != own:
-            told.append(f"  vllm.tensor_parallel_size={best} would save {found[own] - found[best]:.1f} s of a step")
+            told.append(f"  vllm.tensor_parallel_size={best} would save {by_size[own] - by_size[best]:.1f} s of a step")
         return told
 
     def table(self) -> list[str]:
-        found = self.candidates()
-        shown = found[:SHOWN] + [each for each in found[SHOWN:] if each.own]
+        candidates = self.candidates()
+        shown = candidates[:SHOWN] + [candidate for candidate in candidates[SHOWN:] if candidate.own]
         what = f"seconds of a step on {self.chip.name} without generation, from all links behind kernels to no overlap"
         told = [f"layouts that fit, by {what}:"]
-        for each in shown:
-            mark = (
-                "  <- the recipe's" + ("" if each.memory <= self.bytes else ", which does not fit") if each.own else ""
-            )
-            span = f"{each.seconds.least:8.2f} to {each.seconds.most:8.2f} s"
-            told.append(f"  {span}  {memory.gib(each.memory):>10}  {each.layout}{mark}")
-        if len(found) > len(shown):
-            told.append(f"  and {len(found) - len(shown)} more")
+        for candidate in shown:
+            over = "" if candidate.memory <= self.bytes else ", which does not fit"
+            mark = f"  <- the recipe's{over}" if candidate.own else ""
+            span = f"{candidate.seconds.least:8.2f} to {candidate.seconds.most:8.2f} s"
+            told.append(f"  {span}  {memory.gib(candidate.memory):>10}  {candidate.layout}{mark}")
+        if len(candidates) > len(shown):
+            told.append(f"  and {len(candidates) - len(shown)} more")
         return told + self.engine_lines()

@@ -87,13 +87,13 @@ class Machine:
         groups that share a prompt (shared_prompts.Group.length)."""
         layers = len(self.s.mixture) / self.layout.pp
         mean = sum((self._layer(tokens, length, m, backward) for m in self.s.mixture), Bounds(0, 0))
-        found = mean * (layers / len(self.s.mixture)) + self._head(tokens, backward)
+        total = mean * (layers / len(self.s.mixture)) + self._head(tokens, backward)
         if self.layout.pp > 1:
             size = tokens * self.s.hidden * self.element / self.sequence
             rate = self.chip.nvlink if self.layout.world <= self.node else self.chip.network
             across = size / rate / self.efficiency.link + self.efficiency.latency
-            found += Bounds(0, across * (2 if backward else 1))
-        return found
+            total += Bounds(0, across * (2 if backward else 1))
+        return total
 
     def _layer(self, tokens: float, length: float, mixture: bool, backward: bool) -> Bounds:
         s, layout = self.s, self.layout

@@ -123,12 +123,12 @@ class FakeDevice(TorchDispatchMode):
         with self.fake:
             args, kwargs = tree_map(_shape_of, (args, kwargs))
             result = func(*args, **kwargs)
-        outputs, found = tree_leaves(result), tree_leaves(values)
+        outputs, known = tree_leaves(result), tree_leaves(values)
         for position, out in enumerate(outputs):
             if isinstance(out, FakeTensor):
                 self._note(out)
                 if values is not None and (not out.is_floating_point() or out.numel() <= FLOAT_SHADOW):
-                    self.shadows[out] = found[position]
+                    self.shadows[out] = known[position]
                 elif out in self.shadows and func._schema.is_mutable:
                     del self.shadows[out]
         self._cost(func, args, kwargs, tensors, outputs, result)
@@ -175,12 +175,12 @@ class FakeDevice(TorchDispatchMode):
         if indices is None or any(isinstance(x, FakeTensor) and x not in self.shadows for x in indices):
             raise RuntimeError(f"the shape that {func} gives depends on values that the rehearsal does not know")
         place = self._with_shadow if is_fake(args[0], "cuda") else (lambda x: x)
-        found: list = []
+        indexes: list = []
         for index in indices:
             known = self.shadows[index] if isinstance(index, FakeTensor) else index
             is_mask = known is not None and known.dtype == torch.bool
-            found += [place(where) for where in known.nonzero(as_tuple=True)] if is_mask else [index]
-        return aten.index.Tensor, (args[0], found)
+            indexes += [place(where) for where in known.nonzero(as_tuple=True)] if is_mask else [index]
+        return aten.index.Tensor, (args[0], indexes)
 
     def _with_shadow(self, value: torch.Tensor) -> torch.Tensor:
         with self.fake:

@@ -30,10 +30,10 @@ def torch_folder() -> Path:
     root = Path(importlib.util.find_spec("torch").origin).parent
     text = (root / "version.py").read_text()
     version = re.search(r"__version__ = '(\d+)\.(\d+)", text)
-    found = (int(version[1]), int(version[2]))
-    if found not in TESTED:
+    here = (int(version[1]), int(version[2]))
+    if here not in TESTED:
         tested = ", ".join(f"{a}.{b}" for a, b in sorted(TESTED))
-        raise UserError(f"rehearse is tested with torch {tested} only, and this is {found[0]}.{found[1]}: install that")
+        raise UserError(f"rehearse is tested with torch {tested} only, and this is {here[0]}.{here[1]}: install that")
     if re.search(r"^cuda\b.*= *'", text, re.MULTILINE):
         raise UserError(
             "rehearse needs a CPU build of torch, and this one is built for CUDA: run it in an environment made by "
@@ -44,13 +44,13 @@ def torch_folder() -> Path:
 
 def compiler() -> str:
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
-    found = next(filter(None, map(shutil.which, wanted)), None)
-    if found is None:
+    program = next(filter(None, map(shutil.which, wanted)), None)
+    if program is None:
         raise UserError(
             f"rehearse compiles a small library once and found no C++ compiler ({', '.join(wanted)}): install g++, or "
             "set CXX to a compiler"
         )
-    return found
+    return program
 
 
 def cache_folder() -> Path:

@@ -54,11 +54,11 @@ class Stage:
 
 def bounds(stages: list[Stage]) -> dict[str, tuple[float, float]]:
     """Return the seconds of each phase on the slowest stage: (with links hidden behind kernels, without overlap)."""
-    found = {}
+    by_phase = {}
     for phase in (phase for phase in stages[0].phases if phase not in NOT_TIMED):
         pairs = [(s.seconds(phase, "kernels"), s.seconds(phase, "links")) for s in stages]
-        found[phase] = max(max(pair) for pair in pairs), max(sum(pair) for pair in pairs)
-    return found
+        by_phase[phase] = max(max(pair) for pair in pairs), max(sum(pair) for pair in pairs)
+    return by_phase
 
 
 def peak(stages: list[Stage]) -> tuple[Stage, str, int, dict[str, int]]:
@@ -105,13 +105,13 @@ def memory_lines(stages: list[Stage], beside: int) -> list[str]:
 
 def time_lines(stages: list[Stage]) -> list[str]:
     told = ["seconds of a step by phase, from all links behind kernels to no overlap at all:"]
-    found = bounds(stages)
-    for phase, (least, most) in found.items():
+    by_phase = bounds(stages)
+    for phase, (least, most) in by_phase.items():
         passes, ratio = stages[0].times(phase)
         count = stages[0].found["micro_batches"].get(phase, 0) * ratio
         how = f" ({passes:g} x {count:.0f} micro-batches of each rank)" if count else ""
         told.append(f"  {phase}: {seconds(least)} to {seconds(most)}{how}")
-    least, most = (sum(pair[i] for pair in found.values()) for i in (0, 1))
+    least, most = (sum(pair[i] for pair in by_phase.values()) for i in (0, 1))
     return [*told, f"  together: {seconds(least)} to {seconds(most)}, without generation, grading and checkpoints"]
 
 
@@ -123,12 +123,12 @@ def link_lines(stages: list[Stage]) -> list[str]:
     """Return lines about the collectives of one rehearsed pass of each phase, by group."""
     told = ["collectives of one rehearsed pass, by group:"]
     for stage in stages:
-        found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0])
+        totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0])
         for phase in stage.phases:
             for _, _, name, group, ranks, span, calls, size, _ in stage.rows(phase, "links"):
-                entry = found[phase, group, ranks, span, name]
+                entry = totals[phase, group, ranks, span, name]
                 entry[0], entry[1] = entry[0] + calls, entry[1] + size
-        for (phase, group, ranks, span, name), (calls, size) in found.items():
+        for (phase, group, ranks, span, name), (calls, size) in totals.items():
             if size < SMALL_MESSAGE:
                 continue
             where = "inside a node" if span == "node" else "across nodes"
@@ -149,11 +149,11 @@ def wait_lines(stages: list[Stage]) -> list[str]:
     """Return the most frequent waits of the host for the device in the training phase, by source line."""
     told, phase = [], "training"
     for stage in stages:
-        each, step = waits(stage, phase)
+        per_micro_batch, step = waits(stage, phase)
         rows = sorted(stage.rows(phase, "waits"), key=lambda row: -row[-1])
         told.append(
-            f"waits of the host in {phase}, {stage.name}: {each:.1f} for each micro-batch and {step} in the optimizer "
-            f"step; in {stage.found['micro_batches'].get(phase, 1)} micro-batches and a step:"
+            f"waits of the host in {phase}, {stage.name}: {per_micro_batch:.1f} for each micro-batch and {step} in the "
+            f"optimizer step; in {stage.found['micro_batches'].get(phase, 1)} micro-batches and a step:"
         )
         told += [f"  {place}: {number}, {what}" for _, _, what, place, number in rows[:SHOWN]]
     return told

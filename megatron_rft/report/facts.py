@@ -94,18 +94,18 @@ def pace(group: RunGroup) -> list[Headline]:
     done = [run.steps for run in group.runs]
     planned = {run.options.get("run.steps") for run in group.runs} - {None}
     of = f"of {max(planned)}" if planned and max(planned) != min(done) else ""
-    found = [Headline("steps", _range(done), of)]
+    numbers = [Headline("steps", _range(done), of)]
     seconds = [sum(run.curves.of("seconds/step")[1]) for run in group.runs]
     if any(seconds):
         each = [value for run in group.runs for value in run.curves.of("seconds/step")[1][1:]] or [0.0]
-        found.append(Headline("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
+        numbers.append(Headline("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
     tokens = [value for run in group.runs for value in run.curves.of("tokens/per_second")[1]]
     if tokens:
-        found.append(Headline("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
+        numbers.append(Headline("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
     skipped = sum(sum(run.curves.of("faults/skipped_steps")[1][-1:]) for run in group.runs)
     if skipped:
-        found.append(Headline("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
-    return found
+        numbers.append(Headline("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
+    return numbers
 
 
 def straggler(group: RunGroup) -> Headline | None:
@@ -155,11 +155,11 @@ def _layout(options: dict[str, Any]) -> str:
 
 def recipe_facts(group: RunGroup) -> list[tuple[str, str]]:
     options = {key: value for key, value in group.runs[0].options.items() if value is not None}
-    found = []
+    facts = []
     for label, text in FACTS:
         try:
-            found.append((label, str(text(options))))
+            facts.append((label, str(text(options))))
         except (KeyError, ValueError):
             continue
     seeds = ", ".join(str(run.seed) for run in group.runs)
-    return [*found, ("seeds" if len(group.runs) > 1 else "seed", seeds)]
+    return [*facts, ("seeds" if len(group.runs) > 1 else "seed", seeds)]

@@ -60,10 +60,10 @@ class RunGroup:
 
     def series(self, name: str) -> Series:
         """Return one metric. Evaluations of a single run have the standard error from its metrics file."""
-        found = self._over_seeds(lambda run: zip(*run.curves.of(name), strict=True))
+        over_seeds = self._over_seeds(lambda run: zip(*run.curves.of(name), strict=True))
         if len(self.runs) == 1 and self.has(f"{name}_se"):
-            return Series(found.mean, self.series(f"{name}_se").mean)
-        return found
+            return Series(over_seeds.mean, self.series(f"{name}_se").mean)
+        return over_seeds
 
     def so_far(self, name: str) -> list[float | None]:
         """Return the cumulative sum of a metric."""
@@ -105,13 +105,13 @@ def mean_and_error(values: list[float]) -> tuple[float | None, float | None]:
 
 def grouped(runs: list[RecordedRun]) -> list[RunGroup]:
     """Group runs, in the order given. A second run with the same seed forms another group."""
-    found: dict[tuple, list[RecordedRun]] = {}
+    groups: dict[tuple, list[RecordedRun]] = {}
     for run in runs:
         key, again = identity(run), 0
-        while any(other.seed == run.seed for other in found.get((key, again), ())):
+        while any(other.seed == run.seed for other in groups.get((key, again), ())):
             again += 1
-        found.setdefault((key, again), []).append(run)
-    many = [sorted(group, key=lambda run: run.seed) for group in found.values()]
+        groups.setdefault((key, again), []).append(run)
+    many = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
     return [RunGroup(name, group) for name, group in zip(names(many), many, strict=True)]
 
 
@@ -142,15 +142,15 @@ def differing(groups: list[RunGroup]) -> list[tuple[str, list[Any]]]:
 def names(groups: list[list[RecordedRun]]) -> list[str]:
     """Return names that differ between groups: the methods, the runs' names, their folders, or the paths of these."""
     for name in (_method, _run_name, _folder_name, _path(groups)):
-        found = [name(group) for group in groups]
-        if (len(groups) > 1 or name is not _method) and len(set(found)) == len(found) and all(found):
-            return found
-    found = [_folder_name(group) or _method(group) for group in groups]
+        named = [name(group) for group in groups]
+        if (len(groups) > 1 or name is not _method) and len(set(named)) == len(named) and all(named):
+            return named
+    named = [_folder_name(group) or _method(group) for group in groups]
     seen: Counter[str] = Counter()
-    for i, name in enumerate(found):
+    for i, name in enumerate(named):
         seen[name] += 1
-        found[i] = f"{name} ({seen[name]})" if found.count(name) > 1 or seen[name] > 1 else name
-    return found
+        named[i] = f"{name} ({seen[name]})" if named.count(name) > 1 or seen[name] > 1 else name
+    return named
 
 
 def _path(groups: list[list[RecordedRun]]) -> Callable[[list[RecordedRun]], str]:

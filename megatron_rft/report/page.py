@@ -155,11 +155,11 @@ def short(value: float | None) -> float | None:
 def samples(groups: list[RunGroup]) -> list[dict[str, Any]]:
     """Return the samples of each run's first and last recorded steps, and of some between them."""
     runs = [(group, run) for group in groups for run in group.runs if run.samples]
-    each = max(MOST_LINES // len(runs), 2) if runs else 0
+    per_run = max(MOST_LINES // len(runs), 2) if runs else 0
     return [
         {
             "run": group.name + (f", seed {run.seed}" if len(group.runs) > 1 else ""),
-            "steps": [{"step": line["step"], "samples": line["samples"]} for line in evenly(run.samples, each)],
+            "steps": [{"step": line["step"], "samples": line["samples"]} for line in evenly(run.samples, per_run)],
         }
         for group, run in runs
     ]

@@ -66,13 +66,13 @@ class RecordedRun:
 
     def evaluated(self, part: str) -> list[tuple[int, dict[str, Any]]]:
         """Return (step, result) of every evaluation on a part, "test" or "validation", in order."""
-        found = []
+        results = []
         for path in sorted((self.folder / "evaluation").glob(f"{part}_step_*/results.json")):
             try:
-                found.append((int(path.parent.name.rpartition("_")[2]), json.loads(path.read_text())[0]))
+                results.append((int(path.parent.name.rpartition("_")[2]), json.loads(path.read_text())[0]))
             except (ValueError, LookupError, OSError):
                 continue  # incomplete, or not written by a run
-        return found
+        return results
 
 
 def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
@@ -121,13 +121,13 @@ def alarms_of(folder: Path) -> list[str]:
 def samples_of(folder: Path) -> list[dict[str, Any]]:
     """Return {"step": 10, "samples": [...]} for each recorded step: responses, and pairs of a response and its
     refinement."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_step: dict[int, list[dict[str, Any]]] = {}
     for line in read_samples(folder / SAMPLES_FILE):
-        found.setdefault(line["step"], []).extend(line["samples"])
+        by_step.setdefault(line["step"], []).extend(line["samples"])
     for line in read_samples(folder / REFINEMENTS):
         pairs = [side(example, name) for example in line["examples"] for name in ("response", "refined")]
-        found.setdefault(line["step"], []).extend(pairs)
-    return [{"step": step, "samples": found[step]} for step in sorted(found)]
+        by_step.setdefault(line["step"], []).extend(pairs)
+    return [{"step": step, "samples": by_step[step]} for step in sorted(by_step)]
 
 
 def side(example: dict[str, Any], name: str) -> dict[str, Any]:

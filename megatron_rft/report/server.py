@@ -47,11 +47,11 @@ class LiveReport:
         try:
             told = [line for folder in self.folders for line in status.lines(folder)]
             runs, notices = read_all(self.folders)
-            found = page.html(grouped(runs), ["\n".join(told), *notices])
+            text = page.html(grouped(runs), ["\n".join(told), *notices])
         except UserError as error:  # no step has finished yet
-            found = page.EMPTY.format(escape(str(error)))
-        found = found.replace("default-src 'none'", "default-src 'none'; connect-src 'self'", 1)
-        return found.replace("</body>", f"<script>{FOLLOW % (version, EVERY_MS)}</script></body>", 1)
+            text = page.EMPTY.format(escape(str(error)))
+        text = text.replace("default-src 'none'", "default-src 'none'; connect-src 'self'", 1)
+        return text.replace("</body>", f"<script>{FOLLOW % (version, EVERY_MS)}</script></body>", 1)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -68,30 +68,30 @@ def _head(run: RecordedRun, finished: bool, lives: bool, now: float) -> str:
 def _numbers(run: RecordedRun) -> list[str]:
     last = {name: value for name, value in _last(run).items() if value is not None}
     numbers = [f"{label} {number}" for label, number in shown(last)]
-    found = ["  ".join(numbers)] if numbers else []
+    rows = ["  ".join(numbers)] if numbers else []
     if seconds := phase_seconds(last):
-        found.append("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
+        rows.append("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
     if slow := slow_rank(last):
-        found.append(slow)
+        rows.append(slow)
     evaluated = [record for record in run.curves.records if record.get("evaluation/pass@1") is not None]
     if evaluated:
-        found.append(f"last evaluation, step {evaluated[-1]['step']}: pass@1 {accuracy(evaluated[-1])}")
-    return found
+        rows.append(f"last evaluation, step {evaluated[-1]['step']}: pass@1 {accuracy(evaluated[-1])}")
+    return rows
 
 
 def _nodes(folder: Path, now: float) -> list[str]:
     """The phase of each rank, and how long ago it moved."""
-    found = []
+    rows = []
     for node in read_nodes(folder / "launch"):
         age = now - node["time"]
         if age > FRESH_S:
-            found.append(f"node {node['host']}: nothing heard for {clock_time(age)}")
+            rows.append(f"node {node['host']}: nothing heard for {clock_time(age)}")
             continue
-        found.append(f"node {node['host']}: {'STANDS STILL' if node['still'] else 'runs'}")
+        rows.append(f"node {node['host']}: {'STANDS STILL' if node['still'] else 'runs'}")
         for rank in node["ranks"]:
             still = f", has not moved for {rank['still_s']:.0f} s" if rank["still_s"] > 10 else ""
-            found.append(f"  rank {rank['rank']}: step {rank['step']}, {rank['phase']}{still}")
-    return found
+            rows.append(f"  rank {rank['rank']}: step {rank['step']}, {rank['phase']}{still}")
+    return rows
 
 
 def _checkpoints(folder: Path) -> list[str]:

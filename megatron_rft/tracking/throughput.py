@@ -158,14 +158,14 @@ class Throughput:
 
     def take(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the throughput metrics of the step that `metrics` describes, and reset the counts."""
-        found = {}
+        rates = {}
         if "tokens/generated" in metrics:
-            found["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
-            found["tokens/per_second_per_device"] = found["tokens/per_second"] / self.devices
+            rates["tokens/per_second"] = metrics["tokens/generated"] / metrics["seconds/step"]
+            rates["tokens/per_second_per_device"] = rates["tokens/per_second"] / self.devices
         seconds = metrics.get("seconds/training", 0.0) + metrics.get("seconds/verification", 0.0)
         if seconds and self.tokens:
-            found["tokens/trained_per_second_per_device"] = self.tokens / seconds / self.devices
+            rates["tokens/trained_per_second_per_device"] = self.tokens / seconds / self.devices
             if self.peak:
-                found["training/mfu"] = self.flops / (seconds * self.devices * self.peak * 1e12)
+                rates["training/mfu"] = self.flops / (seconds * self.devices * self.peak * 1e12)
         self.tokens = self.flops = 0.0
-        return found
+        return rates

@@ -71,18 +71,18 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 def machine_bytes() -> int | None:
     """What processes may take here: all memory, or a container's limit; None where Linux does not say."""
-    found = []
+    limits = []
     try:
         line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-        found.append(int(line.split()[1]) << 10)
+        limits.append(int(line.split()[1]) << 10)
     except (OSError, StopIteration):
         return None
     for limit in LIMITS:
         try:
-            found.append(int(Path(limit).read_text()))
+            limits.append(int(Path(limit).read_text()))
         except (OSError, ValueError):  # absent, or "max"
             continue
-    return min(found)
+    return min(limits)
 
 
 def return_free_pages() -> None:

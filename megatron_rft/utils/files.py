@@ -55,13 +55,13 @@ def read_json(path: Path) -> Any:
 
 def read_json_lines(path: Path) -> list[Any]:
     """Return the value of each line; none if there is no file. A line that a kill left incomplete does not count."""
-    found = []
+    values = []
     if path.is_file():
         # Not splitlines: a text may contain U+2028 or U+0085, which JSON does not escape.
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+                values.append(json.loads(line))
+    return values
 
 
 @contextmanager

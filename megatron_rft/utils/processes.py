@@ -90,12 +90,12 @@ def reaper(parent: int, command: list[str]) -> int:
     finally:
         signal.signal(END, signal.SIG_IGN)
         shared: set[str] = set()
-        while found := children(os.getpid()):
-            shared |= {path for pid in found for path in shared_memory(pid)}
-            for pid in found:
+        while left := children(os.getpid()):
+            shared |= {path for pid in left for path in shared_memory(pid)}
+            for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for pid in found:
+            for pid in left:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
         for path in shared:

@@ -70,10 +70,10 @@ def holder(folder: Path) -> Holder | None:
     return None
 
 
-def alive(folder: Path, found: Holder) -> bool:
+def alive(folder: Path, other: Holder) -> bool:
     """Whether the holder lives; one on another machine is believed to for EXPIRES_S after its last sign."""
-    if found.machine == machine():
-        return started(found.pid) == found.started
+    if other.machine == machine():
+        return started(other.pid) == other.started
     return time.time() - _changed(lock_file(folder)) < EXPIRES_S
 
 
@@ -84,21 +84,21 @@ def refuse_others(folder: Path, same_job: bool = False) -> str:
     Raises:
         ConfigError: a process trains there.
     """
-    found = holder(folder)
-    if found is None or same_job and found.job == this_process().job:
+    other = holder(folder)
+    if other is None or same_job and other.job == this_process().job:
         return ""
-    if alive(folder, found) if found.machine == machine() else _beats(folder, found):
+    if alive(folder, other) if other.machine == machine() else _beats(folder, other):
         raise ConfigError(
-            f"run.output_dir {folder}: {found}, trains there. Wait for its end, or choose another run.output_dir"
+            f"run.output_dir {folder}: {other}, trains there. Wait for its end, or choose another run.output_dir"
         )
-    return f"{found}, has ended without unlocking {folder}: its lock is taken over"
+    return f"{other}, has ended without unlocking {folder}: its lock is taken over"
 
 
-def _beats(folder: Path, found: Holder) -> bool:
+def _beats(folder: Path, other: Holder) -> bool:
     """Whether a holder on another machine still replaces its file. Waits until that is known."""
     file, probe = lock_file(folder), lock_file(folder).with_name(f"probe.{os.getpid()}")
     first = _changed(file)
-    print(f"{found}, has locked {folder}: waiting up to {EXPIRES_S:.0f} s to see whether it lives", flush=True)
+    print(f"{other}, has locked {folder}: waiting up to {EXPIRES_S:.0f} s to see whether it lives", flush=True)
     try:
         while _changed(file) == first:
             probe.touch()  # its time is the file server's, as that of the lock

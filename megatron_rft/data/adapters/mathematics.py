@@ -82,11 +82,11 @@ def answer_text(value: Any) -> str:
 
 def last_box(text: str) -> str | None:
     r"""The content of the last \boxed{...}, braces in balance; None where there is none."""
-    found = None
+    last = None
     for match in BOX.finditer(text):
         content = match["bare"] or _braced(text[match.end() :])
-        found = content if content is not None else found
-    return found
+        last = content if content is not None else last
+    return last
 
 
 def _braced(text: str) -> str | None:

@@ -190,12 +190,12 @@ def _allowed(fields: Fields, number: str) -> list:
     if fields.has("ground_truth"):  # joined already
         return fields.items("ground_truth")
     answers = fields.file.parent / "possible_answer" / fields.file.name
-    found = _answers(answers).get(number) if answers.is_file() else None
-    if found is None:
+    answer = _answers(answers).get(number) if answers.is_file() else None
+    if answer is None:
         raise fields.wrong(
             f"no answer to {number} in {answers}: BFCL's possible_answer folder belongs beside its questions"
         )
-    return found
+    return answer
 
 
 @lru_cache(maxsize=4)
