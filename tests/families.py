@@ -2,11 +2,13 @@
 
 from transformers import (
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     MiniMaxM2Config,
     MistralConfig,
+    Olmo3Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -44,6 +46,8 @@ DELTA = dict(
 GATED_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=20)
 WITHOUT_FFN = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
 
+WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"] * 2)
+
 FAMILIES = {
     "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=None),
     "glm4_moe": Glm4MoeConfig(
@@ -78,6 +82,17 @@ FAMILIES = {
         num_experts_per_tok=3,
         rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
     ),
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES,
+        **WINDOWS,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        tie_word_embeddings=False,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6), sliding_attention=DEFAULT
+        ),
+    ),
+    "olmo3": Olmo3Config(**SIZES, **WINDOWS, rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT)),
     "gpt_oss": GptOssConfig(
         **SIZES,
         head_dim=16,

@@ -54,8 +54,9 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the second is read only for a critic
-WRAPPED = "model.language_model."  # the text model's prefix in a model that also sees
-BESIDE = ("model.visual.", "mtp.")
+WRAPPED = re.compile(r"(model\.language_model|language_model\.model)\.")  # the text model's, in a model that also sees
+BESIDE = ("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.")
+BESIDE += ("model.vision_tower.", "model.multi_modal_projector.")
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -107,7 +108,7 @@ class HFFolder:
         except SafetensorError as error:
             raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
         for stored in names:
-            name = stored.replace(WRAPPED, "model.", 1) if stored.startswith(WRAPPED) else stored
+            name = WRAPPED.sub("model.", stored) if WRAPPED.match(stored) else stored
             self.files[name], self.stored[name] = file, stored
             self.shapes[name] = tuple(tensors.get_slice(stored).get_shape())
 

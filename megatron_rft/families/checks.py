@@ -10,17 +10,24 @@ READ_BY = {  # options, and the families whose own code reads them
     "use_sliding_window": {"qwen2", "qwen3", "qwen3_moe"},
     "use_qk_norm": {"glm4_moe"},
     "attention_bias": {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"}
-    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+    | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "olmo3"},
     "norm_topk_prob": {"qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "glm4_moe_lite"},
     "partial_rotary_factor": {"glm4_moe", "glm4_moe_lite", "minimax_m2"}
     | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
 }
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
+GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # types that change the frequencies and the scores' scale
 
 
-def rope(config: Any) -> dict[str, Any]:
-    """The rotary embedding's parameters, in transformers' words, from a config.json of any of its versions."""
+def rope(config: Any, kind: str = "full_attention") -> dict[str, Any]:
+    """The rotary embedding's parameters, in transformers' words, from a config.json of any of its versions. `kind`: of
+    layers, where those with a window have their own."""
     found = dict(first(config, "rope_parameters", "rope_scaling", default={}))
+    if isinstance(found.get(kind), dict):
+        found = dict(found[kind])
+    elif family_of(config).local and kind == "sliding_attention":
+        found = {"rope_theta": first(config, "rope_local_base_freq", "rope_theta")}
     found = {"rope_type": found.pop("type", "default"), "rope_theta": getattr(config, "rope_theta", None)} | found
     return {"partial_rotary_factor": first(config, "partial_rotary_factor", default=1.0)} | found
 
@@ -29,8 +36,8 @@ def why_unsupported(config: Any) -> str:
     """The fields that cannot be represented; empty if there are none."""
     c, family = config, family_of(config)
     refused = []
-    for name, value in {"hidden_act": "silu", "swiglu_alpha": 1.702}.items():
-        if getattr(c, name, value) != value:
+    for name, value in ({"hidden_act": "silu", "swiglu_alpha": 1.702} | (GEMMA if family.gemma else {})).items():
+        if (getattr(c, name, value) or None) != (value or None):
             refused.append(f"{name} {getattr(c, name)!r} (only {value!r})")
     refused += _unread(c) + _windows(c)
     biases = ["mlp_bias", "attention_out_bias"] + (["attention_bias"] if not family.has(QKV_BIAS) else [])
@@ -69,7 +76,7 @@ def _windows(c: Any) -> list[str]:
     unknown -= {"linear_attention"} if family_of(c).gated else set()
     if window is None and "sliding_attention" in kinds:
         unknown |= {"sliding_attention without sliding_window"}
-    if c.model_type != "gpt_oss" and (kinds & {"sliding_attention"} or (window and c.model_type == "mistral")):
+    if not family_of(c).windows and (kinds & {"sliding_attention"} or (window and c.model_type == "mistral")):
         fix = "sliding_window to null" if c.model_type == "mistral" else "use_sliding_window to false"
         return [f"sliding-window attention (set {fix} if the context fits in the window)"]
     return [f"layer_types {', '.join(sorted(unknown))}"] if unknown else []
@@ -92,14 +99,17 @@ def whole_sequences(config: Any) -> str:
     they can."""
     if family_of(config).gated:
         return "the model's delta nets pass a state from token to token"
-    return "the model has attention sinks and windows" if family_of(config).sinks else ""
+    if family_of(config).windows:
+        return "the model has attention sinks and windows" if family_of(config).sinks else "the model has windows"
+    return ""
 
 
 def _rotary(c: Any) -> list[str]:
     found, latent = rope(c), family_of(c).latent
     kind, refused = found["rope_type"], []
-    if kind not in ROPE_TYPES:
-        refused.append(f"rope_type {kind!r} (only {', '.join(ROPE_TYPES)})")
+    for each in dict.fromkeys((kind, rope(c, "sliding_attention")["rope_type"])):
+        if each not in ROPE_TYPES:
+            refused.append(f"rope_type {each!r} (only {', '.join(ROPE_TYPES)})")
     scales = found.get("mscale"), found.get("mscale_all_dim")
     if kind == "yarn" and latent and (not scales[0] or scales[0] != scales[1]):  # else q and k are scaled in part
         refused.append(f"mscale {scales[0]} with mscale_all_dim {scales[1]} (only equal ones)")

@@ -28,6 +28,8 @@ SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
     "self_attn.q_a_layernorm.weight": "q_latent",
     "self_attn.kv_a_layernorm.weight": "kv_latent",
     "post_attention_layernorm.weight": "hidden",
+    "pre_feedforward_layernorm.weight": "hidden",
+    "post_feedforward_layernorm.weight": "hidden",
     "mlp.gate_proj.weight": "ffn hidden",
     "mlp.up_proj.weight": "ffn hidden",
     "mlp.down_proj.weight": "hidden ffn",
@@ -76,6 +78,10 @@ COLUMN = re.compile(
 ROW = re.compile(r".*\.(linear_proj|linear_fc2|out_proj)\.(weight\d*|adapter\.a)")
 
 
+GEMMA = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256)  # what published
+GEMMA |= dict(max_position_embeddings=131072, tie_word_embeddings=True)  # files leave out
+
+
 class Part(NamedTuple):
     """A tensor of a layer: megatron-core's name, the names of its Hugging Face tensors, and its unsharded shape."""
 
@@ -101,7 +107,8 @@ def of_json(config: dict[str, Any]) -> SimpleNamespace:
     """The configuration of the text model in the content of a config.json."""
     kinds = [name for name, family in FAMILIES.items() if family.architecture in (config.get("architectures") or ())]
     kind = {"model_type": kinds[0] if kinds else None}
-    return SimpleNamespace(**kind | config | (config.get("text_config") or {}))
+    found = kind | config | (config.get("text_config") or {})
+    return SimpleNamespace(**(GEMMA if found["model_type"] == "gemma3_text" else {}) | found)
 
 
 def first(config: Any, *names: str, default: Any = None) -> Any:

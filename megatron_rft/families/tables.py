@@ -13,12 +13,8 @@ from megatron_rft.utils.errors import DataError
 
 INPUT_NORM = {"input_layernorm.weight": "input_layernorm.weight"}
 PROJECTION = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight"}
-ATTENTION = {
-    **INPUT_NORM,
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    **PROJECTION,
-    "self_attention.linear_qkv.weight": "self_attn.{q,k,v}_proj.weight",
-}
+PROJECTIONS = PROJECTION | {"self_attention.linear_qkv.weight": "self_attn.{q,k,v}_proj.weight"}
+ATTENTION = INPUT_NORM | {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight"} | PROJECTIONS
 QKV_BIAS = {"self_attention.linear_qkv.bias": "self_attn.{q,k,v}_proj.bias"}
 QK_NORM = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -43,6 +39,9 @@ MLP_NORM = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
 }
+PRE_MLP_NORM = dict.fromkeys(MLP_NORM, "pre_feedforward_layernorm.weight")  # Gemma's name of the same
+POST_NORM = {"self_attn_bda.weight": "post_attention_layernorm.weight"}  # megatron/local_attention.py
+POST_MLP_NORM = {"mlp_bda.weight": "post_feedforward_layernorm.weight"}
 DENSE = {
     "mlp.linear_fc1.weight": "mlp.{gate,up}_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
@@ -99,10 +98,11 @@ TRANSFORMER_ENGINE = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear
 
 @dataclass(frozen=True)
 class Family:
-    """`layer`: the table."""
+    """`layer`: the table. `gemma`: embeddings are scaled, the feed-forward's gate is GELU, norms have weight 1 + w."""
 
     architecture: str
     layer: dict[str, str]
+    gemma: bool = False
 
     def has(self, table: dict[str, str]) -> bool:
         return table.keys() <= self.layer.keys()
@@ -125,9 +125,25 @@ class Family:
         return self.has(SINK_ATTENTION)
 
     @property
+    def windows(self) -> bool:
+        """Whether attention may have sliding windows."""
+        return self.sinks or self.local
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether norms have weight 1 + w."""
+        return self.gated or self.gemma
+
+    @property
     def gated(self) -> bool:
         """Whether some layers are delta nets, and attention has an output gate and norms of weight 1 + w."""
         return self.has(DELTA_NET)
+
+    @property
+    def local(self) -> bool:
+        """Whether layers with a window rotate by frequencies of their own, and norms follow attention and
+        feed-forward."""
+        return self.has(POST_NORM)
 
     @property
     def latent(self) -> bool:
@@ -151,11 +167,12 @@ FAMILIES = {  # by `model_type`
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", GATED_ATTENTION | DELTA_NET | GATED_EXPERTS),
     "gpt_oss": Family("GptOssForCausalLM", SINK_ATTENTION | MLP_NORM | STACKED_EXPERTS),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", ATTENTION | WHOLE_QK_NORM | MLP_NORM | MIXTRAL_EXPERTS),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", ATTENTION | QK_NORM | POST_NORM | PRE_MLP_NORM | DENSE | POST_MLP_NORM, gemma=True
+    ),
+    "olmo3": Family("Olmo3ForCausalLM", PROJECTIONS | WHOLE_QK_NORM | POST_NORM | DENSE | POST_MLP_NORM),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", LATENT_ATTENTION | SIGMOID_EXPERTS),
 }
-
-PARTS = "megatron-core has one rotary embedding for all layers, and no norms after attention and the feed-forward"
-LACKING = dict.fromkeys(("gemma3", "gemma3_text", "olmo3"), f" ({PARTS})")
 
 
 def family_of(config: Any) -> Family:
@@ -163,6 +180,5 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(f"{name} ({f.architecture})" for name, f in FAMILIES.items())
-        reason = LACKING.get(config.model_type, "")
-        raise DataError(f"model_type {config.model_type!r} is not supported{reason}. Supported: {known}")
+        raise DataError(f"model_type {config.model_type!r} is not supported. Supported: {known}")
     return family

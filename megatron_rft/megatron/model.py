@@ -5,6 +5,7 @@ The model ends at the final norm: its forward returns hidden states, so that the
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,22 +116,28 @@ def _architecture(c: Any) -> dict[str, Any]:
         "kv_channels": head_dim(c),
         "ffn_hidden_size": dense_ffn(c),
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": family.zero_centred,
         "layernorm_epsilon": c.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": known["q_bias"] is not None,
-        # a norm over all heads comes from `block_spec`
+        # norms over all heads and norms after attention come from `block_spec`
         "qk_layernorm": family.latent or (family.has(QK_NORM) and first(c, "use_qk_norm", default=True)),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    if (scale := _frequencies(c)[1]) != 1.0:  # scores of scaled queries and scaled keys
-        options["softmax_scale"] = scale**2 / head_dim(c) ** 0.5
+    if family.local or _frequencies(c)[1] != 1.0:
+        options["softmax_scale"] = _scale(c, "full_attention")
     if experts(c):
         options |= _experts(c)
+    if family.windows:
+        options |= _windows(c)
     if family.sinks:
         options |= _sinks(c)
+    if family.gemma:
+        gelu = partial(F.gelu, approximate="tanh")
+        options |= {"activation_func": gelu, "use_te_activation_func": False, "bias_activation_fusion": False}
     if family.gated:
         options |= _delta_nets(c)
     return options | (_latent(c) if family.latent else {})
@@ -169,16 +176,20 @@ def _delta_nets(c: Any) -> dict[str, Any]:
     return {f"linear_{name}": getattr(c, f"linear_{name}") for name in names} | {
         "linear_attention_freq": [int(is_delta(c, i)) for i in range(c.num_hidden_layers)],
         "attention_output_gate": True,
-        "layernorm_zero_centered_gamma": True,
         "moe_shared_expert_gate": bool(experts(c)),
+    }
+
+
+def _windows(c: Any) -> dict[str, Any]:
+    return {
+        "window_size": (c.sliding_window - 1, 0) if c.sliding_window else None,
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
     }
 
 
 def _sinks(c: Any) -> dict[str, Any]:
     return {
         "softmax_type": "learnable",
-        "window_size": (c.sliding_window - 1, 0) if c.sliding_window else None,
-        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
         "add_bias_linear": True,
         "activation_func": quick_gelu,
         "activation_func_clamp_value": first(c, "swiglu_limit", default=7.0),
@@ -256,12 +267,12 @@ def build(hf_config: Any, megatron: Any, precision: str, *, value_head: bool = F
 
 
 def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, value_head: bool) -> GPTModel:
-    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    where, family = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}, family_of(hf_config)
     # Transformer Engine's layers fuse gradient sums without apex. megatron-core's output layer would refuse that.
     layers._grad_accum_fusion_available |= has_transformer_engine()
     model = GPTModel(
         config,
-        block_spec(config, vp_stage, family_of(hf_config).whole_qk_norm),
+        block_spec(config, vp_stage, family, _scale(hf_config, "sliding_attention") if family.local else None),
         vocab_size=padded_vocab(hf_config.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -273,6 +284,8 @@ def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, valu
         vp_stage=vp_stage,
     )
     _set_frequencies(model, hf_config)
+    if family.gemma and model.pre_process:
+        model.embedding.register_forward_hook(_scaled)
     if model.post_process:
         if value_head:
             model.output_layer = ValueHead(config)
@@ -288,16 +301,31 @@ def keep_expert_bias_exact(chunks: list[GPTModel]) -> None:
             module.expert_bias.data = module.expert_bias.data.float()
 
 
-def _frequencies(hf_config: Any) -> tuple[Tensor | None, float]:
+def _scaled(_module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
+    """Gemma's embeddings, times a number that transformers rounds to their dtype."""
+    return embedded * torch.tensor(embedded.shape[-1] ** 0.5).to(embedded)
+
+
+def _frequencies(c: Any, layers: str = "full_attention") -> tuple[Tensor | None, float]:
     """transformers' rotary frequencies, and the factor of queries and keys: megatron-core supports only one llama3
-    context length. None: the default's."""
-    kind = rope(hf_config)["rope_type"]
-    return (None, 1.0) if kind == "default" else ROPE_INIT_FUNCTIONS[kind](hf_config, "cpu")
+    context length. None: the default's. `layers`: of this kind, in a `local` family."""
+    found, local = rope(c, layers), family_of(c).local
+    if found["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[found["rope_type"]](c, "cpu", **({"layer_type": layers} if local else {}))
+    default = 1.0 / found["rope_theta"] ** (torch.arange(0, head_dim(c), 2).float() / head_dim(c))
+    return (default if local else None), 1.0
+
+
+def _scale(c: Any, layers: str) -> float:
+    """Of the scores in layers of this kind, with scaled queries and scaled keys."""
+    return _frequencies(c, layers)[1] ** 2 / first(c, "query_pre_attn_scalar", default=head_dim(c)) ** 0.5
 
 
 def _set_frequencies(model: GPTModel, hf_config: Any) -> None:
     """In the model's rotary embedding, or with latent attention in that of each layer."""
     frequencies, _ = _frequencies(hf_config)
+    if family_of(hf_config).local:
+        frequencies = torch.cat([frequencies, _frequencies(hf_config, "sliding_attention")[0]])
     for module in model.modules():
         if type(module) is rotary_pos_embedding.RotaryEmbedding:
             module.__class__ = RotaryEmbedding

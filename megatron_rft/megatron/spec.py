@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -20,8 +21,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megatron_rft.families.tables import INPUT_NORM, Family
 from megatron_rft.megatron.cpu.layers import GatedActivation
 from megatron_rft.megatron.delta_net import DeltaNet
+from megatron_rft.megatron.local_attention import LocalAttention, PostNorm
 from megatron_rft.megatron.sink_attention import SinkAttention
 from megatron_rft.megatron.torch_attention import LatentNorm, RMSNorm, TorchAttention, with_shared_prompts
 from megatron_rft.megatron.whole_norm import WholeNorm
@@ -42,15 +45,15 @@ def uses_fused_attention(config: TransformerConfig) -> bool:
 
 
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, whole_qk_norm: bool = False
+    config: TransformerConfig, vp_stage: int | None, family: Family, window_scale: float | None
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's pipeline stage (and virtual stage `vp_stage`), dense or mixture of experts.
-    `whole_qk_norm`: queries, and keys, have one norm over all heads."""
+    `window_scale`: of the scores in layers with a window, in a `local` family."""
     with_te = has_transformer_engine()
     block = get_gpt_decoder_block_spec(config, with_te, normalization=config.normalization, vp_stage=vp_stage)
     if config.linear_attention_freq:
         _put_delta_nets(block, config, vp_stage)
-    if whole_qk_norm:
+    if family.whole_qk_norm:
         for layer in block.layer_specs:
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
@@ -59,6 +62,8 @@ def block_spec(
         for layer in block.layer_specs:
             if hasattr(layer.submodules.self_attention.submodules, "core_attention"):
                 _with_transformer_engine(layer.submodules.self_attention.submodules, config)
+            if family.local:
+                _make_local(layer.submodules, config, family, window_scale)
         return block
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -81,6 +86,8 @@ def block_spec(
                 feed_forward.submodules.activation_func = GatedActivation
             if config.add_bias_linear:
                 feed_forward.submodules.linear_fc2 = OwnOutput
+        if family.local:
+            _make_local(layer.submodules, config, family, window_scale)
     block.layer_norm = RMSNorm
     return block
 
@@ -96,6 +103,19 @@ def _put_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig
             column = old.linear_qkv if not has_transformer_engine() else _te_column()
             inner = SimpleNamespace(in_proj=column, out_proj=old.linear_proj)
             parts.self_attention = ModuleSpec(module=DeltaNet, submodules=inner)
+
+
+def _make_local(layer: Any, config: TransformerConfig, family: Family, window_scale: float | None) -> None:
+    """Change the submodules of a layer: windows with their own angles, norms after attention and feed-forward, and none
+    before them where the family has none."""
+    layer.self_attention.module = LocalAttention
+    layer.self_attention.params["window_scale"] = window_scale
+    size = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+    layer.self_attn_bda = layer.mlp_bda = ModuleSpec(PostNorm, params=size)
+    if not family.has(INPUT_NORM):
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+        if has_transformer_engine():
+            layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = _te_column()
 
 
 def _te_column() -> type:

@@ -60,9 +60,9 @@ def kept(
 ) -> float:
     """Return the elements per token that a layer keeps. `sequence`: ranks that share a sequence outside of the matrices
     (TP or 1)."""
-    feed_forward = _mixture(s, layout, sequence) if mixture else 3 * s.ffn / layout.tp
+    feed_forward = _mixture(s, layout, sequence) if mixture else (3 + s.gemma) * s.ffn / layout.tp
     attention = (1 - s.delta_share) * _attention(s, layout, recompute, keys) + s.delta_share * _delta(s, layout)
-    return 4 * s.hidden / sequence + attention + feed_forward
+    return (4 + 2 * s.gemma) * s.hidden / sequence + attention + feed_forward
 
 
 def _delta(s: Sizes, layout: Layout) -> float:

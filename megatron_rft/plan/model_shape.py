@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rft.families import FAMILIES
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences, why_unsupported
 from megatron_rft.families.shapes import dense_ffn, expert_ffn, experts, head_dim, kv_heads, of_json
-from megatron_rft.families.tables import EXPERT_BIAS, LACKING, family_of
+from megatron_rft.families.tables import EXPERT_BIAS, family_of
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
@@ -34,6 +34,7 @@ class ModelShape:
     sequence_parallel: str = field(default="", kw_only=True)
     whole_experts: str = field(default="", kw_only=True)
     expert_bias: bool = field(default=False, kw_only=True)  # whether the routers have one
+    gemma: bool = field(default=False, kw_only=True)  # four norms in a layer, and a GELU whose result is kept
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts" if self.experts else ""
@@ -84,10 +85,10 @@ def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
 
 def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
     config = read_config(folder, option)
-    if (kind := of_json(config).model_type) not in FAMILIES:
+    if of_json(config).model_type not in FAMILIES:
         raise DataError(
             f"{option}: the architecture of {folder} is not supported: "
-            f"{', '.join(config.get('architectures') or ['none named'])}{LACKING.get(kind, '')}. "
+            f"{', '.join(config.get('architectures') or ['none named'])}. "
             f"Supported are {', '.join(family.architecture for family in FAMILIES.values())}"
         )
     text = vars(of_json(config))
@@ -124,4 +125,5 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         sequence_parallel=needs_sequence_parallel(c),
         whole_experts=whole_experts(c),
         expert_bias=family_of(c).has(EXPERT_BIAS) and experts(c) > 0,
+        gemma=family_of(c).gemma,
     )

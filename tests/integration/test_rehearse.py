@@ -53,6 +53,11 @@ def experts(count, each, chosen):
     return EXPERTS | dict(num_experts=count, moe_intermediate_size=each, num_experts_per_tok=chosen)
 
 
+WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], rope_theta=5e5, sliding_window=1024)
+GEMMA = dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", rms_norm_eps=1e-6) | WINDOWS
+GEMMA |= dict(vocab_size=262_208, max_position_embeddings=131_072, head_dim=256, tie_word_embeddings=True)
+OLMO = dict(architectures=["Olmo3ForCausalLM"], model_type="olmo3", rms_norm_eps=1e-6) | WINDOWS
+OLMO |= dict(vocab_size=100_278, max_position_embeddings=65_536, tie_word_embeddings=False)
 TINY = dict(vocab_size=512, head_dim=16)
 MODELS = {
     "tiny": COMMON | sizes(4, 64, 4, 2, 128, **TINY),
@@ -61,6 +66,8 @@ MODELS = {
     "8b_4_layers": COMMON | sizes(4, 4096, 32, 8, 12_288),
     "8b_2_layers": COMMON | sizes(2, 4096, 32, 8, 12_288),
     "32b": COMMON | sizes(64, 5120, 64, 8, 25_600),
+    "gemma3_4b_2_layers": GEMMA | sizes(2, 2560, 8, 4, 10_240),
+    "olmo3_7b_2_layers": OLMO | sizes(2, 4096, 32, 32, 11_008),
     "30b_a3b": COMMON | sizes(48, 2048, 32, 4, 6144, **experts(128, 768, 8)),
     "30b_a3b_2_layers": COMMON | sizes(2, 2048, 32, 4, 6144, **experts(128, 768, 8)),
 }
@@ -345,6 +352,13 @@ def test_memory_of_a_layout(tmp_path, worker, name):
     options = [*LAYOUTS[name], "batching.micro_batch_tokens=8192"]
     stage = one_stage(worker, tmp_path, EXAMPLE, "8b_4_layers", 8, options, 0)
     check_plan(stage, EXAMPLE, tmp_path, 8, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma3_4b_2_layers", "olmo3_7b_2_layers"])
+def test_memory_of_layers_with_windows(tmp_path, worker, model):
+    options = ["batching.micro_batch_tokens=8192"]
+    check_plan(one_stage(worker, tmp_path, EXAMPLE, model, 8, options, 0), EXAMPLE, tmp_path, 8, *options)
 
 
 MANY = {  # model, ranks, layout, the stage that is rehearsed, from 0

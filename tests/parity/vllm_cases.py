@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -45,10 +46,12 @@ from tests.shapes import sizes
 
 SHAPE = sizes(2, 128, 4, 2, 96, vocab_size=130, max_position_embeddings=256)
 FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "experts": Qwen3MoeConfig}
-FAMILIES |= {"mistral": MistralConfig, "glm4_moe": Glm4MoeConfig}
+FAMILIES |= {"mistral": MistralConfig, "glm4_moe": Glm4MoeConfig, "gemma3": Gemma3TextConfig}
 TOGETHER = {"together": {}, "apart": {"enable_expert_parallel": True}}
 EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1])
 MORE = {
+    "gemma3": dict(head_dim=32, query_pre_attn_scalar=24, sliding_window=24)
+    | dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen3": dict(head_dim=32),
     "experts": EXPERTS,
     "mistral": dict(head_dim=32, sliding_window=None),

@@ -99,12 +99,19 @@ def test_a_configuration_that_cannot_be(tmp_path, wrong, why):
         load_config(tmp_path)
 
 
-def test_other_parts_of_a_published_model_are_left_out_by_name(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "prefix, beside",
+    [
+        ("model.language_model.", ("model.visual.patch_embed.weight", "mtp.fc.weight")),
+        ("language_model.model.", ("vision_tower.x.weight", "multi_modal_projector.x")),
+    ],
+)
+def test_other_parts_of_a_published_model_are_left_out_by_name(tmp_path, capsys, prefix, beside):
     """A text model inside one that sees, with layers that predict further tokens; any other tensor is refused."""
     write(tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
-    text = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()}
-    beside = ("model.visual.patch_embed.weight", "mtp.fc.weight", "model.language_model.layers.2.mlp.up_proj.weight")
+    text = {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(file).items()}
+    beside += (f"{prefix}layers.2.mlp.up_proj.weight",)
     save_file(text | {name: torch.ones(2) for name in beside}, file)
     folder = HFFolder(tmp_path / "out", CONFIG)
     assert folder("model.norm.weight").shape == (16,) and len(folder.skipped) == 3

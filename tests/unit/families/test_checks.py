@@ -10,24 +10,30 @@ import pytest
 import transformers
 
 from megatron_rft.config.sections import Megatron
+from megatron_rft.conversion import load_config
 from megatron_rft.families import FAMILIES as TABLES
-from megatron_rft.families import family_of, hf_shapes
-from megatron_rft.families.checks import READ_BY, why_unsupported
+from megatron_rft.families import hf_shapes
+from megatron_rft.families.checks import READ_BY, rope, why_unsupported
 from megatron_rft.families.shapes import of_json
 from megatron_rft.plan.layout import Layout, check_layout, problems
-from megatron_rft.plan.model_shape import read_shape
+from megatron_rft.plan.model_shape import read_shape, shape_of
 from megatron_rft.plan.parameters import Sizes
 from megatron_rft.utils.errors import ConfigError, DataError
 from tests.families import FAMILIES
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
-def test_a_family_that_megatron_core_lacks_parts_of(tmp_path, family):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "architectures": ["Theirs"]}))
-    reason = "is not supported.* .megatron-core has one rotary embedding for all layers"
-    for refuse in (lambda: read_shape(tmp_path), lambda: family_of(SimpleNamespace(model_type=family))):
-        with pytest.raises(DataError, match=reason):
-            refuse()
+def test_a_published_file_that_leaves_out_what_transformers_takes_for_granted(tmp_path):
+    """Gemma 3 of 4B, as published, beside what transformers makes of the same file."""
+    text = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, sliding_window=1024)
+    text |= dict(model_type="gemma3_text", rope_scaling=dict(factor=8.0, rope_type="linear"))
+    content = dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], text_config=text)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config, shape = load_config(tmp_path), read_shape(tmp_path)
+    assert hf_shapes(of_json(content)) == hf_shapes(config)
+    assert shape == shape_of(config.to_dict())
+    attention, norms = 2560 * (2 * 8 + 2 * 4) * 256, 4 * 2560 + 2 * 256
+    assert Sizes.read(tmp_path).whole() == 262208 * 2560 + 34 * (attention + 3 * 2560 * 10240 + norms) + 2560
+    assert [rope(config, kind)["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [1e6, 1e4]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,12 @@ def test_a_family_that_megatron_core_lacks_parts_of(tmp_path, family):
         ("deepseek_v3", "attention_bias", True, "attention_bias"),
         ("deepseek_v3", "topk_method", "greedy", "topk_method"),
         ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}, "quantised by fp8"),
+        ("gemma3_text", "final_logit_softcapping", 30.0, "final_logit_softcapping 30.0"),
+        ("gemma3_text", "hidden_activation", "silu", "hidden_activation 'silu'"),
+        ("gemma3_text", "use_bidirectional_attention", True, "use_bidirectional_attention True"),
+        ("olmo3", "attention_bias", True, "attention_bias: true"),
+        ("olmo3", "sliding_window", None, "without sliding_window"),
+        ("olmo3", "rope_parameters", {"sliding_attention": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
         ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha"),
         ("gpt_oss", "sliding_window", None, "without sliding_window"),
         ("qwen3_5", "layer_types", ["chunked_attention"] * 4, "layer_types chunked_attention"),
@@ -77,6 +89,7 @@ def test_which_options_a_familys_code_reads(family):
     ("family", "layout", "words"),
     [
         ("gpt_oss", Layout(2, 1, 1, 2, 1, 1), "attention sinks and windows"),
+        ("gemma3_text", Layout(2, 1, 1, 2, 1, 1), "the model has windows"),
         ("qwen3_5", Layout(2, 1, 1, 2, 1, 1), "delta nets pass a state"),
         ("gpt_oss", Layout(2, 2, 1, 1, 1, 2), "experts have biases"),
         ("glm4_moe", Layout(2, 2, 1, 1, 1, 1), "needs expert_model_parallel_size above 1"),
