@@ -4,9 +4,10 @@ A decoding step reads the weights once for the whole batch, and the keys and val
 its prompt once. The lower bound fills free places of the batch at once and launches kernels for free (CUDA graphs). The
 upper bound starts a batch after the longest response of the batch before it, and launches each kernel.
 
-`tail` is one estimate between them. Lengths are lognormal with the given mean, and one response of a hundred reaches
-the limit, so that a batch empties slowly: its last steps read all weights for a few sequences. That is what an engine
-on more devices shortens, at the price of two sums over its devices in each layer.
+`tail` is one estimate. Lengths are lognormal with the given mean, and one response of a hundred reaches the limit, so
+that a batch empties slowly: its last steps read all weights for a few sequences. That is what an engine on more devices
+shortens, at the price of two sums over its devices in each layer. This roofline is divided by the share of it that
+engines reach.
 """
 
 import math
@@ -20,6 +21,9 @@ KERNELS = 12  # approximate number of a layer's kernels in a decoding step
 AT_LIMIT = 0.01  # share of responses that reach the limit
 PARTS = 256  # of the longest response, in which the number of sequences is taken as constant
 SUM = 10e-6  # seconds of a sum over an engine's devices: a few kilobytes over NVLink
+# Share of this roofline that engines reached in whole steps of RL, with the host's work, sampling, uneven engines and
+# all between the phases. Fitted to three published steps; docs/planning.md has three others to test it.
+REACHED = 0.44
 NORMAL = NormalDist()
 
 
@@ -43,6 +47,11 @@ class EngineEstimate:
     places: int
     element: int = 2
 
+    @property
+    def token(self) -> int:
+        """The bytes of a token's keys and values on all devices, each of which has at least one head."""
+        return 2 * max(self.s.kv, self.devices * self.s.head_dim) * len(self.s.mixture) * self.element
+
     def seconds(self, prompts: int, group: int, prompt: float, response: float, longest: float) -> tuple[float, float]:
         """Return the bounds (lower, upper) for `group` responses to each of `prompts`. `prompt` and `response` are mean
         lengths in tokens, `longest` is the limit of a response."""
@@ -51,8 +60,7 @@ class EngineEstimate:
         steps = max(longest, count * response / batch), math.ceil(count / batch) * longest
         e = self.efficiency
         bandwidth = self.chip.bandwidth * e.memory * self.devices
-        per_token = 2 * self.s.kv * len(self.s.mixture) * self.element
-        cache = count * response * (prompt + response / 2) * per_token / bandwidth
+        cache = count * response * (prompt + response / 2) * self.token / bandwidth
         flops = self.chip.flops * e.compute * self.devices
         products = 2 * self.s.multiplied * (count * response + prompts * prompt) / flops
         weights = self._read(batch) * self.element / bandwidth
@@ -65,18 +73,17 @@ class EngineEstimate:
         count, e, d = prompts * group, self.efficiency, self.devices
         bandwidth, layers = self.chip.bandwidth * e.memory * d, len(self.s.mixture)
         fixed = layers * (KERNELS * e.launch + (2 * SUM if d > 1 else 0))
-        per_token = 2 * self.s.kv * layers * self.element
         waves = math.ceil(count / self.places)
         width, total = longest / PARTS, 0.0
         for part in range(PARTS):
             done = (part + 0.5) * width
             alive = count / waves * share_longer(done, response, longest)
             alive = max(alive, 1.0)  # the longest response of all
-            read = self._read(math.ceil(alive)) * self.element + alive * (prompt + done) * per_token
+            read = self._read(math.ceil(alive)) * self.element + alive * (prompt + done) * self.token
             products = 2 * self.s.multiplied * alive / (self.chip.flops * e.compute * d)
             total += width * (max(read / bandwidth, products) + fixed)
         prefill = 2 * self.s.multiplied * prompts * prompt / (self.chip.flops * e.compute * d)
-        return waves * total + prefill
+        return (waves * total + prefill) / REACHED
 
     def _read(self, batch: int) -> float:
         """Return the number of parameters that a decoding step reads: only the experts that a token of the batch

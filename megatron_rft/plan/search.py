@@ -63,8 +63,9 @@ class Search:
         section = self.recipe.megatron.model_copy(update={"sequence_parallel": sequence})
         recipe = self.recipe.model_copy(update={"megatron": section})
         m = memory.memory_of(recipe, self.s, layout, self.bytes)
+        twice = 2 if recipe.model.precision == "fp8" else 1
         machine = Machine(
-            self.chip,
+            replace(self.chip, flops=twice * self.chip.flops),
             Efficiency(),
             self.s,
             layout,
@@ -104,20 +105,21 @@ class Search:
 
     def engines(self) -> dict[int, float]:
         """Return for each number of GPUs of a colocated vLLM that fits the seconds of a step's generation."""
-        r, by_size, own = self.recipe, {}, memory.OwnEngines(self.recipe, self.s, self.bytes)
+        r, own = self.recipe, memory.OwnEngines(self.recipe, self.s, self.bytes)
         if r.trainer != "rl" or r.rollout.placement != "colocated" or not own.by_vllm:
             return {}
-        workers = 1
-        while workers <= min(NODE, self.own.world) and not self.s.heads % workers and not self.own.world % workers:
-            vllm = r.vllm.model_copy(update={"tensor_parallel_size": workers})
-            prompts = -(-r.rollout.prompts_per_step // engines_of_step(r.rollout, vllm, self.own.world))
-            element = memory.BYTES[r.rollout.dtype or r.model.precision]
-            engine = EngineEstimate(self.chip, Efficiency(), self.s, workers, r.rollout.max_batch_sequences, element)
-            longest = r.rollout.max_response_tokens
-            mean = r.data.max_prompt_tokens * self.fraction, longest * self.fraction, longest
-            by_size[workers] = engine.tail(prompts, r.rollout.group_size, *mean)
-            workers *= 2
-        return by_size
+        sizes = [1, 2, 4, NODE]
+        return {n: self.generation(n) for n in sizes if not (self.s.heads % n or self.own.world % n)}
+
+    def generation(self, workers: int) -> float:
+        """Return the seconds of a step's generation by colocated engines of so many GPUs."""
+        r, longest = self.recipe, self.recipe.rollout.max_response_tokens
+        vllm = r.vllm.model_copy(update={"tensor_parallel_size": workers})
+        prompts = -(-r.rollout.prompts_per_step // engines_of_step(r.rollout, vllm, self.own.world))
+        element = memory.BYTES[r.rollout.dtype or r.model.precision]
+        engine = EngineEstimate(self.chip, Efficiency(), self.s, workers, r.rollout.max_batch_sequences, element)
+        mean = r.data.max_prompt_tokens * self.fraction, longest * self.fraction
+        return engine.tail(prompts, r.rollout.group_size, *mean, longest)
 
     def engine_lines(self) -> list[str]:
         by_size, own = self.engines(), self.recipe.vllm.tensor_parallel_size

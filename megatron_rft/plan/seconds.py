@@ -123,10 +123,10 @@ class Machine:
         if not mixture:
             return tensor + context
         copies = hidden / self.sequence * s.experts_per_token
-        span = layout.ep * layout.etp
-        rate = self.chip.nvlink if span <= self.node else self.chip.network
-        share = (layout.ep - 1) / layout.ep
-        exchange = 2 * (copies * share / rate / self.efficiency.link + self.efficiency.latency) if layout.ep > 1 else 0
+        near = min(layout.ep, max(1, self.node // layout.etp))  # ranks of a node among those that share the experts
+        slow = (near - 1) / self.chip.nvlink + (layout.ep - near) / self.chip.network
+        exchange = 2 * (copies * slow / layout.ep / self.efficiency.link + self.efficiency.latency)
+        exchange *= layout.ep > 1
         return tensor / 2 + context + exchange + 2 * self.ring(copies * layout.etp, layout.etp, 1)
 
     def _head(self, tokens: float, backward: bool) -> Bounds:

@@ -1,5 +1,7 @@
 """The arithmetic of an engine's decoding by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_rft.plan import generation
@@ -32,6 +34,18 @@ def test_a_large_batch_is_bound_by_its_products_and_prompts_count_once():
     engine = EngineEstimate(chip(flops=1.0), PERFECT, DENSE, 2, places=64)
     least, _ = engine.seconds(prompts=2, group=4, prompt=6, response=10, longest=15)
     assert least == pytest.approx(2 * DENSE.multiplied * (80 + 12) / 2)
+
+
+def test_each_device_reads_a_head_at_least():
+    sizes = [EngineEstimate(chip(), PERFECT, DENSE, devices, places=4).token for devices in (1, 2, 4)]
+    assert sizes == [16, 32, 64]  # 2 layers, keys and values of 2 in 2 bytes; there is one head
+
+
+def test_the_tail_takes_the_reached_share_of_its_roofline():
+    """All responses as long as the limit: each of 10 steps reads the weights and the keys and values before it."""
+    engine = EngineEstimate(chip(bandwidth=2.0), replace(PERFECT, launch=0), DENSE, 1, places=4)
+    roofline = 10 * DENSE.multiplied * 2 / 2 + 4 * 10 * (6 + 5) * 16 / 2
+    assert engine.tail(1, 4, 6, 10, 10) == pytest.approx(roofline / generation.REACHED)
 
 
 def test_a_mixture_reads_the_experts_that_are_chosen():

@@ -110,6 +110,15 @@ def test_the_shipped_recipe_of_a_mixture_beside_the_published_step():
     assert [[round(bound) for bound in bounds] for bounds in steps] == [[68, 94], [91, 110]]  # as in docs/planning.md
 
 
+def test_copies_for_experts_of_the_own_node_do_not_take_the_network():
+    """Of 32 ranks that share the experts, 7 others are in the node."""
+    chip, layout = device("h100"), Layout(32, 1, 1, 1, 32, 1)
+    machine = Machine(chip, Efficiency(latency=0, link=1), QWEN3_30B_A3B, layout, False, None)
+    copies = 2 * 1000 * 2048 * 8 / 32  # bytes to each rank, there and back
+    wanted = 2 * copies * (7 / chip.nvlink + 24 / chip.network)
+    assert machine._links(1000, True) == pytest.approx(wanted)
+
+
 def test_a_rehearsed_micro_batch():
     """Four layers of an 8B model over TP 4, 17,688 tokens: 37 ms of kernels forward, 109 ms with backward; links 6 and
     15 ms (`megatron-rft rehearse`)."""
