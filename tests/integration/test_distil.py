@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from megatron_rft.commands.main import main
 from megatron_rft.conversion import hf_shapes
@@ -37,11 +37,13 @@ def write(folder: Path, **sections: dict) -> Path:
     return recipe
 
 
-def write_teacher(folder: Path, student: Path, seed: int = 5) -> None:
+def write_teacher(folder: Path, student: Path, seed: int = 5, family: str = "qwen3") -> None:
     shutil.copytree(student, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = arithmetic.qwen3_config(
         hidden_size=48, intermediate_size=64, num_hidden_layers=3, vocab_size=11, num_attention_heads=4, head_dim=16
     )
+    if family == "llama":
+        config = LlamaConfig(**config.to_dict() | {"model_type": family, "architectures": ["LlamaForCausalLM"]})
     config.initializer_range = 0.3
     config.save_pretrained(folder)
     lookup = weights.random_tensors(config, seed)
@@ -115,14 +117,14 @@ def divergence_of(sample: dict, student, teacher, truncated: bool) -> torch.Tens
 @pytest.mark.parametrize("truncated", [False, True])
 def test_turns_of_an_environment_are_distilled_from_the_teacher_of_their_row(truncated, tmp_path, capsys):
     """The first step's divergence is that of transformers over the tokens that the policy wrote, and over no others;
-    with truncated sampling over the tokens that it kept of the vocabulary."""
+    with truncated sampling over the tokens that it kept of the vocabulary. The second teacher is of another family."""
     sections = {
         "environment": ENVIRONMENT,
         "data": {"test": None, "shuffle": False},
         "rollout": {"prompts_per_step": 2, "group_size": 1} | ROLLOUT | (TRUNCATED if truncated else {}),
     }
     recipe = write(tmp_path, **sections, run={"steps": 1, "seed": 3})
-    write_teacher(tmp_path / "second", tmp_path / "model", seed=6)
+    write_teacher(tmp_path / "second", tmp_path / "model", seed=6, family="llama")
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     named = (json.dumps(row | {"kind": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows))
     (tmp_path / "train.jsonl").write_text("".join(named))

@@ -75,13 +75,15 @@ def test_killed_and_resumed_it_is_the_same_run(name, tmp_path):
 
 
 TRUNCATED = {"top_k": 3, "top_p": 0.6, "min_p": 0.05}
+ADAPTED = {"gspo", "dapo", *OTHERS}  # test_lora.py trains adapters with the others
 
 
 @pytest.mark.parametrize("name", CLOSED | OTHERS)
 def test_truncated_sampling_is_replayed_exactly(name, tmp_path):
     """fp32 on both sides: what the engine and the trainer compute over the engine's supports differs by rounding. Over
-    the whole vocabulary the trainer's log-probs would be lower, since the supports hold less than all of it."""
-    sections = (CLOSED | OTHERS)[name]
+    the whole vocabulary the trainer's log-probs would be lower, since the supports hold less than all of it. Adapters
+    are merged for the engine."""
+    sections = (CLOSED | OTHERS)[name] | ({"lora": {"rank": 4, "alpha": 8.0}} if name in ADAPTED else {})
     status, output = train(recipe_of(tmp_path, sections | {"rollout": sections.get("rollout", {}) | TRUNCATED}))
     assert status == 0, output[-3000:]
     lines = metrics(tmp_path / "run")[1:]
@@ -90,6 +92,7 @@ def test_truncated_sampling_is_replayed_exactly(name, tmp_path):
         lines
     )
     assert any("verification/grad_norm" in line for line in lines) == ("pipo" in sections)
+    assert ("3712 parameters are trained" in output) == (name in ADAPTED)
 
 
 SDPO = {key: value for key, value in CLOSED["sdpo"]["algorithm"].items() if key != "mini_batch_prompts"}

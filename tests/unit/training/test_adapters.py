@@ -1,4 +1,4 @@
-"""A critic with adapters of its own computes with the policy's frozen weights: one copy is in memory, as planned."""
+"""Who shares the frozen weights of a model with adapters: a critic does, and another reference does not."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from transformers import Qwen3Config
 from megatron_rft.config import Megatron
 from megatron_rft.config.trainers import OnlineRecipe
 from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import counts
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import state_of
@@ -25,6 +26,9 @@ def one_rank():
     parallel.destroy_layout()
 
 
+CONFIG = Qwen3Config(**SMALL, max_position_embeddings=64, architectures=["Qwen3ForCausalLM"])
+
+
 def recipe_of(precision: str) -> OnlineRecipe:
     return OnlineRecipe(
         run={"output_dir": "out", "steps": 1},
@@ -39,11 +43,10 @@ def recipe_of(precision: str) -> OnlineRecipe:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_critic_has_no_second_copy_of_the_frozen_weights(one_rank, tmp_path, precision):
-    config = Qwen3Config(**SMALL, max_position_embeddings=64, architectures=["Qwen3ForCausalLM"])
-    config.save_pretrained(tmp_path)
+    CONFIG.save_pretrained(tmp_path)
     recipe, layout, s = recipe_of(precision), Layout(1, 1, 1, 1, 1, 1), Sizes.read(tmp_path)
-    actor = build.build_actor(recipe, config, 10)
-    critic = build.build_critic(recipe, config, 10, actor)
+    actor = build.build_actor(recipe, CONFIG, 10)
+    critic = build.build_critic(recipe, CONFIG, 10, actor)
     planned = [state_of(recipe, s, layout, 0, value_head).weights for value_head in (False, True)]
 
     def in_memory() -> int:
@@ -58,3 +61,30 @@ def test_a_critic_has_no_second_copy_of_the_frozen_weights(one_rank, tmp_path, p
     assert in_memory() == sum(planned)
     assert all(torch.equal(base[name], tensor) for name, tensor in weights.named_tensors(actor.models))
     assert not all(torch.equal(a, b) for a, b in zip(trained, critic.snapshot(), strict=True))
+
+
+def test_the_reference_is_the_start_or_another_model_without_adapters(one_rank, tmp_path):
+    """The start needs the adapters alone; model.reference is a whole model, in which they have no effect."""
+    recipe = recipe_of("fp32")
+    actor, other = build.build_actor(recipe, CONFIG, 10), Actor(CONFIG, recipe.megatron, recipe.batching, "fp32")
+    other.load(weights.random_tensors(CONFIG, seed=7))
+    weights.save_folder(other.stream(), tmp_path, CONFIG)
+    batch, names = Batch.of([[1, 2]] * 2, [[3, 4], [5]]), frozenset({"logprobs"})
+
+    def logprobs(of: Actor) -> torch.Tensor:
+        return of.outputs(batch, names)["logprobs"]
+
+    start, expected = logprobs(actor), logprobs(other)
+    own = build.reference_weights(recipe.model, 0, actor)
+    for tensor in actor.tensors():
+        tensor.data.normal_()
+    moved = logprobs(actor)
+    with actor.use_weights(own):
+        assert torch.equal(logprobs(actor), start) and not torch.equal(moved, start)
+    assert torch.equal(logprobs(actor), moved)
+    named = build.reference_weights(recipe.model.model_copy(update={"reference": str(tmp_path)}), 0, actor)
+    assert sum(map(torch.numel, own)) < sum(map(torch.numel, named)) / 2
+    assert torch.equal(logprobs(actor), start)
+    with actor.use_weights(named):
+        assert torch.equal(logprobs(actor), expected)
+    assert torch.equal(logprobs(actor), start)
