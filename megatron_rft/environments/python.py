@@ -23,7 +23,7 @@ class PythonEnvironment(ToolEnvironment):
 
     def step(self, text: str) -> Turn:
         program = last_program(text)
-        return super().step(text) if program is None else Turn([answer(self.printed(program))])
+        return super().step(text) if program is None else Turn([answer(self.printed(program), "python")])
 
     def result(self, call: Call) -> str:
         code = call.arguments.get("code")

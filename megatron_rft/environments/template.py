@@ -10,8 +10,10 @@ A prompt that was not made by the chat template is followed by the plain text.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import dropwhile
 from threading import Lock
 from typing import Any
 
@@ -21,6 +23,7 @@ from megatron_rft.utils.errors import ConfigError, DataError, first_line
 
 MARK = "MARK7391"
 THOUGHT = "<think>\nhm\n</think>\n\n5"
+ASKED, ANSWERED = {"role": "user", "content": "u"}, {"role": "assistant", "content": MARK}
 TEMPLATE = "the tokenizer's chat template"
 
 
@@ -43,8 +46,7 @@ class Template:
         with self.lock:
             if not self.applies(prompt):
                 return self._encoded(plain(said))
-            marked = [{"role": "user", "content": "u"}, {"role": "assistant", "content": MARK}]
-            ids = self._encoded(self._rest([*marked, *messages(said)]))
+            ids = self._after(messages(said))
             return ids[1:] if ids[0] == last else ids
 
     def opened(self, prompt: Prompt, said: str | list[Message]) -> tuple[int, ...]:
@@ -67,38 +69,54 @@ class Template:
         """
         if self.tokenizer.chat_template is None:
             return []
-        asked = [{"role": "user", "content": "u"}]
-        answered = [*asked, {"role": "assistant", "content": MARK}, {"role": role, "content": "t"}]
+        said = {"role": role, "content": "t"} | ({"name": "f"} if role == "tool" else {})
         try:
-            first = self._encoded(self._rest(answered))[0]
-            kept = self._rendered([*asked, {"role": "assistant", "content": THOUGHT}, *answered[2:]])
+            first = self._after([said])[0]
+            last = self._encoded(self._rendered([ASKED, ANSWERED]).partition(MARK)[2])[:1]
         except DataError as error:
             raise ConfigError(f"environment: {error}; set model.tokenizer to one whose template takes it") from None
-        if first not in self.stops:
-            end = self.tokenizer.decode([first])
+        if not {first, *last} & {*self.stops}:  # gpt-oss ends the last turn by another token than earlier ones
+            end = self.tokenizer.decode(last or [first])
             raise ConfigError(
                 f"rollout.stop: {TEMPLATE} ends a turn with {end!r}, and responses do not end there: add it to "
                 "rollout.stop"
             )
-        if kept.startswith(self._rendered(asked, generate=True) + THOUGHT):
-            return []
+        with suppress(DataError):
+            kept = self._rendered([ASKED, {"role": "assistant", "content": THOUGHT}, said])
+            if kept.startswith(self._rendered([ASKED], generate=True) + THOUGHT):
+                return []
         return [
             f"{TEMPLATE} shows an earlier turn otherwise than it was written when a message of role {role} follows it "
             "(it drops thinking or adds to it): episodes keep every token as it was sampled"
         ]
+
+    def _after(self, said: list[Message]) -> list[int]:
+        """The tokens behind a turn of the policy that messages follow. Some templates (gpt-oss's, MiniMax's) show a
+        tool's answer only behind a call: there the turn is one."""
+        try:
+            return self._encoded(self._rest([ASKED, ANSWERED, *said]))
+        except DataError:
+            name = said[0].get("name") if said else None
+            call = {"type": "function", "function": {"name": name, "arguments": {MARK: 0}}}
+            special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
+            with suppress(DataError):
+                ids = self._encoded(self._rest([ASKED, {"role": "assistant", "tool_calls": [call]}, *said]))
+                ends = special.intersection(ids, self.stops) or special
+                return list(dropwhile(lambda token: token not in ends, ids))
+            raise
 
     @cached_property
     def _to_answer(self) -> str:
         """What the template writes between a question and its answer."""
         return self._rest([{"role": "user", "content": MARK}])
 
-    def _rest(self, conversation: list[Message]) -> str:
+    def _rest(self, conversation: list[dict[str, Any]]) -> str:
         parts = self._rendered(conversation, generate=True).split(MARK)
         if len(parts) != 2:
             raise DataError(f"{TEMPLATE} shows a message {len(parts) - 1} times, and it must show it once")
         return parts[1]
 
-    def _rendered(self, conversation: list[Message], generate: bool = False) -> str:
+    def _rendered(self, conversation: list[dict[str, Any]], generate: bool = False) -> str:
         apply = self.tokenizer.apply_chat_template
         try:
             return apply(conversation, tokenize=False, add_generation_prompt=generate, **self.variables)

@@ -34,7 +34,7 @@ class ToolEnvironment(Environment):
             return Turn(done=True)
         if len(calls) > MOST_CALLS:
             return Turn([answer(f"error: {len(calls)} calls, and {MOST_CALLS} are allowed in a turn")])
-        return Turn([answer(self.result(call)) for call in calls])
+        return Turn([answer(self.result(call), call.name) for call in calls])
 
     def result(self, call: Call) -> str:
         if call.name not in self.functions:
@@ -45,8 +45,8 @@ class ToolEnvironment(Environment):
             return f"error: {type(error).__name__}: {error}"
 
 
-def answer(text: str) -> Message:
-    return {"role": "tool", "content": text}
+def answer(text: str, name: str = "tool") -> Message:
+    return {"role": "tool", "name": name, "content": text}
 
 
 def as_text(result: Any) -> str:

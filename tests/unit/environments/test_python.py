@@ -28,7 +28,7 @@ def test_what_a_program_prints(environment):
 
 def test_a_call_runs_too_and_an_answer_ends_the_episode(environment):
     turn = environment.step('<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>')
-    assert turn.text == [{"role": "tool", "content": "42\n"}] and not turn.done
+    assert turn.text == [{"role": "tool", "name": "python", "content": "42\n"}] and not turn.done
     assert (
         environment.step('<tool_call>{"name": "shell", "arguments": {}}</tool_call>')
         .text[0]["content"]

@@ -40,8 +40,16 @@ LLAMA = """<|begin|>{% for m in messages %}<|start|>{{ 'ipython' if m.role == 't
 {{ m.content | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>
 
 {% endif %}"""
+# gpt-oss: a tool's answer stands only behind a call, by its name, and the last turn ends otherwise than earlier ones
+CALLED = """{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}\
+{{ raise_exception('no call') }}{% endif %}<|start|>{{ messages[loop.index0 - 1].tool_calls[0].function.name }}\
+<|end|>{{ m.content | tojson }}<|im_end|>{% elif m.tool_calls %}\
+<|start|>assistant to={{ m.tool_calls[0].function.name }}<|end|>\
+{{ m.tool_calls[0].function.arguments | tojson }}<|eom|>{% else %}<|start|>{{ m.role }}<|end|>{{ m.content }}\
+{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}<|return|>{% else %}<|im_end|>{% endif %}\
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 TEMPLATES = {"chatml": CHATML, "joined": JOINED, "forgets": FORGETS, "llama": LLAMA}
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|end|>", "<|eom|>"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|end|>", "<|eom|>", "<|return|>"]
 ANSWERS = ["5", "def f():\n    return 1", "a b"]
 SAID = ["", "19", "\n", " leading", "é漢字🙂", "a\n\nb", "</tool_response>"]
 
@@ -60,6 +68,11 @@ def tokenizers():
         core.add_special_tokens(SPECIAL)
         found[name] = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=template)
     return found
+
+
+def with_template(tokenizers, template: str):
+    core = tokenizers["chatml"].backend_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|return|>", chat_template=template)
 
 
 def prompt_of(tokenizer, question: str = "How many?") -> Prompt:
@@ -124,10 +137,25 @@ def test_what_is_said_at_the_start(tokenizers):
         assert not Template(tokenizer, (tokenizer.eos_token_id,)).check("tool")
     with pytest.raises(ConfigError, match=r"rollout.stop: .* ends a turn with '<\|im_end\|>'"):
         Template(tokenizers["joined"], (3,)).check("tool")
-    refusing = PreTrainedTokenizerFast(tokenizer_object=tokenizers["chatml"].backend_tokenizer, eos_token="<|im_end|>")
-    refusing.chat_template = (
+    refusing = with_template(
+        tokenizers,
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m.content }}{% endfor %}",
     )
-    refusing.chat_template += "{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match="environment: .* fails on a conversation of user, assistant, tool"):
+    with pytest.raises(ConfigError, match=r"fails on a conversation of user, assistant, tool \(no tools"):
         Template(refusing, (refusing.eos_token_id,)).check("tool")
+
+
+def test_a_template_that_shows_a_tools_answer_only_behind_a_call(tokenizers):
+    tokenizer = with_template(tokenizers, CALLED)
+    call, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|eom|>", "<|return|>"))
+    template, prompt = Template(tokenizer, (call, end)), prompt_of(tokenizer)
+    assert template.check("tool") and template.check("user"), "a turn alone does not begin as the template writes it"
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    heard = [{"role": "tool", "name": "add", "content": '"19"'}]
+    turn = tokenizer.encode(' to=add<|end|>{"a": 1}<|eom|>', add_special_tokens=False)
+    ids = [*prompt.token_ids, *turn, *template.after_turn(prompt, heard, call)]
+    asked = {"role": "user", "content": "How many?"}
+    assert ids == whole(tokenizer, [asked, {"role": "assistant", "tool_calls": [called]}, *heard])
+    with pytest.raises(ConfigError, match=r"ends a turn with '<\|return\|>', and responses do not end there"):
+        Template(tokenizer, (call,)).check("user")
