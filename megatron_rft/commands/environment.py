@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rft.config import Recipe
 from megatron_rft.config.environment import AnyEnvironment
-from megatron_rft.environments.process import EnvironmentProcesses, EpisodeFailed, shown
+from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment, EpisodeFailed, shown
 from megatron_rft.environments.schemas import schemas
 from megatron_rft.records import Prompt
 from megatron_rft.training import build
@@ -51,7 +51,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         )
         with closing(processes):
             jobs = [
-                processes.submit(processes.new(problem, seed), Player(problem, seed, texts[: options.max_turns]))
+                (environment := processes.new()).submit(play, environment, problem, seed, texts[: options.max_turns])
                 for seed, (problem, texts) in enumerate(zip(problems, turns, strict=False))
             ]
             plays.append([job.result() for job in jobs])
@@ -65,26 +65,20 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@dataclass(frozen=True)
-class Player:
-    problem: Prompt
-    seed: int
-    texts: list[str]
-
-    def __call__(self, ask: Any) -> Transcript:
-        said, slowest = [], 0.0
-        calls = [("reset", {"prompt": shown(self.problem), "seed": self.seed})]
-        calls += [("step", {"text": text}) for text in self.texts] + [("end", {})]
-        try:
-            for call, arguments in calls:
-                if call == "step" and len(said) > 1 and said[-1]["done"]:
-                    continue
-                start = time.perf_counter()
-                said.append(ask(call, **arguments))
-                slowest = max(slowest, time.perf_counter() - start)
-        except EpisodeFailed as error:
-            return Transcript(said, str(error), slowest)
-        return Transcript(said, None, slowest)
+def play(environment: EpisodeEnvironment, problem: Prompt, seed: int, texts: list[str]) -> Transcript:
+    said, slowest, fault = [], 0.0, None
+    calls = [("reset", {"prompt": shown(problem), "seed": seed})]
+    calls += [("step", {"text": text}) for text in texts] + [("end", {})]
+    try:
+        for call, arguments in calls:
+            if call == "step" and len(said) > 1 and said[-1]["done"]:
+                continue
+            start = time.perf_counter()
+            said.append(environment.ask(call, **arguments))
+            slowest = max(slowest, time.perf_counter() - start)
+    except EpisodeFailed as error:
+        fault = str(error)
+    return Transcript(said, fault, slowest)
 
 
 def difference(problem: Prompt, first: Transcript, second: Transcript) -> str | None:

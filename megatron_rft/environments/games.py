@@ -1,6 +1,7 @@
 """Environments of gymnasium and textarena. A problem's field `seed`, else the number of its row, is the seed of its
 world, so all responses to a problem meet the same one."""
 
+import importlib
 import json
 import re
 from typing import Any
@@ -17,13 +18,15 @@ HIGHLIGHTED = re.compile(r"\x1b\[[1-9][0-9;]*m(.*?)\x1b\[0m")  # on a terminal: 
 class Game(Environment):
     """One world of the library's `make`."""
 
+    library: str
+
     def __init__(self, make: Any, id: str, options: dict[str, Any]):
         self.world = make(id, **options)
 
     @classmethod
     def shared(cls, id: str, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of each environment; one is made to see that it can be."""
-        shared = {"make": cls.library().make, "id": id, "options": options}
+        shared = {"make": importlib.import_module(cls.library).make, "id": id, "options": options}
         try:
             cls(**shared).close()
         except Exception as error:  # of a library and the user's options
@@ -39,11 +42,7 @@ class GymnasiumEnvironment(Game):
     With `render_mode: ansi` it sees the drawn world, else the observation as JSON. pass@1 counts an episode whose
     rewards sum to the environment's `reward_threshold`, or to 1."""
 
-    @staticmethod
-    def library() -> Any:
-        import gymnasium
-
-        return gymnasium
+    library = "gymnasium"
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         self.total = 0.0
@@ -87,11 +86,7 @@ def read_action(space: Any, text: str) -> Any:
 class TextArenaEnvironment(Game):
     """A game for one player. `id` should end with -raw: the other wrappers repeat the whole game in each turn."""
 
-    @staticmethod
-    def library() -> Any:
-        import textarena
-
-        return textarena
+    library = "textarena"
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         self.world.reset(num_players=1, seed=world_seed(prompt))

@@ -11,17 +11,17 @@ their wave is generated. Where timing decides anyway (rollout.staleness above 1)
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from megatron_rft.environments.process import EnvironmentProcesses, EpisodeFailed, Played, shown
+from megatron_rft.environments.base import Message
+from megatron_rft.environments.process import EnvironmentProcesses, EpisodeEnvironment, EpisodeFailed, shown
 from megatron_rft.environments.template import Template, plain
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling, request_seed
 from megatron_rft.inference.pool import EnginePool
@@ -31,56 +31,51 @@ from megatron_rft.utils.errors import DataError
 
 @dataclass
 class Episode:
-    """One response that is being played."""
+    """One response that is being played. It has no `finish_reason` until it has ended."""
 
     request: Request
     sample: int
-    played: Played
-    prompt_ids: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    supports: list[tuple[int, ...]] = field(default_factory=list)
-    routes: np.ndarray | None = None
-    turns: list[tuple[int, int, float]] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    version: int = -1
-    finish: str | None = None  # the reason why it has ended
-    score: Score | None = None
+    environment: EpisodeEnvironment
+    longest: int
+    response: Response = Response((), (), "", -1)
 
     @property
-    def opened(self) -> bool:
-        """Whether the environment's first messages follow the problem's prompt."""
-        return self.prompt_ids != self.request.prompt_ids
+    def ended(self) -> bool:
+        return bool(self.response.finish_reason)
 
-    def room(self, sampling: Sampling) -> int:
-        """The number of tokens that it may still have."""
-        return sampling.max_tokens - len(self.tokens) - (len(self.prompt_ids) - len(self.request.prompt_ids))
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens so far, with the prompt's."""
+        return (*(self.response.prompt_ids or self.request.prompt_ids), *self.response.token_ids)
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that it may still have. The environment's first messages count."""
+        return self.longest - len(self.tokens) + len(self.request.prompt_ids)
+
+    def set(self, **fields: Any) -> None:
+        self.response = replace(self.response, **fields)
+
+    def say(self, text: str | list[Message]) -> None:
+        self.set(said=(*self.response.said, plain(text)))
 
     def add(self, turn: Response) -> None:
-        self.version = turn.weight_version if self.version < 0 else self.version
-        self.turns.append((len(self.tokens), len(self.tokens) + len(turn.token_ids), 0.0))
-        self.tokens += turn.token_ids
-        self.logprobs += turn.logprobs
-        self.supports += turn.supports
-        if turn.routes is not None:  # the engine has read earlier turns again: those that wrote them count
-            known = turn.routes[:0] if self.routes is None else self.routes
-            self.routes = np.concatenate([known, turn.routes[len(known) :]])
+        """Append a turn of the policy."""
+        first, routes = len(self.response.token_ids), turn.routes
+        if self.response.routes is not None:  # the engine has read earlier turns again: those that wrote them count
+            routes = np.concatenate([self.response.routes, routes[len(self.response.routes) :]])
+        version = self.response.weight_version if self.response.turns else turn.weight_version
+        turns = (*self.response.turns, (first, first + len(turn.token_ids), 0.0))
+        self.set(turns=turns, weight_version=version, routes=routes)
+        self.hear(turn.token_ids, turn.logprobs, turn.supports)
 
-    def hear(self, ids: list[int]) -> None:
-        """Append the environment's tokens."""
-        self.tokens += ids
-        self.logprobs += [0.0] * len(ids)
-        self.supports += [()] * len(ids) if self.supports else []
-
-    def end(self, why: str, score: Score | None = None) -> None:
-        """`finish` comes last: another thread may take the episode then."""
-        self.score = score
-        self.finish = why
-
-    def response(self) -> Response:
-        prompt_ids = self.prompt_ids if self.opened else None
-        whole = tuple(self.tokens), tuple(self.logprobs), self.finish, self.version, tuple(self.supports)
-        return Response(*whole, tuple(self.turns), prompt_ids, tuple(self.said), self.score, self.routes)
+    def hear(self, ids: Sequence[int], logprobs: Sequence[float], supports: Sequence[tuple[int, ...]]) -> None:
+        so_far = self.response
+        self.set(
+            token_ids=(*so_far.token_ids, *ids),
+            logprobs=(*so_far.logprobs, *logprobs),
+            supports=(*so_far.supports, *supports),
+        )
 
 
 @dataclass
@@ -133,9 +128,13 @@ class Episodes(Engine):
     def play(self, engine: Engine, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         """Yield a group when all of its episodes have ended. If the engine is lost, the episodes of the others are
         kept: asked again, they go on after their last turn."""
-        groups = [self.stuck.pop(request.seed, None) or self._group(request) for request in requests]
-        new = [each for group in groups for each in group if not each.played.calls and each.finish is None]
-        self._wait(engine, [self.processes.submit(each.played, partial(self._reset, each, sampling)) for each in new])
+        groups = [
+            self.stuck.pop(request.seed, None)
+            or [Episode(request, i, self.processes.new(), sampling.max_tokens) for i in range(request.n)]
+            for request in requests
+        ]
+        new = [each for group in groups for each in group if not each.environment.calls and not each.ended]
+        self._wait(engine, [each.environment.submit(self._reset, each) for each in new])
         try:
             yield from (self._waves if self.at_once is None else self._freely)(engine, groups, sampling)
         except EngineLost:
@@ -144,39 +143,36 @@ class Episodes(Engine):
 
     def _waves(self, engine: Engine, groups: list[list[Episode]], sampling: Sampling) -> Iterator[Group]:
         yield from ended(groups)
-        while engine.agree(bool(wave := self._wave(groups, sampling))):
+        while engine.agree(bool(wave := self._wave(groups))):
             jobs: list[Future] = []
-            later = any(episode.turns for group in groups for episode in group)  # the engine's cache has turns so far
+            later = any(episode.response.turns for group in groups for episode in group)  # the cache has turns so far
             try:
                 for answer in engine.generate([asked for asked, _ in wave], replace(sampling, continues=later)):
-                    pairs = zip(wave[answer.id][1], answer.responses, strict=True)
-                    jobs += [self._heard(episode, response, sampling) for episode, response in pairs]
+                    for episode, turn in zip(wave[answer.id][1], answer.responses, strict=True):
+                        jobs.append(episode.environment.submit(self._advance, episode, turn))
             finally:
                 self._wait(engine, jobs)
             yield from ended(groups)
 
-    def _wave(self, groups: list[list[Episode]], sampling: Sampling) -> list[tuple[Request, list[Episode]]]:
+    def _wave(self, groups: list[list[Episode]]) -> list[tuple[Request, list[Episode]]]:
         """The requests of the next turn; their ids are their places. The first turn of a group is one request, as
         without an environment, unless the environments' first messages follow the prompt."""
         wave: list[tuple[Request, list[Episode]]] = []
         for group in groups:
-            if not any(episode.turns or episode.opened for episode in group):
-                most = self._most(sampling.max_tokens)
-                wave.append((replace(group[0].request, id=len(wave), max_tokens=most, problem=None), group))
-                continue
-            for episode in group:
-                if episode.finish is None:
-                    wave.append((self._request(episode, sampling, len(wave)), [episode]))
-        return wave
+            if any(episode.response.turns or episode.response.prompt_ids for episode in group):
+                wave += [(self._request(episode), [episode]) for episode in group if not episode.ended]
+            else:
+                wave.append((replace(group[0].request, max_tokens=self.turn_tokens), group))
+        return [(replace(request, id=place), episodes) for place, (request, episodes) in enumerate(wave)]
 
     def _freely(self, engine: Engine, groups: list[list[Episode]], sampling: Sampling) -> Iterator[Group]:
         """Each episode goes on as soon as its environment has answered."""
         sampling = replace(sampling, continues=True)
 
         def play(episode: Episode) -> None:
-            while episode.finish is None:
-                (answer,) = engine.generate([self._request(episode, sampling)], sampling)
-                self._heard(episode, answer.responses[0], sampling).result()
+            while not episode.ended:
+                (answer,) = engine.generate([self._request(episode)], sampling)
+                episode.environment.submit(self._advance, episode, answer.responses[0]).result()
 
         threads = ThreadPoolExecutor(self.at_once, thread_name_prefix="episode")
         try:
@@ -186,13 +182,9 @@ class Episodes(Engine):
         finally:
             threads.shutdown(cancel_futures=True)
 
-    def _request(self, episode: Episode, sampling: Sampling, number: int = 0) -> Request:
-        seed = request_seed(episode.request.seed, episode.sample, "turn", len(episode.turns))
-        prompt = (*episode.prompt_ids, *episode.tokens)
-        return Request(number, prompt, 1, seed, self._most(episode.room(sampling)))
-
-    def _most(self, room: int) -> int:
-        return min(room, self.turn_tokens or room)
+    def _request(self, episode: Episode) -> Request:
+        seed = request_seed(episode.request.seed, episode.sample, "turn", len(episode.response.turns))
+        return Request(0, episode.tokens, 1, seed, min(episode.room, self.turn_tokens or episode.room))
 
     def _wait(self, engine: Engine, jobs: list[Future]) -> None:
         start = time.perf_counter()
@@ -202,52 +194,45 @@ class Episodes(Engine):
 
     # ---- one episode, in the thread of its environment's process
 
-    def _group(self, request: Request) -> list[Episode]:
-        seeds = [request_seed(request.seed, sample, "environment") for sample in range(request.n)]
-        new = self.processes.new
-        return [Episode(request, i, new(request.problem, seed), request.prompt_ids) for i, seed in enumerate(seeds)]
-
-    def _reset(self, episode: Episode, sampling: Sampling, ask: Callable[..., Any]) -> None:
-        problem = episode.request.problem
+    def _reset(self, episode: Episode) -> None:
+        problem, seed = episode.request.problem, request_seed(episode.request.seed, episode.sample, "environment")
         with self._failing(episode):
-            if said := ask("reset", prompt=shown(problem), seed=episode.played.seed):
-                episode.said.append(plain(said))
-                episode.prompt_ids = self.template.opened(problem, said)
-            if episode.room(sampling) < 1:
+            if said := episode.environment.ask("reset", prompt=shown(problem), seed=seed):
+                episode.say(said)
+                episode.set(prompt_ids=self.template.opened(problem, said))
+            if episode.room < 1:
                 raise EpisodeFailed("its first messages leave no room (rollout.max_response_tokens)")
 
-    def _heard(self, episode: Episode, response: Response, sampling: Sampling) -> Future:
-        return self.processes.submit(episode.played, partial(self._advance, episode, response, sampling))
-
-    def _advance(self, episode: Episode, response: Response, sampling: Sampling, ask: Callable[..., Any]) -> None:
+    def _advance(self, episode: Episode, turn: Response) -> None:
         """Let the environment answer a turn. It does not hear one that was cut off at its most tokens."""
-        if episode.finish:  # its environment failed before the group's first turn
+        if episode.ended:  # its environment failed before the group's first turn
             return
-        episode.add(response)
+        episode.add(turn)
         with self._failing(episode):
-            if response.finish_reason == "stop":
-                why = self._answer(episode, response, sampling, ask)
+            if turn.finish_reason == "stop":
+                why = self._answer(episode)
             else:
-                episode.said.append("[the turn was cut off at its most tokens]")
-                why = response.finish_reason
+                episode.say("[the turn was cut off at its most tokens]")
+                why = turn.finish_reason
             if why:
-                score = ask("end")
-                episode.end(why, score and Score(**score))
+                score = episode.environment.ask("end")
+                episode.set(finish_reason=why, score=score and Score(**score))
 
-    def _answer(self, episode: Episode, response: Response, sampling: Sampling, ask: Callable[..., Any]) -> str | None:
+    def _answer(self, episode: Episode) -> str | None:
         """Returns the reason why the episode ends, or None."""
-        ids = list(response.token_ids)
-        turn = ask("step", text=self.decode(ids))
-        episode.turns[-1] = (*episode.turns[-1][:2], turn["reward"])
+        *before, (first, end, _) = episode.response.turns
+        ids = list(episode.response.token_ids[first:end])
+        turn = episode.environment.ask("step", text=self.decode(ids))
+        episode.set(turns=(*before, (first, end, turn["reward"])))
         if turn["text"]:
-            episode.said.append(plain(turn["text"]))
-        if turn["done"] or len(episode.turns) == self.max_turns:
+            episode.say(turn["text"])
+        if turn["done"] or len(episode.response.turns) == self.max_turns:
             return "stop"
         between = self.template.after_turn(episode.request.problem, turn["text"], ids[-1])
-        if episode.room(sampling) <= len(between):
-            episode.said.append("[the episode ended at rollout.max_response_tokens]")
+        if episode.room <= len(between):
+            episode.say("[the episode ended at rollout.max_response_tokens]")
             return "length"
-        episode.hear(between)
+        episode.hear(between, [0.0] * len(between), [()] * len(between) if episode.response.supports else [])
         return None
 
     @contextmanager
@@ -256,13 +241,14 @@ class Episodes(Engine):
         try:
             yield
         except (EpisodeFailed, DataError) as error:
-            where = f"environment {self.name}, problem {episode.request.problem.index}, turn {len(episode.turns)}"
-            episode.end("abort", Score(0.0, error=f"{where}: {error}"))
+            number = len(episode.response.turns)
+            where = f"environment {self.name}, problem {episode.request.problem.index}, turn {number}"
+            episode.set(finish_reason="abort", score=Score(0.0, error=f"{where}: {error}"))
 
 
 def ended(groups: list[list[Episode]]) -> Iterator[Group]:
     """Yield and remove the groups whose episodes have all ended."""
-    done = [group for group in groups if all(episode.finish for episode in group)]
-    groups[:] = [group for group in groups if not all(episode.finish for episode in group)]
+    done = [group for group in groups if all(episode.ended for episode in group)]
+    groups[:] = [group for group in groups if not all(episode.ended for episode in group)]
     for group in done:
-        yield Group(group[0].request.id, tuple(episode.response() for episode in group))
+        yield Group(group[0].request.id, tuple(episode.response for episode in group))

@@ -7,6 +7,7 @@ Messages are JSON: {"call": "reset" | "step" | "end", "episode": number, ...}, e
 {"error": text}. After an error the episode is gone. The first message out is an answer too: whether the class is there.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -68,14 +69,14 @@ class Host:
     def __init__(self, make: Callable[[], Environment]):
         self.make, self.episodes, self.seeds = make, {}, {}
 
-    def answer(self, call: str, episode: int, **arguments: Any) -> dict[str, Any]:
+    def answer(self, call: str, episode: int, **arguments: Any) -> str:
         try:
-            return {"value": getattr(self, f"_{call}")(episode, **arguments)}
+            return json.dumps({"value": getattr(self, f"_{call}")(episode, **arguments)})
         except (Exception, SystemExit) as error:
             self.episodes.pop(episode, None)
             where = traceback.extract_tb(error.__traceback__)[-1]
             at = "" if isinstance(error, Refused) else f" ({os.path.basename(where.filename)}, line {where.lineno})"
-            return {"error": f"{type(error).__name__}: {error}{at}"}
+            return json.dumps({"error": f"{type(error).__name__}: {error}{at}"})
 
     def _reset(self, episode: int, prompt: dict[str, Any], seed: int) -> list | str:
         self.seeds[episode] = seed, 0
@@ -120,36 +121,27 @@ class Refused(ValueError):
 
 def checked_text(text: Any, call: str) -> Any:
     """A text, or a list of messages; not too long."""
-    contents = [text] if isinstance(text, str) else text
-    if not isinstance(text, str):
-        whole = isinstance(text, list) and all(isinstance(each, dict) and "role" in each for each in text)
-        contents = [each.get("content") for each in text] if whole else [None]
-    if not all(isinstance(each, str) for each in contents):
-        raise Refused(f"{call} returned the text {text!r:.80}, which is neither a text nor a list of messages")
-    if (length := sum(map(len, contents))) > LONGEST:
+    try:
+        length = len(text if isinstance(text, str) else "".join(each["role"] + each["content"] for each in text))
+    except (TypeError, KeyError):
+        what = f"{call} returned the text {text!r:.80}, which is neither a text nor a list of messages"
+        raise Refused(what) from None
+    if length > LONGEST:
         raise Refused(f"{call} returned {length} characters, and {LONGEST} are allowed")
     return text
 
 
 def main(connection: Connection, options: dict[str, Any]) -> None:
-    def send(answer: dict[str, Any]) -> None:
-        connection.send_bytes(json.dumps(answer).encode())
-
     try:
         host = Host(maker(**options))
     except Exception as error:
-        send({"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"})
+        what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        connection.send_bytes(json.dumps({"error": what}).encode())
         return
-    send({"value": None})
-    while True:
-        try:
-            message = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            send(host.answer(**message))
-        except (TypeError, ValueError) as error:  # no JSON
-            send({"error": f"the answer is no JSON: {error}"})
+    connection.send_bytes(b'{"value": null}')
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send_bytes(host.answer(**json.loads(connection.recv_bytes())).encode())
 
 
 if __name__ == "__main__":

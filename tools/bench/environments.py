@@ -85,8 +85,9 @@ def played(engine: EngineProcess, requests: list[Request], folder: Path, process
     sampling = Sampling(turns * 512, stop_token_ids=tuple(range(0, vocabulary, 32)))
     world = {"kind": "own", "episode": f"{folder}/slow.py:Slow"}
     environments = EnvironmentProcesses(world, processes, 30.0, folder / "log")
-    warm = [environments.submit(environments.new(requests[0].problem, i), started) for i in range(processes)]
-    assert all(job.result() is None for job in warm)
+    problem = {"index": 0, "text": "", "answer": "", "fields": {"seconds": 0.0}}
+    for _ in range(processes):
+        environments.new().ask("reset", prompt=problem, seed=0)  # starts the process: its imports are not measured
     template, pool = Template(Letters(), sampling.stop_token_ids), EnginePool([engine], engine.dtype)
     player = Episodes(pool, environments, template, str, "slow", turns, **options)
     before, start = engine.checksums()["steps"], time.perf_counter()
@@ -95,11 +96,6 @@ def played(engine: EngineProcess, requests: list[Request], folder: Path, process
     waited = player.statistics()["environment/wait_seconds"]
     player.close()
     return [response for group in groups for response in group.responses], seconds, steps, waited
-
-
-def started(ask) -> None:
-    """Starts the process, so that its imports are not measured."""
-    ask("reset", prompt={"index": 0, "text": "", "answer": "", "fields": {"seconds": 0.0}}, seed=0)
 
 
 def difference(first: list[Response], second: list[Response]) -> str:

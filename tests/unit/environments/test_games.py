@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rft.config.environment import LibraryGame
 from megatron_rft.environments.games import GymnasiumEnvironment, TextArenaEnvironment
-from megatron_rft.environments.process import EnvironmentProcess, Played
+from megatron_rft.environments.process import EnvironmentProcesses
 from megatron_rft.environments.schemas import schemas
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import ConfigError
@@ -62,9 +62,9 @@ def test_actions_as_json_and_text(gymnasium):
 
 
 def test_a_world_that_is_not_there_is_named_before_the_first_turn(gymnasium, tmp_path):
-    process = EnvironmentProcess({"kind": "gymnasium", "id": "Lake-v1", "options": {}}, 20.0, tmp_path / "log")
+    processes = EnvironmentProcesses({"kind": "gymnasium", "id": "Lake-v1", "options": {}}, 1, 20.0, tmp_path / "log")
     with pytest.raises(ConfigError, match=r"environment: environment.id: Lake-v1 cannot be made: .*doesn't exist"):
-        process.ask(Played(0, problem(), 0), "reset", prompt={}, seed=0)
+        processes.new().ask("reset", prompt={}, seed=0)
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch):

@@ -131,8 +131,11 @@ FAULTS = {
     "exits": "SystemExit: 3",
     "late": "gave no answer within 2 s (environment.turn_timeout_s)",
     "dies": "its process was killed by SIGKILL",
+    "closes": "its process closed its connection",
     "long": "10000000 characters",
     "bytes": "neither a text nor a list of messages",
+    "no content": "neither a text nor a list of messages",
+    "no JSON": "TypeError: Object of type set is not JSON serializable",
     "nan": "the reward nan",
     "no turn": "step returned 'A', which is no Turn",
 }
@@ -183,9 +186,33 @@ def test_an_episode_that_reaches_its_limit_ends_as_length(play):
     assert all(end - first <= 2 for group in found.values() for each in group for first, end, _ in each.turns)
 
 
-def test_a_class_that_is_not_there(play, tmp_path):
+@pytest.mark.parametrize(
+    "fault, message", [("raises", "LookupError"), ("dies", "SIGKILL"), ("no turn", "score returned")]
+)
+def test_a_fault_at_the_score_drops_the_episode(play, fault, message):
+    found = responses(play(), requests(count=1, fault=fault, fault_at="score", rounds=1))
+    for response in found[0]:
+        assert response.finish_reason == "abort" and message in response.score.error
+
+
+STARTS = {"raise OSError('no')": "importing .* failed: OSError: no", "import os; os._exit(3)": "ended with status 3"}
+STARTS["import time; time.sleep(60)"] = "gave no answer within 1 s .when its process started"
+
+
+def test_a_class_that_is_not_there(play):
     with pytest.raises(ConfigError, match=r"environment.episode: .* has no Ecko"):
         responses(play("Ecko"), requests())
+
+
+@pytest.mark.parametrize("code", STARTS)
+def test_a_file_that_cannot_be_loaded_is_no_fault_of_an_episode(tmp_path, monkeypatch, code):
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.setattr("megatron_rft.environments.process.START_TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
+    options = {"kind": "own", "episode": f"{tmp_path}/broken.py:Echo"}
+    processes = EnvironmentProcesses(options, 1, 20.0, tmp_path / "log")
+    with pytest.raises(ConfigError, match=f"environment: .*{STARTS[code]}"):
+        processes.new().ask("reset", prompt={}, seed=0)
+    processes.close()
 
 
 class Flaky:

@@ -34,16 +34,25 @@ class Echo(Environment):
                 time.sleep(60)
             case "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "closes":
+                os.closerange(3, 64)
+                time.sleep(60)
             case "long":
                 return Turn("x" * 10_000_000)
             case "bytes":
                 return Turn(b"no text")
+            case "no content":
+                return Turn([{"role": "user", "content": ["A"]}])
+            case "no JSON":
+                return Turn([{"role": "user", "content": "A", "seen": {1, 2}}])
             case "nan":
                 return Turn("A", reward=float("nan"))
             case "no turn":
                 return "A"
 
     def score(self) -> Score | None:
+        if self.fields.get("fault_at") == "score":
+            return self.fault(self.fields["fault"])
         return Score(0.5, reason=f"{len(self.heard)} turns") if self.fields.get("scores") else None
 
 
@@ -60,3 +69,10 @@ class Random(Echo):
 
     def step(self, text: str) -> Turn:
         return Turn(random.choice("CDEFGH"))
+
+
+class Fails(Echo):
+    """Cannot answer."""
+
+    def step(self, text: str) -> Turn:
+        raise NotImplementedError
