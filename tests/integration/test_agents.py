@@ -1,6 +1,7 @@
 """Whole runs with an environment: every algorithm's parts, ahead of training, killed and resumed."""
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from itertools import permutations
@@ -71,14 +72,19 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_runs_to_its_end(run, name):
-    lines = metrics(run(name) / "run")
+    last = check_turns(metrics(run(name) / "run"))
+    if name != "ahead":
+        assert abs(last.get("mismatch/kl", 0.0)) < 1e-8
+
+
+def check_turns(lines: list[dict]) -> dict:
+    """Returns the last of the lines of a whole run."""
     assert [line["step"] for line in lines] == list(range(5))
     last = lines[-1]
     assert last["environment/turns_max"] == 2 and 1 < last["environment/turns_mean"] <= 2
     assert last["environment/errors"] == 0 and 0 < last["environment/tokens_share"] < 0.4
     assert 0 < last["response/length_mean"] <= 4, "only the policy's tokens count"
-    if name != "ahead":
-        assert abs(last.get("mismatch/kl", 0.0)) < 1e-8
+    return last
 
 
 def test_samples_have_the_turns(run):
@@ -101,6 +107,19 @@ def test_kill_9_and_resume_to_the_same_bits(run, tmp_path):
     status, output = train(recipe)
     assert status == 0, output[-3000:]
     assert digest(tmp_path) == digest(run("pipo"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
+def test_each_episode_at_its_own_pace_on_a_vllm_server(tmp_path):
+    """Above one step of staleness an episode waits for no other: a request to the server has one episode's turn."""
+    options = {"engine": "vllm", "placement": "server", "staleness": 2}
+    recipe = write(tmp_path, rollout=options, algorithm={"importance": "truncated"})
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
+    status, output = train(recipe, forked=False)
+    assert status == 0, output[-3000:]
+    check_turns(metrics(tmp_path / "run"))
 
 
 def best_of(world: type[number_game.Guess], policies: Iterable[dict[str, str]]) -> float:
