@@ -1,4 +1,4 @@
-"""A router's biases that training moves come through checkpoint and resume into the engine, the export and `convert`."""
+"""A router's biases that training moves come through checkpoint and resume into engine, export and `convert`."""
 
 import torch
 from safetensors.torch import load_file
