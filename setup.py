@@ -21,7 +21,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_rft", "megatron_rft.*"]),
     include_package_data=True,
-    package_data={"megatron_rft": ["**/*.json", "**/*.txt", "**/*.yaml", "**/page.*", "**/*.cpp"]},
+    package_data={"megatron_rft": ["**/*.json", "**/*.txt", "**/*.yaml", "**/page.*", "**/*.html", "**/*.cpp"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<2.14",
@@ -37,6 +37,7 @@ setup(
         "mpmath>=1.3",
         "rich>=13",
         "matplotlib>=3.8",
+        "jinja2>=3.1",  # the report's pages
         "numpy>=1.26",
     ],
     extras_require={

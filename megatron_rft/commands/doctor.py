@@ -33,6 +33,7 @@ REQUIRED = (
     "mpmath",
     "rich",
     "matplotlib",
+    "jinja2",
     "numpy",
 )
 DELTA_NETS_IN_TORCH = "torch (on a GPU flash-linear-attention is used where it is installed)"

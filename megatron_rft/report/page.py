@@ -1,30 +1,28 @@
-"""Writes the HTML page. Python writes the texts; page.js draws charts and samples in the browser from data in the page.
+"""Writes the HTML page, page.html. Its script, page.js, draws charts and samples in the browser from data in the page.
 
 The page loads nothing, and its content security policy forbids it.
 """
 
-import json
 import math
 from dataclasses import asdict
 from datetime import UTC, datetime
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader
 
 from megatron_rft import __version__
 from megatron_rft.report import charts, facts
 from megatron_rft.report.groups import RunGroup, differing
 from megatron_rft.utils.errors import UserError
 
-HERE = files("megatron_rft.report")
+HERE = Path(__file__).parent
+TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
 EMPTY = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
 content="default-src 'none'; script-src 'unsafe-inline'"><title>megatron-rft</title></head>
 <body><p>{}</p></body></html>"""
-FEW = 16  # more differences than this are folded
-MOST_ALARMS = 5  # on a card
 MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 
 
@@ -39,72 +37,25 @@ def write(groups: list[RunGroup], notices: list[str], out: Path) -> list[Path]:
 
 
 def html(groups: list[RunGroup], notices: list[str]) -> str:
-    parts = {
-        "title": escape(title(groups)),
-        "notices": "".join(f'<p class="notice">{escape(notice)}</p>' for notice in notices),
-        "cards": cards(groups),
-        "differing": differences(groups),
-        "recipes": "".join(recipe(group) for group in groups),
-        "made": escape(f"megatron-rft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
-        "style": (HERE / "page.css").read_text(encoding="utf-8"),
-        "script": (HERE / "page.js").read_text(encoding="utf-8"),
-        "data": json.dumps(data(groups), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-    }
-    page = (HERE / "page.html").read_text(encoding="utf-8")
-    for name, part in parts.items():  # data last: markers inside it must stay
-        page = page.replace(f"<!--{name}-->", part)
-    return page
+    of_each = [facts.recipe_facts(group) for group in groups]
+    shared = [fact for fact in of_each[0] if all(fact in other for other in of_each)] if len(groups) > 1 else []
+    return TEMPLATES.get_template("page.html").render(
+        title=title(groups),
+        notices=notices,
+        groups=groups,
+        headline=facts.headline,
+        own=[[fact for fact in each if fact not in shared] for each in of_each],
+        shared=shared,
+        differing=differing(groups),
+        made=f"megatron-rft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        style=(HERE / "page.css").read_text(encoding="utf-8"),
+        script=(HERE / "page.js").read_text(encoding="utf-8"),
+        data=data(groups),
+    )
 
 
 def title(groups: list[RunGroup]) -> str:
     return " / ".join(group.name for group in groups[:4]) + (" ..." if len(groups) > 4 else "")
-
-
-def cards(groups: list[RunGroup]) -> str:
-    """Return the HTML of each group's card, and, in a section of its own, of the options that all have."""
-    of_each = [facts.recipe_facts(group) for group in groups]
-    shared = [fact for fact in of_each[0] if all(fact in other for other in of_each)] if len(groups) > 1 else []
-    own = [[fact for fact in each if fact not in shared] for each in of_each]
-    found = "".join(card(number, group, own[number]) for number, group in enumerate(groups))
-    common = f'<section class="card shared"><h2>All of them</h2>{listed(shared)}</section>' if shared else ""
-    return f'<section class="cards">{found}</section>{common}'
-
-
-def listed(pairs: list[tuple[str, str]]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in pairs) + "</dl>"
-
-
-def card(number: int, group: RunGroup, options: list[tuple[str, str]]) -> str:
-    """Return the HTML of a group's name, alarms, numbers and main options."""
-    told = [alarm for run in group.runs for alarm in run.alarms]
-    alarms = "".join(f'<p class="alarm">{escape(alarm)}</p>' for alarm in told[:MOST_ALARMS])
-    alarms += f'<p class="alarm">and {len(told) - MOST_ALARMS} more alarms</p>' * (len(told) > MOST_ALARMS)
-    numbers = "".join(
-        f'<div class="number"><span class="label">{escape(n.label)}</span><span class="value">{escape(n.value)}</span>'
-        f'<span class="more">{escape(n.more)}</span></div>'
-        for n in facts.headline(group)
-    )
-    folders = ", ".join(str(run.folder) for run in group.runs)
-    return (
-        f'<article class="card group{number % 7}"><h2>{escape(group.name)}</h2>{alarms}'
-        f'<div class="numbers">{numbers}</div>{listed(options)}<p class="folders">{escape(folders)}</p></article>'
-    )
-
-
-def differences(groups: list[RunGroup]) -> str:
-    rows = differing(groups)
-    if not rows:
-        return ""
-    head = "".join(f"<th>{escape(group.name)}</th>" for group in groups)
-    body = "".join(
-        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(as_yaml(value))}</td>' for value in values)}</tr>"
-        for key, values in rows
-    )
-    return (
-        f'<details class="differing"{" open" if len(rows) <= FEW else ""}><summary>What differs between them</summary>'
-        '<div class="scroll"><table>'
-        f"<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
-    )
 
 
 def as_yaml(value: Any) -> str:
@@ -112,8 +63,7 @@ def as_yaml(value: Any) -> str:
 
 
 def recipe(group: RunGroup) -> str:
-    text = yaml.safe_dump(group.runs[0].recipe, sort_keys=False, allow_unicode=True, width=100)
-    return f"<details><summary>Recipe of {escape(group.name)}</summary><pre>{escape(text)}</pre></details>"
+    return yaml.safe_dump(group.runs[0].recipe, sort_keys=False, allow_unicode=True, width=100)
 
 
 def data(groups: list[RunGroup]) -> dict[str, Any]:
@@ -169,3 +119,6 @@ def evenly(many: list, count: int) -> list:
     if len(many) <= count:
         return many
     return [many[round(i * (len(many) - 1) / (count - 1))] for i in range(count)]
+
+
+TEMPLATES.filters |= {"as_yaml": as_yaml, "recipe": recipe}

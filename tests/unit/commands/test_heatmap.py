@@ -2,8 +2,8 @@
 
 import json
 
+from megatron_rft.commands.heatmap import render
 from megatron_rft.commands.main import main
-from megatron_rft.report.refinements import render
 
 EXAMPLE = {
     "problem": 4,
@@ -22,7 +22,7 @@ EXAMPLE = {
 def test_a_page_of_tokens_by_how_unlikely_they_were():
     page = render("my <run>", [{"step": 3, "examples": [EXAMPLE]}])
     assert "Step 3, problem 4" in page and "my &lt;run&gt;" in page
-    assert "Is &lt;b&gt; &amp; &#x27;c&#x27; fine?" in page and "&lt;scr" in page and "<script" not in page
+    assert "Is &lt;b&gt; &amp; &#39;c&#39; fine?" in page and "&lt;scr" in page and "<script" not in page
     assert 'rgba(213,94,0,0.50)" title="2.50 nats">o<' in page and 'rgba(213,94,0,1.00)" title="9.00 nats"' in page
     assert "reward -0.3" in page and "http" not in page and "src=" not in page
 
