@@ -13,7 +13,7 @@ import re
 
 from megatron_rft.rewards.equivalence.disguise import MATHS, stands_in, value_of
 from megatron_rft.rewards.equivalence.reader import Unread, read
-from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
+from megatron_rft.rewards.equivalence.values import TookTooLong
 
 BOX = re.compile(r"\\boxed(?:\s*(?=\{)|\s+(?P<bare>[^\s${}]+))")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
@@ -61,7 +61,6 @@ HEDGES = re.compile(
 DENIED = re.compile(r"\b(?:wrong|incorrect|false|possible answers?)\b|\?", re.IGNORECASE)  # "is it 144?"
 
 
-@time_limit()
 def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
     """Return the response's answer as written; None if it has none, or ends inside the box."""
     text = FENCED.sub("\n", text.rpartition("</think>")[2].partition("<think>")[0])

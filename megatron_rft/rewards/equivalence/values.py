@@ -47,10 +47,10 @@ class TookTooLong(Exception):
 
 
 @contextmanager
-def time_limit() -> Iterator[None]:
-    """Within it, reading and evaluating raise TookTooLong after LIMIT_S."""
+def time_limit(share: float = 1) -> Iterator[None]:
+    """Within it, reading and evaluating raise TookTooLong after a share of LIMIT_S, or at the end of an outer limit."""
     before = getattr(verdict, "end", math.inf)
-    verdict.end = min(before, time.thread_time() + LIMIT_S)
+    verdict.end = min(before, time.thread_time() + share * LIMIT_S)
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def time_limit() -> Iterator[None]:
 
 def within_limit() -> None:
     if time.thread_time() > getattr(verdict, "end", math.inf):
-        raise TookTooLong(f"no verdict within {LIMIT_S} s")
+        raise TookTooLong(f"no verdict within its share of {LIMIT_S} s")
 
 
 def symbols(tree: Tree) -> set[str]:

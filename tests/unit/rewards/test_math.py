@@ -6,17 +6,20 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rft.config.rewards import CodeOptions, MathOptions
-from megatron_rft.records import Prompt
+from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards import math
-from megatron_rft.rewards.answers import final_answer
 from megatron_rft.rewards.equivalence import values
-from megatron_rft.rewards.equivalence.judge import judge, vote
-from megatron_rft.rewards.math import MathReward, graded
+from megatron_rft.rewards.equivalence.judge import judge
+from megatron_rft.rewards.math import MathReward
 from megatron_rft.rewards.registry import build
 
 
 def prompts(*answers: str) -> list[Prompt]:
     return [Prompt(index, (1,), "", answer) for index, answer in enumerate(answers)]
+
+
+def verdict(reference: str, answer: str, question: str = "") -> Score:
+    return MathReward()([Prompt(0, (1,), "", reference, {}, question)], [rf"\boxed{{{answer}}}"])[0]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +110,8 @@ def test_a_failure_is_the_answers_or_the_references(monkeypatch):
         return True
 
     monkeypatch.setattr(math, "judge", judge)
-    assert "cannot be graded: MemoryError" in graded("7", "9!", "").reason and graded("7", "9!", "").error is None
-    assert "the reference '9!': MemoryError" in graded("9!", "7", "").error
+    assert "cannot be graded: MemoryError" in verdict("7", "9!").reason and verdict("7", "9!").error is None
+    assert "the reference '9!': MemoryError" in verdict("9!", "7").error
 
 
 def test_an_empty_reference_is_an_error(reward):
@@ -134,19 +137,34 @@ LONG = "+".join(rf"\sin(\cos({k}x))\tan({k}x)" for k in range(40))
 
 
 def test_no_verdict_takes_longer_than_its_limit(monkeypatch):
-    assert graded("7", "0", "") == graded("7", LONG, "") == math.WRONG
+    assert verdict("7", "0").reason == verdict("7", LONG).reason == "wrong answer"
     huge = "(" * 8 + "2" + "^9)" * 8
-    assert graded("x^2+3x+y+2", f"(x^2+3x+y+2){huge}/{huge}", "Expand $(x+1)(x+2)+y$.") == math.WRONG
-    monkeypatch.setattr(values, "LIMIT_S", 0.002)
-    score = graded("7", LONG, "")
+    assert verdict("x^2+3x+y+2", f"(x^2+3x+y+2){huge}/{huge}", "Expand $(x+1)(x+2)+y$.").reason == "wrong answer"
+    monkeypatch.setattr(values, "LIMIT_S", 0.004)
+    score = verdict("7", LONG)
     assert "no verdict within" in score.reason and score.reward == 0.0 and score.error is None
     monkeypatch.setattr(values, "LIMIT_S", 0.0)
-    assert "no verdict within" in graded("x(x+1)", "x^2+x", "").error  # the reference alone takes as long
-    assert vote("2/4") == "2/4"  # as it is written
-    assert final_answer("So it is 12345.5 dollars.") is None  # finding an answer has the limit too
+    assert "no verdict within" in verdict("x(x+1)", "x^2+x").error  # the reference alone takes as long
+    assert MathReward().answer(prompts("7")[0], r"\boxed{2/4}") == "2/4"  # as it is written
     monkeypatch.undo()
-    assert vote("2/4") == "1/2"  # a limit ends with its verdict
-    assert final_answer("So it is 12345.5 dollars.") == "12345.5 dollars"
+    assert MathReward().answer(prompts("7")[0], r"\boxed{2/4}") == "1/2"  # a limit ends with its verdict
+
+
+def test_finding_and_judging_an_answer_have_one_limit(monkeypatch):
+    """An answer that uses all of its time still leaves as much to see that the reference is not at fault."""
+    started = []
+
+    def slowly(*given) -> str:
+        started.append(values.verdict.end - time.thread_time())
+        while True:
+            values.within_limit()
+
+    monkeypatch.setattr(values, "LIMIT_S", 0.2)
+    monkeypatch.setattr(math, "final_answer", slowly)
+    before = time.thread_time()
+    score = MathReward()(prompts("7"), ["It takes long."])[0]
+    assert "no verdict within" in score.reason and score.error is None and 0.09 < started[0] <= 0.1
+    assert time.thread_time() - before < 0.2
 
 
 def test_no_answer_holds_the_grader(reward):
