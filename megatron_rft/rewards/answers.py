@@ -21,10 +21,6 @@ FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
 APART = re.compile(r"but maybe|[A-Za-z]{2,}|(?<!_)(?<!_\{)[\d.]*\d(?![.)])|[+^<>]")
 JOINING = {"or", "and", "also", "but maybe", "maybe", "perhaps", "possibly", "either", "it", "is", "could", "be"}
 JOINING |= {"text", "cup", "dots", "ldots", "cdots", "quad", "qquad"}
-# After "####" and no answer: lines that begin or end with such a word, as "Step 1: add" and "Final Answer".
-HEADINGS = {"step", "part", "case", "method", "approach", "example", "verification", "verify", "verifying", "check"}
-HEADINGS |= {"checking", "explanation", "justification", "proof", "remark", "note", "summary", "alternative"}
-TITLES = ("answer", "result", "solution", "conclusion")
 MARK = re.compile(
     r"^[ \t*]*A[ *]*:|(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
     r"(?:(?<!\w)(?:is|are|was|be|equals|becomes)(?!\w)"
@@ -52,20 +48,19 @@ COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope thi
 WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
 LONGEST = 400  # characters of an answer that is no box
 TAIL = 4000  # characters of an unmarked response that are searched
-HEDGES = re.compile(
-    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unless"
-    r"|(?:unknown|undefined|n?either)(?=\s+\w))\b|(?<=\w )if\b|\(\s*(?:or|and)\b|\?"
+DENIED = re.compile(
+    r"\b(?:not|cannot|never|isn't|maybe|perhaps|possibly|(?:could|might|may) be|unless|wrong|incorrect"
+    r"|possible answers?|(?:unknown|undefined|n?either)(?=\s+\w))\b|(?<=\w )if\b|\(\s*(?:or|and)\b|\?"
     r"|^\W*(?:between|(?:more|less|greater|fewer) than|at (?:least|most))\b",
     re.IGNORECASE,
 )
-DENIED = re.compile(r"\b(?:wrong|incorrect|false|possible answers?)\b|\?", re.IGNORECASE)  # "is it 144?"
 
 
 def final_answer(text: str, how: str = "marked", question: str = "") -> str | None:
     """Return the response's answer as written; None if it has none, or ends inside the box."""
     text = FENCED.sub("\n", text.rpartition("</think>")[2].partition("<think>")[0])
     box = _last_box(text)
-    if how != "boxed" and (found := _hashed(text[box[0] :] if box else text, value=box is not None)):
+    if how != "boxed" and (found := _hashed(text[box[0] :] if box else text, words=0 if box else 5)):
         return found
     if box or how == "boxed":
         return (box[1] or None) if box else None
@@ -118,14 +113,12 @@ def _content(text: str, match: re.Match) -> tuple[str | None, int]:
     return None, len(text)
 
 
-def _hashed(text: str, *, value: bool) -> str | None:
-    """Return the last answer after "####" that is no heading; `value`: words, as in "#### Paris", are no answer."""
+def _hashed(text: str, *, words: int) -> str | None:
+    """Return the last value after "####"; words, as in "#### Paris", are an answer only at the end, else a heading."""
     for part in reversed(text.split("####")[1:]):
-        line = part.lstrip("#").partition("\n")[0].strip()
-        first = re.search("[a-z]*", line.lower().lstrip("*_ "))[0]
-        heading = first in HEADINGS or line.lower().rstrip("*_: ").endswith(TITLES)
-        if line and not heading and (not value or re.search(r"[\d\\]", line)):
-            return _clean(line)
+        line, _, rest = part.lstrip("#").partition("\n")
+        if found := _value(line, words=0 if rest.strip() else words):
+            return found
     return None
 
 
@@ -146,7 +139,7 @@ def _stated(text: str) -> str | None:
     """Return the text after the last "answer is" or "Answer:"."""
     for match in reversed(list(MARK.finditer(text))):
         rest = text[match.end() :][: 2 * LONGEST].lstrip(" *_\n").removeprefix("that ")
-        if not HEDGES.search(match[0]) and (found := _value(_clauses(rest)[0], words=5)):
+        if not DENIED.search(match[0]) and (found := _value(_clauses(rest)[0], words=5)):
             return found
     return None
 
@@ -169,7 +162,7 @@ def _concluded(text: str) -> str | None:
 
 def _said(clause: str) -> str | None:
     """Return the value at the end of a clause, after its last verb or sign of equality, or that "is the answer"."""
-    if HEDGES.search(clause) or DENIED.search(clause):
+    if DENIED.search(clause):
         return None
     before, _, after = clause.partition(" is the ")
     if after.split()[-1:] == ["answer"]:
@@ -192,7 +185,7 @@ def _asked(text: str, question: str) -> str | None:
 
 def _value(text: str, *, words: int = 0) -> str | None:
     """Return the text if it is a value: mathematics, a number with its unit, or at most so many words."""
-    if HEDGES.search(text):
+    if DENIED.search(text):
         return None
     text = REMARK.sub("", text.strip('*_`" \n\t')).strip().strip("'")
     if not text or len(text) > LONGEST or text[-1] in "+-*/=":

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_rft.rewards.equivalence.disguise import MATHS, value_of
-from megatron_rft.rewards.equivalence.judge import judge
 from megatron_rft.rewards.equivalence.reader import Unread, read
-from megatron_rft.rewards.math import reference_form
+from megatron_rft.rewards.math import judge, reference_form
 
 SMALLEST = "{rows} 2"  # tests/bench
 TRIES = 40  # rewritten formulas of a row

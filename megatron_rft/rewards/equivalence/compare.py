@@ -12,10 +12,9 @@ from fractions import Fraction
 
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.reader import is_name
-from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Tree, nodes, rebuilt, times
+from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Tree, nodes, places, rebuilt, times
 from megatron_rft.rewards.equivalence.units import LETTERS, measure
 
-DECIMALS = 6  # number of decimals in which a rounded decimal must agree with a fraction
 ASKS_PERCENT = re.compile(
     r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"
     r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|%|\\%)",
@@ -27,20 +26,17 @@ MOST = 50  # members of a list
 
 def counted(wanted: Tree, got: Tree) -> Tree:
     """The part of an answer that counts: of a chain its last member, or the one before a rounding of it."""
-    if wanted[0] == "=" or got[0] != "=" or _contradicts(got):
+    if wanted[0] == "=" or got[0] != "=":
         return got
     before, last = got[-2:]
-    if same(wanted, last) or last[0] != "n" or not (_places(last[1]) or got[1][-1] == "~"):
-        return last
-    exact = values.value(before)
-    return before if exact is not None and exact == exact.real and _rounded(exact, last[1]) else last
+    return before if not same(wanted, last) and _rounds(before, last, got[1][-1]) else last
 
 
 def same(wanted: Tree, got: Tree, percent: bool = False) -> bool:
     """Whether two answers are equivalent. `percent`: the question asks for a percentage."""
     if wanted == got or "text" in (wanted[0], got[0]):
         return wanted == got
-    for rule in (_chains, _units, _numbers, _lists, _ordered):
+    for rule in (_chains, _units, _percentages, _lists, _ordered):
         verdict = rule(wanted, got, percent)
         if verdict is not None:
             return verdict
@@ -76,16 +72,17 @@ def _chains(wanted: Tree, got: Tree, percent: bool) -> bool | None:
 def _contradicts(chain: Tree) -> bool:
     """Whether a chain contradicts itself, as 18 = 17. Roundings and unevaluated sums do not."""
     plain = [each[1] if each[0] == "unit" else each for each in chain[2:]]
-    numbers = [each[1] for each in plain if each[0] == "n"]
-    return any(
-        not _same_number(a, b) and not ((_places(b) or "~" in chain[1]) and _rounded(a, b))
-        for a, b in zip(numbers, numbers[1:], strict=False)
-    )
+    numbers = [each for each in plain if each[0] == "n"]
+    return any(a != b and not _rounds(a, b, chain[1]) for a, b in zip(numbers, numbers[1:], strict=False))
 
 
-def _rounded(exact, written) -> bool:
-    difference = abs(values.number(exact) - values.number(written))
-    return bool(difference <= values.number(Fraction(501, 1000)) / 10 ** (_places(written) or 0))
+def _rounds(exact: Tree, written: Tree, signs: str) -> bool:
+    """Whether a number rounds what stands before it in a chain."""
+    value = values.value(exact)
+    if written[0] != "n" or not (places(written[1]) or "~" in signs) or value is None or value != value.real:
+        return False
+    difference = abs(values.number(value) - values.number(written[1]))
+    return bool(difference <= values.number(Fraction(501, 1000)) / 10 ** (places(written[1]) or 0))
 
 
 def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
@@ -118,26 +115,11 @@ def measured(tree: Tree) -> Tree:
     return ("unit", numbers[0], "*".join(f"{base[1]}^{count[1]}" for base, count in powers))
 
 
-def _numbers(wanted: Tree, got: Tree, percent: bool) -> bool | None:
-    if wanted[0] != "n" or got[0] != "n":
+def _percentages(wanted: Tree, got: Tree, percent: bool) -> bool | None:
+    if not percent or not wanted[0] == got[0] == "n":
         return None
-    less, more = sorted((wanted[1], got[1]), key=lambda each: getattr(each, "percent", False), reverse=True)
-    asked = percent and getattr(less, "percent", False) > getattr(more, "percent", False)
-    return _same_number(less, more) or (asked and less * 100 == more)
-
-
-def _places(number: Fraction) -> int | None:
-    return getattr(number, "places", None)
-
-
-def _same_number(a: Fraction, b: Fraction) -> bool:
-    """Compare exactly, or to six decimals if one is a decimal; below 0.001 to three digits."""
-    if a == b or not (_places(a) or _places(b)):
-        return a == b
-    largest = max(abs(a), abs(b))
-    if largest < Fraction(1, 1000):
-        return abs(a - b) <= largest / 1000
-    return round(Fraction(a), DECIMALS) == round(Fraction(b), DECIMALS)
+    ours, theirs = (getattr(each[1], "percent", False) for each in (wanted, got))
+    return (ours != theirs and wanted[1] * 100**ours == got[1] * 100**theirs) or None
 
 
 def members(tree: Tree) -> list[Tree]:

@@ -3,16 +3,14 @@ r"""Whether an answer with the reference's value is an answer, or the question (
 1. The reference's own tree (trees.py) is an answer. Lists are judged member by member, equations by their last member.
 2. Kind. A reference that is a number takes a numeral: 17, -3.5, 6 2/3, 3 * 10^8; one power, factorial or binomial, also
    plus or minus 1, whose numbers do not all stand in the question; an integer takes no fraction. Other references take
-   no integral, derivative, sum, function, symbol and plain arithmetic that they lack; with n operations at most
-   4n + 8. What is solved for a number stays solved.
+   no integral, derivative, sum, function, symbol or plain arithmetic that they lack; with n operations at most 4n + 8.
+   What is solved for a number stays solved.
 3. Echo. Against each formula of the question with the reference's value and another tree: the answer is not its tree,
-   nor the same one once plain numbers are computed and like terms collected; and in each count in which the formula is
-   above the reference - functions, numbers under roots, products of sums, terms, fractions, roots below the bar,
-   negative powers, degrees; if in none, operations, arithmetic, symbols, sizes of numbers - the answer has come at
-   least half of the way down.
+   nor as large in every count; and in each count in which the formula is above the reference - functions, numbers under
+   roots, products of sums, terms, fractions, roots below the bar, negative powers, degrees; if in none, operations,
+   arithmetic, symbols, sizes of numbers - the answer has come at least half of the way down.
 """
 
-import math
 import re
 from collections import Counter
 from fractions import Fraction
@@ -21,7 +19,7 @@ from functools import lru_cache
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import measured, members, same
 from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, Unread, is_name, read
-from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, plus, power, ratio, times
+from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, power, ratio, times
 
 # Between dollar signs of TeX: "$204 + $160" are amounts.
 MATHS = re.compile(
@@ -34,16 +32,14 @@ PROSE = re.compile(
 WRITES_ANOTHER = re.compile("decimal|percent|mixed|fraction")
 LOGARITHMS = {"ln", "log", "lg"}
 SIZES = {"operations", "symbols", "sizes", "arithmetic"}
-MOST, LARGEST = 60, 10**100  # formulas of a question, and numbers that are raised to a power
+MOST = 60  # formulas of a question
 
 
 def disguised(wanted: Tree, got: Tree, question: str) -> bool:
     """Whether an answer with the reference's value is none."""
-    ours, theirs = members(wanted), members(got)
-    for place, part in enumerate(theirs):
-        partner = ours[place] if len(ours) == len(theirs) else ours[0]
-        if len(ours) == len(theirs) > 1:
-            partner = next((each for each in ours if same(value_of(each), value_of(part))), partner)
+    ours = members(wanted)
+    for part in members(got):
+        partner = next((each for each in ours if same(value_of(each), value_of(part))), ours[0])
         if _disguised(partner, part, question):
             return True
     return False
@@ -59,8 +55,8 @@ def has_another_kind(goal: Tree, tree: Tree, question: str) -> bool:
     if _functions(tree) - _functions(goal) or values.symbols(tree) - values.symbols(goal):
         return True
     ours, theirs = measure(goal), measure(tree)
-    undone = folded(goal) == goal and theirs["arithmetic"] > ours["arithmetic"]
-    return undone or theirs["operations"] > 4 * ours["operations"] + 8
+    undone = theirs["arithmetic"] and not ours["arithmetic"]
+    return bool(undone) or theirs["operations"] > 4 * ours["operations"] + 8
 
 
 @lru_cache(256)
@@ -121,10 +117,10 @@ def _echo(formula: Tree, wanted: Tree, goal: Tree, answer: Tree, equation: bool)
         counts["unsolved"], ours["unsolved"], theirs["unsolved"] = sides
     asked = [k for k in counts if counts[k] > ours[k]]
     kinds = [k for k in asked if k not in SIZES]
+    padded = asked and tree[0] != "n" and all(theirs[k] >= counts[k] for k in counts)
     if counts["operations"] != ours["operations"] and "sizes" in asked:
         asked.remove("sizes")  # of the numbers of a fraction to be reduced
-    repeated = tree == answer or folded(tree) == folded(answer) != folded(goal)
-    near = repeated or any(2 * theirs[k] > counts[k] + ours[k] for k in kinds or asked)
+    near = tree == answer or padded or any(2 * theirs[k] > counts[k] + ours[k] for k in kinds or asked)
     if not near or tree == goal:
         return False
     return values.proportional(wanted[2:], formula[2:]) if equation else values.equal(goal, formula)
@@ -137,46 +133,6 @@ def _is_calculation(tree: Tree, question: str) -> bool:
     given = {Fraction(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", question)}
     numbers = [abs(each[1]) for each in nodes(tree) if each[0] == "n" and each != MINUS]
     return all(each in given for each in numbers) or (tree[0] == "+" and 1 in given)
-
-
-@lru_cache(4096)
-def folded(tree: Tree) -> Tree:
-    """Compute plain numbers, also small powers and square roots, and collect like terms and powers of one base."""
-    if not any(isinstance(each, tuple) for each in tree[1:]):
-        return tree
-    parts = [folded(each) if isinstance(each, tuple) else each for each in tree[1:]]
-    if tree[0] == "^":
-        return _power(*parts)
-    if tree[0] not in "+*":
-        return (tree[0], *parts)
-    joined, found = (plus if tree[0] == "+" else times)(*parts), Counter()
-    if joined[0] != tree[0]:
-        return joined
-    if tree[0] == "+":
-        for rest, number in map(_scaled, joined[1:]):
-            found[times(*rest)] += number
-        return plus(*(times(("n", Fraction(count)), each) for each, count in found.items() if count))
-    rest, number = _scaled(joined)
-    for each in rest:
-        base, exponent = each[1:] if each[0] == "^" and each[2][0] == "n" else (each, ONE)
-        found[base] += exponent[1]
-    return times(("n", number), *(power(each, ("n", Fraction(count))) for each, count in found.items() if count))
-
-
-def _power(base: Tree, exponent: Tree) -> Tree:
-    if not base[0] == exponent[0] == "n" or (base[1] == 0 and exponent[1] <= 0):
-        return power(base, exponent)
-    root = Fraction(math.isqrt(abs(base[1].numerator))) if exponent[1].denominator == 2 else None
-    number, count = (root, 2 * exponent[1]) if root is not None and root**2 == base[1] else (base[1], exponent[1])
-    small = max(map(abs, number.as_integer_ratio())) < LARGEST and abs(count) < 10 and count.denominator == 1
-    return ("n", number ** int(count)) if small else power(base, exponent)
-
-
-def _scaled(tree: Tree) -> tuple[list[Tree], Fraction]:
-    """Return the other factors of a product, and the product of its plain numbers."""
-    factors = tree[1:] if tree[0] == "*" else (tree,)
-    number = math.prod((each[1] for each in factors if each[0] == "n"), start=Fraction(1))
-    return [each for each in factors if each[0] != "n"], number
 
 
 @lru_cache(4096)
@@ -197,13 +153,13 @@ def _count(tree: Tree, count: Counter[str], *, root: bool) -> None:
     elif kind == "^":
         _count_power(tree, count, root)
     else:
-        parts = [each for each in parts if kind not in "+*" or each != MINUS]
+        parts = [each for each in parts if kind != "*" or each != MINUS]
         inverse = [each for each in parts if kind == "*" and each[0] == "^" and each[2] == MINUS]  # a / b is one
         sums = any(each[0] == "+" for each in parts)
         count["products"] += kind == "*" and sums and len(parts) > len(inverse) + 1
         count["operations"] += (len(parts) - 1 if kind in ("+", "*", ",", "()") else 1) - len(inverse)
         count["functions"] += kind == "f" and tree[1] not in ("prime", "=")
-        numbers = [each for each in parts if each[0] == "n" or (kind == "+" and ratio(each))]
+        numbers = [each for each in parts if each not in inverse and is_numeral(each)]
         plain = [each for each in inverse if ratio(each)]
         count["arithmetic"] += kind in "+*" and max(len(numbers) - 1, 0) + max(len(plain) - 1, 0)
         for each in parts:
@@ -242,7 +198,7 @@ def is_number(tree: Tree) -> bool:
     plain = (
         each[0] == "^" and each[1][0] == each[2][0] == "n" and (each[2] == MINUS or each[1][1] == 10) for each in scales
     )
-    return len(factors) - len(scales) < 2 and len(scales) < 2 and all(plain)
+    return bool(factors) and len(factors) - len(scales) < 2 and len(scales) < 2 and all(plain)
 
 
 def is_numeral(tree: Tree) -> bool:

@@ -343,15 +343,15 @@ class Reader:
     def number(self, token: str) -> Tree:
         """Read a number, a mixed number, a repeating decimal or one with its multiplier."""
         digits, _, exponent = token.replace(",", "").lower().partition("e")
-        value, places = Fraction(digits) * Fraction(10) ** int(exponent or 0), len(digits.partition(".")[2]) or None
+        value, decimals = Fraction(digits) * Fraction(10) ** int(exponent or 0), len(digits.partition(".")[2])
         if "." in digits and self.has(r"\overline", r"\bar"):  # 0.1\overline{6} is 1/10 + 6/90
             _, again, _ = self.take("{"), self.take(), self.take("}")
-            return ("n", numeral(value + Fraction(int(again), 10 ** (places or 0) * (10 ** len(again) - 1))))
-        if places is None and not exponent and (part := self.attempt(self.part)):
+            return ("n", numeral(value + Fraction(int(again), 10**decimals * (10 ** len(again) - 1))))
+        if not decimals and not exponent and (part := self.attempt(self.part)):
             return ("n", numeral(value + part[1]))
         if self.next.strip('"') in LARGE:
             value *= LARGE[self.take().strip('"')]
-        return ("n", numeral(value, places))
+        return ("n", numeral(value, decimals or None))
 
     def part(self) -> Tree | None:
         """Read the fraction of a mixed number: 3\\frac{1}{2}, 3 1/2."""

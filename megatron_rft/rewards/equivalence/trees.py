@@ -36,6 +36,10 @@ def numeral(value: Fraction | str, places: int | None = None, percent: bool = Fa
     return made
 
 
+def places(number: Fraction) -> int | None:
+    return getattr(number, "places", None)
+
+
 ZERO, ONE, MINUS = (("n", Fraction(value)) for value in (0, 1, -1))
 DEGREE = ("s", "°")
 

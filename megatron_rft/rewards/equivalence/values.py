@@ -14,7 +14,7 @@ from typing import Any
 
 import mpmath
 
-from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, Tree, nodes, plus, times
+from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, Tree, nodes, places, plus, times
 
 mp = mpmath.MPContext()
 mp.dps = 40
@@ -110,7 +110,7 @@ def close(a: Any, b: Any, *, rounded: bool = False) -> bool:
 
 
 def _has_decimal(tree: Tree) -> bool:
-    return any(each[0] == "n" and getattr(each[1], "places", None) for each in nodes(tree))
+    return any(each[0] == "n" and places(each[1]) for each in nodes(tree))
 
 
 def _is_irrational(tree: Tree) -> bool:

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.equivalence.judge import judge, vote
+from megatron_rft.rewards.math import judge, vote
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.rewards.equivalence.judge import judge
+from megatron_rft.rewards.math import judge
 
 SCRIPT = Path(__file__).resolve().parents[3] / "tools/bench/disguises.py"
 ROWS = [

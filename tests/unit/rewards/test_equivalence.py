@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_rft.rewards.equivalence.judge import judge, vote
 from megatron_rft.rewards.equivalence.reader import read
+from megatron_rft.rewards.math import judge, vote
 
 SAME = [
     (r"\text{does not exist}", r"\text{DNE}"),

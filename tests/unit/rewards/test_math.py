@@ -9,8 +9,7 @@ from megatron_rft.config.rewards import CodeOptions, MathOptions
 from megatron_rft.records import Prompt, Score
 from megatron_rft.rewards import math
 from megatron_rft.rewards.equivalence import values
-from megatron_rft.rewards.equivalence.judge import judge
-from megatron_rft.rewards.math import MathReward
+from megatron_rft.rewards.math import MathReward, judge
 from megatron_rft.rewards.registry import build
 
 
