@@ -18,27 +18,24 @@ from megatron_rft.rewards.equivalence.values import TookTooLong
 BOX = re.compile(r"\\boxed(?:\s*(?=\{)|\s+(?P<bare>[^\s${}]+))")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
 # Between two boxes of one list: signs, single letters and these words; not "no, it is".
-APART = re.compile(r"but maybe|[A-Za-z]{2,}|(?<!_)(?<!_\{)[\d.]*\d(?![.)])|[+^<>]")
-JOINING = {"or", "and", "also", "but maybe", "maybe", "perhaps", "possibly", "either", "it", "is", "could", "be"}
-JOINING |= {"text", "cup", "dots", "ldots", "cdots", "quad", "qquad"}
+APART = re.compile(r"but maybe|[A-Za-z]{2,}|(?<!_\{)(?<!_)\d+(?![.)])|[+^<>]")
+JOINING = {"or", "and", "also", "but maybe", "maybe", "perhaps", "possibly", "it", "is", "could", "be", "text", "cup"}
+JOINING |= {"dots", "ldots", "cdots", "quad", "qquad"}
+ADVERB = r"\s*(?:therefore|thus|then|simply|just|also|now|indeed|actually|exactly|equal to)?\s*"
 MARK = re.compile(
     r"^[ \t*]*A[ *]*:|(?<!possible )(?<!wrong )(?<!incorrect )\bans(?:wers?)?\b(?:[^.\n=:]|\.\d){0,80}?"
-    r"(?:(?<!\w)(?:is|are|was|be|equals|becomes)(?!\w)"
-    r"\s*(?:therefore|thus|then|simply|just|also|indeed|actually|exactly|equal to)?\s*[:=]?|:|=)",
+    rf"(?:\b(?:is|are|was|be|equals|becomes)\b{ADVERB}[:=]?|:|=)",
     re.IGNORECASE | re.MULTILINE,
 )
 END = re.compile(
-    r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b|, and (?=[^.\n]*\bis\b)"
+    r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b"
+    r"|, (?=(?:and|the) [^.\n]*\bis\b)"
 )
 VERB = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gives?|gets?|got|makes?|made|has|have|had|leaves?|left with|totals|becomes?|"
-    r"costs?|earns?|needs?|takes?|paid|pays?|spen[dt]s?|same as|(?:equals?|up|comes|amounts|adds|sums) to|total of)\b"
-    r"\s*(?:exactly|simply|therefore|then|now|at)?|\b(?:it|that)['’]s\b|(?<!\d):|→|⇒|=>|=|≈",
+    r"costs?|earns?|needs?|takes?|paid|pays?|spen[dt]s?|same as|(?:up|comes|amounts|adds|sums) to|total of)\b"
+    rf"{ADVERB}(?:at (?!least|most))?|\b(?:it|that)['’]s\b|(?<!\d):|→|⇒|=>|=|≈",
     re.IGNORECASE,
-)
-EQUATION = re.compile(
-    r"(?P<formula>[-(]?\d[\d\s.()+*/^×÷−-]*[\d)])\s*(?:=|,? which is|is|equals|is equal to)\s*\$?"
-    r"(?P<value>-?\d[\d,]*(?:\.\d+)?)(?!\s*[-+*/×÷\d])"
 )
 REMARK = re.compile(r"(?<=\S)\s+\((?:[A-Za-z][^()]*\)|[^()\]]*)$")  # 144 (one hundred forty-four), and 65 (18 +
 # Mathematics over several lines between \[ and \] or $$ and $$, without an empty line.
@@ -176,10 +173,13 @@ def _said(clause: str) -> str | None:
 
 def _asked(text: str, question: str) -> str | None:
     """Return the last value that the response gives to a formula of the question: "61 - 48 is 13. Subtraction ..."."""
-    for match in reversed(list(EQUATION.finditer(text))):
-        denied = DENIED.search(text[match.end() :].partition("\n")[0].partition(". ")[0])
-        if not denied and stands_in(match["formula"], question):
-            return _clean(match["value"].rstrip(",."))
+    for clause in reversed(_clauses(text)):
+        if DENIED.search(clause):
+            return None
+        for match in VERB.finditer(clause):
+            found = _value(clause[match.end() :])
+            if found and stands_in(WORD.split(clause[: match.start()])[-1], question):
+                return found
     return None
 
 

@@ -88,42 +88,41 @@ def value_of(tree: Tree) -> Tree:
     return tree[1] if tree[0] == "unit" else tree
 
 
+def _sides(tree: Tree) -> Tree:
+    """Give the sides of an equation an order; anything else stays as it is."""
+    return ("f", "=", *sorted(tree[2:], key=repr)) if tree[0] == "=" and len(tree) == 4 else tree
+
+
 def _disguised(wanted: Tree, got: Tree, question: str) -> bool:
-    equation = wanted[0] == got[0] == "=" and len(got) == len(wanted) == 4
-    solved = equation and is_name(wanted[2]) and not values.symbols(wanted[-1])
-    if solved and not is_name(got[2]):
+    solved = wanted[0] == "=" and len(wanted) == 4 and is_name(wanted[2]) and not values.symbols(wanted[-1])
+    if solved and got[0] == "=" and not is_name(got[2]):
         return True
-    if solved or not equation:
-        wanted, got, equation = value_of(wanted), value_of(got), False
+    if solved or not wanted[0] == got[0] == "=":
+        wanted, got = value_of(wanted), value_of(got)
         got = measured(got)[1] if wanted[0] == "n" and measured(got)[0] == "unit" else got
-    goal, tree = (("f", "=", *sorted(each[2:], key=repr)) if equation else each for each in (wanted, got))
+    goal, tree = _sides(wanted), _sides(got)
     if tree == goal or goal[0] == "text":
         return False
     if has_another_kind(goal, tree, question):
         return True
     if is_number(goal) and _in_lowest_terms(tree) and not WRITES_ANOTHER.search(question):
         return False
-    return any(_echo(each, wanted, goal, tree, equation) for each in formulas(question))
+    return any(_echo(_sides(each), goal, tree) for each in formulas(question))
 
 
-def _echo(formula: Tree, wanted: Tree, goal: Tree, answer: Tree, equation: bool) -> bool:
+def _echo(formula: Tree, goal: Tree, answer: Tree) -> bool:
     """Whether the answer is nearer to the question's formula than to the reference."""
-    if equation != (formula[0] == "=" and len(formula) == 4):
+    equation = formula[:2] == ("f", "=")
+    if equation != (goal[:2] == ("f", "=")) or formula == goal:
         return False
-    tree = ("f", "=", *sorted(formula[2:], key=repr)) if equation else formula
-    counts, ours, theirs = measure(tree), measure(goal), measure(answer)
-    if equation:
-        sides = [not any(map(is_name, each[2:])) for each in (tree, goal, answer)]
-        counts["unsolved"], ours["unsolved"], theirs["unsolved"] = sides
+    counts, ours, theirs = map(measure, (formula, goal, answer))
     asked = [k for k in counts if counts[k] > ours[k]]
     kinds = [k for k in asked if k not in SIZES]
-    padded = asked and tree[0] != "n" and all(theirs[k] >= counts[k] for k in counts)
+    padded = asked and formula[0] != "n" and all(theirs[k] >= counts[k] for k in counts)
     if counts["operations"] != ours["operations"] and "sizes" in asked:
         asked.remove("sizes")  # of the numbers of a fraction to be reduced
-    near = tree == answer or padded or any(2 * theirs[k] > counts[k] + ours[k] for k in kinds or asked)
-    if not near or tree == goal:
-        return False
-    return values.proportional(wanted[2:], formula[2:]) if equation else values.equal(goal, formula)
+    near = formula == answer or padded or any(2 * theirs[k] > counts[k] + ours[k] for k in kinds or asked)
+    return bool(near) and (values.proportional(goal[2:], formula[2:]) if equation else values.equal(goal, formula))
 
 
 def _is_calculation(tree: Tree, question: str) -> bool:
@@ -139,6 +138,7 @@ def _is_calculation(tree: Tree, question: str) -> bool:
 def measure(tree: Tree) -> Counter[str]:
     """Count what work on a formula brings down."""
     count: Counter[str] = Counter(terms=max([len(each) - 1 for each in nodes(tree) if each[0] == "+"], default=1))
+    count["unsolved"] = tree[:2] == ("f", "=") and not any(map(is_name, tree[2:]))
     _count(tree, count, root=False)
     return count
 

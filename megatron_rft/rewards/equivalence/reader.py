@@ -23,11 +23,7 @@ WORDS_BETWEEN = ', ; & and or where \\lor "and "or "where "for'
 SEPARATORS = {'", and', '", or', '"for all', *WORDS_BETWEEN.split()}
 ENDS = SEPARATORS | RELATIONS | {")", "]", "}", r"\}", r"\cup", ""}
 NO_FACTOR = ENDS | {r"\pm", r"\mp", r"\right", r"\left", r"\rfloor", r"\rceil", r"\mod", r"\\", r"\setminus", r"\end"}
-INTRODUCTIONS = (
-    "the final answer is are value values of so thus therefore hence result equals equal we get total a an it solution "
-    "solutions sum there approximately about"
-)
-INTRODUCTION = set(INTRODUCTIONS.split())
+INTRODUCTION = "the final answer is are value values of so thus therefore hence we get it solution solutions sum about"
 LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 TENS = "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
@@ -120,8 +116,8 @@ class Reader:
 
     def skip_introduction(self) -> None:
         """Skip "The answer is" and a leading sign of equality."""
-        while is_word(self.next) and set(re.findall(r"\w+", self.next.lower())) <= INTRODUCTION:
-            if self.ahead(1) in SEPARATORS | {""}:
+        while is_word(self.next) and self.ahead(1) not in ("", *SEPARATORS):
+            if not set(self.next.lower().strip('"').split()) <= set(INTRODUCTION.split()):
                 break
             self.place += 1
             self.has(":")

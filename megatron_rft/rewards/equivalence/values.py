@@ -77,9 +77,7 @@ def value(tree: Tree, point: dict[str, Any] | None = None) -> Any:
 
 def values(tree: Tree, names: Iterable[str]) -> list[Any]:
     """The values of a formula at each of the points, or its one value."""
-    names = sorted(names)
-    rows = POINTS if any(each[1] in ("lfloor", "lceil") for each in nodes(tree)) else POINTS[:-1]
-    points = [{name: mp.mpf(row[k % 4]) + k // 4 for k, name in enumerate(names)} for row in rows]
+    points = [{name: mp.mpf(row[k % 4]) + k // 4 for k, name in enumerate(sorted(names))} for row in POINTS]
     return [value(tree, point) for point in (points if names else [{}])]
 
 
@@ -159,8 +157,6 @@ def _function(name: str, members: tuple, point: dict[str, Any]) -> Any:
         return _integers(name, given)
     if name in LIMITED and abs(given[0]) > ENDLESS:
         raise ValueError("an argument that is too large")
-    if name in ("lfloor", "lceil") and isinstance(given[0], Fraction):
-        return Fraction(given[0] // 1 if name == "lfloor" else -(-given[0] // 1))
     return FUNCTIONS[name](*(given if name in (":", "abs", "max", "min") else map(number, given)))
 
 
