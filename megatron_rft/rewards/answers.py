@@ -11,9 +11,8 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 
 import re
 
-from megatron_rft.rewards.equivalence.disguise import MATHS, stands_in, value_of
-from megatron_rft.rewards.equivalence.reader import Unread, read
-from megatron_rft.rewards.equivalence.values import TookTooLong
+from megatron_rft.rewards.equivalence.disguise import MATHS, formulas, value_of
+from megatron_rft.rewards.equivalence.reader import read
 
 BOX = re.compile(r"\\boxed(?:\s*(?=\{)|\s+(?P<bare>[^\s${}]+))")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
@@ -74,10 +73,7 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
 
 def _kind(text: str) -> str:
     """The kind of tree of a text's value: "n" for a number; "" for no formula."""
-    try:
-        return value_of(read(text))[0]
-    except (Unread, TookTooLong):
-        return ""
+    return value_of(read(text) or ("",))[0]
 
 
 def _last_box(text: str) -> tuple[int, str | None] | None:
@@ -178,7 +174,7 @@ def _asked(text: str, question: str) -> str | None:
             return None
         for match in VERB.finditer(clause):
             found = _value(clause[match.end() :])
-            if found and stands_in(WORD.split(clause[: match.start()])[-1], question):
+            if found and read(WORD.split(clause[: match.start()])[-1]) in formulas(question):
                 return found
     return None
 

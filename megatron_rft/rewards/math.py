@@ -11,7 +11,7 @@ from megatron_rft.rewards.choice import option
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
 from megatron_rft.rewards.equivalence.disguise import disguised, is_numeral, value_of
-from megatron_rft.rewards.equivalence.reader import SEPARATORS, Unread, is_word, read
+from megatron_rft.rewards.equivalence.reader import SEPARATORS, read
 from megatron_rft.rewards.equivalence.tokens import tokens
 from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
 
@@ -33,9 +33,12 @@ class MathReward(Reward):
 
     @time_limit()
     def answer(self, prompt: Row, text: str) -> str | None:
-        """Return the response's answer, in the same form for equal answers."""
-        found = final_answer(text, self.how, problem(prompt))
-        return None if found is None or len(found) > LONGEST else vote(found)
+        """Return the response's answer, in the same form for equal answers; None if it takes too long."""
+        try:
+            found = final_answer(text, self.how, problem(prompt))
+            return None if found is None or len(found) > LONGEST else vote(found)
+        except TookTooLong:
+            return None
 
     @time_limit()
     def _score(self, prompt: Row, text: str) -> Score:
@@ -84,25 +87,17 @@ def judge(reference: str, answer: str, question: str = "") -> bool:
     if len(letter) == 1 and letter.isupper() and (chosen := option(answer.strip(), alone=True)):
         others = [each for each in theirs if each not in ("(", ")", ".")][1:2]  # C or 5
         return chosen == letter and not set(others) & SEPARATORS
-    try:
-        wanted, got = parameters(read(reference), read(answer))
-    except Unread:  # it is equal only to the same text
-        return _plain(ours) == _plain(theirs)
+    trees = read(reference), read(answer)
+    if None in trees:  # it is equal only to the same text
+        one, other = (" ".join(each).lower().replace('"', "") for each in (ours, theirs))
+        return one == other
+    wanted, got = parameters(*trees)
     right = same(wanted, got, bool(ASKS_PERCENT.search(question)))
     return right and not disguised(wanted, counted(wanted, got), question)
 
 
-@time_limit()
 def vote(answer: str) -> str:
     """Return the same text for equal answers, for majority votes: "x = 1,234 apples" -> "1234", "2/4" -> "1/2"."""
-    try:
-        trees = [value_of(each) for each in members(read(answer))]
-        return ", ".join(str(values.value(each)) if is_numeral(each) else repr(each) for each in trees)
-    except (Unread, TookTooLong):
-        return answer
-
-
-def _plain(found: list[str]) -> str:
-    """Words in one case, without spaces: \\text{June 20} is June 20."""
-    text = " ".join(found)
-    return text.lower().replace(" ", "").replace('"', "") if any(map(is_word, found)) else text
+    tree = read(answer)
+    trees = [value_of(each) for each in members(tree)] if tree else []
+    return ", ".join(str(values.value(each)) if is_numeral(each) else repr(each) for each in trees) or answer

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from megatron_rft.data.prompts import reference_answer
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.equivalence import values
-from megatron_rft.rewards.equivalence.reader import Unread, read
+from megatron_rft.rewards.equivalence.reader import read
 from megatron_rft.rewards.math import MathReward, reference_form
 
 SMALLEST = "{rows} 2"  # tests/bench
@@ -45,10 +45,7 @@ FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 
 def number(text: str) -> values.Fraction | None:
     """Return the value of a written number or fraction."""
-    try:
-        tree = read(text)
-    except Unread:
-        return None
+    tree = read(text) or ("",)
     found = values.value(tree) if tree[0] in "n*^" and not values.symbols(tree) else None
     return tree[1] if tree[0] == "n" else found if isinstance(found, values.Fraction) else None
 
@@ -156,10 +153,7 @@ def wrong_answers(question: str, reference: str, other: str) -> Iterator[tuple[s
 
 
 def _rounded(clean: str) -> str:
-    try:
-        found = values.value(read(clean))
-    except Unread:
-        found = None
+    found = values.value(read(clean) or ("",))
     return "" if found is None or found != found.real else f"{float(found):.8f}"
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import measured, members, same
-from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, Unread, is_name, read
+from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, is_name, read
 from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, power, ratio, times
 
 # Between dollar signs of TeX: "$204 + $160" are amounts.
@@ -37,12 +37,9 @@ MOST = 60  # formulas of a question
 
 def disguised(wanted: Tree, got: Tree, question: str) -> bool:
     """Whether an answer with the reference's value is none."""
-    ours = members(wanted)
-    for part in members(got):
-        partner = next((each for each in ours if same(value_of(each), value_of(part))), ours[0])
-        if _disguised(partner, part, question):
-            return True
-    return False
+    ours, theirs = members(wanted), members(got)
+    partners = [next((k for k in ours if same(value_of(k), value_of(each))), ours[0]) for each in theirs]
+    return any(_disguised(one, other, question) for one, other in zip(partners, theirs, strict=True))
 
 
 def has_another_kind(goal: Tree, tree: Tree, question: str) -> bool:
@@ -66,20 +63,10 @@ def formulas(question: str) -> list[Tree]:
     texts += PROSE.sub("?", re.sub(r"\\[()\[\]]|\$", " ", question)).split("?")
     found: dict[Tree, None] = {}
     for text in list(dict.fromkeys(each.strip(" .:,;\n") for each in texts))[: 2 * MOST]:
-        try:
-            for part in members(read(text)):
-                found |= dict.fromkeys((part, *(part[2:] if part[0] in ("=", "<") else ())))
-        except Unread:
-            continue
+        tree = read(text)
+        for part in members(tree) if tree else ():
+            found |= dict.fromkeys((part, *(part[2:] if part[0] in ("=", "<") else ())))
     return [each[1] if each[0] == "unit" else each for each in found][:MOST]
-
-
-def stands_in(formula: str, question: str) -> bool:
-    """Whether a formula is one of the question's: 7 + 8 is none of "57 + 87"."""
-    try:
-        return read(formula) in formulas(question)
-    except (Unread, values.TookTooLong):
-        return False
 
 
 def value_of(tree: Tree) -> Tree:

@@ -14,7 +14,7 @@ from typing import Any
 
 import mpmath
 
-from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, Tree, nodes, places, plus, times
+from megatron_rft.rewards.equivalence.trees import MINUS, Tree, nodes, places, plus, times
 
 mp = mpmath.MPContext()
 mp.dps = 40
@@ -83,9 +83,10 @@ def values(tree: Tree, names: Iterable[str]) -> list[Any]:
 
 def equal(wanted: Tree, got: Tree) -> bool:
     """Whether two formulas have the same values. A decimal may be a rounding, but not of an irrational number."""
-    rounded = _has_decimal(wanted) or (_has_decimal(got) and not _is_irrational(wanted))
+    decimals = [any(each[0] == "n" and places(each[1]) for each in nodes(tree)) for tree in (wanted, got)]
     names = symbols(wanted) | symbols(got)
     pairs = [pair for pair in zip(values(wanted, names), values(got, names), strict=False) if pair != (None, None)]
+    rounded = bool(pairs) and (decimals[0] or (decimals[1] and isinstance(pairs[0][0], Fraction)))
     return bool(pairs) and all(None not in pair and close(*pair, rounded=rounded) for pair in pairs)
 
 
@@ -105,17 +106,6 @@ def close(a: Any, b: Any, *, rounded: bool = False) -> bool:
     a, b = number(a), number(b)
     largest = max(abs(a), abs(b))
     return abs(a - b) <= (min(number(ROUNDED), largest / 1000) if rounded else EXACT * max(1, largest))
-
-
-def _has_decimal(tree: Tree) -> bool:
-    return any(each[0] == "n" and places(each[1]) for each in nodes(tree))
-
-
-def _is_irrational(tree: Tree) -> bool:
-    return any(
-        each[0] == "f" or each in (("s", "e"), ("s", r"\pi"), DEGREE) or (each[0] == "^" and not is_whole(each[2]))
-        for each in nodes(tree)
-    )
 
 
 def is_whole(tree: Tree) -> bool:
