@@ -145,7 +145,7 @@ def _concluded(text: str) -> str | None:
         return None
     short = len(lines) == 1 and len(lines[0].split()) <= 2 and not VERB.search(lines[0])
     bare = _value(lines[-1].rstrip("."), words=2 * short)
-    if bare and (len(lines) == 1 or re.search(r"[\d\\$]", bare)):
+    if bare:
         return bare
     for clause in reversed(_clauses(lines[-1])):
         if (found := _said(clause.strip(" *_\"'"))) or re.search(r"\d", clause) or DENIED.search(clause):

@@ -8,11 +8,10 @@ x = 3         the value 3 where the reference has no equation; else the same equ
 """
 
 import re
-from fractions import Fraction
 
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.reader import is_name
-from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Tree, nodes, places, rebuilt, times
+from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Numeral, Tree, nodes, rebuilt, times
 from megatron_rft.rewards.equivalence.units import LETTERS, measure
 
 ASKS_PERCENT = re.compile(
@@ -79,10 +78,10 @@ def _contradicts(chain: Tree) -> bool:
 def _rounds(exact: Tree, written: Tree, signs: str) -> bool:
     """Whether a number rounds what stands before it in a chain."""
     value = values.value(exact)
-    if written[0] != "n" or not (places(written[1]) or "~" in signs) or value is None or value != value.real:
+    if written[0] != "n" or not (written[1].places or "~" in signs) or value is None or value != value.real:
         return False
     difference = abs(values.number(value) - values.number(written[1]))
-    return bool(difference <= values.number(Fraction(501, 1000)) / 10 ** (places(written[1]) or 0))
+    return bool(difference <= values.number(Numeral(501, 1000)) / 10 ** (written[1].places or 0))
 
 
 def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
@@ -101,7 +100,7 @@ def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     if one is None or other is None or one == other:
         symbol = not ours[2] and theirs[2] and values.symbols(ours[1]) - values.symbols(theirs[1])
         return not symbol and same(ours[1], theirs[1], percent)
-    scaled = (times(each[1], ("n", size)) for each, (_, size) in ((ours, one), (theirs, other)))
+    scaled = (times(each[1], ("n", Numeral(size))) for each, (_, size) in ((ours, one), (theirs, other)))
     return one[0] == other[0] and values.equal(*scaled)
 
 
@@ -118,7 +117,7 @@ def measured(tree: Tree) -> Tree:
 def _percentages(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     if not percent or not wanted[0] == got[0] == "n":
         return None
-    ours, theirs = (getattr(each[1], "percent", False) for each in (wanted, got))
+    ours, theirs = (each[1].percent for each in (wanted, got))
     return (ours != theirs and wanted[1] * 100**ours == got[1] * 100**theirs) or None
 
 

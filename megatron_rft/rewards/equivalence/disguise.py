@@ -19,7 +19,7 @@ from functools import lru_cache
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import measured, members, same
 from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, is_name, read
-from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, power, ratio, times
+from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, ratio
 
 # Between dollar signs of TeX: "$204 + $160" are amounts.
 MATHS = re.compile(
@@ -92,7 +92,8 @@ def _disguised(wanted: Tree, got: Tree, question: str) -> bool:
         return False
     if has_another_kind(goal, tree, question):
         return True
-    if is_number(goal) and _in_lowest_terms(tree) and not WRITES_ANOTHER.search(question):
+    lowest = tree[0] == "n" or (ratio(tree) is not None and measure(tree)["sizes"] <= measure(goal)["sizes"])
+    if is_number(goal) and lowest and not WRITES_ANOTHER.search(question):
         return False
     return any(_echo(_sides(each), goal, tree) for each in formulas(question))
 
@@ -190,19 +191,11 @@ def is_number(tree: Tree) -> bool:
 
 def is_numeral(tree: Tree) -> bool:
     """A number; 2^10, (1/2)^3, 5!, C(5, 2), also plus or minus 1."""
-    if tree[0] == "+" and len(tree) == 3 and {ONE, MINUS} & set(tree):
-        tree = next(each for each in tree[1:] if each not in (ONE, MINUS))
-        return tree[0] in ("^", "f") and ratio(tree) is None and is_numeral(tree)
-    if tree[0] == "*" and len(tree) == 3 and MINUS in tree:
-        tree = next(each for each in tree[1:] if each != MINUS)
+    if tree[0] in ("+", "*") and len(tree) == 3 and {ONE, MINUS} & set(tree):
+        inner = next(each for each in tree[1:] if each not in (ONE, MINUS))
+        return is_numeral(inner) and (tree[0] == "*" or (inner[0] in ("^", "f") and ratio(inner) is None))
     if tree[0] == "^" and values.is_whole(tree[2]) and (tree[1][0] == "n" or ratio(tree[1])):
         return True
     if tree[0] == "f" and tree[1] in ("!", "binom", "inverse"):
         return all(values.is_whole(each) or (tree[1] == "inverse" and each[0] == "n") for each in tree[2:])
     return is_number(tree)
-
-
-def _in_lowest_terms(tree: Tree) -> bool:
-    """Whether it is a number without a bar, or a fraction of coprime integers."""
-    upper, lower = (ratio(tree) or Fraction()).as_integer_ratio()
-    return tree[0] == "n" or tree == times(("n", Fraction(upper)), power(("n", Fraction(lower)), MINUS))

@@ -7,14 +7,13 @@ from fractions import Fraction
 from functools import lru_cache
 
 from megatron_rft.rewards.equivalence.tokens import Token, tokens
-from megatron_rft.rewards.equivalence.trees import MINUS, ONE, Tree, nodes, numeral, plus, power, ratio, rebuilt, times
+from megatron_rft.rewards.equivalence.trees import MINUS, ONE, Numeral, Tree, nodes, plus, power, ratio, rebuilt, times
 from megatron_rft.rewards.equivalence.units import is_unit
 from megatron_rft.rewards.equivalence.values import within_limit
 
 BIG = {"int", "iint", "iiint", "oint", "sum", "prod", "lim"}
 TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc"}
-OTHERS = "arcsin arccos arctan arccot sinh cosh tanh log ln lg exp gcd lcm max min det arg Re Im deg dim"
-FUNCTIONS = TRIGONOMETRY | set(OTHERS.split())
+FUNCTIONS = "arcsin arccos arctan arccot sinh cosh tanh log ln lg exp gcd lcm max min det arg Re Im deg dim"
 CLOSERS = {"(": ")]", "[": ")]", "{": "}", r"\{": (r"\}", "}"), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",)}
 ORDER = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 EQUAL = {"=": "=", r"\approx": "~", r"\equiv": "="}
@@ -37,10 +36,6 @@ WORDS |= {f"no {real}solution{s}": EMPTY for real in ("", "real ") for s in ("",
 WORDS |= dict.fromkeys(("dne", "limit does not exist"), ("text", "does not exist"))
 MOST = 1000  # attempts to read some tokens in one way
 DIGITS = set("0123456789.")
-
-
-class Unread(ValueError):
-    """The text is no formula."""
 
 
 @lru_cache(4096)
@@ -83,11 +78,10 @@ class Reader:
         return self.tokens[self.place + count].text if self.place + count < len(self.tokens) else ""
 
     def take(self, *wanted: str) -> str:
-        token = self.next
-        if not token or (wanted and token not in wanted):
-            raise Unread(f"{token or 'the end'} at {self.place}")
+        if not self.next or (wanted and self.next not in wanted):
+            raise ValueError(self.next)
         self.place += 1
-        return token
+        return self.ahead(-1)
 
     def has(self, *wanted: str) -> bool:
         found = self.next in wanted and self.next != ""
@@ -101,7 +95,7 @@ class Reader:
         within_limit()
         if self.attempts > MOST:
             raise RecursionError("too many ways to read it")
-        with suppress(Unread):
+        with suppress(ValueError):
             if (found := parse()) is not None:
                 return found
         self.tokens, self.place, self.bars = state
@@ -160,7 +154,7 @@ class Reader:
         if not is_long or not said:
             return None
         if set(said) <= NUMBERS.keys() and (len(said) == 1 or (len(said) == 2 and said[0].endswith("ty"))):
-            return ("n", numeral(sum(map(NUMBERS.get, said))))
+            return ("n", Numeral(sum(map(NUMBERS.get, said))))
         return WORDS.get(text, ("text", text))
 
     def chain(self) -> Tree:
@@ -274,7 +268,7 @@ class Reader:
                 scale = self.next in ("C", "F") and self.ahead(1) in ENDS and self.take()
                 found = ("unit", found, f"°{scale}") if scale else times(found, ("s", "°"))
             elif self.has("%"):
-                found = ("n", _percent(found[1])) if found[0] == "n" else times(found, ("n", Fraction(1, 100)))
+                found = ("n", _percent(found[1])) if found[0] == "n" else times(found, ("n", Numeral(1, 100)))
             else:
                 break
         return found
@@ -332,7 +326,7 @@ class Reader:
             return ("s", token[0])
         if token[:1] == '"' and self.next not in ENDS:
             return ("s", token)
-        raise Unread(token)
+        raise ValueError(token)
 
     def number(self, token: str) -> Tree:
         """Read a number, a mixed number, a repeating decimal or one with its multiplier."""
@@ -340,26 +334,26 @@ class Reader:
         value, decimals = Fraction(digits) * Fraction(10) ** int(exponent or 0), len(digits.partition(".")[2])
         if "." in digits and self.has(r"\overline", r"\bar"):  # 0.1\overline{6} is 1/10 + 6/90
             _, again, _ = self.take("{"), self.take(), self.take("}")
-            return ("n", numeral(value + Fraction(int(again), 10**decimals * (10 ** len(again) - 1))))
+            return ("n", Numeral(value + Fraction(int(again), 10**decimals * (10 ** len(again) - 1))))
         if not decimals and not exponent and (part := self.attempt(self.part)):
-            return ("n", numeral(value + part[1]))
+            return ("n", Numeral(value + part[1]))
         if self.next.strip('"') in LARGE:
             value *= LARGE[self.take().strip('"')]
-        return ("n", numeral(value, decimals or None))
+        return ("n", Numeral(value, places=decimals or None))
 
     def part(self) -> Tree | None:
         """Read the fraction of a mixed number: 3\\frac{1}{2}, 3 1/2."""
         if self.has(r"\frac"):
             quotient = ratio(self.command("frac"))
-            return None if quotient is None or quotient < 0 or self.next in ("^", "!") else ("n", quotient)
+            return None if quotient is None or quotient < 0 or self.next in ("^", "!") else ("n", Numeral(quotient))
         upper, _, lower = self.take(), self.take("/"), self.take()
-        return ("n", Fraction(f"{upper}/{lower}")) if upper.isdecimal() and lower.isdecimal() else None
+        return ("n", Numeral(f"{upper}/{lower}")) if upper.isdecimal() and lower.isdecimal() else None
 
     def command(self, name: str) -> Tree:
         if name == "frac":
             return times(self.argument(), power(self.argument(), MINUS))
         if name == "sqrt":
-            root = self.group() if self.next == "[" else ("n", Fraction(2))
+            root = self.group() if self.next == "[" else ("n", Numeral(2))
             return power(self.argument(), power(root, MINUS))
         if name == "binom":
             return ("f", "binom", self.argument(), self.argument())
@@ -368,7 +362,7 @@ class Reader:
             return ("f", name, inner)
         if name in BIG:
             return ("f", name, *self.scripts(), self.product())
-        if name in FUNCTIONS:
+        if name in TRIGONOMETRY or name in FUNCTIONS.split():
             return self.function(name)
         if name in ("overline", "bar", "tilde", "underline", "widetilde"):
             return ("s", f"{name} {self.argument()}")
@@ -378,7 +372,7 @@ class Reader:
         if name.startswith("begin"):
             return self.matrix(name)
         if "\\" + name in NO_FACTOR:
-            raise Unread(name)
+            raise ValueError(name)
         return ("s", "\\" + name)
 
     def function(self, name: str) -> Tree:
@@ -400,7 +394,7 @@ class Reader:
     def matrix(self, name: str) -> Tree:
         """Read the rows between \\begin{pmatrix} and \\end{pmatrix}."""
         if "matrix" not in name and "array" not in name:
-            raise Unread(name)
+            raise ValueError(name)
         rows: list[list[Tree]] = [[]]
         while not self.has(r"\end"):
             if self.has(r"\\"):
@@ -427,9 +421,8 @@ def _signed(tree: Tree, sign: str) -> Tree:
     return rebuilt(tree, lambda each: _signed(each, sign))
 
 
-def _percent(value: Fraction) -> Fraction:
-    places = getattr(value, "places", None)
-    return numeral(value / 100, None if places is None else places + 2, percent=True)
+def _percent(value: Numeral) -> Numeral:
+    return Numeral(value / 100, places=None if value.places is None else value.places + 2, percent=True)
 
 
 def _interval(members: list[Tree], signs: list[str]) -> Tree | None:

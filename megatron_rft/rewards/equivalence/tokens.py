@@ -35,13 +35,13 @@ SAME = {
     ">": r"\gt", "*": r"\times \cdot \ast \cdotp", "/": r"\div", "^": "**", r"\{": r"\lbrace", r"\}": r"\rbrace",
     r"\ne": r"\neq !=", "|": r"\mid \vert \lvert \rvert \|", r"\approx": r"\simeq \thickapprox \doteq \sim",
     r"\degree": r"degrees degree \circ", "%": r"\% percent", r"\emptyset": r"\varnothing", r"\setminus": r"\backslash",
-    r"\mod": r"\pmod \bmod mod", r"\infty": "infinity inf oo", r"\pi": "pi", r"\R": "", r"\binom": r"\dbinom \tbinom",
-    "(": r"\langle", ")": r"\rangle", r"\Z": "", r"\sqrt": "sqrt", r"\lg": "lg", r"\log": "log", r"\ln": "ln",
-    r"\sin": "sin", r"\cos": "cos", r"\tan": "tan", r"\gcd": "gcd", r"\lcm": "lcm", r"\max": "max", r"\min": "min",
-    r"\to": r"\rightarrow", "=": "=>", "am": "a.m. a.m A.M. A.M", "pm": "p.m. p.m P.M. P.M", r"\exp": "exp",
-    r"\arctan": "arctan atan", r"\arcsin": "arcsin asin", r"\arccos": "arccos acos", r"\det": "det",
+    r"\mod": r"\pmod \bmod mod", r"\infty": "infinity inf oo", r"\binom": r"\dbinom \tbinom", r"\to": r"\rightarrow",
+    "(": r"\langle", ")": r"\rangle", "=": "=>", "am": "a.m. a.m A.M. A.M", "pm": "p.m. p.m P.M. P.M",
+    r"\arctan": "atan", r"\arcsin": "asin", r"\arccos": "acos",
 }  # fmt: skip
 NAMES = {other: name for name, others in SAME.items() for other in others.split()}
+BARE = "pi sqrt lg log ln sin cos tan gcd lcm max min exp det arctan arcsin arccos"  # commands without a backslash
+NAMES |= {name: "\\" + name for name in BARE.split()}
 NO_TOKENS = (
     r"\, \; \: \! \( \) \[ \] \quad \qquad \thinspace \medspace \hfill \displaystyle \textstyle \limits \nolimits "
     r"\mathbf \mathit \mathcal \boldsymbol \bm \vec \overrightarrow \hat \widehat \boxed \fbox"

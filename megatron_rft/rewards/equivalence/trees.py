@@ -1,6 +1,6 @@
 r"""Canonical trees of formulas: spellings of one formula have one tree, and a formula that differs by work has another.
 
-    ("n", Fraction) ("s", name) ("+", ...) ("*", ...) ("^", base, exponent) ("f", name, ...)
+    ("n", Numeral) ("s", name) ("+", ...) ("*", ...) ("^", base, exponent) ("f", name, ...)
     ("text", words) ("unit", tree, unit) ("=", signs, ...) a chain, (",", ...) a list, ("{}", ...) a set,
     ("()", "(", "]", ...) a tuple or an interval, ("u", ...) a union of intervals, ("matrix", ...) of ("row", ...)
 
@@ -17,30 +17,19 @@ Tree = tuple
 class Numeral(Fraction):
     """A number as written, equal to any other of its value. `places`: written decimals; None if it is exact."""
 
-    places: int | None = None
-    percent = False
-
-    def __repr__(self):
-        return f"Fraction({self.numerator}, {self.denominator})"
+    def __new__(cls, value=0, below=None, *, places: int | None = None, percent: bool = False):
+        made = super().__new__(cls, value, below)
+        made.places, made.percent = places, percent
+        return made
 
     def __neg__(self):
-        return numeral(super().__neg__(), self.places, self.percent)
+        return Numeral(super().__neg__(), places=self.places, percent=self.percent)
 
     def __abs__(self):
         return -self if self < 0 else self
 
 
-def numeral(value: Fraction | str, places: int | None = None, percent: bool = False) -> Numeral:
-    made = Numeral(value)
-    made.places, made.percent = places, percent
-    return made
-
-
-def places(number: Fraction) -> int | None:
-    return getattr(number, "places", None)
-
-
-ZERO, ONE, MINUS = (("n", Fraction(value)) for value in (0, 1, -1))
+ZERO, ONE, MINUS = (("n", Numeral(value)) for value in (0, 1, -1))
 DEGREE = ("s", "°")
 
 
@@ -72,7 +61,7 @@ def power(base: Tree, exponent: Tree) -> Tree:
     if exponent == MINUS and base[0] == "^" and base[2][0] == "n":
         return power(base[1], ("n", -base[2][1]))
     if quotient := ratio(exponent):
-        exponent = ("n", quotient)
+        exponent = ("n", Numeral(quotient))
     return base if exponent == ONE or base == ONE else ("^", base, exponent)
 
 

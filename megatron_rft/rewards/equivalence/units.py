@@ -4,37 +4,31 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-# What a unit measures: its names, each group with its size in the first one's.
-TABLE = {
-    "length": "m meter metre 1 | cm centimeter centimetre 1/100 | mm millimeter millimetre 1/1000 | nm 1/1000000000 | "
-    "km kilometer kilometre 1000 | in inch inche 127/5000 | ft foot feet 381/1250 | yd yard 1143/1250 | "
-    "mi mile 201168/125",
-    "time": "s sec second 1 | ms 1/1000 | min minute 60 | h hr hour 3600 | day 86400 | week 604800 | "
-    "month 2628000 | yr year 31536000",
-    "mass": "kg kilogram 1 | g gram 1/1000 | mg milligram 1/1000000 | lb 45359237/100000000 | "
-    "oz ounce 45359237/1600000000 | ton 1000",
-    "volume": "l liter litre 1 | ml milliliter 1/1000 | gallon 3785411784/1000000000 | quart 946352946/1000000000",
-    "money": "dollar 1 | cent 1/100", "pounds": "pound 1", "euros": "euro 1", "yen": "yen 1",
-    "force": "n newton 1", "power": "w watt 1 | kw 1000 | hp 746", "energy": "j joule 1 | kj 1000 | kwh 3600000",
-    "electron volts": "ev 1 | kev 1000 | mev 1000000 | gev 1000000000", "current": "a amp ampere 1",
-    "angle": "rad radian 1 | ° 3141592653589793/180000000000000000", "amount": "mol mole 1", "charge": "c coulomb 1",
-    "morning": "am 1", "evening": "pm 1", "kelvin": "k kelvin 1", "celsius": "°c 1", "fahrenheit": "°f 1",
-    "voltage": "v volt 1", "frequency": "hz hertz 1 | khz 1000 | mhz 1000000", "pressure": "pa pascal 1 | kpa 1000",
-    "turns": "rpm 1", "light years": "ly 1", "data": "byte 1 | kb 1000 | mb 1000000 | gb 1000000000",
-}  # fmt: skip
+# Units of one kind in a row, each with its other names and its size in the first one's.
+TABLE = (
+    "m meter metre 1 | cm centimeter centimetre 1/100 | mm millimeter millimetre 1/1000 | nm 1/1000000000 | km "
+    "kilometer kilometre 1000 | in inch inche 127/5000 | ft foot feet 381/1250 | yd yard 1143/1250 | mi mile "
+    "201168/125; s sec second 1 | ms 1/1000 | min minute 60 | h hr hour 3600 | day 86400 | week 604800 | month "
+    "2628000 | yr year 31536000; kg kilogram 1 | g gram 1/1000 | mg milligram 1/1000000 | lb 45359237/100000000 | oz "
+    "ounce 45359237/1600000000 | ton 1000; l liter litre 1 | ml milliliter 1/1000 | gallon 473176473/125000000 | "
+    "quart 473176473/500000000; dollar 1 | cent 1/100; n newton 1; w watt 1 | kw 1000 | hp 746; j joule 1 | kj 1000 | "
+    "kwh 3600000; ev 1 | kev 1000 | mev 1000000 | gev 1000000000; rad radian 1 | ° "
+    "3141592653589793/180000000000000000; hz hertz 1 | khz 1000 | mhz 1000000; pa pascal 1 | kpa 1000; byte 1 | kb "
+    "1000 | mb 1000000 | gb 1000000000; a amp ampere 1; mol mole 1; c coulomb 1; v volt 1; k kelvin 1; °c celsius 1; "
+    "°f fahrenheit 1; rpm 1; ly 1; am 1; pm 1; pound 1; euro 1; yen 1"
+)
 UNITS = {
-    name: (what, Fraction(names.split()[-1]))
-    for what, row in TABLE.items()
+    name: (row.split()[0], Fraction(names.split()[-1]))
+    for row in TABLE.split(";")
     for names in row.split("|")
     for name in names.split()[:-1]
 }
 COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "mps": "m/s"}
 # Words behind a number that are not its unit.
-OTHER_WORDS = (
+NO_UNIT = (
     "or and not maybe perhaps possibly either else but if mod base plus minus times over less more than is are was by "
     "of from to dozen hundred thousand million billion trillion pi sqrt sin cos tan log ln th st nd rd unless"
 )
-NO_UNIT = set(OTHER_WORDS.split())
 WORD = re.compile(r"[a-zA-Z°]+")
 POWERS = {"square": 2, "sq": 2, "cubic": 3}
 PART = re.compile(
@@ -46,18 +40,14 @@ LETTERS = set("mgshLNJWVAKCFl")
 def is_unit(said: str, apart: bool, quoted: bool) -> bool:
     """Whether words behind a value are a unit, as cm, apples and \\text{...}, or a product of symbols, as mv and 2m."""
     words = WORD.findall(said)
-    if not words or len(words) > 5 or {word.lower() for word in words} & NO_UNIT:
+    if not words or len(words) > 5 or {word.lower() for word in words} & set(NO_UNIT.split()):
         return False
     if quoted:
         return True
     if any(len(word) == 1 for word in words):
         return "/" in said and {word for word in words if len(word) == 1} <= LETTERS
-    return all(
-        _name(word) in UNITS
-        or word.lower() in COMPOUND
-        or (len(word) >= (3 if apart else 4) and re.search("[aeiou]", word))
-        for word in words
-    )
+    known = UNITS.keys() | COMPOUND.keys()
+    return all(_name(word) in known or (len(word) >= 4 - apart and re.search("[aeiou]", word)) for word in words)
 
 
 def _name(word: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import mpmath
 
-from megatron_rft.rewards.equivalence.trees import MINUS, Tree, nodes, places, plus, times
+from megatron_rft.rewards.equivalence.trees import MINUS, Tree, nodes, plus, times
 
 mp = mpmath.MPContext()
 mp.dps = 40
@@ -83,7 +83,7 @@ def values(tree: Tree, names: Iterable[str]) -> list[Any]:
 
 def equal(wanted: Tree, got: Tree) -> bool:
     """Whether two formulas have the same values. A decimal may be a rounding, but not of an irrational number."""
-    decimals = [any(each[0] == "n" and places(each[1]) for each in nodes(tree)) for tree in (wanted, got)]
+    decimals = [any(each[0] == "n" and each[1].places for each in nodes(tree)) for tree in (wanted, got)]
     names = symbols(wanted) | symbols(got)
     pairs = [pair for pair in zip(values(wanted, names), values(got, names), strict=False) if pair != (None, None)]
     rounded = bool(pairs) and (decimals[0] or (decimals[1] and isinstance(pairs[0][0], Fraction)))
