@@ -61,7 +61,9 @@ def convert_gguf(path: Path, config: Any, out: Path, file_bytes: int = 4 << 30) 
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     with atomic_folder(out) as partial:
         AutoTokenizer.from_pretrained(**where).save_pretrained(partial)
-        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        read, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):  # the reader would leave them random
+            raise DataError(f"{path}: transformers' reader finds no {missing[0]} in it ({len(missing)} are missing)")
         model = type(read)(config)  # transformers does not save a model that it has read as quantised
         try:
             model.load_state_dict(read.state_dict())
