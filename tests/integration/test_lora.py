@@ -10,6 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -242,6 +243,21 @@ def test_a_run_starts_from_the_folder(pretrained, tmp_path, capsys):
         assert main(["train", str(recipe), f"run.output_dir={tmp_path}/no", *change.split()]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
+
+
+def test_supervised_training_takes_adapters(tmp_path):
+    path = write_recipe(tmp_path, run={"steps": 6, "seed": 3}, lora=LORA)
+    own = {
+        "trainer": "sft",
+        "algorithm": {"batch_sequences": 16},
+        "rollout": {"engine": "hf", "max_response_tokens": 2},
+    }
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | own))
+    status, output = train(path)
+    assert status == 0 and "3712 parameters are trained" in output, output[-3000:]
+    losses = [line["policy/loss"] for line in metrics(tmp_path / "run") if "policy/loss" in line]
+    assert losses[-1] < losses[0] and elements(tmp_path / "run/checkpoints/step_000006")[""] == 3712, losses
+    assert any(tensor.any() for name, tensor in adapters(tmp_path / "run").items() if "lora_B" in name)
 
 
 @pytest.mark.slow
