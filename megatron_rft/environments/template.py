@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import dropwhile
 from threading import Lock
 from typing import Any
 
@@ -72,11 +71,12 @@ class Template:
         said = {"role": role, "content": "t"} | ({"name": "f"} if role == "tool" else {})
         try:
             first = self._after([said])[0]
-            last = self._encoded(self._rendered([ASKED, ANSWERED]).partition(MARK)[2])[:1]
+            answer = self._encoded(self._rendered([ASKED, ANSWERED]).partition(MARK)[2])
         except DataError as error:
             raise ConfigError(f"environment: {error}; set model.tokenizer to one whose template takes it") from None
-        if not {first, *last} & {*self.stops}:  # gpt-oss ends the last turn by another token than earlier ones
-            end = self.tokenizer.decode(last or [first])
+        ends = [first] if role == "tool" else [*answer[:1], first]  # gpt-oss ends a last answer by a token of its own
+        if not {*ends} & {*self.stops}:
+            end = self.tokenizer.decode(ends[:1])
             raise ConfigError(
                 f"rollout.stop: {TEMPLATE} ends a turn with {end!r}, and responses do not end there: add it to "
                 "rollout.stop"
@@ -99,10 +99,10 @@ class Template:
             name = said[0].get("name") if said else None
             call = {"type": "function", "function": {"name": name, "arguments": {MARK: 0}}}
             special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
-            with suppress(DataError):
+            with suppress(DataError, StopIteration):
                 ids = self._encoded(self._rest([ASKED, {"role": "assistant", "tool_calls": [call]}, *said]))
                 ends = special.intersection(ids, self.stops) or special
-                return list(dropwhile(lambda token: token not in ends, ids))
+                return ids[next(place for place, token in enumerate(ids) if token in ends) :]
             raise
 
     @cached_property

@@ -157,5 +157,6 @@ def test_a_template_that_shows_a_tools_answer_only_behind_a_call(tokenizers):
     ids = [*prompt.token_ids, *turn, *template.after_turn(prompt, heard, call)]
     asked = {"role": "user", "content": "How many?"}
     assert ids == whole(tokenizer, [asked, {"role": "assistant", "tool_calls": [called]}, *heard])
-    with pytest.raises(ConfigError, match=r"ends a turn with '<\|return\|>', and responses do not end there"):
-        Template(tokenizer, (call,)).check("user")
+    for role, other, token in (("user", call, "return"), ("tool", end, "eom")):
+        with pytest.raises(ConfigError, match=rf"ends a turn with '<\|{token}\|>', and responses do not end there"):
+            Template(tokenizer, (other,)).check(role)
