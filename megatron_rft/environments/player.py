@@ -118,7 +118,13 @@ class Episodes(Engine):
 
     def statistics(self) -> dict[str, float]:
         waited, self.waited = self.waited, Counter()
-        return {"environment/wait_seconds": max(waited.values(), default=0.0)}
+        return {"environment/wait_seconds": max(waited.values(), default=0.0)} | self.engine.statistics()
+
+    def take_news(self) -> list[str]:
+        return self.engine.take_news()
+
+    def driver(self) -> tuple[int | None, int]:
+        return self.engine.driver()
 
     def close(self) -> None:
         self.processes.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rft.config.lora import Lora
@@ -143,6 +144,7 @@ class Engine(ABC):
     weight_version: int
     dtype: torch.dtype  # of its weights
     on_step: Callable[[], None] | None = None
+    reload: Callable[[], object] | None = None  # by which `recover` sends the actor's weights
     joins = False
     """Whether requests may join those that are being generated: through `add`, or, if the engine is outside of the
     ranks, by calls of `generate` from several threads."""
@@ -179,9 +181,22 @@ class Engine(ABC):
         """Return the `flag` of the engine's first rank, on all of its ranks."""
         return flag
 
+    def driver(self) -> tuple[int | None, int]:
+        """Return this rank's index among the ranks that drive an engine (None: it drives none), and their number."""
+        number, follows = divmod(dist.get_rank(), self.ranks)
+        return None if follows else number, dist.get_world_size() // self.ranks
+
     def statistics(self) -> dict[str, float]:
-        """Return the metrics of speculative decoding since the last call (acceptance.py); empty without it."""
+        """Return the metrics since the last call: of speculative decoding (acceptance.py), losses and episodes."""
         return {}
+
+    def take_news(self) -> list[str]:
+        """Return messages about engines that were replaced since the last call, for the log."""
+        return []
+
+    def recover(self) -> bool:
+        """Replace the lost engines of all ranks. Returns whether there were any. Collective."""
+        return False
 
     def sleep(self) -> None:
         """Free device memory until `wake`. Weights and caches may be lost: call `load_weights` after `wake`.

@@ -53,8 +53,8 @@ class EnginePool(Engine):
         gather: Callable[[list], list] = list,
         driver: tuple[int | None, int] = (0, 1),
     ):
-        self.members, self.dtype, self.gather, self.driver = members, dtype, gather, driver
-        self.reload: Callable[[], None] = self._no_source
+        self.members, self.dtype, self.gather, self._driver = members, dtype, gather, driver
+        self.reload = self._no_source
         self.weight_version = -1
         self.lost: dict[int, str] = {}  # index of the member -> the error
         self._generating = threading.Lock()
@@ -153,8 +153,16 @@ class EnginePool(Engine):
                 raise RunFailed(f"{member.name} holds another {min(different)} than {self.members[0].name}")
         return found
 
+    def driver(self) -> tuple[int | None, int]:
+        return self._driver
+
     def statistics(self) -> dict[str, float]:
-        return joined(counted for _, counted in self._ask_each(lambda member: member.statistics()))
+        counted = joined(counted for _, counted in self._ask_each(lambda member: member.statistics()))
+        return {"faults/engine_restarts": float(self.restarts)} | counted
+
+    def take_news(self) -> list[str]:
+        news, self.news = self.news, []
+        return news
 
     def _ask_each(self, ask: Callable[[Member], dict]) -> Iterator[tuple[Member, dict]]:
         """Yield each member that is not lost with its answer."""
@@ -169,7 +177,6 @@ class EnginePool(Engine):
     # ---- losses
 
     def recover(self) -> bool:
-        """Collective. Replace the lost engines of all ranks. Returns whether there were any."""
         if not any(self.gather([bool(self.lost)])):
             return False
         with self._generating:  # wait until `begin` has appended all unfinished requests

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_rft.inference.engine import Engine, checksum
-from megatron_rft.inference.pool import EnginePool
 from megatron_rft.utils.errors import RunFailed
 
 
@@ -95,8 +94,7 @@ class EngineWeights:
         self.adapters = adapters
         self.kept: dict[str, int] = {}  # checksums of what the engine has
         self.version: int | None = None  # the step whose weights the engine has
-        if isinstance(engine, EnginePool):
-            engine.reload = lambda: send(self._stream(whole=True), engine, self.version, True, self.kept)
+        engine.reload = lambda: send(self._stream(whole=True), engine, self.version, True, self.kept)
 
     def _stream(self, whole: bool) -> Iterator[tuple[str, Tensor]]:
         """The merged weights or, apart from them, every A and s B; the latter alone if not `whole`."""
@@ -136,6 +134,5 @@ class EngineWeights:
         whole = not (self.adapters and self.kept)
         metrics = send(self._stream(whole), self.engine, version, verify or (whole and self.adapters), self.kept)
         self.engine.wake()
-        if isinstance(self.engine, EnginePool):
-            self.engine.recover()
+        self.engine.recover()
         return metrics

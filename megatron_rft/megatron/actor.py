@@ -92,6 +92,7 @@ class Actor:
         lora: Lora | None = None,
     ):
         self.hf_config, self.batching, self.temperature, self.value_head = hf_config, batching, temperature, value_head
+        self.forward_tokens = batching.tokens_without_backward  # in a micro-batch of a pass that is forward only
         self.models = models.build(hf_config, megatron, precision, value_head=value_head)
         self.lora = lora
         if lora is not None:
@@ -116,6 +117,7 @@ class Actor:
             packed=batching.pack_sequences,
             share_prompts=not batching.why_not_shared(parallel.cp_size(), whole_sequences(hf_config)),
             ends_on_host=not has_transformer_engine(),
+            routers=self.routers is not None,
         )
         seams.now.built(self)
 
@@ -210,7 +212,7 @@ class Actor:
         return seams.now.outputs(compute, names, len(batch.response_ids), critic=self.value_head)
 
     def _outputs(self, batch: Batch, names: frozenset[str], second: Second | None) -> dict[str, Tensor]:
-        shares = self._plan(batch, self.batching.tokens_without_backward)
+        shares = self._plan(batch, self.forward_tokens)
         second_states = self._with_states(second, shares)
         order = sorted(names)
 
@@ -233,7 +235,7 @@ class Actor:
     def hidden_states(self, batch: Batch) -> Tensor | None:
         """Return [R, H] final hidden states of the response tokens, on the host; None on ranks that are not on the last
         pipeline stage. For small batches, because every rank gets all of it."""
-        shares = self._plan(batch, self.batching.tokens_without_backward)
+        shares = self._plan(batch, self.forward_tokens)
         states = self._hidden_states(Second(batch), shares)
         if states is None:
             return None
@@ -253,7 +255,7 @@ class Actor:
     def _hidden_states(self, second: Second, shares: list[list[Tensor]]) -> Second | None:
         """Return `second` with the hidden states of the sequences that `shares` gives this data-parallel rank, computed
         with a separate split into micro-batches; None on ranks that are not on the last pipeline stage."""
-        batch, budget = second.batch, self.batching.tokens_without_backward
+        batch, budget = second.batch, self.forward_tokens
         mine = [torch.cat(share) for share in shares]
         mine = mine if second.only is None else [index[second.only[index]] for index in mine]
         cut = plan_within(batch, mine, budget, self._count_multiple(), self.layout.share_prompts)
@@ -413,7 +415,7 @@ class Actor:
             given = [routes.get(position) for position in index.tolist()]
             return pack(batch.select(index), self.layout, self.device, given)
         micro = pack(filler(batch), self.layout, self.device)
-        return replace(micro, uses=torch.zeros_like(micro.uses))
+        return micro if micro.uses is None else replace(micro, uses=torch.zeros_like(micro.uses))
 
     def _heads(
         self, hidden: Tensor, micro: MicroBatch, names: frozenset[str], second: Second | None

@@ -36,7 +36,8 @@ class PackLayout:
     """Constraints on a micro-batch's lengths: each sequence must be a multiple of 2 cp (zigzag context parallelism),
     the total a multiple of `total_multiple` per context-parallel rank (sequence parallelism, FP8). `ends_on_host`: the
     ends of packed sequences stay in host memory, where torch's layers and megatron-core's rotary embedding read them in
-    each layer; Transformer Engine's kernels read them on the device."""
+    each layer; Transformer Engine's kernels read them on the device. `routers`: the model has routers, which read the
+    micro-batch's `uses` and `routes`."""
 
     cp_size: int = 1
     cp_rank: int = 0
@@ -44,6 +45,7 @@ class PackLayout:
     packed: bool = True
     share_prompts: bool = False
     ends_on_host: bool = False
+    routers: bool = False
 
     def __post_init__(self):
         assert not self.share_prompts or (self.packed and self.cp_size == 1), "prompts are shared in packed sequences"
@@ -67,8 +69,10 @@ class MicroBatch:
     rows: Tensor  # [R_local]
     targets: Tensor  # [R_local]
     kept: Tensor  # [R_local]
-    uses: Tensor  # [tokens of this rank in the model's order S x b] the sequences that have each token; 0 in padding
     support: Support | None = None
+    uses: Tensor | None = (
+        None  # [tokens of this rank in the model's order S x b] sequences with the token; 0 in padding
+    )
     routes: Tensor | None = None  # [tokens likewise, layers, experts per token] int16
 
     def select(self, index: Tensor) -> "MicroBatch":
@@ -280,7 +284,8 @@ def _pack(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequen
     shared = len(padded) < len(batch)
     ends = [0, *padded.cumsum(0).tolist()]
     packed = _shared_params(cells, inputs[1][0], ends_on) if shared else _variable_length(ends, ends, ends_on)
-    return MicroBatch(batch, *inputs, packed, *beside, kept, **cells.for_routers(routes, held, device))
+    for_routers = cells.for_routers(routes, held, device) if layout.routers else {}
+    return MicroBatch(batch, *inputs, packed, *beside, kept, **for_routers)
 
 
 def _group_by_group(batch: Batch, groups: Tensor, layout: PackLayout) -> tuple[_Cells, Tensor]:
@@ -352,5 +357,5 @@ def _pad(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequenc
     inputs = token_ids.view(count, width)[:, held].contiguous(), held.expand(count, -1).contiguous()
     token_ids, position_ids, rows, targets = (send(x, device) for x in (*inputs, rows, batch.response_ids[kept]))
     in_row = (torch.arange(count) * width + held[:, None]).flatten()  # the cell of each token in the model's order
-    for_routers = cells.for_routers(routes, in_row, device)
+    for_routers = cells.for_routers(routes, in_row, device) if layout.routers else {}
     return MicroBatch(batch, token_ids, position_ids, None, rows, targets, kept, **for_routers)

@@ -246,11 +246,16 @@ def from_all_ranks(item: Any, phase: str) -> list[Any]:
     return items
 
 
-def on_main_from_all_ranks(item: Any, phase: str) -> list[Any]:
-    """Return the items of all ranks, in rank order, on rank 0; elsewhere the rank's own."""
-    items = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(item, items, group=host_group(phase))
-    return items or [item]
+def gather(items: list) -> list:
+    """Return the items of all ranks' lists, in rank order, on every rank. The time limit is that of generation."""
+    return [item for part in from_all_ranks(items, "generation") for item in part]
+
+
+def gather_on_main(items: list) -> list:
+    """Return the same on rank 0 alone; elsewhere the rank's own items."""
+    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(items, parts, group=host_group("generation"))
+    return items if parts is None else [item for part in parts for item in part]
 
 
 def on_main(action: Callable[[], Any]) -> Any:

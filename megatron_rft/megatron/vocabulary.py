@@ -81,12 +81,11 @@ class Blocks:
         """Return [N, columns] fp32 logits, which the caller may overwrite."""
         product = self.buffer("product", rows, self.hidden.dtype)
         torch.addmm(product, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale, out=product)
-        return self._truncate(self.cast(product, "logits", rows, self.dtype), rows)
+        logits = self.cast(product, "logits", rows, self.dtype)
+        return self._truncate(logits, rows) if self.truncated else logits
 
     def _truncate(self, logits: Tensor, rows: slice) -> Tensor:
         """Set the logits outside of the support to OUTSIDE, in place."""
-        if not self.truncated:
-            return logits
         width = logits.shape[1]
         inside = (self.column >= rows.start) & (self.column < rows.stop)
         place = self.row * width + (self.column - rows.start).clamp(0, width - 1)

@@ -215,10 +215,8 @@ class Refining:
 
 
 def statistics(rollouts: list) -> dict[str, float]:
-    """Return the metrics of a step's rollouts, without those whose grader failed; empty without a refiner."""
+    """Return the metrics of a step's rollouts, without those whose grader failed."""
     scored = [each for each in rollouts if each.score.error is None]
-    if not any(each.refined or each.unrefined for each in rollouts):
-        return {}
     refined = [each for each in scored if each.refined and each.refined.score.error is None]
     better = sum(each.refined.score.reward > each.score.reward for each in refined)
     reasons = [each.unrefined for each in rollouts]

@@ -182,9 +182,8 @@ class Sampler:
         step = pending.step
         if self.routes:
             parts = [self._without_routes(part, step) for part in parts]
-        parcels = self.gather([travel.pack(part) for part in parts])
-        results = [parcel.result for parcel in parcels]
-        rollouts = [rollout for parcel in parcels for rollout in travel.unpack(parcel, pending.prompts)]
+        results = self.gather([travel.pack(part) for part in parts])
+        rollouts = [rollout for result in results for rollout in travel.unpack(result, pending.prompts)]
         rollouts.sort(key=lambda r: (r.prompt_index, r.sample))
         rollouts = travel.with_texts(
             rollouts, self.gather_on_main([text for part in parts for text in travel.texts(part)])
@@ -200,7 +199,8 @@ class Sampler:
                 f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, first on problem "
                 f"{worst.prompt.index} ({worst.prompt.text[:80]!r}): {worst.score.error}"
             )
-        self._check_refined(rollouts, step)
+        if self.refiner:
+            self._check_refined(rollouts, step)
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
         seconds = (max(getattr(result, name) for result in results) for name in clocks)
         return RoundResult(rollouts, *seconds, sum(result.siblings_differ for result in results))
@@ -325,7 +325,9 @@ def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> 
         oldest_version=float(oldest),
     )
     graded = concatenate([each.batch for each in rounds])
-    metrics = statistics(rollouts, graded) | timings(rounds) | refinement.statistics(rollouts)
+    metrics = statistics(rollouts, graded) | timings(rounds)
+    if any(rollout.refined or rollout.unrefined for rollout in rollouts):
+        metrics |= refinement.statistics(rollouts)
     metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups, "rollout/staleness": step - 1 - oldest}
     if "route" in result.sequences:
         metrics["routes/siblings_differ"] = sum(each.siblings_differ for each in rounds)
@@ -386,6 +388,7 @@ def statistics(rollouts: list[ScoredResponse], batch: Batch) -> dict[str, float]
     right = torch.tensor([rollout.score.right for rollout in rollouts if rollout.score.error is None])
     lengths = torch.tensor([rollout.response.length for rollout in rollouts], dtype=torch.float32)
     finished = [rollout.response.finish_reason == "stop" for rollout in rollouts]
+    played = [rollout.response for rollout in rollouts if rollout.response.turns]
     spreads = [each.std(correction=0).item() for each in by_group if len(each) > 1]
     return {
         "reward/mean": rewards.mean().item(),
@@ -403,19 +406,15 @@ def statistics(rollouts: list[ScoredResponse], batch: Batch) -> dict[str, float]
             if batch.support_lens is None
             else {"rollout/support": batch.support_lens[batch.response_mask > 0].float().mean().item()}
         ),
-        **of_episodes(rollouts),
+        **(of_episodes(played, rollouts) if played else {}),
     }
 
 
-def of_episodes(rollouts: list[ScoredResponse]) -> dict[str, float]:
-    """Return the metrics of episodes; none without an environment."""
-    played = [each.response for each in rollouts if each.response.turns]
-    failed = sum(each.response.finish_reason == "abort" for each in rollouts)
-    if not played:
-        return {}
+def of_episodes(played: list[Response], rollouts: list[ScoredResponse]) -> dict[str, float]:
+    """Return the metrics of the episodes `played`; one that failed before its first turn is in `rollouts` alone."""
     turns = [len(response.turns) for response in played]
     return {
-        "environment/errors": failed,
+        "environment/errors": sum(rollout.response.finish_reason == "abort" for rollout in rollouts),
         "environment/turns_mean": sum(turns) / len(turns),
         "environment/turns_max": max(turns),
         "environment/reward_mean": sum(reward for each in played for *_, reward in each.turns) / len(played),

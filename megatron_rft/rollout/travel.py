@@ -1,11 +1,10 @@
-"""How scored responses travel between ranks: tokens and log-probs of a rank as two arrays, 8 bytes a token, and the
-rest without texts, which go to rank 0 alone. As Python objects they would take twice the bytes and ten times the time,
-on every rank.
+"""How scored responses travel between ranks: tokens and log-probs as arrays, 8 bytes a token, and the rest without
+texts, which go to rank 0 alone. As Python objects tokens would take twice the bytes and ten times the time, on every
+rank.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,43 +12,14 @@ import numpy as np
 from megatron_rft.records import Prompt
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """One rank's RoundResult of `count` tokens end to end. Its rollouts lack prompts, texts, tokens and log-probs."""
-
-    result: Any
-    lens: np.ndarray  # [B] int32
-    token_ids: np.ndarray  # [R] int32
-    logprobs: np.ndarray  # [R] float32
-
-    @property
-    def rollouts(self) -> list:
-        return self.result.rollouts
+def pack(result: Any) -> Any:
+    """Return a rank's RoundResult as it travels: its rollouts lack prompts and texts."""
+    return replace(result, rollouts=[_lean(rollout) for rollout in result.rollouts])
 
 
-def pack(result: Any) -> Parcel:
-    responses = [rollout.response for rollout in result.rollouts]
-    return Parcel(
-        replace(result, rollouts=[_lean(rollout) for rollout in result.rollouts]),
-        np.array([len(response.token_ids) for response in responses], dtype=np.int32),
-        _joined((response.token_ids for response in responses), np.int32),
-        _joined((response.logprobs for response in responses), np.float32),
-    )
-
-
-def unpack(parcel: Parcel, prompts: dict[int, Prompt]) -> list:
-    """Return the rollouts, whose tokens and log-probs are parts of the parcel's arrays. `prompts`: of the step, by
-    index in it."""
-    ends = parcel.lens.cumsum()[:-1]
-    parts = zip(parcel.rollouts, np.split(parcel.token_ids, ends), np.split(parcel.logprobs, ends), strict=False)
-    return [
-        replace(
-            rollout,
-            prompt=prompts[rollout.prompt_index],
-            response=replace(rollout.response, token_ids=token_ids, logprobs=logprobs),
-        )
-        for rollout, token_ids, logprobs in parts
-    ]
+def unpack(result: Any, prompts: dict[int, Prompt]) -> list:
+    """Return the rollouts, whose tokens and log-probs are arrays. `prompts`: of the step, by index in it."""
+    return [replace(rollout, prompt=prompts[rollout.prompt_index]) for rollout in result.rollouts]
 
 
 def texts(result: Any) -> list[tuple]:
@@ -71,18 +41,14 @@ def _with_text(rollout: Any, *found: Any) -> Any:
 
 
 def _lean(rollout: Any) -> Any:
-    score = rollout.score
+    score, response = rollout.score, rollout.response
     fine = score.error is None and math.isfinite(score.reward + score.shaping)  # else a message on every rank names it
+    token_ids, logprobs = np.asarray(response.token_ids, np.int32), np.asarray(response.logprobs, np.float32)
     return replace(
         rollout,
         prompt=None,
         text="" if fine else rollout.text,
-        response=replace(rollout.response, token_ids=(), logprobs=()),
+        response=replace(response, token_ids=token_ids, logprobs=logprobs),
         score=replace(score, reason="", details={}),
         context=None if rollout.context is None else np.array(rollout.context, dtype=np.int32),
     )
-
-
-def _joined(parts: Iterable, dtype: type) -> np.ndarray:
-    arrays = [np.asarray(part, dtype=dtype) for part in parts]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)

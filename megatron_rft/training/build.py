@@ -15,12 +15,11 @@ from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer, eos_token_id
 from megatron_rft.evaluation.evaluate import GradedSampler
 from megatron_rft.inference.engine import Engine, Sampling
-from megatron_rft.megatron import weights
+from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Prompt
 from megatron_rft.rewards.base import Reward
 from megatron_rft.training import adapters, teacher
-from megatron_rft.training.engines import gather, rank_among_engines
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError
@@ -171,4 +170,4 @@ def build_evaluator(
     if folder is not None:
         return Evaluator(*parts, folder)
     folder = Path(recipe.run.output_dir) / "evaluation"
-    return Evaluator(*parts, folder, gather, *rank_among_engines(engine), given)
+    return Evaluator(*parts, folder, parallel.gather, *engine.driver(), given)

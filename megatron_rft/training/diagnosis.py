@@ -30,7 +30,7 @@ from megatron_rft.records import Batch, Score
 from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import ScoredResponse, to_batch
 from megatron_rft.training import build
-from megatron_rft.training.engines import DTYPES, EngineBuilder, gather, rank_among_engines
+from megatron_rft.training.engines import DTYPES, EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import ConfigError
@@ -88,7 +88,7 @@ class Mismatch:
         with ExitStack() as stack:
             engine = stack.enter_context(closing(builder.build(self.hf_config)))
             player = around(engine, builder, self.tokenizer, stack)
-            mine, earlier = self.requests(*rank_among_engines(engine)), {}
+            mine, earlier = self.requests(*engine.driver()), {}
             if not first_sync:
                 earlier = load(engine, ((name, tensor.roll(1, -1) * 1.05) for name, tensor in actor.stream()), 1)
                 list(engine.generate(mine, replace(sampling, max_tokens=1)))  # caches their prompts
@@ -101,11 +101,11 @@ class Mismatch:
             groups = list(player.generate(mine, sampling))
         found = [(group.id, number, each) for group in groups for number, each in enumerate(group.responses)]
         rollouts = [ScoredResponse(i, number, self.prompts[i], each, "", Score(0.0)) for i, number, each in found]
-        rollouts = gather(routes.take(rollouts, 0)[0] if routes else rollouts)
+        rollouts = parallel.gather(routes.take(rollouts, 0)[0] if routes else rollouts)
         rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample))
         if stale := {rollout.response.weight_version for rollout in rollouts} - {2}:
             wrong = f"a stale version: responses have weights of sync {min(stale)}, and sync 2 was the last"
-        return to_batch(rollouts), next(filter(None, gather([wrong])), None)
+        return to_batch(rollouts), next(filter(None, parallel.gather([wrong])), None)
 
     def requests(self, rank: int | None, world: int) -> list[Request]:
         size, seed = min(self.recipe.rollout.group_size, 8), self.recipe.run.seed
@@ -159,10 +159,10 @@ class Mismatch:
 
     def _floor(self, actor: Actor, batch: Batch) -> float:
         """The trainer against itself, with one sequence in a micro-batch."""
-        own, options = actor.outputs(batch, LOGPROBS)["logprobs"], actor.batching
-        actor.batching = options.model_copy(update={"forward_only_tokens": int(batch.lengths.max())})
+        own, kept = actor.outputs(batch, LOGPROBS)["logprobs"], actor.forward_tokens
+        actor.forward_tokens = int(batch.lengths.max())
         kl = self.compare("the floor: the trainer against itself, repacked", actor, batch, own)
-        actor.batching = options
+        actor.forward_tokens = kept
         return kl
 
     def _with_routes(self, actor: Actor) -> None:

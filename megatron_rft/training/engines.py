@@ -18,7 +18,6 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.config.trainers import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.conversion import hf_shapes, load_config
-from megatron_rft.environments.player import Episodes
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
@@ -37,16 +36,6 @@ from megatron_rft.utils.errors import ConfigError
 
 PREDICTED = {"method": "predicted_output", "num_speculative_tokens": 16}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-
-
-def gather(items: list) -> list:
-    """The items of all ranks, in rank order, on every rank. The time limit is that of generation."""
-    return [item for part in parallel.from_all_ranks(items, "generation") for item in part]
-
-
-def gather_on_main(items: list) -> list:
-    """The same on rank 0 alone; elsewhere the rank's own items."""
-    return [item for part in parallel.on_main_from_all_ranks(items, "generation") for item in part]
 
 
 @dataclass(frozen=True)
@@ -194,7 +183,7 @@ class EngineBuilder:
             for member in members:
                 member.close()
             raise
-        pool = EnginePool(members, self.dtype, gather, (driver, drivers))
+        pool = EnginePool(members, self.dtype, parallel.gather, (driver, drivers))
         if torch.cuda.is_available():
             pool.news += [f"{member.name} gets its weights by {member.transport}" for member in members]
         return pool
@@ -255,16 +244,6 @@ def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
     return arguments
 
 
-def rank_among_engines(engine: Engine) -> tuple[int | None, int]:
-    """This rank's index among the ranks that drive an engine (None if it drives none), and their number."""
-    if isinstance(engine, Episodes):
-        engine = engine.engine
-    if isinstance(engine, EnginePool):
-        return engine.driver
-    number, follows = divmod(dist.get_rank(), engine.ranks)
-    return None if follows else number, dist.get_world_size() // engine.ranks
-
-
 def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool) -> tuple[Engine, EngineWeights]:
     """The engine, and its weights from the first of the trained `models`. `offload`: offload their training state
     first, because the engine measures the free memory at its start."""
@@ -277,15 +256,3 @@ def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool
     if offloaded:
         weights.sleep()
     return engine, weights
-
-
-def engine_metrics(engine: Engine, note: Callable[[str], None]) -> dict[str, float]:
-    """The engine's statistics since the last call. Calls `note` with a line for each replaced engine."""
-    if isinstance(engine, Episodes):
-        return engine.statistics() | engine_metrics(engine.engine, note)
-    if not isinstance(engine, EnginePool):
-        return engine.statistics()
-    for line in engine.news:
-        note(line)
-    engine.news.clear()
-    return {"faults/engine_restarts": float(engine.restarts)} | engine.statistics()

@@ -151,8 +151,6 @@ class DeadExperts:
 
     def check(self, loads: Loads, step: int) -> str:
         """Return a sentence about the experts that died in this step; empty if none did."""
-        if not loads:
-            return ""
         self._last.append(loads)
         before, self._dead = self._dead, []
         for layer in loads if len(self._last) == STEPS else ():
@@ -224,10 +222,11 @@ class Monitor:
         ranks, slow = self.stragglers.take(phases.work(), step)
         skipped = {"faults/skipped_steps": self.guard.total}
         metrics = metrics | ranks | self.averages.take() | skipped | phases.take()
-        metrics |= self.throughput.take(metrics) | load_metrics(loads)
+        metrics |= self.throughput.take(metrics) | (load_metrics(loads) if loads else {})
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
-        alarms = [*self.alarms.check(metrics, step), self.dead_experts.check(loads, step)] if self.alarms else []
-        return metrics, [warning for warning in (mismatch, slow, *alarms) if warning]
+        alarms = self.alarms.check(metrics, step) if self.alarms else []
+        dead = self.dead_experts.check(loads, step) if self.alarms and loads else ""
+        return metrics, [warning for warning in (mismatch, slow, *alarms, dead) if warning]
 
 
 class Averages:

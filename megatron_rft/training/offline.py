@@ -40,7 +40,7 @@ from megatron_rft.objectives.base import Update
 from megatron_rft.objectives.offline.base import part_of
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.training import build, loop
-from megatron_rft.training.engines import DTYPES, gather
+from megatron_rft.training.engines import DTYPES
 from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.training.monitor import GradientNorms
 from megatron_rft.training.run import TrainingRun
@@ -177,7 +177,7 @@ class Reference:
     def _open_cache(self, folder: Path) -> tuple[HiddenCache, Tensor]:
         """The verified cache, and this rank's rows of its output matrix."""
         cache = HiddenCache(folder, self.facts)
-        torn = [path for path in gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
+        torn = [path for path in parallel.gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
         if torn:
             raise DataError(f"algorithm.reference_cache: {torn[0]} is not as it was written: remove {folder}")
         part = shard("output_layer.weight", cache.output_weight(), parallel.tp_size(), parallel.tp_rank())

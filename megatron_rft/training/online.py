@@ -11,6 +11,7 @@ from megatron_rft.data.prompts import PromptSet
 from megatron_rft.data.rendering import PromptFormat, ask_again
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.engine import Engine
+from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.objectives.base import Objective, Setting
@@ -28,7 +29,7 @@ from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training import build, dynamic_constraint, loop, user_algorithm
-from megatron_rft.training.engines import EngineBuilder, build_beside, gather, gather_on_main, rank_among_engines
+from megatron_rft.training.engines import EngineBuilder, build_beside
 from megatron_rft.training.episodes import around
 from megatron_rft.training.models import EarlyVerification, OnlineModels
 from megatron_rft.training.monitor import check_mismatch_bounds
@@ -147,7 +148,7 @@ def build_sampler(
     routes: RouteStore | None,
 ) -> Sampler:
     options, form = recipe.rollout, Problems.of(recipe).prompt_format("train")
-    rank, world = rank_among_engines(engine)
+    rank, world = engine.driver()
     background = recipe.trains_while_sampling
     return Sampler(
         engine,
@@ -156,8 +157,8 @@ def build_sampler(
         tokenizer,
         group_size=options.group_size,
         seed=recipe.run.seed,
-        gather=gather,
-        gather_on_main=gather_on_main,
+        gather=parallel.gather,
+        gather_on_main=parallel.gather_on_main,
         rank=rank,
         world=world,
         on_error=recipe.reward.on_error,

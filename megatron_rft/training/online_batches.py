@@ -32,7 +32,6 @@ from megatron_rft.rollout.refiner import Refined
 from megatron_rft.rollout.sampler import Keep, PendingRound, RoundResult, Sampled, Sampler, ScoredResponse, conclude
 from megatron_rft.tracking.metrics import Sample
 from megatron_rft.training.dynamic_constraint import Examples
-from megatron_rft.training.engines import engine_metrics
 from megatron_rft.training.loop import Batches
 from megatron_rft.training.run import TrainingRun
 from megatron_rft.utils.errors import RunFailed
@@ -127,7 +126,9 @@ class OnlineBatches(Batches):
     def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:
         tracker, sampler, sampled = self.run.tracker, self.sampler, self.sampled
         metrics = sampled.metrics | mismatch_metrics(batch) | {"tokens/trained": float(batch.lengths.sum())}
-        metrics |= engine_metrics(sampler.engine, tracker.note)
+        metrics |= sampler.engine.statistics()
+        for line in sampler.engine.take_news():
+            tracker.note(line)
         if sampler.refiner:
             metrics |= {f"refiner_{name}": value for name, value in sampler.refiner.engine.statistics().items()}
         tracker.example(str(sampled.rollouts[0]))

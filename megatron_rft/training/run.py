@@ -75,6 +75,8 @@ class TrainingRun:
         """`dropped`: reason -> rows of data.train that were left out."""
         self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
         self.evaluator, self.folder, self.dropped = evaluator, Path(recipe.run.output_dir), dropped or {}
+        self.validates = evaluator is not None and recipe.validates
+        self.tests = evaluator is not None and recipe.data.test is not None
         self.done = 0
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
@@ -126,12 +128,7 @@ class TrainingRun:
     @property
     def evaluates_at_start(self) -> bool:
         """Whether the model is evaluated before the first step."""
-        recipe = self.recipe
-        return bool(self.evaluator) and recipe.trainer != "sft" and not self.done and (recipe.validates or self.tests)
-
-    @property
-    def tests(self) -> bool:
-        return self.recipe.data.test is not None
+        return self.recipe.trainer != "sft" and not self.done and (self.validates or self.tests)
 
     def evaluate_at_start(self) -> dict[str, float] | None:
         """Validate and test before the first step. Returns the test result, on a resumed run the recorded one."""
@@ -141,7 +138,7 @@ class TrainingRun:
             return None
         metrics, test = {}, None
         with self.phases("evaluation"):
-            if self.recipe.validates:
+            if self.validates:
                 metrics |= accuracy("evaluation", self.evaluator("validation", 0))
             if self.tests:
                 test = self.evaluator("test", 0)
@@ -179,8 +176,7 @@ class TrainingRun:
 
     def evaluation_due(self, step: int) -> bool:
         every = self.recipe.evaluation.every
-        validates = self.evaluator is not None and self.recipe.validates
-        return validates and (step == self.total_steps or bool(every) and step % every == 0)
+        return self.validates and (step == self.total_steps or bool(every) and step % every == 0)
 
     def comparison_due(self, step: int) -> bool:
         """Whether the engine's weights are compared with the actor's bit by bit after this step."""
@@ -244,7 +240,7 @@ class TrainingRun:
             step, best = loaded
             self.tracker.note(f"the best model is that of step {step}: validation pass@1 {best:.3f}")
         after = None
-        if self.evaluator and self.tests:
+        if self.tests:
             publish(step, True)
             with self.phases("evaluation"):
                 after = self.evaluator("test", self.total_steps)

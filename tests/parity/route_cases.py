@@ -29,7 +29,6 @@ from megatron_rft.records import Batch, Prompt, Score
 from megatron_rft.rollout import travel
 from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import RoundResult, ScoredResponse, to_batch
-from megatron_rft.training.engines import gather
 from tests.families import FAMILIES as ALL
 from tests.parity.family_cases import KEYS, RECOMPUTE, Weighted, possible, relative
 from tests.parity.gradient_cases import OPTIMIZER, SHAPE
@@ -77,7 +76,7 @@ def sample(config, store: RouteStore) -> Batch:
     ]
     rollouts, differing = store.take(rollouts, 1)
     assert not differing
-    parcels = gather([travel.pack(RoundResult(rollouts, 0.0, 0.0))])
+    parcels = parallel.gather([travel.pack(RoundResult(rollouts, 0.0, 0.0))])
     rollouts = [rollout for parcel in parcels for rollout in travel.unpack(parcel, prompts)]
     batch = to_batch(sorted(rollouts, key=lambda r: (r.prompt_index, r.sample)))
     return batch.with_tokens(noise=torch.randn(len(batch.response_ids), generator=torch.Generator().manual_seed(2)))
@@ -131,7 +130,7 @@ def compare(config, case: dict, batch: Batch, store: RouteStore, path: Path) -> 
 def check_loads(actor: Actor, batch: Batch, store: RouteStore) -> None:
     """Every sequence counts with all its tokens, whatever shares a prompt; an expert with less than the mean load gets
     a larger bias."""
-    held = {key: routes for part in gather([store.held]) for key, routes in part.items()}
+    held = {key: routes for part in parallel.gather([store.held]) for key, routes in part.items()}
     routes = torch.from_numpy(np.concatenate([held[key] for key in batch.sequences["route"].tolist()])).long()
     expected = {layer: routes[:, i].flatten().bincount(minlength=8) for i, layer in enumerate(store.layers)}
     loads = actor.routers.take()

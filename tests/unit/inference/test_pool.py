@@ -251,4 +251,7 @@ class Drafting(Doomed):
 
 def test_drafts_are_counted_over_all_engines():
     pool = EnginePool([Drafting(2, 8, 2), Drafting(), Drafting(6, 24, 10)], torch.float32)
-    assert pool.statistics() == metrics(8, 32, 12) and metrics(8, 32, 12)["speculation/tokens_per_step"] == 2.5
+    assert (
+        pool.statistics() == metrics(8, 32, 12) | {"faults/engine_restarts": 0.0}
+        and metrics(8, 32, 12)["speculation/tokens_per_step"] == 2.5
+    )

@@ -42,8 +42,9 @@ def test_they_arrive_as_they_left():
 
 
 def test_a_token_takes_at_most_ten_bytes():
-    parcel = travel.pack(RoundResult(rollouts(), 1.0, 2.0))
-    assert len(pickle.dumps(parcel)) / len(parcel.token_ids) <= 10
+    sent = travel.pack(RoundResult(rollouts(), 1.0, 2.0))
+    tokens = sum(len(rollout.response.token_ids) for rollout in sent.rollouts)
+    assert len(pickle.dumps(sent)) / tokens <= 10
 
 
 def test_a_rank_without_responses_sends_none():

@@ -101,7 +101,7 @@ def test_a_dead_expert_is_named_once_until_it_lives_again():
     alarm, told = DeadExperts(), []
     healthy, dead = {1: [100, 90, 110], 3: [5, 0, 5]}, {1: [150, 0, 150], 3: [5, 0, 5]}  # layer 3 has too few tokens
     for step, loads in enumerate([healthy] * 3 + [dead] * 12 + [{}] + [healthy] + [dead] * 10, start=1):
-        if sentence := alarm.check(loads, step):
+        if loads and (sentence := alarm.check(loads, step)):
             told.append((step, sentence))
     assert [step for step, _ in told] == [3 + STEPS, 17 + STEPS], told
     assert "for 10 steps no token went to expert 1 of layer 1. See docs/models.md" in told[0][1]

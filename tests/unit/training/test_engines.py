@@ -81,14 +81,14 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
     away, back = [("offload",)] * 2, [("restore",)] * 2
     assert events == [*away, ("start",), ("sleep",), *back]
     events.clear(), weights.send(0)
-    assert events == [*away, ("wake", False), ("load_weights",), ("wake",)]
+    assert events == [*away, ("wake", False), ("load_weights",), ("wake",), ("recover",)]
     events.clear(), weights.wake()
     assert not events  # it is
     weights.sleep_to_save(), weights.wake()
-    assert events == [("sleep",), *back, *away, ("wake", False), ("load_weights",), ("wake",)]
+    assert events == [("sleep",), *back, *away, ("wake", False), ("load_weights",), ("wake",), ("recover",)]
     engine, weights = build_beside([actor], Recorded, offload=False)
     events.clear(), weights.send(0), weights.sleep_to_save(), weights.sleep()
-    assert events == [("wake", False), ("load_weights",), ("wake",), ("sleep",)]
+    assert events == [("wake", False), ("load_weights",), ("wake",), ("recover",), ("sleep",)]
 
 
 def test_each_engine_has_its_gpus():
