@@ -30,8 +30,7 @@ from megatron_rft.plan import check_writable
 from megatron_rft.plan.model_shape import shape_of
 from megatron_rft.plan.vllm import check_vllm, choose_for
 from megatron_rft.training import build
-from megatron_rft.training.engines import EngineBuilder
-from megatron_rft.training.gpus import visible_gpus
+from megatron_rft.training.engines import EngineBuilder, visible_gpus
 from megatron_rft.utils.errors import FINISHED, ConfigError
 from megatron_rft.utils.files import write_atomically
 from megatron_rft.utils.processes import end_reaper, reserved_port

@@ -20,7 +20,7 @@ QK_NORM = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
-WHOLE_QK_NORM = {  # one norm over all heads: megatron/whole_norm.py
+WHOLE_QK_NORM = {  # one norm over all heads: WholeNorm in megatron/torch_attention.py
     "self_attention.q_layernorm.heads_weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.heads_weight": "self_attn.k_norm.weight",
 }

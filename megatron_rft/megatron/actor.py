@@ -341,17 +341,9 @@ class Actor:
         rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
         return {**metrics, "grad_norm": norm, "learning_rate": rate, "skipped": float(not applied)}
 
-    def step(
-        self,
-        batch: Batch,
-        loss: Callable[[dict[str, Tensor], Batch], Any],
-        counts: dict[str, float],
-        outputs: frozenset[str] = frozenset({"logprobs"}),
-        second: Second | None = None,
-        **options: Any,
-    ) -> dict[str, float]:
-        """`backward` and `apply`, with the `options` of the latter."""
-        return self.apply(self.backward(batch, loss, counts, outputs, second), **options)
+    def step(self, *given: Any, second: Second | None = None, **options: Any) -> dict[str, float]:
+        """`backward` of what is `given`, and `apply` with the `options`."""
+        return self.apply(self.backward(*given, second=second), **options)
 
     # ---- the schedule
 

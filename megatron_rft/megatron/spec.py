@@ -26,8 +26,7 @@ from megatron_rft.megatron.cpu.layers import GatedActivation
 from megatron_rft.megatron.delta_net import DeltaNet
 from megatron_rft.megatron.local_attention import LocalAttention, PostNorm
 from megatron_rft.megatron.sink_attention import SinkAttention
-from megatron_rft.megatron.torch_attention import LatentNorm, RMSNorm, TorchAttention, with_shared_prompts
-from megatron_rft.megatron.whole_norm import WholeNorm
+from megatron_rft.megatron.torch_attention import LatentNorm, RMSNorm, TorchAttention, WholeNorm, with_shared_prompts
 from megatron_rft.utils.device import has_fused_attention
 from megatron_rft.utils.device import has_transformer_engine as is_installed
 

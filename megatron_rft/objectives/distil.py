@@ -11,8 +11,10 @@ sampling of y. Tokens that the student did not write have mask 0 and do not coun
 """
 
 from megatron_rft.config.algorithms import online as section
+from megatron_rft.config.algorithms.offline import OfflineDistillation
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.objectives.base import Loss, Objective, Outputs, Prepared, SecondDistribution, State, Sum, Update
+from megatron_rft.objectives.offline.base import Offline
 from megatron_rft.objectives.surrogates import aggregate, mismatch_sums
 from megatron_rft.records import Batch
 
@@ -54,3 +56,24 @@ class Distil(Objective):
             second=second(self.options),
         )
         return Prepared([update], state)
+
+
+class OfflineDistil(Offline):
+    """The same loss on stored trajectories, tokens that another policy sampled."""
+
+    options: OfflineDistillation
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        return needed(self.options)
+
+    @property
+    def second(self) -> SecondDistribution:
+        return second(self.options)
+
+    def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
+        return {"distillation": (1.0, divergence(outputs, batch, self.options)[0])}
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Loss:
+        whole = super().loss(outputs, batch)
+        return Loss(whole.terms, whole.metrics | divergence(outputs, batch, self.options)[1])

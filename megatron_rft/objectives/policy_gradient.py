@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config.algorithms import base as section
-from megatron_rft.objectives import kl
 from megatron_rft.objectives.advantages import group_normalised, to_tokens
 from megatron_rft.objectives.base import (
     Loss,
@@ -26,12 +25,13 @@ from megatron_rft.objectives.base import (
     sequence_sums,
     zero_sequences,
 )
-from megatron_rft.objectives.kl import ESTIMATORS
 from megatron_rft.objectives.surrogates import (
+    ESTIMATORS,
     Clipped,
     aggregate,
     clipped_surrogate,
     importance_weights,
+    largest_kl,
     log_ratio,
     mismatch_sums,
     surrogate_loss,
@@ -152,7 +152,7 @@ class PolicyGradient(PolicyObjective):
             metrics["reward/kl_penalty"] = sequence_sums(self.kl_penalty(batch), batch).mean().item()
         if self.options.kl_coefficient and self.options.kl_estimator == "k3":
             old = batch.tokens["old_logprobs" if "old_logprobs" in batch.tokens else "rollout_logprobs"]
-            metrics["kl/largest"] = kl.largest(old, batch.tokens["ref_logprobs"], batch.response_mask)
+            metrics["kl/largest"] = largest_kl(old, batch.tokens["ref_logprobs"], batch.response_mask)
         return metrics
 
 

@@ -1,6 +1,7 @@
-"""Builds the generation engines of a run."""
+"""Builds the generation engines of a run, and assigns them to the GPUs and the ranks of a node."""
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +32,6 @@ from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.model_shape import shape_of
 from megatron_rft.plan.vllm import GPU_SHARE, choose, choose_for
-from megatron_rft.training.gpus import devices, engines_of_node, nodes, own_device, spare_gpus
 from megatron_rft.utils.errors import ConfigError
 
 PREDICTED = {"method": "predicted_output", "num_speculative_tokens": 16}
@@ -256,3 +256,46 @@ def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool
     if offloaded:
         weights.sleep()
     return engine, weights
+
+
+# ---- a node's GPUs and ranks
+
+
+def engines_of_node(count: int, rank: int, world: int) -> list[int]:
+    """The indices, among `count` engines, of those that the ranks of this node drive."""
+    first, ranks = rank - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [engine for other in range(first, first + ranks) for engine in shares(count, other, world)[0]]
+
+
+def devices(number: int, workers: int, spare: list[str], own: str) -> list[str]:
+    """The GPUs of engine `number` of this node: `spare` ones, or its rank's GPU `own` if there are none."""
+    if not spare and workers == 1:
+        return [own]
+    slots = len(spare) // workers
+    if not slots:
+        raise ConfigError(
+            f"vllm.tensor_parallel_size: a server takes {workers} GPUs, and {len(spare)} of this node's are without a "
+            "rank. Start fewer ranks, or set rollout.placement=colocated: engines then share the ranks' GPUs"
+        )
+    first = number % slots * workers
+    return spare[first : first + workers]
+
+
+def nodes() -> int:
+    return max(1, dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def visible_gpus() -> list[str]:
+    """The visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def own_device() -> str:
+    """This rank's GPU, as CUDA_VISIBLE_DEVICES names it."""
+    return visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
+
+
+def spare_gpus() -> list[str]:
+    """The GPUs of this node that no rank uses."""
+    return visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :] if torch.cuda.is_available() else []

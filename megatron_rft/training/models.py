@@ -16,9 +16,9 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import SecondDistribution, State, Update
-from megatron_rft.objectives.kl import k3
 from megatron_rft.objectives.plugins.dynamic import has_pairs, on_response_tokens, pairs
 from megatron_rft.objectives.plugins.pipo import PIPO
+from megatron_rft.objectives.surrogates import k3
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training.monitor import GradientNorms, due

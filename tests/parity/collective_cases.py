@@ -1,4 +1,4 @@
-"""On 3 ranks: megatron_rft.megatron.cpu.gloo beside torch's own collectives, in parts of several chunks."""
+"""On 3 ranks: megatron_rft.megatron.cpu.optimizer beside torch's own collectives, in parts of several chunks."""
 
 import torch
 import torch.distributed as dist
@@ -6,13 +6,13 @@ from megatron.core.distributed import param_and_grad_buffer
 
 from megatron_rft.config import Megatron
 from megatron_rft.megatron import parallel
-from megatron_rft.megatron.cpu import gloo
+from megatron_rft.megatron.cpu import optimizer
 
 
 def main():
     parallel.initialize(Megatron())
     rank, ranks, length = dist.get_rank(), dist.get_world_size(), 10
-    gloo.CHUNK = 4
+    optimizer.CHUNK = 4
     torch.manual_seed(rank)
     gradients, part = torch.randn(ranks * length), slice(rank * length, (rank + 1) * length)
     expected = torch.empty(length)

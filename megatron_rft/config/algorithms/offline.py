@@ -184,5 +184,5 @@ OFFLINE: dict[str, tuple[type[Algorithm], str]] = {
     "a_star_po": (AStarPO, "offline.a_star_po.AStarPO"),
     "off_rl": (OffRL, "offline.fpa.OffRL"),
     "fpa": (FPA, "offline.fpa.FPA"),
-    "offline_distil": (OfflineDistillation, "offline.distil.OfflineDistil"),
+    "offline_distil": (OfflineDistillation, "distil.OfflineDistil"),
 }

@@ -1,9 +1,8 @@
 """What megatron-core needs to run on a host without CUDA, and to be fast there. `install` is the only entry.
 
 without_cuda  redirects megatron-core's modules to the CPU
-gloo          one gloo device for all process groups, and the distributed optimizer's collectives
+optimizer     the distributed optimizer's collectives over gloo, and Adam, also on GPUs without Transformer Engine
 layers        norm, activation (on GPUs without Transformer Engine too), rotary embedding, attention over shared prompts
-adam          the optimizer, also on GPUs without Transformer Engine and apex
 """
 
 import functools
@@ -11,7 +10,7 @@ import importlib.util
 
 import torch
 
-from megatron_rft.megatron.cpu import adam, gloo, without_cuda
+from megatron_rft.megatron.cpu import optimizer, without_cuda
 from megatron_rft.utils.errors import UserError
 
 
@@ -23,13 +22,13 @@ def install() -> None:
         raise UserError("megatron-core needs the package psutil, which is not installed: pip install psutil")
     if not torch.cuda.is_available():
         without_cuda.redirect()
-        gloo.share_gloo_device()
-        gloo.install()
+        optimizer.share_gloo_device()
+        optimizer.install_collectives()
         _lean_rotary()
         _scale_in_place()
     _router_without_transformer_engine()
     _latent_attention_without_transformer_engine()
-    adam.install()
+    optimizer.install_adam()
 
 
 def _router_without_transformer_engine() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rft.objectives.kl import ESTIMATORS, clamped_k3, k1, k2, k3, largest
+from megatron_rft.objectives.surrogates import ESTIMATORS, clamped_k3, k1, k2, k3, largest_kl
 
 
 def test_by_hand():
@@ -67,6 +67,6 @@ def test_k3_of_an_unlikely_token_is_bounded(logprob, value, gradient):
 def test_the_largest_is_that_before_the_value_is_bounded():
     """Differences 2, 3 and 30, of which the last is masked; 0 without a token."""
     logprobs, ref = torch.tensor([-3.0, -4.0, -31.0]), torch.full((3,), -1.0)
-    assert largest(logprobs, ref, torch.tensor([1.0, 1.0, 0.0])) == pytest.approx(math.exp(3) - 4)
-    assert largest(logprobs, ref, torch.ones(3)) == pytest.approx(math.exp(20) - 21)
-    assert largest(logprobs, ref, torch.zeros(3)) == 0.0
+    assert largest_kl(logprobs, ref, torch.tensor([1.0, 1.0, 0.0])) == pytest.approx(math.exp(3) - 4)
+    assert largest_kl(logprobs, ref, torch.ones(3)) == pytest.approx(math.exp(20) - 21)
+    assert largest_kl(logprobs, ref, torch.zeros(3)) == 0.0

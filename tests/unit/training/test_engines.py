@@ -14,9 +14,7 @@ from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.training import engines
-from megatron_rft.training import gpus as gpu_module
-from megatron_rft.training.engines import EngineBuilder, build_beside
-from megatron_rft.training.gpus import devices, engines_of_node
+from megatron_rft.training.engines import EngineBuilder, build_beside, devices, engines_of_node
 from megatron_rft.utils.errors import ConfigError
 from tests.shapes import sizes
 
@@ -132,8 +130,7 @@ def test_engines_of_a_node(monkeypatch, ranks, count, mine):
 def test_who_has_a_gpu_to_itself(monkeypatch, options, gpus, expected):
     builder = EngineBuilder(Rollout(**options), Vllm())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for module in (engines, gpu_module):
-        monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
+    monkeypatch.setattr(engines, "dist", SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2))
     for name, value in {"CUDA_VISIBLE_DEVICES": gpus, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert builder.alone() is expected

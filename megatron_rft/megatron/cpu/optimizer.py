@@ -1,4 +1,4 @@
-"""Gloo for megatron-core: one device for all process groups, and the distributed optimizer's collectives.
+"""The distributed optimizer on a host: its collectives over gloo, one device for all of gloo's groups, and Adam.
 
 gloo's own reduce-scatter copies the whole buffer and sums all of it on every rank, and its all-gather copies what it
 received. Here each rank sends to each other rank that one's part only, and nothing if it is alone. Megatron's buffers
@@ -9,9 +9,12 @@ import functools
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 
 def share_gloo_device() -> None:
@@ -102,9 +105,60 @@ def _exchange(sent: list[Tensor], received: list[Tensor], ranks: list[int], grou
         work.wait()
 
 
-def install() -> None:
-    """Make megatron-core's gradient and parameter buffers use these."""
+class FusedAdam(torch.optim.Optimizer):
+    """Adam (decoupled weight decay by default) with FusedAdam's conventions, for hosts without Transformer Engine and
+    apex, with GPUs or not. Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101.
+
+    megatron-core 0.16.1's distributed optimizer cannot load a checkpoint into torch's AdamW, which stores `step` in
+    each parameter's state; it needs `step` in the parameter group. The arithmetic is torch's.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.update = adamw if adam_w_mode else adam
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            beta1, beta2 = group["betas"]
+            self.update(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [torch.tensor(group["step"] - 1.0) for _ in params],  # the functional form increments the count
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def install_collectives() -> None:
+    """Make megatron-core's gradient and parameter buffers use this file's collectives."""
     from megatron.core.distributed import param_and_grad_buffer
 
     param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
     param_and_grad_buffer.dist_all_gather_func = all_gather
+
+
+def install_adam() -> None:
+    """Make megatron-core's optimizers use `FusedAdam` if neither transformer-engine nor apex is installed."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
