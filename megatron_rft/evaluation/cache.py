@@ -47,12 +47,12 @@ class EvaluationCache:
         self.note(len(self.completions))
 
     def _read(self) -> dict[int, list[Row]]:
-        found: dict[int, list[Row]] = {}
+        by_problem: dict[int, list[Row]] = {}
         for row in read_json_lines(completions_file(self.folder, self.name)):
-            found.setdefault(row["problem"], []).append(row)
+            by_problem.setdefault(row["problem"], []).append(row)
         return {
             problem: many
-            for problem, many in found.items()
+            for problem, many in by_problem.items()
             if len(many) == self.samples and not any(row.get("error") for row in many)
         }
 

@@ -259,13 +259,13 @@ def write(results: list[EvalResult], folder: str | Path) -> None:
 
 def reread(folder: Path, name: str) -> EvalResult | None:
     """A result that `write` has written; None if there is none, or its completions have changed."""
-    found = [each for each in read_json(folder / "results.json") or [] if each["name"] == name]
+    summaries = [each for each in read_json(folder / "results.json") or [] if each["name"] == name]
     rows = read_json_lines(completions_file(folder, name))
-    if not found or len(rows) != found[0]["problems"] * found[0]["samples"]:
+    if not summaries or len(rows) != summaries[0]["problems"] * summaries[0]["samples"]:
         return None
-    parts = (found[0][key] for key in ("samples", "temperature", "seed"))
+    parts = (summaries[0][key] for key in ("samples", "temperature", "seed"))
     result = summarise([Completion(**row) for row in rows], name, *parts)
-    return replace(result, left_out=found[0]["left_out"])
+    return replace(result, left_out=summaries[0]["left_out"])
 
 
 def _finite(value: Any) -> Any:

@@ -64,13 +64,13 @@ def mean_majority_at_k(answers: Sequence[Sequence[str | None]], correct: Correct
 
 def breakdown(groups: Sequence[str | None], correct: Correct) -> dict[str, dict[str, float]]:
     """pass@1 of the problems of each group, by name ("2" before "10"); problems without a group are in none."""
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     names = {group for group in groups if group is not None}
     for name in sorted(names, key=lambda name: name.zfill(9) if name.isdecimal() else name):
         rows = [row for group, row in zip(groups, correct, strict=True) if group == name]
         mean, error = pass_at_1(rows)
-        found[name] = {"problems": len(rows), "pass_at_1": mean, "standard_error": error}
-    return found
+        results[name] = {"problems": len(rows), "pass_at_1": mean, "standard_error": error}
+    return results
 
 
 def ks_up_to(samples: int) -> list[int]:

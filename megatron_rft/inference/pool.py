@@ -122,14 +122,14 @@ class EnginePool(Engine):
         living = [i for i in range(len(self.members)) if i not in self.lost]
         queues = [queue.Queue(maxsize=1) for _ in living]
         with ThreadPoolExecutor(max(len(living), 1), thread_name_prefix="weights") as pool:
-            jobs = [pool.submit(self._load, i, each, version) for i, each in zip(living, queues, strict=True)]
+            jobs = [pool.submit(self._load, i, tensors, version) for i, tensors in zip(living, queues, strict=True)]
             try:
                 for pair in stream:
-                    for each in queues:
-                        each.put(pair)
+                    for tensors in queues:
+                        tensors.put(pair)
             finally:
-                for each in queues:
-                    each.put(None)
+                for tensors in queues:
+                    tensors.put(None)
             for job in jobs:
                 job.result()
         self.weight_version = version
@@ -146,12 +146,12 @@ class EnginePool(Engine):
 
     def checksums(self) -> dict[str, int]:
         """Return the members' checksums. Raises RunFailed if two members differ. Empty on a rank without members."""
-        found: dict[str, int] = {}
+        known: dict[str, int] = {}
         for member, checksums in self._ask_each(lambda member: member.checksums()):
-            different = [name for name in checksums if found.setdefault(name, checksums[name]) != checksums[name]]
+            different = [name for name in checksums if known.setdefault(name, checksums[name]) != checksums[name]]
             if different:
                 raise RunFailed(f"{member.name} holds another {min(different)} than {self.members[0].name}")
-        return found
+        return known
 
     def driver(self) -> tuple[int | None, int]:
         return self._driver

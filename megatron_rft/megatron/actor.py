@@ -454,12 +454,12 @@ class Actor:
         """As `_distributions`, where each second distribution has its own tokens, positions in R_local."""
         parts = [(second, index) for second, index in parts if len(index)] or parts[:1]
         places = [send(index, self.device) for _, index in parts]
-        found = [
+        outputs = [
             self._distributions(rows[place], micro.select(index), names, second)
             for place, (second, index) in zip(places, parts, strict=True)
         ]
         order = torch.cat(places).argsort()
-        return {name: torch.cat([each[name] for each in found])[order] for name in names}
+        return {name: torch.cat([each[name] for each in outputs])[order] for name in names}
 
     def _gather_context(self, values: Tensor, micro: MicroBatch) -> Tensor:
         """Gather [R_local] of each context-parallel rank into [R] on all of them. Forward adds up; backward returns the

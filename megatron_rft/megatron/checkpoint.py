@@ -202,25 +202,25 @@ class Checkpointer:
             shared = FullyParallelLoadStrategyWrapper(read, parallel.dp_with_cp_group())  # each reads a part for all
             own = parallel.on_main(lambda: optimizer_shards.index(path))
             shards = optimizer_shards.ShardReader(own) if own else None
-            found = dist_checkpointing.load(self._sharded(True, shards), str(path), shared)
-            self._load_into_models(found, shards)
+            loaded = dist_checkpointing.load(self._sharded(True, shards), str(path), shared)
+            self._load_into_models(loaded, shards)
         except Exception as error:
             raise DataError(
                 f"the checkpoint {path} cannot be loaded into this model: {error}. Was the model or the optimizer "
                 "changed? Start in another run.output_dir, or remove the folder to continue from an earlier checkpoint"
             ) from error
         for name, average in self.averages.items():
-            average.load(name, found)
+            average.load(name, loaded)
         parallel.barrier("checkpoint")
         return json.loads((path / "run.json").read_text()), load_file(path / "state.safetensors")
 
-    def _load_into_models(self, found: dict[str, Any], shards: optimizer_shards.ShardReader | None) -> None:
+    def _load_into_models(self, loaded: dict[str, Any], shards: optimizer_shards.ShardReader | None) -> None:
         for name, actor in self.models.items():
             for index, chunk in enumerate(actor.models):
-                state = {k.removeprefix(f"{name}."): v for k, v in found[f"{name}.{index}"].items()}
+                state = {k.removeprefix(f"{name}."): v for k, v in loaded[f"{name}.{index}"].items()}
                 chunk.load_state_dict(state, strict=actor.lora is None)
             for moments in actor.optimizer.every_moments:
-                optimizer, state = actor.optimizer.megatron, found[f"{name}.optimizer.{moments}"]
+                optimizer, state = actor.optimizer.megatron, loaded[f"{name}.optimizer.{moments}"]
                 with actor.optimizer.using(moments):
                     if shards is None:
                         optimizer.load_state_dict(state)
@@ -228,7 +228,7 @@ class Checkpointer:
                     with optimizer_shards.nothing_gathered(optimizer):
                         optimizer.load_state_dict(state)
                     shards.load(f"{name}.{moments}", optimizer, self._chunks(name, actor)[1])
-            actor.optimizer.schedule.load_state_dict(found[f"{name}.schedule"])
+            actor.optimizer.schedule.load_state_dict(loaded[f"{name}.schedule"])
 
     def _chunks(self, name: str, actor: Actor) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the sharded state of the model's chunks, by the names of the checkpoint and by those in which

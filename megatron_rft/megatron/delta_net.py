@@ -152,8 +152,8 @@ class DeltaNet(MegatronModule):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         own = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        found = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        entries = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
         for name in ("in_proj", "out_norm", "out_proj"):
             child, inner = getattr(self, name), f"{prefix}{name}."
-            found |= sharded_state_dict_default(child, inner, sharded_offsets, metadata, tp_group=self.tp_group)
-        return found
+            entries |= sharded_state_dict_default(child, inner, sharded_offsets, metadata, tp_group=self.tp_group)
+        return entries

@@ -145,13 +145,13 @@ def sharded_state(model: GPTModel, prefix: str, metadata: dict[str, Any]) -> dic
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
     if not adapters:
         return whole
-    found = {}
+    trained = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             owner, _, part = name.rpartition(".")
             own = _sharded(f"{prefix}{adapters[owner].name}", part, parameter) if owner in adapters else None
-            found[prefix + name] = own or whole[prefix + name]
-    return found
+            trained[prefix + name] = own or whole[prefix + name]
+    return trained
 
 
 def _sharded(layer: str, part: str, parameter: Tensor) -> Any:

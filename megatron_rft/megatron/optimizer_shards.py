@@ -124,11 +124,11 @@ def _on_host(values: Tensor) -> Tensor:
 
 def index(folder: Path) -> list[tuple[str, int, dict]]:
     """Return (file, number, range) of all ranges in a checkpoint."""
-    found = []
+    ranges = []
     for path in sorted(folder.glob("optimizer_*.safetensors")):
         with safe_open(path, "pt") as file:
-            found += [(str(path), i, each) for i, each in enumerate(json.loads(file.metadata()[RANGES]))]
-    return found
+            ranges += [(str(path), i, each) for i, each in enumerate(json.loads(file.metadata()[RANGES]))]
+    return ranges
 
 
 class ShardReader:

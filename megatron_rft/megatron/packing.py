@@ -226,12 +226,12 @@ class _Cells:
     def routes(self, given: Sequence[Tensor | None]) -> Tensor | None:
         """Return [total, layers, experts per token], -1 in padding and where a sequence has none. A shared prompt has
         those of its first response. None: no sequence has any."""
-        found = [(number, routes) for number, routes in enumerate(given) if routes is not None]
-        if not found:
+        present = [(number, routes) for number, routes in enumerate(given) if routes is not None]
+        if not present:
             return None
-        table = found[0][1].new_full((self.total, *found[0][1].shape[1:]), -1)
+        table = present[0][1].new_full((self.total, *present[0][1].shape[1:]), -1)
         starts, prompts = self.responses.tolist(), self.prompts[self.groups].tolist()
-        for number, routes in reversed(found):
+        for number, routes in reversed(present):
             prompt = int(self.batch.prompt_lens[number])
             table[prompts[number] : prompts[number] + prompt] = routes[:prompt]
             table[starts[number] : starts[number] + len(routes) - prompt] = routes[prompt:]

@@ -136,17 +136,17 @@ class Routers:
 
         everyone, own = range(len(self.ranks)), len(self.ranks[rank][0])
         parcels = [[self.store.held[keys[p]][:, self.ranks[to][0]] for p in sent(rank, to)] for to in everyone]
-        each = own * self.store.chosen * self.store.dtype.itemsize  # bytes of a token
-        received = torch.empty(sum(tokens[p] for p in wanted[self.ranks[rank][1]]) * each, dtype=torch.uint8)
+        width = own * self.store.chosen * self.store.dtype.itemsize  # bytes of a token
+        received = torch.empty(sum(tokens[p] for p in wanted[self.ranks[rank][1]]) * width, dtype=torch.uint8)
         dist.all_to_all_single(
             received,
             _bytes(array for parcel in parcels for array in parcel),
-            [sum(tokens[p] for p in sent(source, rank)) * each for source in everyone],
+            [sum(tokens[p] for p in sent(source, rank)) * width for source in everyone],
             [sum(array.nbytes for array in parcel) for parcel in parcels],
             group=parallel.host_group("generation"),
         )
         order = [p for source in everyone for p in sent(source, rank)]
-        parts = received.split([tokens[p] * each for p in order])
+        parts = received.split([tokens[p] * width for p in order])
         arrays = (part.numpy().view(self.store.dtype) for part in parts)
         return {
             p: torch.from_numpy(array).view(tokens[p], own, self.store.chosen).short()

@@ -154,12 +154,12 @@ def _mixture(log_own: Tensor, log_other: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_own + math.log1p(-share), log_other + math.log(share))
 
 
-def _to_mixture(found: _Walk, own: Blocks, other: Blocks, group, share: float) -> tuple[Tensor, Tensor]:
+def _to_mixture(walk: _Walk, own: Blocks, other: Blocks, group, share: float) -> tuple[Tensor, Tensor]:
     """Return [N] KL(pi || m) and [N] KL(q || m)."""
     sums = own.hidden.new_zeros(2, len(own.hidden), dtype=own.dtype)
     for rows in own:
-        log_own = block_of_logprobs(own, rows, found.own.normalizer, found.kept)
-        log_other = block_of_logprobs(other, rows, found.other.normalizer, found.other_kept)
+        log_own = block_of_logprobs(own, rows, walk.own.normalizer, walk.kept)
+        log_other = block_of_logprobs(other, rows, walk.other.normalizer, walk.other_kept)
         log_mixture = _mixture(log_own, log_other, share)
         for total, log in zip(sums, (log_own, log_other), strict=True):
             total += (log.exp() * (log - log_mixture)).sum(1)
@@ -174,25 +174,25 @@ class _Compare(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, own: Blocks, other: Blocks, group, names: list[str], extrapolation: float, mixture
     ):
-        found = _walk(own, other, group, set(names), extrapolation)
+        walk = _walk(own, other, group, set(names), extrapolation)
         formulas = {
-            "logprobs": lambda: found.own.logprobs,
-            "entropy": lambda: found.own.entropy,
-            "other_logprobs": lambda: found.other.logprobs,
-            "extrapolated_logprobs": lambda: found.extrapolated.logprobs,
-            "reverse_kl": lambda: found.own.moment / found.own.total - _difference(found.own, found.other),
-            "forward_kl": lambda: found.other.moment / found.other.total - _difference(found.other, found.own),
+            "logprobs": lambda: walk.own.logprobs,
+            "entropy": lambda: walk.own.entropy,
+            "other_logprobs": lambda: walk.other.logprobs,
+            "extrapolated_logprobs": lambda: walk.extrapolated.logprobs,
+            "reverse_kl": lambda: walk.own.moment / walk.own.total - _difference(walk.own, walk.other),
+            "forward_kl": lambda: walk.other.moment / walk.other.total - _difference(walk.other, walk.own),
         }
         to_mixture = None
         if "jsd" in names:
-            to_mixture, of_other = _to_mixture(found, own, other, group, mixture)
+            to_mixture, of_other = _to_mixture(walk, own, other, group, mixture)
             formulas["jsd"] = lambda: (1 - mixture) * to_mixture + mixture * of_other
         values = {name: formulas[name]() for name in names}
-        other_normalizer = found.other.normalizer if found.other else None
-        saved = (found.own.normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"), to_mixture)
+        other_normalizer = walk.other.normalizer if walk.other else None
+        saved = (walk.own.normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"), to_mixture)
         ctx.save_for_backward(hidden, weight, *saved)
         ctx.mixture = mixture
-        ctx.own, ctx.other, ctx.names, ctx.kept, ctx.other_kept = own, other, names, found.kept, found.other_kept
+        ctx.own, ctx.other, ctx.names, ctx.kept, ctx.other_kept = own, other, names, walk.kept, walk.other_kept
         ctx.mark_non_differentiable(*(values[name] for name in names if name not in WITH_GRADIENT))
         ctx.set_materialize_grads(False)
         return tuple(values[name] for name in names)

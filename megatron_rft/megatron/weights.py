@@ -75,11 +75,11 @@ def stream(
         if parallel.pp_size() > 1:
             dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
         for whole_name, whole in _gather(name, part, hf_config):
-            found = zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
+            named = zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
             if (expert := mapping.stacked_expert(whole_name)) is None:
-                yield from found
+                yield from named
                 continue
-            for hf_name, piece in found:
+            for hf_name, piece in named:
                 slices = stacks.setdefault(hf_name, {})
                 slices[expert] = piece.clone()
                 if len(slices) == experts(hf_config):

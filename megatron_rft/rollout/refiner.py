@@ -32,11 +32,11 @@ AT_MAXIMUM, GRADER_FAILED, NOT_TRAINED, NOT_CHOSEN, TOO_LONG = "maximum", "grade
 def clean(text: str, response: str) -> str:
     """Remove chat markers from a refined text, and a code fence around all of it. If the response has a fence too, the
     fence stays. A text that was changed also loses white space at both ends."""
-    found = CHAT_MARKER.sub("", text)
-    block = ONE_BLOCK.fullmatch(found)
+    cleaned = CHAT_MARKER.sub("", text)
+    block = ONE_BLOCK.fullmatch(cleaned)
     if block and "```" not in response and "```" not in block[1]:
-        found = block[1]
-    return text if found == text else found.strip()
+        cleaned = block[1]
+    return text if cleaned == text else cleaned.strip()
 
 
 def edit_distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
@@ -220,7 +220,7 @@ def statistics(rollouts: list) -> dict[str, float]:
     refined = [each for each in scored if each.refined and each.refined.score.error is None]
     better = sum(each.refined.score.reward > each.score.reward for each in refined)
     reasons = [each.unrefined for each in rollouts]
-    found = {
+    metrics = {
         "improved": better / max(len(scored), 1),
         "refined": len(refined),
         "pairs": sum(each.refined.kept for each in refined),
@@ -230,13 +230,13 @@ def statistics(rollouts: list) -> dict[str, float]:
         "refiner_tokens": sum(each.refined.written for each in scored if each.refined),
     }
     if refined:
-        found |= {
+        metrics |= {
             "refined_reward": _mean([each.refined.score.reward for each in refined]),
             "original_reward": _mean([each.score.reward for each in refined]),
             "verbatim": _mean([each.refined.verbatim for each in refined]),
             "edit_distance": _mean([each.refined.distance for each in refined]),
         }
-    return {f"constraint/{name}": float(value) for name, value in found.items()}
+    return {f"constraint/{name}": float(value) for name, value in metrics.items()}
 
 
 def _mean(values: list[float]) -> float:

@@ -126,22 +126,22 @@ class Mismatch:
         exact = self.actor(*self.trainer_in_fp32)
         batch, wrong = self.sample(exact, *ENGINE_IN_FP32)
         kl = self.compare("both in fp32", exact, batch)
-        found = {"rows": self.rows, "layouts": [], "bug": wrong, "in_fp32": kl, "base": kl, "floor": 0.0}
+        measured = {"rows": self.rows, "layouts": [], "bug": wrong, "in_fp32": kl, "base": kl, "floor": 0.0}
         if wrong or kl >= EXACT:
-            return found | {"bug": wrong or self._explain(exact, batch, min(EXACT, kl / 100))}
+            return measured | {"bug": wrong or self._explain(exact, batch, min(EXACT, kl / 100))}
         if (self.trainer, self.engine) == ("fp32", "fp32"):
-            return found
+            return measured
         given, wrong = (batch, None) if self.engine == "fp32" else self.sample(exact)
         if wrong:
-            return found | {"bug": wrong}
+            return measured | {"bug": wrong}
         by_engine = self.compare(f"engine {self.engine}, trainer fp32", exact, given)
         actor = exact if self.trainer == "fp32" else self.actor()
         del exact
         by_trainer = self.compare(f"engine fp32, trainer {self.trainer}", actor, batch)
         base = self.compare(f"as in the recipe: engine {self.engine}, trainer {self.trainer}", actor, given)
-        found |= {"by_engine": by_engine, "by_trainer": by_trainer, "base": base, "floor": self._floor(actor, given)}
-        if base <= max(FLOORS * found["floor"], EXACT):
-            return found
+        measured |= {"by_engine": by_engine, "by_trainer": by_trainer, "base": base, "floor": self._floor(actor, given)}
+        if base <= max(FLOORS * measured["floor"], EXACT):
+            return measured
         if experts(self.hf_config):
             self._with_routes(actor)
         large = min(base / 2, max(by_engine, by_trainer))
@@ -152,10 +152,10 @@ class Mismatch:
             del actor
             for name, overrides in self._accepted(self._trainer_arms()):
                 self.compare(name, self.actor(*overrides), given)
-            found["layouts"] = list(layout_arms(self.recipe.megatron))
+            measured["layouts"] = list(layout_arms(self.recipe.megatron))
             if dist.get_rank() == 0:
                 save_file(given.state_dict(), Path(self.recipe.run.output_dir) / BATCH)
-        return found
+        return measured
 
     def _floor(self, actor: Actor, batch: Batch) -> float:
         """The trainer against itself, with one sequence in a micro-batch."""
@@ -325,10 +325,10 @@ def run(vary: Vary, lookup: Lookup | None, count: int, layout: str | None = None
         if layout:
             batch = Batch.from_state_dict(load_file(folder / BATCH))
             diagnosis.compare(layout, diagnosis.actor(*overrides), batch)
-            found = {"rows": diagnosis.rows}
+            result = {"rows": diagnosis.rows}
         else:
-            found = diagnosis.measure()
+            result = diagnosis.measure()
         if dist.get_rank() == 0:
-            write_atomically(folder / (f"{layout}.json" if layout else MEASURED), json.dumps(found))
+            write_atomically(folder / (f"{layout}.json" if layout else MEASURED), json.dumps(result))
     finally:
         parallel.shutdown()

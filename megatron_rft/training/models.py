@@ -15,7 +15,7 @@ from megatron_rft.inference.engine import Engine
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.megatron.two_distributions import Second
-from megatron_rft.objectives.base import SecondDistribution, State, Update
+from megatron_rft.objectives.base import State, Update
 from megatron_rft.objectives.plugins.dynamic import has_pairs, on_response_tokens, pairs
 from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.objectives.surrogates import k3
@@ -180,21 +180,12 @@ class OnlineModels(Models):
             return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        if update.second is None or update.second.weights == "distil":
+        other = update.second
+        if other is None or other.weights == "distil":
             return super().second(update, mini_batch)
-        return Second(
-            mini_batch.in_context() if update.second.in_context else mini_batch,
-            self._weights(update.second),
-            update.second.extrapolation,
-        )
-
-    def _weights(self, second: SecondDistribution) -> list[Tensor] | None:
-        if second.weights == "reference":
-            return self.reference
-        if second.weights == "teacher":
-            return self.teacher.weights
-        assert second.weights == "actor", second.weights
-        return None
+        teacher = self.teacher.weights if self.teacher else None
+        weights = {"reference": self.reference, "teacher": teacher, "actor": None}[other.weights]
+        return Second(mini_batch.in_context() if other.in_context else mini_batch, weights, other.extrapolation)
 
     def end_of_step(self) -> None:
         if self.teacher:

@@ -50,14 +50,14 @@ class Teachers:
 
 def by_row(options: Teaching, field: str | None, rows: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, str]:
     """Return the teacher's name of each row of data.train, {} if there is one teacher. `rows`: their other fields."""
-    found = {row: str(fields.get(field)) for row, fields in rows} if field else {}
-    for row, name in found.items():
+    teacher_of = {row: str(fields.get(field)) for row, fields in rows} if field else {}
+    for row, name in teacher_of.items():
         if name not in options.teachers:
             raise DataError(
                 f"data.teacher_field: row {row + 1} of data.train has {name!r} in {field!r}, and the teachers are "
                 f"{', '.join(options.teachers)}"
             )
-    return found
+    return teacher_of
 
 
 def teachers_of(options: Teaching | None, of_row: dict[int, str], *shared: Any) -> Teachers | None:

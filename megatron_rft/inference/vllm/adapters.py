@@ -56,14 +56,14 @@ def bind(worker: Any, tensors: dict[str, Tensor]) -> str | None:
     manager._adapter_manager.activate_adapter(ID)
     model = worker.model_runner.model
     model.adapter_rank = rank
-    found = {
+    bound = {
         name: tensor
         for path, layer in model.named_modules()
         if isinstance(layer, BaseLayerWithLoRA)
         for name, tensor in read_layer(model, path, layer)
     }
-    wrong = [name for name, tensor in tensors.items() if name not in found or not torch.equal(found[name], tensor)]
+    wrong = [name for name, tensor in tensors.items() if name not in bound or not torch.equal(bound[name], tensor)]
     if wrong:
-        what = "is bound to no layer of" if wrong[0] not in found else "is not what was sent, in"
+        what = "is bound to no layer of" if wrong[0] not in bound else "is not what was sent, in"
         return f"{wrong[0]} {what} the engine ({len(wrong)} of {len(tensors)} tensors)"
     return None

@@ -119,14 +119,14 @@ def kept_tokens(candidates: Iterable[tuple[int, float]]) -> tuple[int, ...]:
     Raises:
         RunFailed: the candidates do not hold the whole distribution.
     """
-    found = {token: logprob for token, logprob in candidates if logprob > LEFT_OUT}
-    mass = math.fsum(map(math.exp, found.values()))
+    kept = {token: logprob for token, logprob in candidates if logprob > LEFT_OUT}
+    mass = math.fsum(map(math.exp, kept.values()))
     if abs(mass - 1) > 1e-3:
         raise RunFailed(
-            f"vLLM's {len(found)} most probable tokens have {mass:.4f} of the truncated distribution, and training on "
+            f"vLLM's {len(kept)} most probable tokens have {mass:.4f} of the truncated distribution, and training on "
             "it needs all of it: too many tokens are equally probable at rollout.top_k. Set another rollout.top_k"
         )
-    return tuple(found)
+    return tuple(kept)
 
 
 def flag(name: str, value: Any) -> list[str]:

@@ -304,15 +304,15 @@ class VLLMEngine(Engine):
         """Load the model, unless the stream has the adapters alone, and the adapters. Returns the problem, or None."""
         from megatron_rft.inference.vllm import adapters, weights
 
-        found: dict[str, Tensor] = {}
-        base, problem = adapters.set_aside(stream, found), None
+        adapter_tensors: dict[str, Tensor] = {}
+        base, problem = adapters.set_aside(stream, adapter_tensors), None
         if (first := next(base, None)) is not None:
             weights.send(self.llm, chain([first], base))
             problem = weights.problem(self.llm)
         if problem := self.validator.problem() or problem:
             return problem
-        self.validator.kept = frozenset(self.validator.shapes.keys() - found.keys())
-        return self.llm.collective_rpc(adapters.bind, args=(found,))[0]
+        self.validator.kept = frozenset(self.validator.shapes.keys() - adapter_tensors.keys())
+        return self.llm.collective_rpc(adapters.bind, args=(adapter_tensors,))[0]
 
     def checksums(self) -> dict[str, int]:
         from megatron_rft.inference.vllm import readback

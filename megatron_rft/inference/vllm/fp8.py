@@ -73,11 +73,11 @@ def beyond(sent: Tensor, rounded: Tensor, largest: float) -> str | None:
     largest magnitude."""
     if sent.shape != rounded.shape:
         return f"its shape is {tuple(rounded.shape)}"
-    for exact, found in zip(sent.split(ROWS), rounded.split(ROWS), strict=True):
-        exact, found = exact.to(found.device).float(), found.float()
-        error, allowed = (found - exact).abs(), exact.abs() * RELATIVE + (largest * OF_LARGEST + SMALLEST)
+    for exact, actual in zip(sent.split(ROWS), rounded.split(ROWS), strict=True):
+        exact, actual = exact.to(actual.device).float(), actual.float()
+        error, allowed = (actual - exact).abs(), exact.abs() * RELATIVE + (largest * OF_LARGEST + SMALLEST)
         if not (wrong := ~(error <= allowed)).any():  # NaN is wrong
             continue
         first = tuple(wrong.nonzero()[0].tolist())
-        return f"{exact[first]:.6g} became {found[first]:.6g} (the first of {int(wrong.sum())} such elements)"
+        return f"{exact[first]:.6g} became {actual[first]:.6g} (the first of {int(wrong.sum())} such elements)"
     return None

@@ -65,14 +65,14 @@ class PredictedOutput:
         """
         if self.runner is None:  # during vLLM's warm-up
             return [[] for _ in sampled_token_ids]
-        ids, found = self.runner.input_batch.req_ids, []
+        ids, proposals = self.runner.input_batch.req_ids, []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
             last = token_ids_cpu[row, max(0, length - len(sampled) - SUFFIX) : length].tolist()
             room = max(0, min(self.count, self.longest - length - 1))
-            found.append(self._next(ids[row], last, len(sampled))[:room] if sampled else [])
+            proposals.append(self._next(ids[row], last, len(sampled))[:room] if sampled else [])
         self.positions = {id: self.positions[id] for id in ids if id in self.positions}
-        return found
+        return proposals
 
     def _next(self, id: str, last: list[int], new: int) -> list[int]:
         draft = (self.runner.requests[id].sampling_params.extra_args or {}).get("draft")

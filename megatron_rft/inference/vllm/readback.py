@@ -28,13 +28,13 @@ COLUMNS = 256  # columns of a packed matrix that are read at a time
 def checksums(model: nn.Module) -> dict[str, int | None]:
     """Return the `checksum` of every parameter by HF name; -1 if its copies differ. None stands for a rounded parameter
     that was compared with the received values when it was loaded, and has not changed since. Collective."""
-    found: dict[str, int | None] = {}
+    by_name: dict[str, int | None] = {}
     for name, tensor in read(model):
         value = checksum(tensor)
         value = None if value in model.read_back.get(name, ()) else value
-        if found.setdefault(name, value) != value:
-            found[name] = -1
-    return found
+        if by_name.setdefault(name, value) != value:
+            by_name[name] = -1
+    return by_name
 
 
 def read(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -172,12 +172,12 @@ def packing(isa: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
     256, which any dtype represents exactly."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    numbers, found, unit = torch.arange(rows * columns), torch.zeros(rows * columns, dtype=torch.long), 1
+    numbers, order, unit = torch.arange(rows * columns), torch.zeros(rows * columns, dtype=torch.long), 1
     while unit < len(numbers):
         digits = (numbers // unit % 256).to(dtype).view(1, rows, columns)
-        found += cpu_prepack_moe_weight(digits, isa).view(-1).long() * unit
+        order += cpu_prepack_moe_weight(digits, isa).view(-1).long() * unit
         unit *= 256
-    return found
+    return order
 
 
 def matrix(layer: nn.Module) -> Tensor:
@@ -191,12 +191,12 @@ def matrix(layer: nn.Module) -> Tensor:
     else:
         dtype, product = weight.dtype, partial(layer.cpu_linear, weight=weight, bias=None)
     columns = getattr(layer, "input_size_per_partition", layer.input_size)
-    found = []
+    products = []
     for some in torch.arange(columns).split(COLUMNS):
         one_hot = torch.zeros(len(some), columns, dtype=dtype, device=weight.device)
         one_hot[torch.arange(len(some)), some] = 1
-        found.append(product(one_hot))
-    return torch.cat(found).T
+        products.append(product(one_hot))
+    return torch.cat(products).T
 
 
 def tied(model: nn.Module) -> list[nn.Module]:

@@ -100,17 +100,17 @@ class ServerEngine(Member):
         """Check that the server serves this model and can receive its weights. Raises ConfigError."""
         where = f"rollout.servers: {self.url}"
         try:
-            each = self._rpc("rft_facts")
+            workers = self._rpc("rft_facts")
         except (RunFailed, ValueError) as error:
             raise ConfigError(f"{where} cannot take weights from a trainer ({error}). {self._how()}") from None
-        facts, how = each[0], self._how()
+        facts, how = workers[0], self._how()
         problems = server_checks.problems(facts, self.config, self.dtype, self.longest, self.keep_caches, how)
         if problem := next(problems, None) or self._without_token_ids():
             raise ConfigError(f"{where} {problem}")
         self.rounds = server_checks.rounds(facts)
         self.workers = int(facts["workers"])
         self.sequences = int(facts["sequences"]) * int(facts["replicas"])  # more requests wait in this process
-        self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in each)])
+        self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in workers)])
 
     def _without_token_ids(self) -> str | None:
         """Return the problem that the server has no endpoint for token ids, or None. A GET of an existing endpoint has

@@ -177,17 +177,17 @@ def _backward_in_segments(ctx, grad: Tensor) -> list[Tensor]:
     q, k, v, out, total = ctx.saved_tensors
     real = torch.zeros(sum(index.numel() for index in ctx.cells), dtype=torch.bool)
     real[ctx.places] = True
-    found, offset = [], 0
+    gradients, offset = [], 0
     for index in ctx.cells:
         padding = ~real[offset : offset + index.numel()].view(index.shape)
         offset += index.numel()
         wanted = _rows(grad, index).masked_fill(padding[:, None, :, None], 0)
         sums = total.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
         parts = [_rows(x, index) for x in (q, k, v, out)]
-        found.append(_flash_backward(wanted, *parts, sums, True, ctx.scale))
+        gradients.append(_flash_backward(wanted, *parts, sums, True, ctx.scale))
     return [
         torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).index_select(0, ctx.places)
-        for parts in zip(*found, strict=True)
+        for parts in zip(*gradients, strict=True)
     ]
 
 
