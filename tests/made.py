@@ -1,4 +1,6 @@
-"""Creates objectives for tests from the options that differ from the defaults."""
+"""Creates objectives for tests from the options that differ from the defaults, and samples whole steps."""
+
+from collections.abc import Callable
 
 from megatron_rft import objectives
 from megatron_rft.config.algorithms import SECTIONS
@@ -10,6 +12,8 @@ from megatron_rft.objectives.base import Objective, PolicyObjective, Setting
 from megatron_rft.objectives.plugins.distil import Distilled
 from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.objectives.plugins.pipo import PIPO
+from megatron_rft.records import Prompt
+from megatron_rft.rollout.sampler import Keep, Sampled, Sampler, conclude
 
 OF_A_RUN = ("mini_batches", "max_response_tokens")
 ONLINE = [name for name, section in SECTIONS.items() if section.trainer == "rl" and not section.of_user]
@@ -37,3 +41,13 @@ def distilled(base: PolicyObjective, **options) -> Distilled:
 
 def dynamic(base: PolicyObjective, eta: float = 1e-3, **options) -> DynamicConstraint:
     return DynamicConstraint(base, DynamicOptions(eta=eta, **options))
+
+
+class WholeStep(Sampler):
+    """A sampler that samples a step at once, as a run does without staleness."""
+
+    def sample(
+        self, draw: Callable[[int], list[Prompt]], count: int, step: int, keep: Keep | None = None, max_rounds: int = 1
+    ) -> Sampled:
+        pending = self.begin(draw(count), step, keep)
+        return conclude(self.collect(pending, draw, count, keep, max_rounds), step, keep)

@@ -79,8 +79,8 @@ def evaluate_model(recipe: Recipe, source: SourceCheckpoint, folder: Path) -> li
     with ExitStack() as stack:
         player = None
         if not all(question.answered for question in asked.values()):
-            engine = stack.enter_context(closing(build_engine(EngineBuilder.of(recipe), source)))
-            player = around(engine, EngineBuilder.of(recipe), tokenizer, stack)
+            builder = EngineBuilder.of(recipe)
+            player = around(build_engine(builder, source), builder, tokenizer, stack)
         for part, question in asked.items():
             with nullcontext() if question.answered else closing(registry.build(question.reward)) as reward:
                 sampler = replace(evaluator.sampler, engine=player, reward=reward)

@@ -126,22 +126,6 @@ class Sampler:
         assert self.on_error in ("drop", "stop"), self.on_error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self.background else None
 
-    def sample(
-        self,
-        draw: Callable[[int], list[Prompt]],
-        count: int,
-        step: int,
-        keep: Keep | None = None,
-        max_rounds: int = 1,
-    ) -> Sampled:
-        """Sample until `keep` has accepted `count` groups, in at most `max_rounds` rounds (DAPO's dynamic sampling).
-
-        `draw(n)` returns the next n prompts, the same on every rank. The batch has the accepted groups; if there are
-        none, it is the whole last round, which has no training signal.
-        """
-        pending = self.begin(draw(count), step, keep)
-        return conclude(self.collect(pending, draw, count, keep, max_rounds), step, keep)
-
     def begin(
         self, prompts: list[Prompt], step: int, keep: Keep | None = None, number: int = 0, first: int = 0
     ) -> PendingRound:
@@ -163,7 +147,8 @@ class Sampler:
         keep: Keep | None = None,
         max_rounds: int = 1,
     ) -> list[RoundResult]:
-        """Wait for a round, and sample more rounds if `keep` accepts too few groups. Collective."""
+        """Wait for a round, and sample more, at most `max_rounds`, until `keep` has accepted `count` groups (DAPO's
+        dynamic sampling). `draw(n)` returns the next n prompts, the same on every rank. Collective."""
         rounds = [self._round(pending)]
         drawn = count
         while (missing := count - groups_in(kept_of(rounds, keep))) > 0 and len(rounds) < max_rounds:
@@ -308,7 +293,8 @@ def groups_in(batches: list[Batch]) -> int:
 
 
 def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> Sampled:
-    """Build the batch of a step from its rounds of sampling.
+    """Build the batch of a step from its rounds of sampling: the groups that `keep` accepts; if there are none, the
+    whole last round, which has no training signal.
 
     Its scalars are sampled_reward_sum and sampled_count over all rounds, the step, and the oldest weight version that
     any response started with.

@@ -7,7 +7,7 @@ whose rounding the mismatch is; only then are options changed, one at a time.
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Mismatch:
         builder = EngineBuilder.of(recipe)
         sampling = build.build_sampling(recipe.rollout, self.tokenizer, routes=routes is not None)
         with ExitStack() as stack:
-            engine = stack.enter_context(closing(builder.build(self.hf_config)))
+            engine = builder.build(self.hf_config)
             player = around(engine, builder, self.tokenizer, stack)
             mine, earlier = self.requests(*engine.driver()), {}
             if not first_sync:

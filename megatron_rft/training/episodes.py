@@ -14,7 +14,8 @@ from megatron_rft.training.engines import EngineBuilder
 
 
 def around(engine: Engine, builder: EngineBuilder, tokenizer: Any, stack: ExitStack) -> Engine:
-    """The engine itself without an environment. The environments' processes end with `stack`."""
+    """The engine itself without an environment. The engine and the environments' processes end with `stack`."""
+    stack.callback(engine.close)
     environment, stops = builder.environment, builder.rollout.stop
     if environment is None:
         return engine

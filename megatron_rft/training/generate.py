@@ -112,10 +112,8 @@ def _generator(
         raise DataError(
             f"reward.kind: {options.kind} has no best reward, but trajectories are right or wrong: use a verifier"
         )
-    engine = engines.local(model_folder(model))(device)
-    stack.enter_context(closing(engine))
+    player = around(engines.local(model_folder(model))(device), engines, tokenizer, stack)
     sampling, size = build.build_sampling(engines.rollout, tokenizer), engines.rollout.group_size
-    player = around(engine, engines, tokenizer, stack)
     sampler = GradedSampler(player, sampling, tokenizer, reward, size, seed, options.on_nonfinite)
     return Generator(sampler, options.on_error)
 

@@ -59,7 +59,6 @@ def train(recipe: Recipe) -> int:
         reward = stack.enter_context(closing(build_reward(recipe.reward)))
         trained = list(models.trained.values())
         engine, weights = build_beside(trained, partial(engines.build, hf_config), options.offload_trainer)
-        stack.enter_context(closing(engine))
         player = around(engine, engines, tokenizer, stack)
         evaluator = build.build_evaluator(recipe, player, tokenizer, reward)
         run = TrainingRun(recipe, models, stream, recipe.run.steps, evaluator, prompts.dropped)

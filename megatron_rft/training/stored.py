@@ -62,6 +62,5 @@ def build_evaluator(
     reward = stack.enter_context(closing(build_reward(recipe.reward)))
     trained, builder = list(models.trained.values()), EngineBuilder.of(recipe)
     engine, weights = build_beside(trained, partial(builder.build, hf_config), recipe.rollout.offload_trainer)
-    stack.enter_context(closing(engine))
     player = around(engine, builder, tokenizer, stack)
     return build.build_evaluator(recipe, player, tokenizer, reward, **given), weights

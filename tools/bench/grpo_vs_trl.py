@@ -43,7 +43,7 @@ from megatron_rft.objectives.grpo import GRPO  # noqa: E402
 from megatron_rft.objectives.surrogates import mismatch  # noqa: E402
 from megatron_rft.plan.vllm import unusable  # noqa: E402
 from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
-from megatron_rft.rollout.sampler import Sampler  # noqa: E402
+from megatron_rft.rollout.sampler import Sampler, conclude  # noqa: E402
 
 SMALLEST = "--prompts 2 --group 2 --tokens 4 --steps 1 --hidden 32 --layers 1 --best"  # tests/bench
 KL, CLIP, RATE = 0.001, 0.2, 1e-5
@@ -114,7 +114,8 @@ class Ours:
             clock.append(time.perf_counter())
             self.phases[name].append(clock[-1] - clock[-2])
 
-        batch = self.sampler.sample(self.draw, self.count, self.done, keep=self.objective.keep).batch
+        keep, pending = self.objective.keep, self.sampler.begin(self.draw(self.count), self.done, self.objective.keep)
+        batch = conclude(self.sampler.collect(pending, self.draw, self.count, keep), self.done, keep).batch
         lap("generation")
         batch = self.with_logprobs(batch)
         lap("log-probs")

@@ -13,8 +13,8 @@ from megatron_rft.environments.template import Template
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.pool import EnginePool
 from megatron_rft.records import Prompt, Score
-from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.utils.errors import ConfigError, RunFailed
+from tests.made import WholeStep
 from tests.unit.inference.tiny import build_engine, build_model
 
 SAMPLING = Sampling(24, stop_token_ids=(2, 3, 4, 5, 6, 7))  # turns end soon: the model is random
@@ -292,8 +292,8 @@ class Half:
         return [Score(float("A" in text)) for text in texts]
 
 
-def sampler(player, reward, **named) -> Sampler:
-    return Sampler(player, SAMPLING, reward, Letters(), group_size=3, seed=1, **named)
+def sampler(player, reward, **named) -> WholeStep:
+    return WholeStep(player, SAMPLING, reward, Letters(), group_size=3, seed=1, **named)
 
 
 def drawn(**fields):

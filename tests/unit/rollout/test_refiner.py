@@ -19,8 +19,8 @@ from megatron_rft.rollout.refiner import (
     clean,
     edit_distance,
 )
-from megatron_rft.rollout.sampler import Sampler, ScoredResponse
-from tests.made import dynamic, made
+from megatron_rft.rollout.sampler import ScoredResponse
+from tests.made import WholeStep, dynamic, made
 from tests.unit.inference.tiny import build_engine, build_model
 
 EOS = 1
@@ -170,7 +170,7 @@ def sampled(overlap: bool, keep=None, group_size: int = 4, maximum: float = 2.0,
         DynamicOptions(eta=1e-3, overlap=overlap, **named),
         draft,
     )
-    sampler = Sampler(policy, sampling, Digits(), Digit(), group_size=group_size, seed=1, refiner=some)
+    sampler = WholeStep(policy, sampling, Digits(), Digit(), group_size=group_size, seed=1, refiner=some)
     prompts = [Prompt(i, (5 + i, 6), "p", "", question=f"{i}") for i in range(6)]
     return sampler.sample(lambda n: prompts[:n], 6, step=1, keep=keep)
 

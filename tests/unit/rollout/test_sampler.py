@@ -8,8 +8,8 @@ import torch
 
 from megatron_rft.inference.engine import Sampling, request_seed
 from megatron_rft.records import Batch, Prompt, Score
-from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.utils.errors import RunFailed
+from tests.made import WholeStep
 
 SAMPLING = Sampling(8, stop_token_ids=(2,))
 
@@ -46,8 +46,8 @@ def draw(count: int) -> list[Prompt]:
     return prompts(count)
 
 
-def build(engine, reward=None, **named) -> Sampler:
-    return Sampler(engine, SAMPLING, reward or EvenLength(), Letters(), group_size=3, seed=1, **named)
+def build(engine, reward=None, **named) -> WholeStep:
+    return WholeStep(engine, SAMPLING, reward or EvenLength(), Letters(), group_size=3, seed=1, **named)
 
 
 def same(one: Batch, other: Batch) -> bool:
