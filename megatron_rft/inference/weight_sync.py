@@ -31,13 +31,7 @@ def send(
         RunFailed: the engine's parameters differ from the stream. The message names one.
     """
     start = time.perf_counter()
-    recorder = ChecksumRecorder(stream, engine.dtype if verify else None)
-    try:
-        engine.load_weights(recorder, version)
-    finally:
-        left = recorder.exhaust()
-    if left is not None:
-        raise RunFailed(f"weights of version {version}: the engine stopped reading before {left}")
+    recorder = load(stream, engine, version, engine.dtype if verify else None)
     kept = {} if kept is None else kept
     kept |= recorder.checksums
     if verify and (received := engine.checksums()):
@@ -47,6 +41,20 @@ def send(
         "sync/bytes": float(recorder.bytes),
         "sync/tensors": float(recorder.tensors),
     }
+
+
+def load(
+    stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, checksum_dtype: torch.dtype | None
+) -> "ChecksumRecorder":
+    """Load `stream`, all of it, into `engine`. `checksum_dtype`: as of ChecksumRecorder."""
+    recorder = ChecksumRecorder(stream, checksum_dtype)
+    try:
+        engine.load_weights(recorder, version)
+    finally:
+        left = recorder.exhaust()
+    if left is not None:
+        raise RunFailed(f"weights of version {version}: the engine stopped reading before {left}")
+    return recorder
 
 
 class ChecksumRecorder:

@@ -21,8 +21,8 @@ from megatron_rft.config import Recipe
 from megatron_rft.config.engines import ENGINES
 from megatron_rft.families.shapes import experts
 from megatron_rft.families.tables import EXPERT_BIAS
-from megatron_rft.inference.engine import Engine, Request, checksum, request_seed
-from megatron_rft.inference.weight_sync import ChecksumRecorder
+from megatron_rft.inference.engine import Request, checksum, request_seed
+from megatron_rft.inference.weight_sync import load
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.surrogates import mismatch
@@ -90,9 +90,10 @@ class Mismatch:
             player = around(engine, builder, self.tokenizer, stack)
             mine, earlier = self.requests(*engine.driver()), {}
             if not first_sync:
-                earlier = load(engine, ((name, tensor.roll(1, -1) * 1.05) for name, tensor in actor.stream()), 1)
+                turned = ((name, tensor.roll(1, -1) * 1.05) for name, tensor in actor.stream())
+                earlier = load(turned, engine, 1, engine.dtype).checksums
                 list(engine.generate(mine, replace(sampling, max_tokens=1)))  # caches their prompts
-            sent = load(engine, actor.stream(), 2)
+            sent = load(actor.stream(), engine, 2, engine.dtype).checksums
             other = torch.bfloat16 if builder.dtype == torch.float32 else torch.float32
             rounded = {name: checksum(tensor.to(other)) for name, tensor in actor.stream()}
             wrong = weights_problem(sent, earlier, rounded, engine.checksums())
@@ -248,16 +249,6 @@ class Mismatch:
         fitted, kl = actor.temperature, self._kl(actor, batch)
         actor.temperature = kept
         return fitted, kl
-
-
-def load(engine: Engine, stream: Iterator[tuple[str, Tensor]], version: int) -> dict[str, int]:
-    """Send weights. Returns their checksums in the engine's dtype."""
-    recorder = ChecksumRecorder(stream, engine.dtype)
-    try:
-        engine.load_weights(recorder, version)
-    finally:
-        recorder.exhaust()
-    return recorder.checksums
 
 
 def weights_problem(

@@ -39,7 +39,7 @@ from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import Update
 from megatron_rft.objectives.offline.base import part_of
 from megatron_rft.records import Batch, Prompt
-from megatron_rft.training import build, loop
+from megatron_rft.training import adapters, build, loop
 from megatron_rft.training.engines import DTYPES
 from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.training.monitor import GradientNorms
@@ -62,20 +62,19 @@ class ReferenceSource:
     run_folder: Path
     digest: str  # of the data
     compares: bool = False  # the objective needs the reference's full distribution
-    cached: bool = False  # from stored hidden states, without a second pass
-    cache: str | None = None  # algorithm.reference_cache
+    cache_folder: Path | None = None  # of the hidden states; None: each step has a second pass
 
     @classmethod
     def of(cls, model: Model, run: Run, options: Offline, digest: str) -> "ReferenceSource":
         compares = options.compares_distributions and not isinstance(options, Teaching)
+        folder = Path(run.output_dir)
         cached = compares and options.reference == "cached_hidden"
-        cache = options.reference_cache if cached else None
-        return cls(model, run.seed, Path(run.output_dir), digest, compares, cached, cache)
+        cache = Path(options.reference_cache or folder / "reference_cache") if cached else None
+        return cls(model, run.seed, folder, digest, compares, cache)
 
     @property
-    def cache_folder(self) -> Path | None:
-        """The folder of the hidden states; None if the run uses none."""
-        return Path(self.cache or self.run_folder / "reference_cache") if self.cached else None
+    def cached(self) -> bool:
+        return self.cache_folder is not None
 
     def check_cache(self) -> None:
         """Check, before a model is built, that an existing cache is complete and of this run's data and model.
@@ -89,14 +88,12 @@ class ReferenceSource:
 
     def facts(self) -> dict[str, Any]:
         """The facts that determine the reference's log-probs and hidden states."""
-        path, option = self.model.path, "model.path"
-        if self.model.reference is not None:
-            path, option = self.model.reference, "model.reference"
-        random = self.model.reference is None and self.model.initialise == "random"
-        model = model_fingerprint(model_folder(path, option))
+        given = self.model.reference
         return {
             "data": self.digest,
-            "model": f"random weights of seed {self.seed}, {model}" if random else model,
+            "model": model_fingerprint(model_folder(given, "model.reference"))
+            if given
+            else adapters.base_of(self.model, self.seed),
             "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(self.model)),
             "dtype": str(DTYPES[self.model.precision]).removeprefix("torch."),
         }
@@ -240,11 +237,8 @@ def train(recipe: Recipe) -> int:
     stored = store.read(path, with_fields=recipe.data.teacher_field is not None)
     own = {} if recipe.data.validation else {"validation": stored.held_out}
     held_out = stored.held_out if own and recipe.evaluation.every else None
-    fingerprint, kind = (
-        tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
-        recipe.environment and recipe.environment.kind,
-    )
-    check_store(stored, path, fingerprint, held_out, kind)
+    kind = recipe.environment and recipe.environment.kind
+    check_store(stored, path, tokenizer_fingerprint(build.tokenizer_folder(recipe.model)), held_out, kind)
     options, objective = recipe.algorithm, objectives.build(recipe.algorithm)
     data = objective.annotate(stored.train)
     examples = objective.examples(data)
