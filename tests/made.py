@@ -13,7 +13,7 @@ from megatron_rft.objectives.plugins.distil import Distilled
 from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.records import Prompt
-from megatron_rft.rollout.sampler import Keep, Sampled, Sampler, conclude
+from megatron_rft.rollout.sampler import Keep, Sampled, Sampler
 
 OF_A_RUN = ("mini_batches", "max_response_tokens")
 ONLINE = [name for name, section in SECTIONS.items() if section.trainer == "rl" and not section.of_user]
@@ -49,5 +49,5 @@ class WholeStep(Sampler):
     def sample(
         self, draw: Callable[[int], list[Prompt]], count: int, step: int, keep: Keep | None = None, max_rounds: int = 1
     ) -> Sampled:
-        pending = self.begin(draw(count), step, keep)
-        return conclude(self.collect(pending, draw, count, keep, max_rounds), step, keep)
+        self.keep, self.max_rounds = keep, max_rounds
+        return self.conclude(self.collect(self.begin(draw(count), step), draw, count), step)

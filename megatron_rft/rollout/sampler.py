@@ -93,6 +93,8 @@ class PendingRound:
 class Sampler:
     """
     Args:
+        keep: chooses the sequences to train on. In at most `max_rounds` rounds a step samples until it has accepted
+            enough groups (DAPO's dynamic sampling).
         gather: concatenates all ranks' lists, in rank order, on every rank.
         gather_on_main: the same on rank 0 alone; elsewhere it returns the rank's own list.
         rank: index among the `world` ranks that have an engine; None: this rank has none.
@@ -110,6 +112,8 @@ class Sampler:
     tokenizer: Any
     group_size: int
     seed: int
+    keep: Keep | None = None
+    max_rounds: int = 1
     gather: Callable[[list], list] = list
     gather_on_main: Callable[[list], list] = list
     rank: int | None = 0
@@ -126,35 +130,62 @@ class Sampler:
         assert self.on_error in ("drop", "stop"), self.on_error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self.background else None
 
-    def begin(
-        self, prompts: list[Prompt], step: int, keep: Keep | None = None, number: int = 0, first: int = 0
-    ) -> PendingRound:
+    def begin(self, prompts: list[Prompt], step: int, number: int = 0, first: int = 0) -> PendingRound:
         """Start round `number` of a step; prompt indices start at `first`. Without `background` it runs in `local`."""
         requests = self._requests(prompts, first, step, number)
         numbered = dict(enumerate(prompts, first))
-        grade = partial(self._graded, numbered, step, keep)
+        grade = partial(self._graded, numbered, step)
         if self._thread is None:
             return PendingRound(step, numbered, partial(grade, requests, self.engine.generate))
         left: list[Request] = []  # unfinished requests of lost engines
         job = self._thread.submit(grade, requests, partial(self.engine.begin, left=left))
         return PendingRound(step, numbered, job.result, partial(grade, left, self.engine.retry))
 
-    def collect(
-        self,
-        pending: PendingRound,
-        draw: Callable[[int], list[Prompt]],
-        count: int,
-        keep: Keep | None = None,
-        max_rounds: int = 1,
-    ) -> list[RoundResult]:
-        """Wait for a round, and sample more, at most `max_rounds`, until `keep` has accepted `count` groups (DAPO's
-        dynamic sampling). `draw(n)` returns the next n prompts, the same on every rank. Collective."""
+    def collect(self, pending: PendingRound, draw: Callable[[int], list[Prompt]], count: int) -> list[RoundResult]:
+        """Wait for a round, and sample more until `keep` has accepted `count` groups. `draw(n)` returns the next n
+        prompts, the same on every rank. Collective."""
         rounds = [self._round(pending)]
         drawn = count
-        while (missing := count - groups_in(kept_of(rounds, keep))) > 0 and len(rounds) < max_rounds:
-            rounds.append(self._round(self.begin(draw(missing), pending.step, keep, len(rounds), drawn)))
+        while (missing := count - groups_in(self._kept(rounds))) > 0 and len(rounds) < self.max_rounds:
+            rounds.append(self._round(self.begin(draw(missing), pending.step, len(rounds), drawn)))
             drawn += missing
         return rounds
+
+    def conclude(self, rounds: list[RoundResult], step: int) -> Sampled:
+        """Build the batch of a step from its rounds of sampling: the groups that `keep` accepts; if there are none, the
+        whole last round, which has no training signal.
+
+        Its scalars are sampled_reward_sum and sampled_count over all rounds, the step, and the oldest weight version
+        that any response started with.
+        """
+        kept = self._kept(rounds)
+        groups = groups_in(kept)
+        rollouts = [rollout for each in rounds for rollout in each.rollouts]
+        rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
+        oldest = min(rollout.response.weight_version for rollout in rollouts if len(rollout.response.token_ids))
+        result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(
+            sampled_reward_sum=math.fsum(rewards),
+            sampled_count=float(len(rewards)),
+            step=float(step),
+            oldest_version=float(oldest),
+        )
+        graded = concatenate([each.batch for each in rounds])
+        metrics = statistics(rollouts, graded) | timings(rounds)
+        if any(rollout.refined or rollout.unrefined for rollout in rollouts):
+            metrics |= refinement.statistics(rollouts)
+        metrics |= {
+            "rollout/rounds": len(rounds),
+            "rollout/kept_groups": groups,
+            "rollout/staleness": step - 1 - oldest,
+        }
+        if "route" in result.sequences:
+            metrics["routes/siblings_differ"] = sum(each.siblings_differ for each in rounds)
+        return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
+
+    def _kept(self, rounds: list[RoundResult]) -> list[Batch]:
+        """Return for each round the batch of responses that `keep` accepts."""
+        batches = [each.batch for each in rounds]
+        return batches if self.keep is None else [batch.select(self.keep(batch)) for batch in batches]
 
     def close(self) -> None:
         """Shut the thread down. A round that has started continues until the engine is closed."""
@@ -205,7 +236,7 @@ class Sampler:
             )
 
     def _graded(
-        self, prompts: dict[int, Prompt], step: int, keep: Keep | None, requests: list[Request], generate: Generate
+        self, prompts: dict[int, Prompt], step: int, requests: list[Request], generate: Generate
     ) -> RoundResult:
         """Generate, score and refine this rank's requests. One thread scores groups while later ones are generated;
         another refines scored groups."""
@@ -213,7 +244,7 @@ class Sampler:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scoring:
             refining = Refining(self.refiner, self.reward, scoring, step) if self.refiner else None
             jobs = [
-                scoring.submit(self._score, prompts[group.id], group, refining, keep)
+                scoring.submit(self._score, prompts[group.id], group, refining)
                 for group in generate(requests, self.sampling)
             ]
             seconds = time.perf_counter() - start
@@ -240,9 +271,7 @@ class Sampler:
             return []
         return sorted(requests, key=lambda request: len(request.prompt_ids))[self.rank :: self.world]
 
-    def _score(
-        self, prompt: Prompt, group: Group, refining: Refining | None, keep: Keep | None
-    ) -> tuple[list[ScoredResponse], float]:
+    def _score(self, prompt: Prompt, group: Group, refining: Refining | None) -> tuple[list[ScoredResponse], float]:
         start = time.perf_counter()
         given, decode = group.responses, partial(self.tokenizer.decode, skip_special_tokens=True)
         answers = [decode(list(response.last_turn)) for response in given]
@@ -259,7 +288,7 @@ class Sampler:
             for sample, each in enumerate(zip(responses, texts, scores, contexts, strict=True))
         ]
         if refining:
-            wanted = None if self.refiner.options.agreeing else keep
+            wanted = None if self.refiner.options.agreeing else self.keep
             left = refining.add(rollouts, worth_training(rollouts, wanted))
             rollouts = [replace(each, unrefined=left.get(each.sample, "")) for each in rollouts]
         return rollouts, time.perf_counter() - start
@@ -282,42 +311,8 @@ def worth_training(group: list[ScoredResponse], keep: Keep | None) -> list[bool]
     return [fine and next(kept) for fine in usable]
 
 
-def kept_of(rounds: list[RoundResult], keep: Keep | None) -> list[Batch]:
-    """Return for each round the batch of responses that `keep` accepts."""
-    batches = [each.batch for each in rounds]
-    return batches if keep is None else [batch.select(keep(batch)) for batch in batches]
-
-
 def groups_in(batches: list[Batch]) -> int:
     return sum(len(batch.sequences["group"].unique()) for batch in batches)
-
-
-def conclude(rounds: list[RoundResult], step: int, keep: Keep | None = None) -> Sampled:
-    """Build the batch of a step from its rounds of sampling: the groups that `keep` accepts; if there are none, the
-    whole last round, which has no training signal.
-
-    Its scalars are sampled_reward_sum and sampled_count over all rounds, the step, and the oldest weight version that
-    any response started with.
-    """
-    kept = kept_of(rounds, keep)
-    groups = groups_in(kept)
-    rollouts = [rollout for each in rounds for rollout in each.rollouts]
-    rewards = [rollout.score.reward for rollout in rollouts if rollout.score.error is None]
-    oldest = min(rollout.response.weight_version for rollout in rollouts if len(rollout.response.token_ids))
-    result = (concatenate(kept) if groups else rounds[-1].batch).with_scalars(
-        sampled_reward_sum=math.fsum(rewards),
-        sampled_count=float(len(rewards)),
-        step=float(step),
-        oldest_version=float(oldest),
-    )
-    graded = concatenate([each.batch for each in rounds])
-    metrics = statistics(rollouts, graded) | timings(rounds)
-    if any(rollout.refined or rollout.unrefined for rollout in rollouts):
-        metrics |= refinement.statistics(rollouts)
-    metrics |= {"rollout/rounds": len(rounds), "rollout/kept_groups": groups, "rollout/staleness": step - 1 - oldest}
-    if "route" in result.sequences:
-        metrics["routes/siblings_differ"] = sum(each.siblings_differ for each in rounds)
-    return Sampled(result, {name: float(value) for name, value in metrics.items()}, rollouts)
 
 
 def to_batch(rollouts: list[ScoredResponse]) -> Batch:

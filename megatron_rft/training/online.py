@@ -73,12 +73,10 @@ def train(recipe: Recipe) -> int:
             examples = dynamic_constraint.Examples(recipe.constraint, run.folder, models.actor, tokenizer)
         batches = OnlineBatches(
             run,
-            build_sampler(recipe, player, reward, tokenizer, refiner, run.phases, routes),
+            build_sampler(recipe, player, reward, tokenizer, objective, refiner, run.phases, routes),
             weights,
             prompts_per_step=options.prompts_per_step,
             staleness=options.staleness,
-            keep=objective.keep,
-            max_rounds=recipe.algorithm.sampling_rounds,
             examples=examples,
         )
         stack.enter_context(closing(batches))
@@ -142,6 +140,7 @@ def build_sampler(
     engine: Engine,
     reward: Reward,
     tokenizer: Any,
+    objective: Objective,
     refiner: Refiner | None,
     phases: Phases,
     routes: RouteStore | None,
@@ -156,6 +155,8 @@ def build_sampler(
         tokenizer,
         group_size=options.group_size,
         seed=recipe.run.seed,
+        keep=objective.keep,
+        max_rounds=recipe.algorithm.sampling_rounds,
         gather=parallel.gather,
         gather_on_main=parallel.gather_on_main,
         rank=rank,

@@ -29,7 +29,7 @@ from megatron_rft.objectives.base import State, Update
 from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.records import Batch, Prompt, Response, Score
 from megatron_rft.rollout.refiner import Refined
-from megatron_rft.rollout.sampler import Keep, PendingRound, RoundResult, Sampled, Sampler, ScoredResponse, conclude
+from megatron_rft.rollout.sampler import PendingRound, RoundResult, Sampled, Sampler, ScoredResponse
 from megatron_rft.tracking.metrics import Sample
 from megatron_rft.training.dynamic_constraint import Examples
 from megatron_rft.training.loop import Batches
@@ -50,16 +50,14 @@ class Pending:
 
 @dataclass
 class OnlineBatches(Batches):
-    """Samples `prompts_per_step` problems of the run's stream for each step. `keep` and `max_rounds` are those of
-    `Sampler.sample`; `examples`: those of the dynamic constraint."""
+    """Samples `prompts_per_step` problems of the run's stream for each step. `examples`: those of the dynamic
+    constraint."""
 
     run: TrainingRun
     sampler: Sampler
     weights: EngineWeights
     prompts_per_step: int
     staleness: int = 0
-    keep: Keep | None = None
-    max_rounds: int = 1
     examples: Examples | None = None
     pending: deque[Pending] = field(default_factory=deque)
     sampled: Sampled | None = None  # of this step
@@ -72,7 +70,7 @@ class OnlineBatches(Batches):
         newest = self.pending[-1].step if self.pending else step - 1
         for number in range(newest + 1, min(step + self.staleness, self.run.total_steps) + 1):
             drawn = self.run.stream.next(self.prompts_per_step)
-            self.pending.append(Pending(number, self.sampler.begin(drawn, number, self.keep)))
+            self.pending.append(Pending(number, self.sampler.begin(drawn, number)))
         return self.sampler.background and not self.staleness
 
     def next(self, step: int) -> Batch:
@@ -89,7 +87,7 @@ class OnlineBatches(Batches):
         self.begin(step)
         batch = self.pending.popleft()
         assert batch.step == step, f"batch {batch.step} at step {step}"
-        sampled = conclude(self._collected(batch), step, self.keep)
+        sampled = self.sampler.conclude(self._collected(batch), step)
         if (stale := int(sampled.metrics["rollout/staleness"])) > self.staleness:
             raise RunFailed(
                 f"step {step}: a response started with weights that are {stale} versions old, and rollout.staleness is "
@@ -116,10 +114,7 @@ class OnlineBatches(Batches):
 
     def _collected(self, batch: Pending) -> list[RoundResult]:
         if batch.rounds is None:
-            draw = self.run.stream.next
-            batch.rounds = self.sampler.collect(
-                batch.first_round, draw, self.prompts_per_step, self.keep, self.max_rounds
-            )
+            batch.rounds = self.sampler.collect(batch.first_round, self.run.stream.next, self.prompts_per_step)
             batch.first_round = None
         return batch.rounds
 

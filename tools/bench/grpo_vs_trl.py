@@ -43,7 +43,7 @@ from megatron_rft.objectives.grpo import GRPO  # noqa: E402
 from megatron_rft.objectives.surrogates import mismatch  # noqa: E402
 from megatron_rft.plan.vllm import unusable  # noqa: E402
 from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
-from megatron_rft.rollout.sampler import Sampler, conclude  # noqa: E402
+from megatron_rft.rollout.sampler import Sampler  # noqa: E402
 
 SMALLEST = "--prompts 2 --group 2 --tokens 4 --steps 1 --hidden 32 --layers 1 --best"  # tests/bench
 KL, CLIP, RATE = 0.001, 0.2, 1e-5
@@ -87,7 +87,7 @@ class Ours:
         weight_sync.send(self.actor.stream(), self.engine, version=0)
         self.objective = GRPO(Options(clip_low=CLIP, clip_high=CLIP, kl_coefficient=KL))
         sampling = Sampling(max_tokens=args.tokens)
-        self.sampler = Sampler(self.engine, sampling, OurReward(), tokenizer, args.group, seed=0)
+        self.sampler = Sampler(self.engine, sampling, OurReward(), tokenizer, args.group, 0, self.objective.keep)
         self.prompts = [Prompt(i, tuple(tokenizer.encode(text)), text, "") for i, text in enumerate(texts)]
         self.count, self.old, self.done = args.prompts, args.old_logprobs, 0
         self.phases: dict[str, list[float]] = defaultdict(list)
@@ -114,8 +114,8 @@ class Ours:
             clock.append(time.perf_counter())
             self.phases[name].append(clock[-1] - clock[-2])
 
-        keep, pending = self.objective.keep, self.sampler.begin(self.draw(self.count), self.done, self.objective.keep)
-        batch = conclude(self.sampler.collect(pending, self.draw, self.count, keep), self.done, keep).batch
+        pending = self.sampler.begin(self.draw(self.count), self.done)
+        batch = self.sampler.conclude(self.sampler.collect(pending, self.draw, self.count), self.done).batch
         lap("generation")
         batch = self.with_logprobs(batch)
         lap("log-probs")

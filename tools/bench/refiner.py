@@ -37,7 +37,7 @@ from megatron_rft.objectives.base import Setting
 from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.rewards.math import MathReward
 from megatron_rft.rollout.refiner import Refiner
-from megatron_rft.rollout.sampler import Sampler, conclude
+from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.training.engines import PREDICTED
 
 SMALLEST = "{model} --prompts 2 --group 2 --tokens 8 --rounds 1"  # tests/bench
@@ -106,7 +106,8 @@ class Bench:
         )
         wall, cpu = time.perf_counter(), time.process_time()
         pending = sampler.begin(self.prompts, step=1)
-        sampled = conclude(sampler.collect(pending, lambda count: self.prompts[:count], len(self.prompts)), step=1)
+        rounds = sampler.collect(pending, lambda count: self.prompts[:count], len(self.prompts))
+        sampled = sampler.conclude(rounds, step=1)
         sampled_at = time.process_time() - cpu
         batch = sampled.batch.with_tokens(
             old_logprobs=self.actor.outputs(sampled.batch, frozenset({"logprobs"}))["logprobs"]

@@ -61,9 +61,10 @@ def build(model, staleness: int, keep=None, rounds: int = 1, background: bool | 
     pool = EnginePool([Member(model.config)], torch.float32)
     pool.load_weights(weights(model, 0), 0)
     background = staleness > 0 if background is None else background
-    sampler = Sampler(pool, SAMPLING, EvenLength(), Letters(), group_size=3, seed=1, background=background)
+    options = {"group_size": 3, "seed": 1, "keep": keep, "max_rounds": rounds, "background": background}
+    sampler = Sampler(pool, SAMPLING, EvenLength(), Letters(), **options)
     of_run = SimpleNamespace(stream=Stream(PROMPTS), total_steps=STEPS, phases=nullcontext)
-    return OnlineBatches(of_run, sampler, Weights(pool, model), COUNT, staleness, keep, rounds)
+    return OnlineBatches(of_run, sampler, Weights(pool, model), COUNT, staleness)
 
 
 def run(batches: OnlineBatches, first: int = 1, last: int = STEPS):
