@@ -226,6 +226,40 @@ class PolicyObjective(Objective):
         return self.advantages(batch)
 
 
+class Plugin(PolicyObjective):
+    """Wraps an objective, `base`. What a plug-in does not override is the base's."""
+
+    def __init__(self, base: PolicyObjective, options: Section):
+        super().__init__(options)
+        self.base = base
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.base.needs
+
+    @property
+    def attribution_needs(self) -> frozenset[str]:
+        return self.base.attribution_needs
+
+    def init(self) -> State:
+        return self.base.init()
+
+    def keep(self, batch: Batch) -> Tensor:
+        return self.base.keep(batch)
+
+    def trained(self, batch: Batch) -> Tensor:
+        return self.base.trained(batch)
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return self.base.advantages(batch)
+
+    def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
+        return self.base.surrogate(outputs, batch)
+
+    def improvement_attributions(self, batch: Batch) -> Tensor:
+        return self.base.improvement_attributions(batch)
+
+
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
     """[R] -> [B] sums over each sequence's tokens with mask 1, differentiable."""
     ids = send(segment_ids(batch.response_lens), values.device)

@@ -2,28 +2,14 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from megatron_rft.config.plugins import Distil
-from megatron_rft.objectives.base import Loss, LossFunction, Outputs, PolicyObjective, Prepared, State, Update
+from megatron_rft.objectives.base import Loss, LossFunction, Outputs, Plugin, Prepared, State, Update
 from megatron_rft.objectives.distil import divergence, needed, second
 from megatron_rft.records import Batch
 
 
-class Distilled(PolicyObjective):
+class Distilled(Plugin):
     options: Distil
-
-    def __init__(self, base: PolicyObjective, options: Distil):
-        super().__init__(options)
-        self.base, self.needs, self.attribution_needs = base, base.needs, base.attribution_needs
-        self.init, self.keep, self.trained = base.init, base.keep, base.trained
-        self.improvement_attributions = base.improvement_attributions
-
-    def advantages(self, batch: Batch) -> Tensor:
-        return self.base.advantages(batch)
-
-    def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
-        return self.base.surrogate(outputs, batch)
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
         prepared = self.base.prepare(batch, state)

@@ -22,6 +22,7 @@ from megatron_rft.objectives.base import (
     Loss,
     LossFunction,
     Outputs,
+    Plugin,
     PolicyObjective,
     Prepared,
     State,
@@ -97,24 +98,17 @@ def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
     return total / mask.new_zeros(len(batch)).index_add(0, ids, mask).clamp(min=1)
 
 
-class DynamicConstraint(PolicyObjective):
+class DynamicConstraint(Plugin):
     options: DynamicOptions
 
     def __init__(self, base: PolicyObjective, options: DynamicOptions):
-        super().__init__(options)
-        self.base, self.eta, self.mode = base, options.eta or 0.0, options.mode or "loss"
+        super().__init__(base, options)
+        self.eta, self.mode = options.eta or 0.0, options.mode or "loss"
 
     @property
     def needs(self) -> frozenset[str]:
         refined = {"refined_logprobs"} if self.mode == "reward" and self.eta else set()
         return self.base.needs | refined
-
-    @property
-    def attribution_needs(self) -> frozenset[str]:
-        return self.base.attribution_needs
-
-    def init(self) -> State:
-        return self.base.init()
 
     def keep(self, batch: Batch) -> Tensor:
         """The base's choice; with `agreeing`, also the groups with a pair."""
@@ -125,12 +119,6 @@ class DynamicConstraint(PolicyObjective):
 
     def advantages(self, batch: Batch) -> Tensor:
         return self.base.advantages(self._penalised(batch))
-
-    def trained(self, batch: Batch) -> Tensor:
-        return self.base.trained(batch)
-
-    def surrogate(self, outputs: Outputs, batch: Batch) -> Loss:
-        return self.base.surrogate(outputs, batch)
 
     def improvement_attributions(self, batch: Batch) -> Tensor:
         return self.base.improvement_attributions(self._penalised(batch))

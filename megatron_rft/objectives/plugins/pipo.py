@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_rft.config import plugins as section
-from megatron_rft.objectives.base import PolicyObjective, Prepared, State, Update, zero_sequences
+from megatron_rft.objectives.base import Plugin, PolicyObjective, Prepared, State, Update, zero_sequences
 from megatron_rft.records import Batch
 
 KEPT_TOKENS = {"old_logprobs", "attributions", "response_mask"}  # of the previous batch
@@ -78,15 +78,15 @@ def _part(state: State, prefix: str) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-class PIPO(PolicyObjective):
+class PIPO(Plugin):
     options: section.PIPO
 
     def __init__(
         self, base: PolicyObjective, options: section.PIPO, staleness: int = 0, old_logprobs: str = "recompute"
     ):
         """`old_logprobs`: algorithm.old_logprobs. With "rollout" they are the engine's, which every base reads."""
-        super().__init__(options)
-        self.base, self.staleness = base, staleness
+        super().__init__(base, options)
+        self.staleness = staleness
         self.only_ours = old_logprobs == "recompute" and "old_logprobs" not in base.needs
 
     @property
@@ -95,18 +95,6 @@ class PIPO(PolicyObjective):
 
     def init(self) -> State:
         return {"mu": torch.zeros(0, dtype=torch.float64)} | {f"base.{k}": v for k, v in self.base.init().items()}
-
-    def keep(self, batch: Batch) -> Tensor:
-        return self.base.keep(batch)
-
-    def advantages(self, batch: Batch) -> Tensor:
-        return self.base.advantages(batch)
-
-    def surrogate(self, outputs, batch):
-        return self.base.surrogate(outputs, batch)
-
-    def improvement_attributions(self, batch: Batch) -> Tensor:
-        return self.base.improvement_attributions(batch)
 
     def foreseen(self, state: State) -> Update | None:
         """The verification that the next `prepare` returns if phi > 0, apart from its scale; None if it returns none.
