@@ -110,8 +110,12 @@ def attach(chunks: list[GPTModel], options: Lora, hf_config: Any) -> None:
         if model.pre_process:
             model.embedding.register_forward_hook(_with_gradient)
         for layer in model.decoder.layers:
-            for place in (place for target in options.targets for place in LAYERS[target]):
-                linear, name = layer.get_submodule(place), f"decoder.layers.{layer.layer_number - 1}.{place}"
+            places, present = (
+                (place for target in options.targets for place in LAYERS[target]),
+                dict(layer.named_modules()),
+            )
+            for place in (place for place in places if place in present):  # a delta net has no attention's
+                linear, name = present[place], f"decoder.layers.{layer.layer_number - 1}.{place}"
                 parts = part_of_row(f"{name}.weight", Mapping(hf_config), heights).to(linear.weight.device)
                 adapter = Adapter(name, linear.weight, parts, options, model.config.sequence_parallel)
                 linear.adapter = linear.weight.adapter = adapter  # the second for `weights.stream`

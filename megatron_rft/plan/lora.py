@@ -23,13 +23,14 @@ def check(options: Lora, s: Sizes) -> None:
             "lora.targets: adapters of experts are not supported, because megatron-core multiplies all experts of a "
             "rank in one grouped product: set it to [attention]"
         )
+    every = {part.name: part for layer in s.parts for part in layer}
     for target in options.targets:
-        if missing := [name for name in LAYERS[target] if name not in {part.name for part in s.parts[0]}]:
+        if missing := [name for name in LAYERS[target] if name not in every]:
             what = missing[0].removesuffix(".weight")
             raise ConfigError(f"lora.targets: {target} matches nothing, the layers of this model have no {what}")
     smallest, name = min(
         (size, hf_name)
-        for part in adapted(s.parts[0], options)
+        for part in adapted(tuple(every.values()), options)
         for hf_name in part.hf_names
         for size in (part.shape[0] // len(part.hf_names) if len(part.hf_names) < 3 else s.kv, part.shape[1])
     )

@@ -19,16 +19,21 @@ from megatron_rft.conversion import lora
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch
+from tests.families import FAMILIES as NEW
 from tests.made import made
+from tests.parity.family_cases import write_folder
 from tests.parity.gradient_cases import KEYS, OPTIMIZER, RECOMPUTE
-from tests.parity.hf_cases import FAMILIES, section, write_folder
+from tests.parity.hf_cases import FAMILIES, section
 
 LOGPROBS = frozenset({"logprobs"})
+ATTENTION = Lora(rank=4, alpha=8.0, targets=["attention"])
 OPTIONS = {
+    **{family: Lora(rank=4, alpha=8.0) for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5")},
+    **{family: ATTENTION for family in ("glm4_moe", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_next")},
     "qwen3": Lora(rank=4, alpha=8.0),
     "qwen2": Lora(rank=4, alpha=8.0, use_rslora=True),
     "llama": Lora(rank=3, alpha=5.0, targets=["mlp"]),
-    "qwen3_moe": Lora(rank=4, alpha=8.0, targets=["attention"]),
+    "qwen3_moe": ATTENTION,
 }
 CASES = {  # world size -> family -> layouts
     1: {
@@ -36,12 +41,15 @@ CASES = {  # world size -> family -> layouts
         "qwen2": [""],
         "llama": ["", "recompute=1"],
         "qwen3_moe": [""],
+        **{family: ["", "padded=1,shared=0"] for family in ("mistral", "gemma3_text", "olmo3", "qwen3_5")},
+        **{family: [""] for family in ("glm4_moe", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_next")},
     },
     2: {
         "qwen3": ["dp=2", "tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2,budget=60", "cp=2", "tp=2,sp=1,recompute=1"],
         "qwen2": ["tp=2,sp=1", "tp=2"],
         "llama": ["tp=2"],
         "qwen3_moe": ["tp=2,sp=1"],
+        **{family: ["tp=2,sp=1"] for family in ("gemma3_text", "olmo3", "qwen3_5", "glm4_moe")},
     },
     4: {"qwen3": ["tp=2,pp=2,vpp=2,sp=1,budget=60", "tp=2,cp=2,sp=1", "tp=2,dp=2,sp=1"]},
 }
@@ -164,7 +172,7 @@ def main() -> None:
     logging.disable_progress_bar()
     parallel.initialize(section())
     for family, cases in CASES[dist.get_world_size()].items():
-        hf_config, options, path = FAMILIES[family], OPTIONS[family], Path(sys.argv[1]) / family
+        hf_config, options, path = (FAMILIES | NEW)[family], OPTIONS[family], Path(sys.argv[1]) / family
         write_folder(path, hf_config)
         batch, given = mini_batch(hf_config.vocab_size), values(hf_config, options)
         wanted_loss, wanted = of_peft(path, options, given, batch)
