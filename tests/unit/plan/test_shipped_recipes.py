@@ -9,6 +9,7 @@ import pytest
 from megatron_rft.config import load
 from megatron_rft.plan import memory, model_shape
 from megatron_rft.plan.devices import Efficiency
+from megatron_rft.plan.engines import check_engines, check_speed
 from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import check_layout
 from megatron_rft.plan.parameters import Sizes
@@ -99,10 +100,13 @@ def test_half_of_64_gpus_generate_while_the_others_train(models):
     """The longer of the two is at least 10% below the colocated recipe's sum."""
     sizes = Sizes.read(models / "Qwen/Qwen3-8B-Base")
     shape, spent = model_shape.read_shape(models / "Qwen/Qwen3-8B-Base"), []
-    for file, ranks in (("grpo_pipo_64_gpus", 64), ("grpo_pipo_64_gpus_overlapped", 32)):
-        recipe = load(ROOT / f"examples/pipo/qwen3_8b_base/{file}.yaml")
+    servers, workers = [f"http://n{node}:8000" for node in range(5, 9)], 8
+    for file, ranks, given in (("grpo_pipo_64_gpus", 64, []), ("grpo_pipo_64_gpus_overlapped", 32, servers)):
+        recipe = load(ROOT / f"examples/pipo/qwen3_8b_base/{file}.yaml", [f"rollout.servers=[{','.join(given)}]"])
+        check_engines(recipe, ranks, 8)
+        check_speed(recipe, None)  # the section vllm is the servers'
         search = Search(recipe, layout := check_layout(recipe.megatron, ranks, shape), 79.6, "h100")
-        rollout, workers = recipe.rollout, recipe.vllm.tensor_parallel_size
+        rollout = recipe.rollout
         prompts = rollout.prompts_per_step * workers // ranks  # as many GPUs as ranks generate
         engine = EngineEstimate(search.chip, Efficiency(), sizes, workers, rollout.max_batch_sequences)
         limit = rollout.max_response_tokens
