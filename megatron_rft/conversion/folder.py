@@ -57,18 +57,8 @@ IGNORED = ("rotary_emb.inv_freq", "score.weight")  # the first is computed, the 
 WRAPPED = re.compile(r"(model\.language_model|language_model\.model)\.")  # the text model's, in a model that also sees
 BESIDE = ("model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.")
 BESIDE += ("model.vision_tower.", "model.multi_modal_projector.")
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+COMPANIONS = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+COMPANIONS += ("chat_template.jinja", "chat_template.json")
 
 
 def load_config(folder: Path) -> PreTrainedConfig:

@@ -62,14 +62,13 @@ class PromptFormat:
 
 class Question(NamedTuple):
     """A question: the text of the last turn, the turns before it, the reason for using a chat template ("": none is
-    used), its row, and the variables that the template gets."""
+    used), its row, and its format."""
 
     text: str
     history: list[dict[str, str]]
     chat: str
     place: object
-    variables: Mapping[str, Any] = {}
-    tools: tuple[dict[str, Any], ...] = ()
+    form: PromptFormat
 
     def rendered(self, tokenizer: Any) -> str:
         """As the model reads it."""
@@ -79,12 +78,12 @@ class Question(NamedTuple):
         if tokenizer.chat_template is None:
             where = "" if self.chat == CHAT_IS_SET else f"{self.place}: "
             raise DataError(f"{where}{self.chat}, but the tokenizer has no chat template: use data.prompt_template")
-        template, variables = str(tokenizer.chat_template), dict(self.variables)
+        template, variables, tools = str(tokenizer.chat_template), dict(self.form.chat_template_kwargs), self.form.tools
         _check_variables(template, tuple(variables))
-        if self.tools and re.search(r"\btools\b", template):
-            variables["tools"] = list(self.tools)
-        elif self.tools:
-            messages = _described(messages, self.tools)
+        if tools and re.search(r"\btools\b", template):
+            variables["tools"] = list(tools)
+        elif tools:
+            messages = _described(messages, tools)
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         except Exception as error:  # a template is a program: it refuses turns by an exception, and may have any bug
@@ -118,11 +117,12 @@ def question_of(row: Row, form: PromptFormat, place: object) -> Question:
     row = row if last is None else row | {form.prompt_field: last}
     text = field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
     check_characters(text, place)
-    return Question(text, history, _why_chat(form, last), place, form.chat_template_kwargs, form.tools)
+    return _asked(text, history, last, place, form)
 
 
-def _why_chat(form: PromptFormat, last: str | None) -> str:
-    return CHAT_IS_SET if form.chat else "" if last is None else "the prompt is a list of messages"
+def _asked(text: str, history: list, last: str | None, place: object, form: PromptFormat) -> Question:
+    why_chat = CHAT_IS_SET if form.chat else "" if last is None else "the prompt is a list of messages"
+    return Question(text, history, why_chat, place, form)
 
 
 def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int]]:
@@ -139,7 +139,7 @@ def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat)
     """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
     place = f"row {prompt.index + 1}"
     history, last = form.turns(prompt.fields, place)
-    asked = Question(question, history, _why_chat(form, last), place, form.chat_template_kwargs, form.tools)
+    asked = _asked(question, history, last, place, form)
     return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
 
 

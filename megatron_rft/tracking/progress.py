@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -194,18 +195,9 @@ class RichProgress(Progress):
         )
         return row
 
-    def _draw_numbers(self) -> Table | None:
-        cells = shown(self._metrics)
-        if not cells:
-            return None
-        table = Table.grid(padding=(0, 3))
-        columns = 5
-        for begin in range(0, len(cells), columns):
-            cell = [
-                Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in cells[begin : begin + columns]
-            ]
-            table.add_row(*cell)
-        return table
+    def _draw_numbers(self) -> Columns:
+        numbers = shown(self._metrics)
+        return Columns([Text.assemble((f"{label} ", "dim"), (number, "bold")) for label, number in numbers], (0, 3))
 
     def _draw_trend(self) -> Text | None:
         name, values = next(((n, v) for n, v in self._trends.items() if v), (None, []))

@@ -50,8 +50,7 @@ class Tracker:
         self._metrics_file: MetricsFile | None = None
         self._samples_file: SamplesFile | None = None
         self._experts_file: StepFile | None = None
-        self._progress: Progress | None = None
-        self._loggers: list[Logger] = []
+        self._progress, self._loggers = Progress(), []
         if not is_main:
             return
         self._folder = output_dir = Path(output_dir)
@@ -90,27 +89,27 @@ class Tracker:
         self._samples_file.log(step, samples)
 
     def example(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.example(text)
+        self._progress.example(text)
 
     def note(self, text: str, alarm: bool = False) -> None:
-        if self._progress is not None:
+        if self._metrics_file is not None:
             self._progress.note(text)
             add_note(self._folder / NOTES_FILE, text, alarm)
 
     def sync(self) -> None:
         """Flush the files to the disk. Call this before a checkpoint is marked complete."""
-        for file in (self._metrics_file, self._samples_file, self._experts_file):
-            if file is not None:
-                file.sync()
+        for file in self._files():
+            file.sync()
 
     def close(self) -> None:
         """May be called twice."""
-        for part in (self._progress, self._metrics_file, self._samples_file, self._experts_file, *self._loggers):
-            if part is not None:
-                part.close()
-        self._metrics_file = self._samples_file = self._experts_file = self._progress = None
-        self._loggers = []
+        for part in (self._progress, *self._files(), *self._loggers):
+            part.close()
+        self._metrics_file = self._samples_file = self._experts_file = None
+        self._progress, self._loggers = Progress(), []
+
+    def _files(self) -> list[StepFile]:
+        return [file for file in (self._metrics_file, self._samples_file, self._experts_file) if file]
 
 
 def optional_loggers(
