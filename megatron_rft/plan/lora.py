@@ -7,7 +7,7 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.families.shapes import Part, partition_dim
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.parameters import Parameter, Sizes
+from megatron_rft.plan.parameters import Parameter, Sizes, stage_layers
 from megatron_rft.utils.errors import ConfigError
 
 LAYERS = {  # by target: the weights that get adapters, by megatron-core's names in a layer
@@ -49,11 +49,8 @@ def adapted(layer: tuple[Part, ...], options: Lora) -> Iterator[Part]:
 
 def adapter_chunks(s: Sizes, options: Lora, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
     """Return the trained parameters of a rank of a pipeline stage, as `parameters.stage_chunks` does for all."""
-    virtual = layout.vpp or 1
-    size = s.layers // (layout.pp * virtual)
-    begins = [(number * layout.pp + stage) * size for number in range(virtual)]
-    layers = [s.parts[begin : begin + size] for begin in begins]
-    chunks = [[each for parts in some for each in _layer(parts, options, layout.tp)] for some in layers]
+    stages = stage_layers(s, layout, stage)
+    chunks = [[each for parts in layers for each in _layer(parts, options, layout.tp)] for _, layers in stages]
     if value_head and stage == layout.pp - 1:
         chunks[-1].append(Parameter(s.hidden))
     return chunks

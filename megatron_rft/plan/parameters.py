@@ -91,17 +91,20 @@ class Parameter(NamedTuple):
     tensors: int = 1
 
 
-def stage_chunks(s: Sizes, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
-    """Return the parameters of a rank of a pipeline stage: by virtual stage, in the model's order."""
+def stage_layers(s: Sizes, layout: Layout, stage: int) -> list[tuple[int, tuple[tuple[Part, ...], ...]]]:
+    """Return (number of the first layer, parts by layer) of each virtual stage of a pipeline stage."""
     virtual = layout.vpp or 1
     size = s.layers // (layout.pp * virtual)
-    chunks = []
-    for number in range(virtual):
-        begin = (number * layout.pp + stage) * size
-        begins, last = begin == 0, begin + size == s.layers
-        layers = s.parts[begin : begin + size]
-        chunks.append(list(_chunk(s, layout, layers, begins, last, value_head)))
-    return chunks
+    begins = ((number * layout.pp + stage) * size for number in range(virtual))
+    return [(begin, s.parts[begin : begin + size]) for begin in begins]
+
+
+def stage_chunks(s: Sizes, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
+    """Return the parameters of a rank of a pipeline stage: by virtual stage, in the model's order."""
+    return [
+        list(_chunk(s, layout, layers, begin == 0, begin + len(layers) == s.layers, value_head))
+        for begin, layers in stage_layers(s, layout, stage)
+    ]
 
 
 def _chunk(
