@@ -136,9 +136,7 @@ def other_cudnn(listing: str | None = None) -> list[str]:
 
 def cudnn_problem() -> str | None:
     if twice := other_cudnn():
-        return (
-            f"also in {', '.join(twice)}, beside that of torch's wheels: remove it, or take it out of LD_LIBRARY_PATH"
-        )
+        return f"also in {', '.join(twice)}, beside that of torch's wheels: remove it, or its entry in LD_LIBRARY_PATH"
     return None
 
 

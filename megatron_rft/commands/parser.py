@@ -65,9 +65,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=SHARE,...",
         help="attained shares of the data sheet's compute, memory, link",
     )
-    rehearse.add_argument(
-        "--training-only", action="store_true", help="only loading and the updates: a third of the time"
-    )
+    rehearse.add_argument("--training-only", action="store_true", help="only loading and updates: a third of the time")
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all counts to this file")
 
     evaluate = add("evaluate", help="evaluate a model on a recipe's problems")
@@ -106,9 +104,7 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--like", metavar="MODEL", help="model with config.json and tokenizer, if the source has none")
     convert.add_argument("--tensor-parallel", type=_count, metavar="N", help="to megatron: chunks for N ranks (1)")
     convert.add_argument("--file-gib", type=_size, default=4.0, metavar="GIB", help="size of a file (default: 4)")
-    convert.add_argument(
-        "--logits", action="store_true", help="also compare logits in fp32; the model must fit into memory"
-    )
+    convert.add_argument("--logits", action="store_true", help="also compare logits in fp32, with the model in memory")
 
     harness = add("harness", help="evaluate a model on tasks of lm-evaluation-harness")
     harness.add_argument("model", metavar="MODEL", help="as for evaluate --model")

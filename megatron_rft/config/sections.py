@@ -141,9 +141,7 @@ class Megatron(Section):
         if self.recompute_granularity == "full":
             for key in ("recompute_method", "recompute_num_layers"):
                 if getattr(self, key) is None:
-                    raise at(
-                        key, "full recompute needs it: for example recompute_method=uniform recompute_num_layers=1"
-                    )
+                    raise at(key, "full recompute needs it, such as recompute_method=uniform recompute_num_layers=1")
         else:
             self.unused(True, "unless recompute_granularity is full", "recompute_method", "recompute_num_layers")
         return self
@@ -273,9 +271,7 @@ class Source(Section):
         if self.adapter:
             self._check_adapter(self.adapter)
         if self.path.startswith(datasets.HUB) and not datasets.HUB_NAME.fullmatch(self.path):
-            raise at(
-                "path", f"{self.path!r} is no hub name: write hub:organisation/name or hub:organisation/name@revision"
-            )
+            raise at("path", f"{self.path!r} is no hub name, hub:organisation/name or hub:organisation/name@revision")
         if self.path in datasets.DATASETS:
             raise at("path", f"the Hugging Face hub does not have {self.path} in this form: give the path of its files")
         suffix = PurePath(self.path).suffix
@@ -344,9 +340,7 @@ class Data(Section):
                 raise at(key, "does nothing: every data set here has its own, or an adapter with its fields")
         self.unused(not self.chat, "without chat: true", "chat_template_kwargs")
         if taken := CHAT_ARGUMENTS & self.chat_template_kwargs.keys():
-            raise at(
-                f"chat_template_kwargs.{min(taken)}", "is set by the program: give variables of the template alone"
-            )
+            raise at(f"chat_template_kwargs.{min(taken)}", "is set by the program: give the template's variables only")
         _check_template(self.prompt_template)
         template = self.prompt_template and datasets.TEMPLATES.get(self.prompt_template, self.prompt_template)
         used = template is None or re.search(rf"{{{re.escape(self.prompt_field)}\b", template)
@@ -433,9 +427,7 @@ class Rollout(Section):
             )
         for name in ("top_p", "min_p"):
             if self.differs(name) and not self.top_k:
-                raise at(
-                    name, f"needs top_k (at most {MAX_TOP_K}), which bounds the tokens that are kept for the trainer"
-                )
+                raise at(name, f"needs top_k (at most {MAX_TOP_K}), which bounds the tokens kept for the trainer")
         for url in self.servers:
             if not is_server(url):
                 raise at("servers", f"{url!r} is no URL of a server, such as http://node7:8000")
@@ -465,9 +457,7 @@ class Evaluation(Section):
     def _check(self):
         for name in self.benchmarks:
             if name in ("train", "validation", "test") or not re.fullmatch(r"\w[\w.+-]*", name):
-                raise at(
-                    f"benchmarks.{name}", "cannot be the name of a benchmark: it is a part of data, or no file name"
-                )
+                raise at(f"benchmarks.{name}", "cannot name a benchmark: it is a part of data, or no file name")
         return self
 
 

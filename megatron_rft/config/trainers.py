@@ -121,9 +121,7 @@ class OnlineRecipe(Recipe):
             return
         constraint.template_text(self.reward.kind)
         if constraint.agreeing and not self.algorithm.leaves_groups_out:
-            raise at(
-                "constraint.agreeing", f"does nothing: with these options {self.algorithm.name} leaves no group out"
-            )
+            raise at("constraint.agreeing", f"does nothing: {self.algorithm.name} leaves no group out here")
         if constraint.first and constraint.first >= self.rollout.group_size:
             raise at("constraint.first", f"does nothing: rollout.group_size is {self.rollout.group_size}")
 

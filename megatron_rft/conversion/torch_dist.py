@@ -145,9 +145,7 @@ class MegatronFolder:
             if prefix in prefixes:
                 return prefix
         if any(".adapter." in key for key in tensors):
-            raise DataError(
-                f"{self.path} has adapters alone: leave it in the folder of its run, which names their model"
-            )
+            raise DataError(f"{self.path} has adapters alone: leave it in its run's folder, which names their model")
         names = ", ".join(each.removesuffix(".") for each in prefixes) or "none"
         raise DataError(f"{self.path}: no language model is in this checkpoint (no {FIRST}). Models in it: {names}")
 

@@ -86,9 +86,7 @@ class HiddenCache:
         for name, written in self._files().items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != written["bytes"]:
-                raise DataError(
-                    f"algorithm.reference_cache: {path} is missing or torn: remove {folder} to make it again"
-                )
+                raise DataError(f"algorithm.reference_cache: {path} is missing or torn: remove {folder} to remake it")
         self.dtype = getattr(torch, self.index["dtype"])
         self.starts = torch.tensor([shard["start"] for shard in self.index["shards"].values()])
         self.shards = [_tensor(folder / name, "hidden") for name in self.index["shards"]]  # mapped, not read
@@ -123,9 +121,7 @@ class HiddenCache:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     if (index := read_json(folder / INDEX)) is None:
-        raise DataError(
-            f"algorithm.reference_cache: {folder} is no whole cache of hidden states: it has no readable {INDEX}"
-        )
+        raise DataError(f"algorithm.reference_cache: {folder} is no whole cache of hidden states: no readable {INDEX}")
     return index
 
 

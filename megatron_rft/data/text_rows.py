@@ -115,9 +115,7 @@ def _decoded(text: str, at: int, file: Path, place: str, line: int = 1) -> tuple
     except json.JSONDecodeError as error:
         raise _not_json(error, file, line) from None
     except _Duplicate as error:
-        raise DataError(
-            f"{place}: one object has the key {str(error)!r} twice; which value counts is not said"
-        ) from None
+        raise DataError(f"{place}: one object has the key {str(error)!r} twice; which one counts is not said") from None
     except RecursionError:
         raise DataError(f"{place}: its brackets are nested more deeply than can be read") from None
     except ValueError:  # int() of too long a text

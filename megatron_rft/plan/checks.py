@@ -130,9 +130,7 @@ def _memory_lines(
 ) -> list[str]:
     """`ranks`: on this node."""
     if shape is None:
-        return [
-            f"memory: not known before the model's config.json is here: hf download {recipe.model.path} config.json"
-        ]
+        return [f"memory: unknown before the model's config.json is here: hf download {recipe.model.path} config.json"]
     if UNEVEN & set(recipe.megatron.extra):
         return ["memory: not computed for pipeline stages of unequal size"]
     sizes = Sizes.read(model_shape.find_model(recipe.model.path))
@@ -150,9 +148,7 @@ def check_installed(recipe: Recipe) -> None:
     """Checks that the packages which the recipe needs are installed."""
     passthrough.megatron_core()
     if find_spec("psutil") is None:
-        raise ConfigError(
-            "psutil is not installed, and megatron-core's checkpoints hang without it: pip install psutil"
-        )
+        raise ConfigError("psutil is not installed, without which megatron-core's checkpoints hang: pip install psutil")
     device.check_torch_build()
     with_te = device.has_transformer_engine()
     if recipe.model.precision == "fp8" and not with_te:
@@ -207,9 +203,7 @@ def check_model(recipe: Recipe) -> tuple[ModelShape | None, str]:
         folder_of_other = path and model_shape.find_model(path, option)
         other = model_shape.read_shape(folder_of_other, option) if folder_of_other else None
         if shape and other and (other.vocabulary != shape.vocabulary):
-            raise DataError(
-                f"{option}: its vocabulary has {other.vocabulary} tokens, that of model.path {shape.vocabulary}"
-            )
+            raise DataError(f"{option}: its vocabulary has {other.vocabulary} tokens, model.path's {shape.vocabulary}")
     weights = "random weights" if model.initialise == "random" else "its weights"
     source = f"{model.path} ({shape})" if shape else f"{model.path}, from the Hugging Face hub: not checked yet"
     return shape, f"model: {source}, {weights}, {model.precision}"
@@ -292,9 +286,7 @@ def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
     else:
         longest = budget
         if prompt >= budget:
-            raise ConfigError(
-                f"data.max_prompt_tokens: {prompt} leaves nothing of batching.micro_batch_tokens, {budget}"
-            )
+            raise ConfigError(f"data.max_prompt_tokens: {prompt} leaves none of batching.micro_batch_tokens, {budget}")
     if recipe.batching.tokens_without_backward < longest:
         raise ConfigError(
             f"batching.forward_only_tokens: {recipe.batching.forward_only_tokens} does not hold a sequence of {longest}"

@@ -84,13 +84,9 @@ def check_speed(recipe: Recipe, refining: str | None) -> None:
     options, rollout = recipe.vllm, recipe.rollout
     drafts = refining is not None and recipe.constraint.drafts(refining)
     if rollout.servers and refining != "vllm" and (named := sorted(options.model_fields_set)):
-        raise ConfigError(
-            f"vllm.{named[0]}: does nothing with rollout.servers, which were started with their own options"
-        )
+        raise ConfigError(f"vllm.{named[0]}: does nothing with rollout.servers, which have their own options")
     if rollout.servers and refining is None and rollout.differs("max_batch_sequences"):
-        raise ConfigError(
-            "rollout.max_batch_sequences: does nothing with rollout.servers: that is their --max-num-seqs"
-        )
+        raise ConfigError("rollout.max_batch_sequences: does nothing with rollout.servers: set their --max-num-seqs")
     if refining and recipe.constraint.draft and not ENGINES[refining].drafts:
         raise ConfigError(
             f"constraint.draft: does nothing with the {refining} engine, which has no speculative decoding. Set "

@@ -119,8 +119,6 @@ def _check_switches(megatron: Megatron, layout: Layout, shape: ModelShape | None
             "megatron.virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size of 2 or more, which is 1"
         )
     if layout.vpp == 1:
-        raise ConfigError(
-            "megatron.virtual_pipeline_model_parallel_size: 1 does nothing: leave it out, or give 2 or more"
-        )
+        raise ConfigError("megatron.virtual_pipeline_model_parallel_size: 1 does nothing: give 2 or more, or none")
     if megatron.expert_tensor_parallel_size and shape and not shape.experts:
         raise ConfigError("megatron.expert_tensor_parallel_size: does nothing: the model has no experts")

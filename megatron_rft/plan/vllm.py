@@ -63,9 +63,7 @@ def _without_kernel(model: ModelShape) -> str | None:
         there = ", ".join(map(str, CPU_HEAD_DIMS))
         return f"vLLM's CPU build has no attention for heads of {model.head_dim} numbers; there is {there}"
     if model.experts and model.hidden % CPU_EXPERTS:
-        return (
-            f"vLLM's CPU build has no experts for a hidden size of {model.hidden}; it takes multiples of {CPU_EXPERTS}"
-        )
+        return f"vLLM's CPU build has no experts for hidden size {model.hidden}; it takes multiples of {CPU_EXPERTS}"
     return None
 
 
@@ -129,9 +127,7 @@ def check_vllm(
     model's."""
     if engine != "vllm":
         if rollout.cache_after_sync == "recompute" and not ENGINES[engine].recomputes:
-            raise ConfigError(
-                f"rollout.cache_after_sync: recompute is not for rollout.engine {engine}, which keeps them"
-            )
+            raise ConfigError(f"rollout.cache_after_sync: recompute is not for engine {engine}, which keeps them")
         if rollout.differs("reserve_gib"):
             raise ConfigError(f"rollout.reserve_gib: does nothing with rollout.engine {engine}")
         if options.model_fields_set:

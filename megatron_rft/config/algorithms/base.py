@@ -141,9 +141,7 @@ class PolicyGradient(Aggregating):
         self.unused(self.kl_coefficient == 0, "while kl_coefficient is 0", "kl_estimator", "kl_in")
         self.unused(self.importance == "none", "while importance is none", "importance_cap")
         if self.importance != "none" and self.old_logprobs == "rollout":
-            raise at(
-                "importance", "compares old_logprobs with the engine's: with old_logprobs rollout they are the same"
-            )
+            raise at("importance", "compares old_logprobs with the engine's: with rollout they are the same")
         return self
 
 

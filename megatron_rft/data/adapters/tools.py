@@ -192,9 +192,7 @@ def _allowed(fields: Fields, number: str) -> list:
     answers = fields.file.parent / "possible_answer" / fields.file.name
     answer = _answers(answers).get(number) if answers.is_file() else None
     if answer is None:
-        raise fields.wrong(
-            f"no answer to {number} in {answers}: BFCL's possible_answer folder belongs beside its questions"
-        )
+        raise fields.wrong(f"no answer to {number} in {answers}: BFCL's possible_answer belongs beside its questions")
     return answer
 
 

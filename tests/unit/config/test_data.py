@@ -72,7 +72,7 @@ def test_a_plan_says_what_it_reads_and_what_it_has_not_checked(recipe, tmp_path)
             "answer_field: does nothing with an adapter: math knows its fields",
         ),
         ("data.train=math_perturb", "the Hugging Face hub does not have math_perturb in this form: give"),
-        ("data.train=hub:math", "'hub:math' is no hub name: write hub:organisation/name"),
+        ("data.train=hub:math", "'hub:math' is no hub name, hub:organisation/name"),
         ("data.chat_template_kwargs={enable_thinking: false}", "chat_template_kwargs: does nothing without chat: true"),
         (
             "data={train: a.jsonl, chat: true, chat_template_kwargs: {tools: x}}",
@@ -100,7 +100,7 @@ def test_benchmarks(recipe):
     )
     for override, message in (
         ("data.test={path: math500, samples: 2}", "data.test.samples: is for evaluation.benchmarks"),
-        ("evaluation.benchmarks.test=math500", "benchmarks.test: cannot be the name of a benchmark"),
+        ("evaluation.benchmarks.test=math500", "benchmarks.test: cannot name a benchmark"),
         (
             "evaluation.benchmarks.a={path: math500, limt: 3}",
             "benchmarks.a.limt: there is no such option. Did you mean 'limit'",

@@ -41,7 +41,7 @@ with_vllm = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
         (None, {}, "vLLM is not installed here; supported is 0.32.x"),
         (("vllm", "0.33.1"), {}, "vllm 0.33.1 is installed, and supported is 0.32.x"),
         (CPU, {"head_dim": 12}, "CPU build has no attention for heads of 12 numbers; there is 32, 64, 80"),
-        (CPU, {"experts": 4, "hidden": 48}, "CPU build has no experts for a hidden size of 48; it takes multiples of"),
+        (CPU, {"experts": 4, "hidden": 48}, "CPU build has no experts for hidden size 48; it takes multiples of"),
     ],
 )
 def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, shape, why):

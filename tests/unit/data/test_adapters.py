@@ -311,7 +311,7 @@ class TestTools:
         assert row["answer"] == {"irrelevance": "[]", "relevance": '"any"'}.get(category, '[{"area": {}}]')
 
     def test_bfcl_without_its_answers_and_with_several_turns(self, tmp_path, adapt):
-        with pytest.raises(DataError, match="no answer to simple_1 in .*possible_answer folder belongs beside"):
+        with pytest.raises(DataError, match="no answer to simple_1 in .*possible_answer belongs beside"):
             self.bfcl(tmp_path, "simple_1", {})
         assert "several turns" in adapt("bfcl", id="multi_turn_base_0", question=[[], []], path=[])["unusable"]
         kept = dict(question=[[{"role": "user", "content": "?"}]], function=[])

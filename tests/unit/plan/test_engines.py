@@ -103,9 +103,9 @@ def test_engines_of_several_devices(monkeypatch, recipe):  # noqa: F811
 def test_servers_of_others_have_their_own_options(recipe):  # noqa: F811
     given = ["rollout.placement=server", "rollout.servers=[http://a:1]"]
     assert "engine: vllm (rollout.servers)" in check(load(recipe, given)).lines
-    assert "that is their --max-num-seqs" in refusal(recipe, *given, "rollout.max_batch_sequences=8")
+    assert "set their --max-num-seqs" in refusal(recipe, *given, "rollout.max_batch_sequences=8")
     told = refusal(recipe, *given, "vllm.max_model_len=2000")
-    assert told == "vllm.max_model_len: does nothing with rollout.servers, which were started with their own options"
+    assert told == "vllm.max_model_len: does nothing with rollout.servers, which have their own options"
 
 
 @pytest.mark.parametrize("url", ["a:1", "http://a:b", "http://a:99999", "http://:80", "https://a:1"])
