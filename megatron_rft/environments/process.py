@@ -1,6 +1,5 @@
 """Runs environments, which are the user's code, in other processes: slow, dead and broken ones cost one episode."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -16,10 +15,10 @@ from typing import Any
 
 from megatron_rft.responses import Prompt
 from megatron_rft.utils.errors import ConfigError
-from megatron_rft.utils.processes import start_helper
+from megatron_rft.utils.processes import end_reaper, start_helper
 
 START_TIMEOUT_S = 120.0  # imports on a busy machine
-EXIT_TIMEOUT_S = 2.0
+EXIT_TIMEOUT_S = 10.0  # on a busy machine
 
 
 class EpisodeFailed(Exception):
@@ -44,6 +43,7 @@ class EnvironmentProcess:
         with theirs, self.log.open("ab") as log:
             self.process = process = start_helper(
                 [*command, json.dumps(self.options)],
+                reap=True,
                 env=os.environ | {"PYTHONHASHSEED": "0"},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -86,9 +86,7 @@ class EnvironmentProcess:
     def close(self) -> None:
         """Kill the process, with all that it started."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            end_reaper(self.process)
             self.connection.close()
         self.process = None
 

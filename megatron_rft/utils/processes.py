@@ -86,7 +86,9 @@ def reaper(parent: int, command: list[str]) -> int:
     signal.signal(END, _leave)
     try:
         die_with(parent, END)
-        return subprocess.Popen([*ENDING, str(os.getpid()), *command]).wait()
+        process = subprocess.Popen([*ENDING, str(os.getpid()), *command], close_fds=False)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the files of `pass_fds` are the command's alone
+        return process.wait()
     finally:
         signal.signal(END, signal.SIG_IGN)
         shared: set[str] = set()
@@ -159,4 +161,7 @@ def started(pid: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(reaper(int(sys.argv[1]), sys.argv[2:]))
+    status = reaper(int(sys.argv[1]), sys.argv[2:])
+    if status < 0:
+        os.kill(os.getpid(), -status)  # end as the command did
+    sys.exit(status)
