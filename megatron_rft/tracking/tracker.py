@@ -1,6 +1,6 @@
 """Sends a step's metrics to the file, the display and the loggers, on the main rank only."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,9 +68,18 @@ class Tracker:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
         self._metrics_file.log(step, numbers)
-        for logger in self._loggers:
-            logger.log(step, numbers)
+        self._show(lambda logger: logger.log(step, numbers))
         self._progress.log(step, numbers)
+
+    def _show(self, act: Callable[[Logger], None]) -> None:
+        """Leave out a logger that fails, for example because a signal has ended wandb's service: training goes on."""
+        for logger in list(self._loggers):
+            try:
+                act(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                name, why = type(logger).__name__.removesuffix("Logger"), f"{type(error).__name__}: {error}"
+                self.note(f"{name} gets no more steps of this run, because it failed ({why}): {METRICS_FILE} has all")
 
     def experts(self, step: int, loads: Mapping[int, list[int]]) -> None:
         """Write the tokens of each expert by layer; call this before `log` of that step."""
@@ -103,7 +112,8 @@ class Tracker:
 
     def close(self) -> None:
         """May be called twice."""
-        for part in (self._progress, *self._files(), *self._loggers):
+        self._show(lambda logger: logger.close())
+        for part in (self._progress, *self._files()):
             part.close()
         self._metrics_file = self._samples_file = self._experts_file = None
         self._progress, self._loggers = Progress(), []

@@ -1,5 +1,8 @@
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 from contextlib import closing
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rft.config.sections import Tracking, Wandb
+from megatron_rft.tracking.metrics import read_metrics
 from megatron_rft.tracking.tracker import Tracker
 
 PLAIN = Tracking(progress="plain")
@@ -68,6 +72,42 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path):
     folders = [folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder.is_dir()]
     # offline-run-<second>-<id>: of two in one second, one has another number
     assert len(run_id) > 4 and len(folders) == 2 and all(f"-{run_id}" in folder.name for folder in folders)
+
+
+LOSES_WANDB = """
+import os, signal, sys, time
+from contextlib import closing
+from pathlib import Path
+from megatron_rft.config.sections import Tracking, Wandb
+from megatron_rft.tracking.tracker import Tracker
+from megatron_rft.utils.processes import children, process_state
+
+config = Tracking(progress="plain", wandb=Wandb(project="test", mode="offline"))
+with closing(Tracker(Path("."), config, 9)) as tracker:
+    tracker.log(1, {"reward/mean": 0.5})
+    services = children(os.getpid())
+    for pid in services:
+        os.kill(pid, signal.SIGTERM)
+    while any(process_state(pid) not in ("", "Z") for pid in services):
+        time.sleep(0.02)
+    for step in range(2, 10):
+        tracker.log(step, {"reward/mean": 0.5})
+        time.sleep(0.1)
+print("services", len(services))
+sys.exit(75)
+"""
+
+
+def test_a_run_goes_on_without_wandb_when_its_service_is_lost(tmp_path):
+    """Slurm's signals reach it: unlike other helpers it unblocks them."""
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}  # that of other tests
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", LOSES_WANDB]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 75 and "services 1" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("Wandb gets no more steps of this run, because it failed (") == 1
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 10))
 
 
 @pytest.mark.parametrize("answer", ["none", "nonsense"])
