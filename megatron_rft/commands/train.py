@@ -129,6 +129,7 @@ def check_user_code(recipe: Recipe) -> None:
 def work(output_dir: str, run: Callable[[], int]) -> int:
     """Run this process's part, and write its exit status and message for the launcher."""
     launcher.die_with_launcher()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that stop signals end
     launcher.show_position(output_dir)
     for number in STOP_SIGNALS:  # the trainer replaces these handlers
         signal.signal(number, stop_at_once)
