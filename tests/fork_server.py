@@ -38,6 +38,7 @@ IMPORTED = (
     "megatron_rft.training.generate",
     "megatron_rft.training",
     "megatron_rft.inference.hf.engine",
+    "megatron_rft.rewards.math",
     "mpmath",
     "matplotlib.pyplot",
     "transformers.models.llama.modeling_llama",

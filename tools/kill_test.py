@@ -1,7 +1,7 @@
 """Kills and stops runs at random moments, and compares each one that ends with a run that nothing happened to.
 
     PYTHONPATH=. python tools/kill_test.py RECIPE [--kills 10] [--nproc N] [--seed S] [section.option=value ...]
-    PYTHONPATH=. python tools/kill_test.py tiny [--only TEXT,TEXT] [--kills 10] ...     every algorithm in a tiny recipe
+    PYTHONPATH=. python tools/kill_test.py tiny [--only NAME,TEXT] [--kills 10] ...     every algorithm in a tiny recipe
     PYTHONPATH=. python tools/kill_test.py tiny --signals TERM,USR1,INT                 no SIGKILL
 
 A stop signal goes to the group of the run, as `timeout` and a terminal send it, or to all of its processes, as Slurm
@@ -41,7 +41,7 @@ from tests.unit.test_docs import files_of
 
 STEPS = 12
 PIPO = test_online_algorithms.PIPO
-OFFLINE = ("fpa", "a_star_po", "kto", "dpo", "rft", "off_rl", "rpo", "ipo", "simpo", "simper")
+OFFLINE = ("fpa", "a_star_po", "kto", "dpo", "rft", "off_rl", "rpo", "ipo", "simpo", "simper", "offline_distil")
 AHEAD = {
     "algorithm": {"name": "grpo", "importance": "truncated"},
     "pipo": PIPO,
@@ -61,7 +61,8 @@ def tiny_recipe(name: str, folder: Path) -> Path:
     """The recipe of an algorithm in the README's table, with the model and the data that it reads."""
     if name in OFFLINE:
         store = store_in(folder / "offline")
-        recipe = test_offline.OFFLINE | {"algorithm": {"name": name, "batch_sequences": 16}}
+        teacher = {"teacher": str(store / "teacher")} if name == "offline_distil" else {}
+        recipe = test_offline.OFFLINE | {"algorithm": {"name": name, "batch_sequences": 16} | teacher}
         test_offline.write(store, name, recipe, "store", name)
         return store / f"{name}.yaml"
     place = folder / name.replace(" ", "_")
@@ -76,7 +77,8 @@ def tiny_recipe(name: str, folder: Path) -> Path:
 @cache
 def store_in(folder: Path) -> Path:
     folder.mkdir()
-    return test_offline.make_store(folder)
+    test_distil.write_teacher(folder / "teacher", test_offline.make_store(folder) / "model")
+    return folder
 
 
 def online_recipe(name: str, folder: Path) -> Path:
@@ -207,6 +209,11 @@ class Case:
         return ""
 
 
+def chosen(text: str) -> list[str]:
+    """The tiny recipe of that name, or else all whose names have the text."""
+    return [text] if text in NAMES else [name for name in NAMES if text in name]
+
+
 def counts(of: Counter) -> str:
     return "    " + "; ".join(f"{name}: {count}" for name, count in of.most_common())
 
@@ -215,20 +222,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipe", help="a file, or `tiny` for a tiny recipe of every algorithm")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--only", default="", help="of the tiny recipes: those whose name has one of these texts")
+    parser.add_argument("--only", default="", help="of the tiny recipes: names, or texts in names")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--signals", default="KILL,TERM,USR1,INT")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/kill_test"))
     options = parser.parse_intermixed_args()
+    texts = options.only.split(",")
+    if missing := [text for text in texts if not chosen(text)]:
+        parser.error(f"--only: {missing[0]} is in no name of a tiny recipe: {', '.join(NAMES)}")
+    wanted = [name for text in texts for name in chosen(text)]
     out = options.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     tiny, failed = options.recipe == "tiny", 0
     if tiny:
         server()  # its start is not part of a run's time
-    wanted = [name for text in options.only.split(",") for name in NAMES if text in name]
     for name in dict.fromkeys(wanted) if tiny else [options.recipe]:
         recipe = tiny_recipe(name, out) if tiny else Path(name)
         case = Case(recipe, out / f"{recipe.stem if not tiny else name.replace(' ', '_')}.runs", options)
