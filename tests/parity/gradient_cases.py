@@ -102,8 +102,8 @@ LOSSES: dict[str, PolicyObjective] = {name: made(name) for name in (*ONLINE, "sf
     "distil, two teachers": made("distil"),
     "grpo, distilled": distilled(made("grpo", kl_coefficient=0.05), divergence="forward_kl", coefficient=0.5),
 }
-WITH_PIPO = {f"{name}, PIPO": pipo(made(name), window=2) for name in ONLINE if SECTIONS[name].uses_rewards}
-LOSSES |= WITH_PIPO
+# elsewhere a verification is a surrogate of given advantages, as its base's
+MASKED = {f"{name}, PIPO": pipo(made(name), window=2) for name in ONLINE if SECTIONS[name].uses_rewards}
 
 TERMS = "surrogate", "constraint"
 
@@ -137,9 +137,10 @@ def gradients(case: dict[str, int]) -> tuple[dict[str, dict], dict[str, dict[str
     batch = mini_batch(starved=bool(case.get("starved")), masked=bool(case.get("masked")))
     frozen = frozen_weights(actors["actor"])
     batch = with_outputs(batch, actors, frozen)
-    found, logged, left_out = of_losses(batch, actors, frozen, "skip" in case)
+    losses = LOSSES | (MASKED if case.get("masked") else {})
+    found, logged, left_out = of_losses(losses, batch, actors, frozen, "skip" in case)
     if case.get("masked"):
-        again, others, _ = of_losses(poisoned(batch), actors, frozen, "skip" in case)
+        again, others, _ = of_losses(losses, poisoned(batch), actors, frozen, "skip" in case)
         for name in found:
             assert all(torch.equal(found[name][n], again[name][n]) for n in found[name]), f"{name}: poisoned gradient"
             assert logged[name] == others[name], f"{name}: poisoned metrics"
@@ -158,11 +159,11 @@ def poisoned(batch: Batch) -> Batch:
 
 
 def of_losses(
-    batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tensor], skip: bool
+    losses: dict[str, PolicyObjective], batch: Batch, actors: dict[str, Actor], frozen: list[torch.Tensor], skip: bool
 ) -> tuple[dict[str, dict], dict[str, dict[str, float]], dict[str, int]]:
     """As `gradients`."""
     found, logged, left_out = {}, {}, {}
-    for name, objective in LOSSES.items():
+    for name, objective in losses.items():
         given = truncated(batch) if name.endswith("truncated sampling") else batch
         for update in updates_of(objective, given):
             (steps,) = update.steps()
@@ -178,15 +179,16 @@ def of_losses(
 
 
 def updates_of(objective: PolicyObjective, batch: Batch) -> list[Update]:
-    """Of PIPO its verification alone, of the same batch as the previous one; none if all attributions are zero."""
+    """Of PIPO its verification alone, of the same batch as the previous one."""
     state = objective.init()
     if not isinstance(objective, PIPO):
         return objective.prepare(batch, state).updates
     for mean in (0.25, 0.5):
         batch = batch.with_scalars(sampled_reward_sum=mean, sampled_count=1.0)
         state = objective.prepare(batch, state).state
-    updates = objective.prepare(batch.with_scalars(sampled_reward_sum=1.0), state).updates
-    return [update for update in updates if update.name == "verification"]
+    verification, *_ = objective.prepare(batch.with_scalars(sampled_reward_sum=1.0), state).updates
+    assert verification.name == "verification"
+    return [verification]
 
 
 def truncated(batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.gradient_cases import LOSSES, WITH_PIPO
+from tests.parity.gradient_cases import LOSSES, MASKED
 from tests.parity.launch import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -83,8 +83,7 @@ def test_sequences_without_a_gradient_are_left_out(results):
 
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
 def test_gradient_does_not_depend_on_the_layout(results, case):
-    missing = {*LOSSES, "ppo value", "outputs"} - results[case].keys()
-    assert not missing or (missing <= WITH_PIPO.keys() and "starved" in case), "one token may have no advantage"
+    assert results[case].keys() == {*LOSSES, *(MASKED if "masked" in case else ()), "ppo value", "outputs"}
     for loss, found in results[case].items():
         assert found["gradient"] < 1e-5 and found["metrics"] < 1e-5, (loss, found)
         if loss != "outputs":
