@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean, stdev
 from typing import Any
 
 from megatron_rft.report.runs import RecordedRun
@@ -97,10 +98,7 @@ def mean_and_error(values: list[float]) -> tuple[float | None, float | None]:
     """Return the mean and its standard error, std / sqrt(n), where std has n - 1 degrees of freedom."""
     if not values:
         return None, None
-    mean, n = sum(values) / len(values), len(values)
-    if n == 1:
-        return mean, None
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def grouped(runs: list[RecordedRun]) -> list[RunGroup]:
