@@ -37,8 +37,7 @@ VERB = re.compile(
     re.IGNORECASE,
 )
 REMARK = re.compile(r"(?<=\S)\s+\((?:[A-Za-z][^()]*\)|[^()\]]*)$")  # 144 (one hundred forty-four), and 65 (18 +
-# Mathematics over several lines between \[ and \] or $$ and $$, without an empty line.
-DISPLAY = re.compile(r"\\\[(?:(?!\n\s*\n|\\\[).)*?\\\]|\$\$(?:(?!\n\s*\n).)*?\$\$", re.DOTALL)
+LINE = re.compile("\n")
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
 COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b", re.IGNORECASE)
 WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
@@ -63,7 +62,7 @@ def final_answer(text: str, how: str = "marked", question: str = "") -> str | No
     _, opened, tagged = text.rpartition("</answer>")[0].rpartition("<answer>")
     if opened:
         return _clean(tagged)
-    prose = DISPLAY.sub(lambda display: re.sub(r"\s*\n\s*", " ", display[0]), text[-TAIL:])
+    prose = text[-TAIL:]
     stated = _stated(prose)
     if stated and _kind(stated) in ("", "text") and question and not WORD.search(question):
         stated = None  # "19 + 10 is 29, the answer is no.": a sum is not answered by words
@@ -115,12 +114,12 @@ def _hashed(text: str, *, words: int) -> str | None:
     return None
 
 
-def _clauses(text: str) -> list[str]:
+def _clauses(text: str, end: re.Pattern = END) -> list[str]:
     """Cut prose at the ends of sentences and before clauses, but not within mathematics. A question keeps its mark."""
     clauses, place = [], 0
-    for end in END.finditer(_masked(text)):
-        clauses.append(text[place : end.start()] + "?" * (end[0] == "?"))
-        place = end.end()
+    for found in end.finditer(_masked(text)):
+        clauses.append(text[place : found.start()] + "?" * (found[0] == "?"))
+        place = found.end()
     return [*clauses, text[place:]]
 
 
@@ -139,7 +138,7 @@ def _stated(text: str) -> str | None:
 
 def _concluded(text: str) -> str | None:
     """Return the value that the last line states; later clauses without a number count as comments."""
-    lines = [line.strip(" \t*#>_`") for line in text.splitlines()]
+    lines = [line.strip(" \t*#>_`") for line in _clauses(text, LINE)]
     lines = [line for line in lines if line and not COURTESY.match(line)]
     if not lines:
         return None
@@ -199,8 +198,8 @@ def _last(text: str) -> str | None:
 
 
 def _clean(answer: str) -> str:
-    """Remove outer dollar signs, emphasis and a final full stop."""
-    answer = answer.strip().strip("*_`").strip()
+    """Remove outer dollar signs, emphasis, ends of lines and a final full stop."""
+    answer = " ".join(answer.strip().strip("*_`").split())
     if len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1]:
         answer = answer[1:-1].strip()
     return answer.removesuffix(".").strip()

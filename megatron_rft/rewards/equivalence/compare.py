@@ -14,11 +14,7 @@ from megatron_rft.rewards.equivalence.reader import is_name
 from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Numeral, Tree, nodes, rebuilt, times
 from megatron_rft.rewards.equivalence.units import LETTERS, measure
 
-ASKS_PERCENT = re.compile(
-    r"(?:what|which|find|determine|calculate|express|as an?|in|nearest|the|how many)\b[^.?]{0,40}"
-    r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|%|\\%)",
-    re.IGNORECASE,
-)
+ASKS_PERCENT = re.compile(r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|\\?%)", re.IGNORECASE)
 UNIT_SYMBOLS = {DEGREE, *(("s", letter) for letter in LETTERS)}
 MOST = 50  # members of a list
 
@@ -98,8 +94,7 @@ def _units(wanted: Tree, got: Tree, percent: bool) -> bool | None:
     ours, theirs = (each if each[0] == "unit" else ("unit", each, "") for each in (ours, theirs))
     one, other = (measure(each[2]) if each[2] else None for each in (ours, theirs))
     if one is None or other is None or one == other:
-        symbol = not ours[2] and theirs[2] and values.symbols(ours[1]) - values.symbols(theirs[1])
-        return not symbol and same(ours[1], theirs[1], percent)
+        return same(ours[1], theirs[1], percent)
     scaled = (times(each[1], ("n", Numeral(size))) for each, (_, size) in ((ours, one), (theirs, other)))
     return one[0] == other[0] and values.equal(*scaled)
 

@@ -146,7 +146,7 @@ def _count(tree: Tree, count: Counter[str], *, root: bool) -> None:
         sums = any(each[0] == "+" for each in parts)
         count["products"] += kind == "*" and sums and len(parts) > len(inverse) + 1
         count["operations"] += (len(parts) - 1 if kind in ("+", "*", ",", "()") else 1) - len(inverse)
-        count["functions"] += kind == "f" and tree[1] not in ("prime", "=")
+        count["functions"] += kind == "f" and tree[1] != "="
         numbers = [each for each in parts if each not in inverse and is_numeral(each)]
         plain = [each for each in inverse if ratio(each)]
         count["arithmetic"] += kind in "+*" and max(len(numbers) - 1, 0) + max(len(plain) - 1, 0)

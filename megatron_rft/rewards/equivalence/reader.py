@@ -28,7 +28,7 @@ ONES = "zero one two three four five six seven eight nine ten eleven twelve thir
 TENS = "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 NUMBERS = dict(zip(f"{ONES} {TENS}".split(), [*range(20), *range(20, 100, 10)], strict=True))
 SHORT = {"yes", "no", "odd", "one", "two", "six", "ten"}  # words; other runs of two or three letters are products
-EMPTY, TO = ("s", r"\emptyset"), ("s", r"\infty")
+EMPTY, TO, PRIME = ("s", r"\emptyset"), ("s", r"\infty"), ("s", "'")
 FROM = times(MINUS, TO)
 REALS = ("u", ("()", "(", ")", FROM, TO))
 WORDS = {"all real numbers": REALS, "all reals": REALS, "real numbers": REALS}
@@ -118,17 +118,17 @@ class Reader:
     # Lists, chains and words
 
     def statement(self) -> Tree:
-        """A list of items, one item, or inequalities joined by "or" as a union of intervals."""
-        members, joined = self.item(), {"or"}
+        """A list of items, one item, or inequalities as a union of intervals."""
+        members = self.item()
         while self.next in SEPARATORS or (self.next == "(" and self.ahead(2) == r"\in"):
-            while self.next in SEPARATORS:
-                joined.add(self.take().strip('", '))
+            while self.has(*SEPARATORS):
+                continue
             if self.next in ENDS:
                 break
             members += self.item()
         if len(members) == 1:
             return members[0]
-        if all(each[0] == "u" for each in members) and joined <= {"or", "", r"\lor"}:
+        if all(each[0] == "u" for each in members):
             return ("u", *(part for each in members for part in each[1:]))
         if members[0][0] == "=" and not any(each[0] == "=" for each in members[1:]):
             members[0] = members[0][-1]  # x = 2, 3
@@ -142,18 +142,16 @@ class Reader:
     def words(self) -> Tree | None:
         """Words up to the end of an item: Friday, Quadrant I, ninety-nine."""
         said, is_long = [], False
-        while self.next not in ENDS or (is_word(self.next) and self.next not in SEPARATORS):
+        while self.next not in ENDS:
             token = self.take()
             if not (token.isalpha() or is_word(token) or token in "-'." or (said and token.isdecimal())):
                 return None
-            is_long |= (
-                token[:1] == '"' or len(token) > 3 or token.lower() in SHORT or (len(token) == 3 and token.istitle())
-            )
+            is_long |= token[:1] == '"' or len(token) > 3 or token.lower() in SHORT
             said += re.findall(r"[a-z\d]+", token.lower())
         text = " ".join([each for each in said if each not in ("the", "a", "an")] or said)
-        if not is_long or not said:
+        if not is_long:
             return None
-        if set(said) <= NUMBERS.keys() and (len(said) == 1 or (len(said) == 2 and said[0].endswith("ty"))):
+        if set(said) <= NUMBERS.keys() and (len(said) == 1 or said[0].endswith("ty")):
             return ("n", Numeral(sum(map(NUMBERS.get, said))))
         return WORDS.get(text, ("text", text))
 
@@ -191,7 +189,7 @@ class Reader:
             return ("f", ":", parts[0], self.sum())
         while self.has(r"\cup"):
             parts.append(self.sum())
-        if parts == [REALS] and (self.has(r"\setminus") or (self.next == "-" and self.take())):
+        if parts == [REALS] and self.has(r"\setminus"):
             left_out = self.primary()
             return _all_but(left_out[1]) if len(left_out) == 2 else ("f", "without", left_out)
         flat = [each for part in parts for each in (part[1:] if part[0] == "u" else (part,))]
@@ -201,7 +199,7 @@ class Reader:
 
     def sum(self) -> Tree:
         terms = [self.product()]
-        while self.next in ("+", "-", r"\pm", r"\mp") and not (self.next == "-" and self.ahead(1) == r"\{"):
+        while self.next in ("+", "-", r"\pm", r"\mp"):
             sign, term = self.take(), self.product()
             if term[0] == "unit":
                 return ("unit", plus(*terms, _with_sign(sign, term[1])), term[2])
@@ -251,10 +249,8 @@ class Reader:
     def postfixed(self) -> Tree:
         found = self.primary()
         while self.next:
-            if self.has("'") or (
-                self.next == "^" and self.ahead(1) in ("'", r"\prime") and self.take() and self.take()
-            ):
-                found = ("f", "prime", found)
+            if self.has("'"):
+                found = power(found, PRIME)
             elif self.has("^"):
                 exponent = self.argument()
                 found = ("f", "inverse", found) if exponent == MINUS else power(found, exponent)
@@ -324,7 +320,7 @@ class Reader:
         if token.isalpha() and token not in SEPARATORS:
             self.cut(self.place - 1, token)
             return ("s", token[0])
-        if token[:1] == '"' and self.next not in ENDS:
+        if token == "'" or (token[:1] == '"' and self.next not in ENDS):
             return ("s", token)
         raise ValueError(token)
 

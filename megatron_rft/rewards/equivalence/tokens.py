@@ -36,7 +36,7 @@ SAME = {
     r"\ne": r"\neq !=", "|": r"\mid \vert \lvert \rvert \|", r"\approx": r"\simeq \thickapprox \doteq \sim",
     r"\degree": r"degrees degree \circ", "%": r"\% percent", r"\emptyset": r"\varnothing", r"\setminus": r"\backslash",
     r"\mod": r"\pmod \bmod mod", r"\infty": "infinity inf oo", r"\binom": r"\dbinom \tbinom", r"\to": r"\rightarrow",
-    "(": r"\langle", ")": r"\rangle", "=": "=>", "am": "a.m. a.m A.M. A.M", "pm": "p.m. p.m P.M. P.M",
+    "'": r"\prime", "(": r"\langle", ")": r"\rangle", "=": "=>", "am": "a.m. a.m A.M. A.M", "pm": "p.m. p.m P.M. P.M",
     r"\arctan": "atan", r"\arcsin": "asin", r"\arccos": "acos",
 }  # fmt: skip
 NAMES = {other: name for name, others in SAME.items() for other in others.split()}

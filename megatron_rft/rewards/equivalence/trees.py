@@ -25,9 +25,6 @@ class Numeral(Fraction):
     def __neg__(self):
         return Numeral(super().__neg__(), places=self.places, percent=self.percent)
 
-    def __abs__(self):
-        return -self if self < 0 else self
-
 
 ZERO, ONE, MINUS = (("n", Numeral(value)) for value in (0, 1, -1))
 DEGREE = ("s", "°")
@@ -49,7 +46,7 @@ def plus(*terms: Tree) -> Tree:
 def times(*factors: Tree) -> Tree:
     flat = [each for factor in factors for each in (factor[1:] if factor[0] == "*" else (factor,))]
     negative = sum(each[0] == "n" and each[1] < 0 for each in flat) % 2
-    flat = [("n", abs(each[1])) if each[0] == "n" else each for each in flat]
+    flat = [("n", -each[1]) if each[0] == "n" and each[1] < 0 else each for each in flat]
     kept = sorted((each for each in flat if each != ONE), key=repr)
     if negative:
         place = next((k for k, each in enumerate(kept) if each[0] == "n"), None)

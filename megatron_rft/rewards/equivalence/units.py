@@ -6,16 +6,16 @@ from fractions import Fraction
 
 # Units of one kind in a row, each with its other names and its size in the first one's.
 TABLE = (
-    "m meter metre 1 | cm centimeter centimetre 1/100 | mm millimeter millimetre 1/1000 | nm 1/1000000000 | km "
-    "kilometer kilometre 1000 | in inch inche 127/5000 | ft foot feet 381/1250 | yd yard 1143/1250 | mi mile "
-    "201168/125; s sec second 1 | ms 1/1000 | min minute 60 | h hr hour 3600 | day 86400 | week 604800 | month "
-    "2628000 | yr year 31536000; kg kilogram 1 | g gram 1/1000 | mg milligram 1/1000000 | lb 45359237/100000000 | oz "
-    "ounce 45359237/1600000000 | ton 1000; l liter litre 1 | ml milliliter 1/1000 | gallon 473176473/125000000 | "
-    "quart 473176473/500000000; dollar 1 | cent 1/100; n newton 1; w watt 1 | kw 1000 | hp 746; j joule 1 | kj 1000 | "
-    "kwh 3600000; ev 1 | kev 1000 | mev 1000000 | gev 1000000000; rad radian 1 | ° "
-    "3141592653589793/180000000000000000; hz hertz 1 | khz 1000 | mhz 1000000; pa pascal 1 | kpa 1000; byte 1 | kb "
-    "1000 | mb 1000000 | gb 1000000000; a amp ampere 1; mol mole 1; c coulomb 1; v volt 1; k kelvin 1; °c celsius 1; "
-    "°f fahrenheit 1; rpm 1; ly 1; am 1; pm 1; pound 1; euro 1; yen 1"
+    "m meter metre 1 | cm centimeter centimetre 1/100 | mm millimeter millimetre 1/1000 | nm 1/1000000000 | "
+    "km kilometer kilometre 1000 | in inch inche 127/5000 | ft foot feet 381/1250 | yd yard 1143/1250 | "
+    "mi mile 201168/125; s sec second 1 | ms 1/1000 | min minute 60 | h hr hour 3600 | day 86400 | week 604800 | "
+    "month 2628000 | yr year 31536000; kg kilogram 1 | g gram 1/1000 | mg milligram 1/1000000 | "
+    "lb 45359237/100000000 | oz ounce 45359237/1600000000 | ton 1000; l liter litre 1 | ml milliliter 1/1000 | "
+    "gallon 473176473/125000000 | quart 473176473/500000000; dollar 1 | cent 1/100; n newton 1; w watt 1 | kw 1000 | "
+    "hp 746; j joule 1 | kj 1000 | kwh 3600000; ev 1 | kev 1000 | mev 1000000 | gev 1000000000; rad radian 1 | "
+    "° 3141592653589793/180000000000000000; hz hertz 1 | khz 1000 | mhz 1000000; pa pascal 1 | kpa 1000; byte 1 | "
+    "kb 1000 | mb 1000000 | gb 1000000000; a amp ampere 1; mol mole 1; c coulomb 1; v volt 1; k kelvin 1; "
+    "°c celsius 1; °f fahrenheit 1; rpm 1; ly 1; am 1; pm 1; pound 1; euro 1; yen 1"
 )
 UNITS = {
     name: (row.split()[0], Fraction(names.split()[-1]))
