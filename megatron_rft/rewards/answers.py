@@ -11,8 +11,9 @@ Boxes that stand in one list ("\boxed{5} or \boxed{7}") are one answer with seve
 
 import re
 
-from megatron_rft.rewards.equivalence.disguise import MATHS, formulas, value_of
+from megatron_rft.rewards.equivalence.disguise import MATHS, formulas
 from megatron_rft.rewards.equivalence.reader import read
+from megatron_rft.rewards.equivalence.trees import value_of
 
 BOX = re.compile(r"\\boxed(?:\s*(?=\{)|\s+(?P<bare>[^\s${}]+))")
 FENCED = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
@@ -139,9 +140,7 @@ def _stated(text: str) -> str | None:
 def _concluded(text: str) -> str | None:
     """Return the value that the last line states; later clauses without a number count as comments."""
     lines = [line.strip(" \t*#>_`") for line in _clauses(text, LINE)]
-    lines = [line for line in lines if line and not COURTESY.match(line)]
-    if not lines:
-        return None
+    lines = [line for line in lines if line and not COURTESY.match(line)] or [""]
     short = len(lines) == 1 and len(lines[0].split()) <= 2 and not VERB.search(lines[0])
     bare = _value(lines[-1].rstrip("."), words=2 * short)
     if bare:

@@ -10,10 +10,11 @@ from megatron_rft.rewards.base import Reward, Row
 from megatron_rft.rewards.choice import option
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
-from megatron_rft.rewards.equivalence.disguise import disguised, is_numeral, value_of
+from megatron_rft.rewards.equivalence.disguise import disguised, is_numeral
 from megatron_rft.rewards.equivalence.reader import SEPARATORS, read
 from megatron_rft.rewards.equivalence.tokens import tokens
-from megatron_rft.rewards.equivalence.values import TookTooLong, time_limit
+from megatron_rft.rewards.equivalence.trees import value_of
+from megatron_rft.rewards.equivalence.values import time_limit
 
 LONGEST = 1000  # characters of an answer that may be right, or four times its reference: 10^6 digits are not compared
 LONGEST_QUESTION = 8000  # last characters of a problem that are read
@@ -36,7 +37,7 @@ class MathReward(Reward):
         try:
             found = final_answer(text, self.how, problem(prompt))
             return None if found is None or len(found) > LONGEST else vote(found)
-        except TookTooLong:
+        except TimeoutError:
             return None
 
     @time_limit()

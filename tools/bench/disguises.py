@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_rft.rewards.equivalence.disguise import MATHS, value_of
+from megatron_rft.rewards.equivalence.disguise import MATHS
 from megatron_rft.rewards.equivalence.reader import read
+from megatron_rft.rewards.equivalence.trees import value_of
 from megatron_rft.rewards.math import judge, reference_form
 
 SMALLEST = "{rows} 2"  # tests/bench

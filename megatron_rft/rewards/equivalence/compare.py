@@ -11,7 +11,7 @@ import re
 
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.reader import is_name
-from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Numeral, Tree, nodes, rebuilt, times
+from megatron_rft.rewards.equivalence.trees import DEGREE, ONE, Numeral, Tree, nodes, rebuilt, times, value_of
 from megatron_rft.rewards.equivalence.units import LETTERS, measure
 
 ASKS_PERCENT = re.compile(r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|\\?%)", re.IGNORECASE)
@@ -66,8 +66,7 @@ def _chains(wanted: Tree, got: Tree, percent: bool) -> bool | None:
 
 def _contradicts(chain: Tree) -> bool:
     """Whether a chain contradicts itself, as 18 = 17. Roundings and unevaluated sums do not."""
-    plain = [each[1] if each[0] == "unit" else each for each in chain[2:]]
-    numbers = [each for each in plain if each[0] == "n"]
+    numbers = [each for each in map(value_of, chain[2:]) if each[0] == "n"]
     return any(a != b and not _rounds(a, b, chain[1]) for a, b in zip(numbers, numbers[1:], strict=False))
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import measured, members, same
 from megatron_rft.rewards.equivalence.reader import TRIGONOMETRY, is_name, read
-from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, ratio
+from megatron_rft.rewards.equivalence.trees import DEGREE, MINUS, ONE, Tree, nodes, ratio, value_of
 
 # Between dollar signs of TeX: "$204 + $160" are amounts.
 MATHS = re.compile(
@@ -67,12 +67,6 @@ def formulas(question: str) -> list[Tree]:
         for part in members(tree) if tree else ():
             found |= dict.fromkeys((part, *(part[2:] if part[0] in ("=", "<") else ())))
     return [each[1] if each[0] == "unit" else each for each in found][:MOST]
-
-
-def value_of(tree: Tree) -> Tree:
-    """The last member of a chain, without its unit."""
-    tree = tree[-1] if tree[0] == "=" else tree
-    return tree[1] if tree[0] == "unit" else tree
 
 
 def _sides(tree: Tree) -> Tree:

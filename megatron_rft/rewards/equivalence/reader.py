@@ -264,7 +264,8 @@ class Reader:
                 scale = self.next in ("C", "F") and self.ahead(1) in ENDS and self.take()
                 found = ("unit", found, f"°{scale}") if scale else times(found, ("s", "°"))
             elif self.has("%"):
-                found = ("n", _percent(found[1])) if found[0] == "n" else times(found, ("n", Numeral(1, 100)))
+                share, places = times(found, ("n", Numeral(1, 100))), found[0] == "n" and (found[1].places or 0) + 2
+                found = ("n", Numeral(found[1] / 100, places=places, percent=True)) if places else share
             else:
                 break
         return found
@@ -415,10 +416,6 @@ def _signed(tree: Tree, sign: str) -> Tree:
     if tree[:2] == ("f", "pm"):
         return _with_sign("+" if (sign == "+") == tree[2] else "-", _signed(tree[3], sign))
     return rebuilt(tree, lambda each: _signed(each, sign))
-
-
-def _percent(value: Numeral) -> Numeral:
-    return Numeral(value / 100, places=None if value.places is None else value.places + 2, percent=True)
 
 
 def _interval(members: list[Tree], signs: list[str]) -> Tree | None:

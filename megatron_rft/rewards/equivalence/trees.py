@@ -74,3 +74,9 @@ def rebuilt(tree: Tree, change: Callable[[Tree], Tree]) -> Tree:
     """Return the tree with its members changed."""
     members = [change(each) if isinstance(each, tuple) else each for each in tree[1:]]
     return {"+": plus, "*": times, "^": power}[tree[0]](*members) if tree[0] in "+*^" else (tree[0], *members)
+
+
+def value_of(tree: Tree) -> Tree:
+    """The last member of a chain, without its unit."""
+    tree = tree[-1] if tree[0] == "=" else tree
+    return tree[1] if tree[0] == "unit" else tree

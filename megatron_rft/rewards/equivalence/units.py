@@ -42,10 +42,9 @@ def is_unit(said: str, apart: bool, quoted: bool) -> bool:
     words = WORD.findall(said)
     if not words or len(words) > 5 or {word.lower() for word in words} & set(NO_UNIT.split()):
         return False
-    if quoted:
-        return True
-    if any(len(word) == 1 for word in words):
-        return "/" in said and {word for word in words if len(word) == 1} <= LETTERS
+    letters = {word for word in words if len(word) == 1}
+    if quoted or letters:
+        return quoted or ("/" in said and letters <= LETTERS)
     known = UNITS.keys() | COMPOUND.keys()
     return all(_name(word) in known or (len(word) >= 4 - apart and re.search("[aeiou]", word)) for word in words)
 

@@ -42,13 +42,9 @@ LIMIT_S = 2.0  # of a verdict, in CPU time of its thread
 verdict = threading.local()
 
 
-class TookTooLong(Exception):
-    """The verdict took longer than LIMIT_S."""
-
-
 @contextmanager
 def time_limit(share: float = 1) -> Iterator[None]:
-    """Within it, reading and evaluating raise TookTooLong after a share of LIMIT_S, or at the end of an outer limit."""
+    """Within it, reading and evaluating raise TimeoutError after a share of LIMIT_S, or when an outer limit ends."""
     before = getattr(verdict, "end", math.inf)
     verdict.end = min(before, time.thread_time() + share * LIMIT_S)
     try:
@@ -59,7 +55,7 @@ def time_limit(share: float = 1) -> Iterator[None]:
 
 def within_limit() -> None:
     if time.thread_time() > getattr(verdict, "end", math.inf):
-        raise TookTooLong(f"no verdict within its share of {LIMIT_S} s")
+        raise TimeoutError(f"no verdict within its share of {LIMIT_S} s")
 
 
 def symbols(tree: Tree) -> set[str]:
