@@ -27,7 +27,7 @@ MARK = re.compile(
     rf"(?:\b(?:is|are|was|be|equals|becomes)\b{ADVERB}[:=]?|:|=)",
     re.IGNORECASE | re.MULTILINE,
 )
-END = re.compile(
+END = (
     r"\.(?=\s|\*|$|\")|\n|[!?](?=\s|$)|\s(?:because|since|which|as|where|so|but|I hope)\b"
     r"|, (?=(?:and|the) [^.\n]*\bis\b)"
 )
@@ -38,7 +38,6 @@ VERB = re.compile(
     re.IGNORECASE,
 )
 REMARK = re.compile(r"(?<=\S)\s+\((?:[A-Za-z][^()]*\)|[^()\]]*)$")  # 144 (one hundred forty-four), and 65 (18 +
-LINE = re.compile("\n")
 LAST = re.compile(r"[-+]?(?:[\d(][\d\s.,()+*/^×÷−=-]*[\d)]|\d)%?")
 COURTESY = re.compile(r"(i hope|let me know|feel free|is there anything|hope this)\b", re.IGNORECASE)
 WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
@@ -115,10 +114,10 @@ def _hashed(text: str, *, words: int) -> str | None:
     return None
 
 
-def _clauses(text: str, end: re.Pattern = END) -> list[str]:
+def _clauses(text: str, end: str = END) -> list[str]:
     """Cut prose at the ends of sentences and before clauses, but not within mathematics. A question keeps its mark."""
     clauses, place = [], 0
-    for found in end.finditer(_masked(text)):
+    for found in re.finditer(end, _masked(text)):
         clauses.append(text[place : found.start()] + "?" * (found[0] == "?"))
         place = found.end()
     return [*clauses, text[place:]]
@@ -139,11 +138,10 @@ def _stated(text: str) -> str | None:
 
 def _concluded(text: str) -> str | None:
     """Return the value that the last line states; later clauses without a number count as comments."""
-    lines = [line.strip(" \t*#>_`") for line in _clauses(text, LINE)]
+    lines = [line.strip(" \t*#>_`") for line in _clauses(text, "\n")]
     lines = [line for line in lines if line and not COURTESY.match(line)] or [""]
     short = len(lines) == 1 and len(lines[0].split()) <= 2 and not VERB.search(lines[0])
-    bare = _value(lines[-1].rstrip("."), words=2 * short)
-    if bare:
+    if bare := _value(lines[-1].rstrip("."), words=2 * short):
         return bare
     for clause in reversed(_clauses(lines[-1])):
         if (found := _said(clause.strip(" *_\"'"))) or re.search(r"\d", clause) or DENIED.search(clause):

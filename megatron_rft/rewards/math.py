@@ -67,8 +67,7 @@ class MathReward(Reward):
 
 def reference_form(reference: str) -> str:
     """Return the answer of a worked reference: its last box or the text after "####"."""
-    marked = final_answer(reference) if "boxed" in reference or "####" in reference else None
-    return marked or reference.strip()
+    return (final_answer(reference) if "boxed" in reference or "####" in reference else None) or reference.strip()
 
 
 def problem(prompt: Row) -> str:

@@ -16,7 +16,6 @@ from megatron_rft.rewards.equivalence.units import LETTERS, measure
 
 ASKS_PERCENT = re.compile(r"(?<!\d)(?<!\d\s)(?<!\d\\)(?:percent|\\?%)", re.IGNORECASE)
 UNIT_SYMBOLS = {DEGREE, *(("s", letter) for letter in LETTERS)}
-MOST = 50  # members of a list
 
 
 def counted(wanted: Tree, got: Tree) -> Tree:
@@ -133,12 +132,12 @@ def _lists(wanted: Tree, got: Tree, percent: bool) -> bool | None:
         return _in_order([each[-1] for each in ours], theirs if len(theirs) > 1 else members(got))
     if {wanted[0], got[0]} == {",", "()"}:  # (3, 5) for 3, 5
         return wanted[0] == "," and wanted[1][0] != "()" and _in_order(members(wanted), members(got))
-    for each in ours[:MOST]:
+    for each in ours:
         place = next((k for k, other in enumerate(theirs) if same(each, other, percent)), None)
         if place is None:
             return False
         theirs.pop(place)
-    return not theirs and len(ours) <= MOST
+    return not theirs
 
 
 def _in_order(ours: list[Tree], theirs: list[Tree]) -> bool:

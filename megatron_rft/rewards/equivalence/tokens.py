@@ -80,7 +80,6 @@ def _words(content: str, command: str) -> list[Token]:
     """Cut a text command: words stay together, and anything else is read as if it stood outside."""
     if "operatorname" in command:
         return [Token("\\" + content, True)]
-    content = content.strip(" ()") if re.fullmatch(r"\(?[a-zA-Z ]{2,}\)?", content) else content
     if re.search(r"[^a-zA-Z\s'.,-]", content) or len(content.strip("., ")) < 2:
         return _cut(content)
     return [Token(NAMES.get(content, f'"{content}'), True)]

@@ -18,6 +18,7 @@ from megatron_rft.rewards.equivalence.trees import MINUS, Tree, nodes, plus, tim
 
 mp = mpmath.MPContext()
 mp.dps = 40
+number = mp.mpmathify
 EXACT = mp.mpf("1e-18")  # relative
 ROUNDED = Fraction(1, 10**6)  # absolute; below 0.001 the numbers must agree in three digits
 LARGEST = 20_000  # bits of a rational number; beyond, values have 40 digits
@@ -106,10 +107,6 @@ def close(a: Any, b: Any, *, rounded: bool = False) -> bool:
 
 def is_whole(tree: Tree) -> bool:
     return tree[0] == "n" and tree[1].denominator == 1
-
-
-def number(found: Any) -> Any:
-    return mp.mpf(found.numerator) / found.denominator if isinstance(found, Fraction) else mp.mpmathify(found)
 
 
 def _value(tree: Tree, point: dict[str, Any]) -> Any:
