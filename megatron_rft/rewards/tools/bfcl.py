@@ -26,7 +26,8 @@ def bfcl(prompt: Row, text: str) -> Score:
     wanted = _reference(prompt)
     functions = _described(prompt)
     try:
-        made = tool_calls(text, {name: each.get("properties", {}) for name, each in functions.items()})
+        properties = {name: each.get("properties", {}) for name, each in functions.items()}
+        made = tool_calls(text, properties, quoted=not wanted)
     except Malformed as error:
         return _verdict(str(error))
     if wanted == ANY:

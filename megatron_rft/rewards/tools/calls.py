@@ -22,7 +22,8 @@ One parser for each format, tried in this order; the first whose marker is in th
                                                                       a tool_code fence (Gemma)
 
 The last three may follow prose, from the beginning of a line or sentence on or after a colon, and JSON may also precede
-it. A marker without a readable call is an attempt at one.
+it. A marker without a readable call is an attempt at one. Where no call is wanted, one between backticks is a call, not
+only a mention, if it has arguments: `f(a=1)` is a call, `f()` the name of a function.
 """
 
 import ast
@@ -35,6 +36,7 @@ from typing import Any
 TAG = r"<\|?(?:tool_call|function_?call)s?\|?>"
 # What a tag encloses holds no second opening tag: otherwise tags that are never closed would take quadratic time.
 TAGGED = re.compile(TAG + rf"((?:(?!{TAG}).)*?)" + r"<(?:/|\|/|/\|)(?:tool_call|function_?call)s?\|?>", re.DOTALL)
+QUOTED = re.compile(r"(?<!`)(`{1,3})(?!`)(?:\w*\n)?([^`]+)\1")
 FENCE = re.compile(r"```(?:(\w*)\n)?(.*?)```", re.DOTALL)
 PRINTED = re.compile(r"^print\((.*)\)[ \t]*$", re.MULTILINE)
 DSML = "｜DSML｜"  # the prefix of DeepSeek-V3.2's tags
@@ -108,10 +110,11 @@ def written_as(calls: list[Call]) -> dict[str, dict]:
     }
 
 
-def tool_calls(text: str, described: dict[str, dict] | None = None) -> list[Call]:
+def tool_calls(text: str, described: dict[str, dict] | None = None, *, quoted: bool = False) -> list[Call]:
     """Return the calls of a response, possibly none. `described`: properties (JSON Schema) of the arguments of each
-    function, for formats that write all values as text. Raises Malformed."""
-    return [_typed(call, (described or {}).get(call.name, {})) for call in _read(text)]
+    function, for formats that write all values as text. `quoted`: also between backticks. Raises Malformed."""
+    calls = _read(text) or (_quoted(text.rpartition("</think>")[2]) if quoted else [])
+    return [_typed(call, (described or {}).get(call.name, {})) for call in calls]
 
 
 def _typed(call: Call, properties: dict[str, dict]) -> Call:
@@ -237,6 +240,15 @@ def _bare(text: str) -> list[Call] | None:
         except Malformed:
             continue
     return None
+
+
+def _quoted(text: str) -> list[Call]:
+    """Return the calls with arguments between backticks."""
+    calls = []
+    for _, content in QUOTED.findall(text)[:MOST_STARTS]:
+        with suppress(Malformed):
+            calls += [call for call in _several(content) if call.arguments]
+    return calls
 
 
 def _several(text: str) -> list[Call]:

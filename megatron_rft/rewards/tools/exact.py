@@ -11,7 +11,7 @@ def exact(prompt: Row, text: str) -> Score:
     except Malformed as error:
         raise BrokenReference(str(error)) from None
     try:
-        left = tool_calls(text, written_as(wanted))
+        left = tool_calls(text, written_as(wanted), quoted=not wanted)
     except Malformed as error:
         return Score(0.0, str(error), correct=False)
     if len(left) != len(wanted):

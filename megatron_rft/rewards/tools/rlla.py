@@ -26,7 +26,7 @@ def rlla(prompt: Row, text: str) -> Score:
         raise BrokenReference(str(error)) from None
     shape = follows_format(text, prompt.answer)
     try:
-        made, problem = tool_calls(text, written_as(wanted)), ""
+        made, problem = tool_calls(text, written_as(wanted), quoted=not wanted), ""
     except Malformed as error:
         made, problem = None, str(error)
     correctness, why = (-3.0, problem) if made is None else _correctness(wanted, made)

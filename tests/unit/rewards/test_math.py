@@ -91,6 +91,8 @@ HOSTILE = {
     "spaces": " " * 10**5,
     "newlines": "\n" * 10**5,
     "fences": "```\n" * 25000,
+    "backticks": "`" * 10**5,
+    "backticks apart": "` " * 50000,
     "fences in one line": "~~~ " * 25000 + "`",
     "a language that is none": "~~~" + "a" * 10**5 + "`",
     "open answers": "<answer>" * 12000,

@@ -126,6 +126,28 @@ def test_what_cannot_be_read(text):
         tool_calls(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("One could call `f(a=1)`, but it is not needed.", [F]),
+        ("Sure: `[f(a=1)]` or so.", [F]),
+        ("[] would do, or `f(a=1)` and then `g(b=2)`.", [F, Call("g", {"b": 2})]),
+        ("```f(a=1)``` would do, but ```none``` is better.", [F]),
+        ("`f(a=2)` does not fit: [f(a=1)]", [F]),
+        ("<think>`f(a=2)`</think> None of them.", []),
+        ("The function `f()` takes `a = 3` or `[1, 2]`.", []),  # its name, and no calls
+        ("One could call f(a=1), but it is not needed.", []),
+    ],
+)
+def test_a_call_between_backticks_is_one_where_no_call_is_wanted(text, calls):
+    assert tool_calls(text, quoted=True) == calls
+    if calls and "[f(a=1)]" not in text:
+        assert tool_calls(text) == []
+    for rules, reference in (("bfcl", "[]"), ("exact", "[]"), ("rlla", "None of them.")):
+        score = ToolReward(rules)([Prompt(0, (1,), "", reference, {"tools": []})], [text])[0]
+        assert (score.correct, score.error) == (not calls, None)
+
+
 def test_nothing_is_evaluated():
     assert tool_calls("f(a=__import__('os').getcwd())") == [Call("f", {"a": "__import__('os').getcwd()"})]
 
@@ -261,7 +283,8 @@ def test_parallel_irrelevance_and_relevance():
     assert bfcl(two, "[area.of(base=2), area.of(base=1)]") == 1.0
     assert bfcl(two, "[area.of(base=2), area.of(base=2)]") == 0.0
     assert bfcl([], "None of the functions fits.") == 1.0
-    assert bfcl([], "[area.of(base=1)]") == 0.0
+    assert bfcl([], "[area.of(base=1)]") == bfcl([], "Try `area.of(base=1)`.") == 0.0
+    assert bfcl([], "Neither `area.of()` nor another function fits.") == 1.0
     assert bfcl([], '<tool_call>{"name": "area.of"') == bfcl([], '{"name": "area.of", "arguments": {"base": 1') == 0.0
     assert bfcl([], "[area.of(") == bfcl([], "Action: area.of\nAction Input: {") == 0.0
     assert bfcl([], '{"error": "no function fits"}') == 1.0  # JSON, and no call
