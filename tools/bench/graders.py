@@ -45,7 +45,9 @@ FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 
 def number(text: str) -> values.Fraction | None:
     """Return the value of a written number or fraction."""
-    tree = read(text) or ("",)
+    tree = read(text)
+    if tree is None:
+        return None
     found = values.value(tree) if tree[0] in "n*^" and not values.symbols(tree) else None
     return tree[1] if tree[0] == "n" else found if isinstance(found, values.Fraction) else None
 
@@ -153,7 +155,8 @@ def wrong_answers(question: str, reference: str, other: str) -> Iterator[tuple[s
 
 
 def _rounded(clean: str) -> str:
-    found = values.value(read(clean) or ("",))
+    tree = read(clean)
+    found = values.value(tree) if tree else None
     return "" if found is None or found != found.real else f"{float(found):.8f}"
 
 
