@@ -1,7 +1,7 @@
 r"""Searches for rewarded answers that are the question in disguise: python tools/bench/disguises.py FOLDER [ROWS]
 
 Each formula of a question (of GSM8K: the last calculation of its solution) is rewritten by up to three valid rewrites
-of a grammar of 30, chosen at random, TRIES times; a row is bought if one of them is graded as right. FOLDER holds rows
+of a grammar of 36, chosen at random, TRIES times; a row is bought if one of them is graded as right. FOLDER holds rows
 as JSON lines (math_test.jsonl, gsm8k_train.jsonl ...); sums of two numbers are made up. Prints how many rows were
 bought, each with its answer.
 """

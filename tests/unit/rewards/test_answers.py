@@ -122,6 +122,19 @@ def test_what_a_response_says_of_the_question():
         (r"\frac{3 \cdot 24}{3 \cdot 5}", r"\frac{24}{5}", "", True),  # products that are left to be done
         (r"\sqrt{(57+87)^2}", "144", "What is $57 + 87$?", True),  # all numbers of the question's formula
         ("2^5", "32", "What is $2^3 \\cdot 2^2$?", False),
+        ("57.0 + 87", "144", "What is $57 + 87$?", True),
+        ("(x)+{x^1}", "2x", "Simplify $x+x$.", True),
+        (r"\int_0^1 t^2 dt", r"\frac13", r"Compute $\int_0^1 x^2 dx$.", True),
+        (r"\frac{d}{dx} x^3", "3x^2", "Differentiate $x^3$.", True),
+        ("(x^3)'", "3x^2", "Differentiate $x^3$.", True),
+        (r"\gcd(48,180)", "12", "Find the greatest common divisor of 48 and 180.", True),
+        (r"\tan 60^\circ", r"\sqrt3", r"What is $\tan 60^\circ$?", True),
+        ("f(3)", "9", "Let $f(x) = x^2$. Find $f(3)$.", True),
+        ("2x+3=11", "x=4", "Solve $2x+3=11$.", True),
+        (r"\binom{10}{2}", "45", "Of 10 people each 2 shake hands. How many handshakes are there?", True),
+        ("5!", "120", "In how many orders can 5 books stand?", True),
+        ("36-4x^2+x-x", "4(3-x)(3+x)", "Factor $36-4x^2$.", True),  # padded
+        (r"\left(1+2i\right)", "1+2i", r"Is $\left(1+2i\right)$ or $2i$ a root?", False),
         ("2^{10}", "1024", "How many subsets has a set of 10, with 2 choices for each?", True),
         ("7", "7", "Is it 7?", False),
         ("2x = 6", "x = 3", "Solve $2x=6$.", True),
