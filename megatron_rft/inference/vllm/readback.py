@@ -138,13 +138,14 @@ def experts(path: str, layer: RoutedExperts) -> Iterator[Shard]:
     if layer.use_ep:
         owners = [slots.argsort()[(slots < 0).sum() :].tolist() for slots in all_gather(layer._expert_map)]
     size = layer.moe_config.intermediate_size_per_partition_unpadded
+    parts = ("w1", "w3", "w2") if path.endswith(".block_sparse_moe.experts") else ("gate_proj", "up_proj", "down_proj")
     for slot, same in enumerate(zip(*owners, strict=True)):
         gate, up = unpacked(layer, layer.w13_weight[slot]).chunk(2)  # [I, H] each
         down = unpacked(layer, layer.w2_weight[slot])  # [H, I]
         if layer.quant_method.unquantized_backend == UnquantizedMoeBackend.FLASHINFER_CUTLASS:
             gate, up = up, gate
-        for name, values, dim in (("gate", gate[:size], 0), ("up", up[:size], 0), ("down", down[:, :size], 1)):
-            names = [f"{path}.{expert}.{name}_proj.weight" for expert in same]
+        for name, values, dim in zip(parts, (gate[:size], up[:size], down[:, :size]), (0, 0, 1), strict=True):
+            names = [f"{path}.{expert}.{name}.weight" for expert in same]
             yield Shard(names, values, dim, copies=len(owners))
 
 

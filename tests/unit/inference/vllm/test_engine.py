@@ -7,13 +7,14 @@ from contextlib import closing
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import MiniMaxM2Config, Qwen3Config
 
 from megatron_rft.inference import weight_sync
-from megatron_rft.inference.engine import Request, Sampling
+from megatron_rft.inference.engine import Request, Sampling, checksum
 from megatron_rft.inference.vllm.arguments import kept_tokens
 from megatron_rft.plan.vllm import unusable
 from megatron_rft.utils.errors import ConfigError, DataError, RunFailed, UserError
+from tests.shapes import sizes
 from tests.unit.inference.tiny import SHAPE, assert_supports, build_model, hf_stream
 
 pytestmark = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
@@ -407,3 +408,22 @@ def test_the_prefix_cache_lives_from_turn_to_turn_until_a_sync(engine, models, m
     synced, reused = turns(second, True)
     assert reused == 0 and tokens(synced) != tokens(kept)
     assert turns(second, False) == (synced, 0)
+
+
+@pytest.mark.slow
+def test_minimax_m2_takes_weights_and_sigmoid_scores_are_not_for_a_cpu():
+    """Its norms of queries and keys have a loader without a name, at which vLLM's reloading ends. vLLM's router for the
+    CPU computes softmax scores alone."""
+    from megatron_rft.inference.vllm.engine import VLLMEngine
+
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    published = dict(rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True)
+    mixture = dict(head_dim=32, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
+    special = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = MiniMaxM2Config(**sizes(2, 128, 4, 2, 96, vocab_size=130), **mixture, **published, **special)
+    with closing(VLLMEngine(config, max_batch_sequences=4)) as engine:
+        engine.load_weights(hf_stream(model := build_model(config)), version=1)
+        sent = {name: checksum(tensor) for name, tensor in hf_stream(model)}
+        assert engine.checksums() == sent
+        with pytest.raises(AssertionError):
+            list(engine.generate([Request(0, (5, 6), 1, seed=1)], Sampling(2)))
