@@ -133,7 +133,7 @@ class Mapping:
     def _groups(self, name: str) -> int | None:
         """The number of groups of heads by which the HF tensors of a parameter are interleaved; None if they are not.
         Those of a delta net have a key head each, with its value heads."""
-        if name.endswith(".adapter.a"):
+        if name.endswith((".adapter.a", ".layer_norm_weight")):  # the latter is Transformer Engine's fused norm
             return None
         if ".linear_qkv." in name:
             return self.groups

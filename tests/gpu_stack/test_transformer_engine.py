@@ -22,6 +22,7 @@ from megatron_rft.objectives.base import counts
 from megatron_rft.objectives.sft import SFT
 from megatron_rft.records import Batch
 from megatron_rft.utils.checkpoint_files import latest
+from tests.families import FAMILIES
 from tests.shapes import FOR_KERNELS
 
 EXPERTS = dict(
@@ -81,8 +82,16 @@ def test_every_module_imports_with_transformer_engine_visible():
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Qwen3Moe"])
 def test_every_weight_has_its_name_and_only_its_name(kind, precision):
-    config = config_of(kind)
-    found = dict(weights.named_parameters(models.build(config, Megatron(), precision)))
+    check_names(config_of(kind), precision)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_weight_of_a_family_has_its_name(kind):
+    check_names(FAMILIES[kind], "bf16")
+
+
+def check_names(config, precision: str) -> None:
+    found = dict(weights.named_tensors(models.build(config, Megatron(), precision)))
     mapping = Mapping(config)
     names = [name for ours in found for name in mapping.hf_names(ours)]
     assert sorted(names) == sorted(hf_shapes(config))

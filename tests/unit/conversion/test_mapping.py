@@ -12,6 +12,7 @@ from tests.shapes import SMALL
 
 SIZES = SMALL | dict(hidden_size=8, intermediate_size=12, head_dim=2)
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, mlp_only_layers=[0])
+FUSED = "self_attention.linear_qkv.layer_norm_weight"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,15 @@ def test_qkv_is_interleaved_by_query_group():
     whole = mapping.merge(name, [q, k, v])
     assert whole.tolist() == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
     assert all(torch.equal(a, b) for a, b in zip(mapping.split(name, whole), (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("family", [name for name, config in FAMILIES.items() if FUSED in family_of(config).layer])
+def test_a_norm_in_front_of_qkv_is_one_tensor(family):
+    """Transformer Engine's layer has the norm's weight; it has no heads."""
+    name, mapping = f"decoder.layers.0.{FUSED}", Mapping(FAMILIES[family])
+    weight = torch.arange(32)
+    assert mapping.merge(name, [weight]) is weight
+    assert [part.tolist() for part in mapping.split(name, weight)] == [weight.tolist()]
 
 
 def test_gate_comes_before_up():
