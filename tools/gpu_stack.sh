@@ -22,7 +22,7 @@ mkdir -p "$1" && folder="$(cd "$1" && pwd)"
 shift
 [ $# -gt 0 ] || set -- layers mxfp8 vllm unit parity runs
 
-# Sets the environment and the tests of a part. What is left out: hosts without CUDA (test_cpu, gloo), exact memory
+# Sets the environment and the tests of a part. What is left out: hosts without CUDA (cpu/, gloo), exact memory
 # (buckets are padded otherwise where communication overlaps), vLLM's generation and engines in processes of their own,
 # which get weights by CUDA IPC.
 choose() {
@@ -31,7 +31,7 @@ choose() {
     layers) settings=() tests=(tests/gpu_stack/test_transformer_engine.py) ;;
     mxfp8) settings=(PRETEND_CC=100) tests=(tests/gpu_stack/test_transformer_engine.py -k mxfp8) ;;
     vllm) settings=() tests=(tests/gpu_stack/test_vllm.py) ;;
-    unit) tests=(tests/unit/megatron --ignore=tests/unit/megatron/test_cpu.py) ;;
+    unit) tests=(tests/unit/megatron --ignore=tests/unit/megatron/cpu) ;;
     parity) tests=(tests/parity -k "not vllm and not gloo and not memory and not smollm2") ;;
     runs) tests=(tests/integration/test_{overlap,offload_trainer,checkpoints,mixed_rewards,kill_and_resume}.py
         tests/integration/test_{constraint,online_algorithms,offline,own_code,alarms}.py

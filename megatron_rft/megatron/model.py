@@ -195,6 +195,8 @@ def _sinks(c: Any) -> dict[str, Any]:
         "activation_func_clamp_value": first(c, "swiglu_limit", default=7.0),
         "glu_linear_offset": 1.0,
         "use_te_activation_func": False,
+        "bias_activation_fusion": False,  # megatron-core's fused kernel clamps before it adds the bias
+        "bias_dropout_fusion": False,  # refused by Transformer Engine's grouped experts with biases
     }
 
 

@@ -29,6 +29,7 @@ def configurations(options: dict[str, dict]) -> None:
         unstarted = object.__new__(engine.VLLMEngine)
         unstarted.config, unstarted.device, unstarted.dtype = CONFIG, torch.device("cuda"), torch.bfloat16
         unstarted.ranks, unstarted.max_model_len, unstarted.sleeps = 1, 1024, True
+        unstarted.reserve = 0
         unstarted.counting = "speculative_config" in given
         with tempfile.TemporaryDirectory() as folder:
             made = EngineArgs(**unstarted._arguments(folder, 64, given, 0.5)).create_engine_config()
@@ -51,7 +52,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def policy_and_weights() -> tuple[engine.VLLMEngine, dict[str, torch.Tensor]]:
-    policy, sent = start(0.25), tensors()
+    policy, sent = start(0.35), tensors()
     policy.load_weights(iter(sent.items()), version=1)
     return policy, sent
 
@@ -78,7 +79,7 @@ def one() -> None:
 def two() -> None:
     """Two engines as with a dynamic constraint: the refiner's keeps its weights while the policy's sleeps."""
     policy, sent = policy_and_weights()
-    refiner = start(0.25, sleeps=False)
+    refiner = start(0.35, sleeps=False)
     refiner.load_weights(iter(sent.items()), version=0)
     policy.sleep(), refiner.sleep()
     assert policy.asleep and not refiner.asleep and refiner.weight_version == 0
@@ -93,7 +94,7 @@ def draft() -> None:
         wanted = model()
         wanted.save_pretrained(folder)
         given = {"method": "draft_model", "model": folder, "num_speculative_tokens": 2}
-        policy = start(0.25, speculative_config=given)
+        policy = start(0.35, speculative_config=given)
 
     def found() -> torch.Tensor:
         return policy._runner().get_draft_model().model.embed_tokens.weight.cpu()
