@@ -1,8 +1,7 @@
 """The fields of other libraries' configuration classes that a recipe may set; refused.yaml has those that it may not.
 
-`ast` reads megatron-core's names and types from the installed sources, because importing it takes
-seconds and imports torch.
-A field is refused if this package sets it itself, or if it would have no effect or a harmful one.
+`ast` reads megatron-core's names and types from the installed sources, because importing it takes seconds and imports
+torch. A field is refused if this package sets it itself, or if it would have no effect or a harmful one.
 """
 
 import ast

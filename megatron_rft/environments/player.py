@@ -51,7 +51,8 @@ class Episode:
     @property
     def room(self) -> int:
         """The number of tokens that it may still have. The environment's first messages count."""
-        return self.longest - len(self.tokens) + len(self.request.prompt_ids)
+        given, prompt = len(self.request.prompt_ids), len(self.response.prompt_ids or self.request.prompt_ids)
+        return self.longest - len(self.response.token_ids) - (prompt - given)
 
     def set(self, **fields: Any) -> None:
         self.response = replace(self.response, **fields)
@@ -190,7 +191,8 @@ class Episodes(Engine):
 
     def _request(self, episode: Episode) -> Request:
         seed = request_seed(episode.request.seed, episode.sample, "turn", len(episode.response.turns))
-        return Request(0, episode.tokens, 1, seed, min(episode.room, self.turn_tokens or episode.room))
+        room = episode.room
+        return Request(0, episode.tokens, 1, seed, min(room, self.turn_tokens or room))
 
     def _wait(self, engine: Engine, jobs: list[Future]) -> None:
         start = time.perf_counter()

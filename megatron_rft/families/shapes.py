@@ -78,8 +78,9 @@ COLUMN = re.compile(
 ROW = re.compile(r".*\.(linear_proj|linear_fc2|out_proj)\.(weight\d*|adapter\.a)")
 
 
-GEMMA = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256)  # what published
-GEMMA |= dict(max_position_embeddings=131072, tie_word_embeddings=True)  # files leave out
+# What published files of Gemma 3 leave out.
+LEFT_OUT = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+LEFT_OUT |= dict(max_position_embeddings=131072, tie_word_embeddings=True)
 
 
 class Part(NamedTuple):
@@ -108,7 +109,7 @@ def of_json(config: dict[str, Any]) -> SimpleNamespace:
     kinds = [name for name, family in FAMILIES.items() if family.architecture in (config.get("architectures") or ())]
     kind = {"model_type": kinds[0] if kinds else None}
     found = kind | config | (config.get("text_config") or {})
-    return SimpleNamespace(**(GEMMA if found["model_type"] == "gemma3_text" else {}) | found)
+    return SimpleNamespace(**(LEFT_OUT if found["model_type"] == "gemma3_text" else {}) | found)
 
 
 def first(config: Any, *names: str, default: Any = None) -> Any:

@@ -110,11 +110,8 @@ def attach(chunks: list[GPTModel], options: Lora, hf_config: Any) -> None:
         if model.pre_process:
             model.embedding.register_forward_hook(_with_gradient)
         for layer in model.decoder.layers:
-            places, present = (
-                (place for target in options.targets for place in LAYERS[target]),
-                dict(layer.named_modules()),
-            )
-            for place in (place for place in places if place in present):  # a delta net has no attention's
+            present = dict(layer.named_modules())  # a delta net has no attention's
+            for place in (place for target in options.targets for place in LAYERS[target] if place in present):
                 linear, name = present[place], f"decoder.layers.{layer.layer_number - 1}.{place}"
                 parts = part_of_row(f"{name}.weight", Mapping(hf_config), heights).to(linear.weight.device)
                 adapter = Adapter(name, linear.weight, parts, options, model.config.sequence_parallel)

@@ -70,9 +70,8 @@ class MicroBatch:
     targets: Tensor  # [R_local]
     kept: Tensor  # [R_local]
     support: Support | None = None
-    uses: Tensor | None = (
-        None  # [tokens of this rank in the model's order S x b] sequences with the token; 0 in padding
-    )
+    # [tokens of this rank in the model's order S x b] the sequences that have each token; 0 in padding
+    uses: Tensor | None = None
     routes: Tensor | None = None  # [tokens likewise, layers, experts per token] int16
 
     def select(self, index: Tensor) -> "MicroBatch":
