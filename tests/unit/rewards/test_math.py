@@ -1,3 +1,4 @@
+import re
 import time
 
 import pytest
@@ -67,6 +68,28 @@ integers = st.integers(-(10**14), 10**14) | st.integers(-20, 20)
 def test_integers_with_and_without_separators(one, other):
     assert judge(f"{one:,}", str(one)) and judge(str(one), f"{one:,}".replace(",", r"\,"))
     assert judge(str(one), f"{other:,}") is (one == other)
+
+
+signed = st.builds(
+    "{}{}{}".format, st.sampled_from(["", "", "-", "+"]), st.sampled_from(["", "", "0", "000"]), st.integers(0, 10**40)
+)
+
+
+@settings(max_examples=200)
+@given(signed, signed | st.sampled_from(["0", "-0", "+00", "9" * 1000, "-" + "9" * 1000]), st.booleans())
+def test_whole_numbers_are_judged_as_the_reader_would(one, other, percent):
+    question = "What percent of 57 + 87 is it?" if percent else "What is 57 + 87?"
+    pairs = [(one, other), (one, one), (one, f"-{one.lstrip('+-')}"), (one, f"00{one.lstrip('+-')}")]
+    short = [judge(*pair, question) for pair in pairs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(math, "WHOLE", re.compile("(?!)"))
+        assert [judge(*pair, question) for pair in pairs] == short
+    assert short[1]
+
+
+def test_whole_numbers_are_not_read(monkeypatch):
+    monkeypatch.setattr(math, "read", None)
+    assert judge("144", "+0144") and not judge("144", "-144")
 
 
 HOSTILE = {
