@@ -1,7 +1,6 @@
 """Generates with a transformers model in this process, on the CPU or on one GPU, where vLLM is not installed.
 
-It supports the families of `families`. The model's own forward computes everything except the attention over the
-caches.
+It supports the families of `families`. The model's own forward computes everything.
 """
 
 import copy
@@ -28,7 +27,6 @@ from megatron_rft.inference.engine import (
     checksum,
 )
 from megatron_rft.inference.hf.decoder import Decoder
-from megatron_rft.inference.hf.kv_cache import ATTENTION
 from megatron_rft.inference.hf.routes import Routes
 from megatron_rft.utils.errors import DataError, RunFailed
 
@@ -56,10 +54,10 @@ class HFEngine(Engine):
         check_family(config)
         if given:
             with no_init_weights():
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             model.tie_weights()  # `no_init_weights` skips it
         else:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         self.dtype, self.device, self.max_batch_sequences = dtype, torch.device(device), max_batch_sequences
         self.model = model.eval().requires_grad_(False).to(self.device)
         for name, buffer in self.model.named_buffers():
@@ -82,31 +80,11 @@ class HFEngine(Engine):
         positions = config.max_position_embeddings
         room = f"the model has {positions} positions (max_position_embeddings)"
         check_requests(requests, sampling, positions, room, config.vocab_size)
-        if requests:
-            like = self.model.get_input_embeddings().weight
-            yield from Decoder(
-                config,
-                self._hidden,
-                self.model.get_output_embeddings(),
-                like,
-                requests,
-                sampling,
-                self.max_batch_sequences,
-                lambda: self.weight_version,
-                self.on_step,
-                self.routes if sampling.routes else None,
-            ).run()
-
-    def _hidden(self, ids: Tensor, positions: Tensor, cache) -> Tensor:
-        """[L, S] ids -> [L, S, H]."""
-        return self.model.base_model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=None,
-            use_cache=False,
-            past_key_values=cache.states,
-            cache=cache,
-        ).last_hidden_state
+        routes = self.routes if sampling.routes else None
+        decoder = Decoder(
+            self.model, sampling, self.max_batch_sequences, lambda: self.weight_version, self.on_step, routes
+        )
+        yield from decoder.run(requests)
 
     @torch.no_grad()
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -16,10 +16,6 @@ class Routes:
             experts.register_forward_pre_hook(lambda _, given, place=place: self._last.update({place: given[1]}))
         self.layers, self.chosen = len(layers), model.config.num_experts_per_tok if layers else 0
 
-    @property
-    def width(self) -> int:
-        return self.layers * self.chosen
-
     def last(self) -> Tensor:
         """[tokens, layers x experts per token] int16, the tokens in the order of the flattened input."""
         return torch.cat([self._last[place] for place in range(self.layers)], -1).short()

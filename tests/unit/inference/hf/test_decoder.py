@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_rft.inference.engine import Sampling, checksum
-from megatron_rft.inference.hf.decoder import choose, fill_holes, uniforms
+from megatron_rft.inference.hf.decoder import choose, uniforms
 
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
@@ -65,13 +65,6 @@ def test_streams():
     assert first.dtype == np.float32 and first.min() >= 0 and first.max() < 1
     np.testing.assert_array_equal(uniforms(7, 0, 10), first[:10])
     assert not np.array_equal(uniforms(7, 1, 100), first) and not np.array_equal(uniforms(8, 0, 100), first)
-
-
-def test_holes_are_filled_from_the_end():
-    assert fill_holes([True, False, False, True, True]) == ([1, 2], [3, 4])
-    assert fill_holes([False, False]) == ([], [])
-    assert fill_holes([True, True, False]) == ([], [])
-    assert fill_holes([False, True]) == ([0], [1])
 
 
 def test_checksums_see_values_order_and_signs():
