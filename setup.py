@@ -28,9 +28,8 @@ setup(
         "megatron-core==0.16.1",  # the newest for Python 3.11
         "psutil",  # megatron-core's checkpoints hang without it, and it does not ask for it
         "transformers>=5.16.1,<5.20",  # what vLLM 0.32 takes
-        "datasets>=5.2",  # files of rows
         "huggingface_hub>=2.4",  # what recipes name on the hub
-        "pyarrow>=24",  # trajectory stores, in parquet
+        "pyarrow>=24",  # files of rows, and trajectory stores in parquet
         "safetensors>=0.5",
         "pydantic>=2.11,<3",
         "PyYAML>=6",
@@ -50,6 +49,7 @@ setup(
             "tensorboard>=2.17",
             "wandb>=0.31",
             "peft>=0.21",  # LoRA is compared with it
+            "datasets>=5.2",  # reads trajectory stores, and writes folders of rows
         ],
         "site": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"],  # `mkdocs build`
         "wandb": ["wandb>=0.31"],
@@ -64,7 +64,6 @@ setup(
             "vllm==0.32.0",
             "transformer-engine==2.20.2",
             "transformer-engine-cu13==2.20.2",
-            "datasets",
             "wandb>=0.31",
             "tensorboard>=2.17",
             "onnx",

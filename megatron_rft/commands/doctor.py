@@ -24,7 +24,6 @@ REQUIRED = (
     "megatron-core",
     "psutil",
     "transformers",
-    "datasets",
     "huggingface_hub",
     "pyarrow",
     "safetensors",
