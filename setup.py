@@ -34,6 +34,7 @@ setup(
         "pydantic>=2.11,<3",
         "PyYAML>=6",
         "mpmath>=1.3",
+        "networkx",  # torch requires it, too
         "rich>=13",
         "matplotlib>=3.8",
         "jinja2>=3.1",  # the report's pages

@@ -102,12 +102,20 @@ class Written(str):
     """An argument between tags: only the function's description says whether 2022 is a number or a text."""
 
 
-def written_as(calls: list[Call]) -> dict[str, dict]:
-    """Describe the texts among the arguments of calls, as JSON Schema's properties."""
-    return {
+def both_calls(reference: str, text: str) -> tuple[list[Call], list[Call] | None, str]:
+    """Return the calls of a reference response and of another one; for a malformed one None, and why."""
+    try:
+        wanted = tool_calls(reference)
+    except Malformed as error:
+        raise BrokenReference(str(error)) from None
+    texts = {
         call.name: {key: {"type": "string"} for key, value in call.arguments.items() if isinstance(value, str)}
-        for call in calls
+        for call in wanted
     }
+    try:
+        return wanted, tool_calls(text, texts, quoted=not wanted), ""
+    except Malformed as error:
+        return wanted, None, str(error)
 
 
 def tool_calls(text: str, described: dict[str, dict] | None = None, *, quoted: bool = False) -> list[Call]:

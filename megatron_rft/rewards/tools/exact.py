@@ -2,22 +2,17 @@
 
 from megatron_rft.records import Score
 from megatron_rft.rewards.base import Row
-from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls, written_as
+from megatron_rft.rewards.tools.calls import Call, both_calls, equal
 
 
 def exact(prompt: Row, text: str) -> Score:
-    try:
-        wanted = tool_calls(prompt.answer)
-    except Malformed as error:
-        raise BrokenReference(str(error)) from None
-    try:
-        left = tool_calls(text, written_as(wanted), quoted=not wanted)
-    except Malformed as error:
-        return Score(0.0, str(error), correct=False)
+    wanted, left, problem = both_calls(prompt.answer, text)
+    if left is None:
+        return Score(0.0, problem, correct=False)
     if len(left) != len(wanted):
         return Score(0.0, f"{len(left)} calls, expected {len(wanted)}", correct=False)
     for call in wanted:
-        found = next((k for k, made in enumerate(left) if made.name == call.name and _same(call, made)), None)
+        found = next((k for k, made in enumerate(left) if _same(call, made)), None)
         if found is None:
             return Score(0.0, f"no call {call.name} with {call.arguments}", correct=False)
         left.pop(found)
@@ -25,5 +20,4 @@ def exact(prompt: Row, text: str) -> Score:
 
 
 def _same(call: Call, made: Call) -> bool:
-    wanted, given = call.arguments, made.arguments
-    return wanted.keys() == given.keys() and all(equal(value, given[key]) for key, value in wanted.items())
+    return made.name == call.name and equal(call.arguments, made.arguments)

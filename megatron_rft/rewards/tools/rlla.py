@@ -13,22 +13,15 @@ from collections import Counter
 
 from megatron_rft.records import Score
 from megatron_rft.rewards.base import Row
-from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls, written_as
+from megatron_rft.rewards.tools.calls import Call, both_calls, equal
 
 MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
 TAGS = ("think", "tool_call", "response")
 
 
 def rlla(prompt: Row, text: str) -> Score:
-    try:
-        wanted = tool_calls(prompt.answer)
-    except Malformed as error:
-        raise BrokenReference(str(error)) from None
+    wanted, made, problem = both_calls(prompt.answer, text)
     shape = follows_format(text, prompt.answer)
-    try:
-        made, problem = tool_calls(text, written_as(wanted), quoted=not wanted), ""
-    except Malformed as error:
-        made, problem = None, str(error)
     correctness, why = (-3.0, problem) if made is None else _correctness(wanted, made)
     correct = correctness == 3.0 and made is not None
     reason = f"{'format followed' if shape else 'format not followed'}; {why}"
@@ -63,7 +56,8 @@ def _correctness(wanted: list[Call], made: list[Call]) -> tuple[float, str]:
     if len(made) > MOST_CALLS:
         return -3.0, f"{len(made)} calls"
     best = 1 + len(wanted) + sum(len(call.arguments) for call in wanted)
-    got = _overlap([call.name for call in wanted], [call.name for call in made]) + _best_assignment(wanted, made)
+    got = _overlap([call.name for call in wanted], [call.name for call in made])
+    got += assign([[_credit(call, other) for other in made] for call in wanted])
     return 6.0 * got / best - 3.0, "all calls right" if got == best else _first_difference(wanted, made)
 
 
@@ -82,43 +76,14 @@ def _credit(wanted: Call, made: Call) -> float:
     return _overlap(list(wanted.arguments), list(made.arguments)) + same
 
 
-def _best_assignment(wanted: list[Call], made: list[Call]) -> float:
-    """Return the largest sum of credits with each predicted call used once."""
-    size = max(len(wanted), len(made))
-    credits = [[0.0] * size for _ in range(size)]
-    for row, call in enumerate(wanted):
-        for column, other in enumerate(made):
-            credits[row][column] = _credit(call, other)
-    return assign(credits)
-
-
 def assign(credits: list[list[float]]) -> float:
-    """Return the largest sum of one entry per row and column of a square table (Hungarian method)."""
-    size = len(credits)
-    row_price, column_price, row_of = [0.0] * size, [0.0] * (size + 1), [-1] * (size + 1)
-    for row in range(size):
-        row_of[size], column = row, size  # the last column is a start for the row to place
-        slack, before, seen = [math.inf] * size, [size] * size, [False] * (size + 1)
-        while row_of[column] >= 0:
-            seen[column] = True
-            for other in (c for c in range(size) if not seen[c]):
-                placed = row_of[column]
-                cost = -credits[placed][other] - row_price[placed] - column_price[other]
-                if cost < slack[other]:
-                    slack[other], before[other] = cost, column
-            nearest = min((c for c in range(size) if not seen[c]), key=slack.__getitem__)
-            step = slack[nearest]
-            for c in range(size + 1):
-                if seen[c]:
-                    row_price[row_of[c]] += step
-                    column_price[c] -= step
-                elif c < size:
-                    slack[c] -= step
-            column = nearest
-        while column != size:
-            row_of[column] = row_of[before[column]]
-            column = before[column]
-    return sum(credits[row_of[column]][column] for column in range(size))
+    """Return the largest sum of a table's entries of which no two share a row or a column."""
+    import networkx  # the import takes a second
+
+    graph = networkx.Graph()
+    for row, entries in enumerate(credits):
+        graph.add_weighted_edges_from((row, ~column, credit) for column, credit in enumerate(entries))
+    return math.fsum(graph.edges[pair]["weight"] for pair in networkx.max_weight_matching(graph))
 
 
 def _first_difference(wanted: list[Call], made: list[Call]) -> str:
