@@ -235,7 +235,7 @@ REWARDS: dict[str, tuple[type[RewardOptions], str]] = {
     "server": (ServerOptions, "model.ServerReward"),
     "sum": (SumOptions, "combine.SumReward"),
     "by_row": (ByRowOptions, "combine.ByRowReward"),
-    "none": (NoOptions, "none.NoReward"),
+    "none": (NoOptions, "base.NoReward"),
     "own": (OwnOptions, "user_reward.UserReward"),
 }
 SECTIONS.update({kind: section for kind, (section, _) in REWARDS.items()})

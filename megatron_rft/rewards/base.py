@@ -37,6 +37,15 @@ class Reward(ABC):
         """End all processes. May be called twice."""
 
 
+class NoReward(Reward):
+    """Gives every response 0, for algorithms that learn without rewards."""
+
+    maximum = 0.0
+
+    def __call__(self, prompts: Sequence[Row], texts: list[str]) -> list[Score]:
+        return [Score(0.0)] * len(texts)
+
+
 class Graded(Protocol):
     """What `scored` reads of a response; `responses.Response` has it."""
 

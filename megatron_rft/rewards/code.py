@@ -123,8 +123,7 @@ class Interpreter:
         (ran,) = self.sandbox.map(lambda server, job: run_script(server, job, "", self.limits), [source])
         if isinstance(ran, SandboxError):
             raise ran
-        limits = f"no result within {self.limits.cpu_s:g} s of computing and {self.limits.wall_s:g} s in all"
-        ended = limits if ran.timeout else ran.errors.strip() if ran.status else ""
+        ended = f"no result {self.limits}" if ran.timeout else ran.errors.strip() if ran.status else ""
         ended = ended or (f"exit status {ran.status}" if ran.status else "")
         return f"{ran.output}error: {ended}" if ended else ran.output
 
@@ -226,7 +225,7 @@ def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Li
             return score
         used_s += ended.cpu_s
         if used_s > row.cpu_s:
-            return _tier(RUNTIME_ERROR, "time-out", f"{where}{_all_tests(row)}", outcomes)
+            return _tier(RUNTIME_ERROR, "time-out", f"{where}not all tests ended {row}", outcomes)
         passed = same_output(ended.output, expected)
         outcomes.append(
             "" if passed else f"{where}expected output:\n{_short(expected)}\noutput:\n{_short(ended.output)}"
@@ -252,7 +251,7 @@ def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Li
         reason = f"its results take more than {row.cpu_s:g} s to judge"
         return _tier(RUNTIME_ERROR, "time-out", reason, outcomes[:-1])
     if what == "gone" and tested.run.timeout and tested.run.status not in CALL_LATE:
-        return _tier(RUNTIME_ERROR, "time-out", _all_tests(row), outcomes[:-1])
+        return _tier(RUNTIME_ERROR, "time-out", f"not all tests ended {row}", outcomes[:-1])
     if what == "gone":
         ended = tested.run
         if not (ended.status or ended.timeout):
@@ -261,17 +260,12 @@ def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Li
     return _share_passed(outcomes)
 
 
-def _all_tests(row: Limits) -> str:
-    return f"not all tests ended within {row.cpu_s:g} s of computing and {row.wall_s:g} s in all"
-
-
 def _failure(ended: ProgramResult, limits: Limits, where: str, outcomes: list[str]) -> Score | None:
     """The tier of a run that did not end well."""
     if ended.status == COMPILE_ERROR:
         return _tier(DOES_NOT_COMPILE, "does not compile", ended.errors, outcomes)
     if ended.timeout:
-        reason = f"no result within {limits.cpu_s:g} s of computing and {limits.wall_s:g} s in all"
-        return _tier(RUNTIME_ERROR, "time-out", where + reason, outcomes)
+        return _tier(RUNTIME_ERROR, "time-out", f"{where}no result {limits}", outcomes)
     if ended.status:
         how = f"killed by signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
         return _tier(RUNTIME_ERROR, "runtime error", where + (ended.errors.strip() or how), outcomes)

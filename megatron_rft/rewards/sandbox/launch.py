@@ -40,7 +40,6 @@ class Server:
     """A running server process and this process's end of the socket to it."""
 
     def __init__(self, mode: str):
-        self.mode = mode
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = os.memfd_create("errors")
         fd = theirs.fileno()

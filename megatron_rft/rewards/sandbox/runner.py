@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server
@@ -35,15 +35,8 @@ class Limits:
     output_mb: int = 8
     test_s: float = 5.0  # CPU seconds of one call of a module's function
 
-    def order(self) -> dict[str, Any]:
-        return {
-            "cpu_s": math.ceil(self.cpu_s),
-            "wall_s": self.wall_s,
-            "memory": self.memory_mb << 20,
-            "disk": self.disk_mb << 20,
-            "output": self.output_mb << 20,
-            "test_s": self.test_s,
-        }
+    def __str__(self) -> str:
+        return f"within {self.cpu_s:g} s of computing and {self.wall_s:g} s in all"
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ def _file(text: str) -> Iterator[int]:
 
 
 def _order(server: Server, number: int, role: str, limits: Limits, fds: list[int]) -> None:
-    message = json.dumps({"id": number, "role": role, **limits.order()}).encode()
+    message = json.dumps({"id": number, "role": role, **asdict(limits)}).encode()
     try:
         socket.send_fds(server.socket, [message], fds)
     except OSError as error:

@@ -6,6 +6,7 @@ namespace without capabilities, a private empty /tmp, no /proc, read-only files 
 
 import fcntl
 import json
+import math
 import os
 import random
 import resource
@@ -55,8 +56,8 @@ class Cell:
             return 0.0
 
     def end(self) -> dict:
-        """Kill the process if it still runs, and return a report: `code` (negative: the signal), `timeout`, `cpu_s` and
-        `seconds`, or `error` if the cell could not be built."""
+        """Kill the process if it still runs, and return a report: `code` (negative: the signal), `timeout` and
+        `cpu_s`, or `error` if the cell could not be built."""
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         _, status, usage = os.wait4(self.pid, 0)  # returns after all processes of the namespace have ended
         built = os.read(self.built, 1000)
@@ -69,7 +70,6 @@ class Cell:
             "code": os.waitstatus_to_exitcode(status),
             "timeout": self.late,
             "cpu_s": usage.ru_utime + usage.ru_stime,
-            "seconds": time.monotonic() - self.start,
         }
 
 
@@ -102,7 +102,7 @@ def _isolate(order: dict, user: tuple[int, int]) -> None:
     os.setsid()
     if order["isolated"]:
         kernel.map_own_user(*user)
-        _private_files(order["disk"])
+        _private_files(order["disk_mb"] << 20)
     _limit(order)
     kernel.drop_capabilities()
     if kernel.can_filter():
@@ -123,9 +123,9 @@ def _private_files(disk: int) -> None:
 
 def _limit(order: dict) -> None:
     for limit, value in (
-        (resource.RLIMIT_AS, order["memory"]),
-        (resource.RLIMIT_CPU, order["cpu_s"]),
-        (resource.RLIMIT_FSIZE, order["output"]),
+        (resource.RLIMIT_AS, order["memory_mb"] << 20),
+        (resource.RLIMIT_CPU, math.ceil(order["cpu_s"])),
+        (resource.RLIMIT_FSIZE, order["output_mb"] << 20),
         (resource.RLIMIT_STACK, STACK),
         (resource.RLIMIT_NPROC, PROCESSES),
         (resource.RLIMIT_NOFILE, FILES),

@@ -155,11 +155,6 @@ class _Module:
             match message["do"]:
                 case "call":
                     return self._call(message)
-                case "get":
-                    value = getattr(self._target(message["target"]), message["name"])
-                case "set":
-                    target = self._target(message["target"])
-                    value = setattr(target, message["name"], wire.decode(message["value"], self._target))
                 case "next":
                     return self._next(self._target(message["target"]), message["count"])
                 case "special":  # len(x), x[1], str(x) ...
@@ -171,10 +166,7 @@ class _Module:
 
     def _call(self, message: dict) -> dict:
         function = self._target(message["target"])
-        arguments, named = (
-            wire.decode(message["args"], self._target),
-            dict(wire.decode(message["kwargs"], self._target)),
-        )
+        arguments, named = (wire.decode(message[name], self._target) for name in ("args", "kwargs"))
         value = function(*arguments, **named)
         same = next((k for k, each in enumerate(arguments) if each is value and _changes(each)), None)
         answer = {"value": wire.encode(value, self._reference) if same is None else {"argument": same}}
@@ -241,6 +233,8 @@ class _Callback:
 
 
 SPECIAL = {
+    "getattr": getattr,
+    "setattr": setattr,
     "len": len,
     "iter": iter,
     "next": next,

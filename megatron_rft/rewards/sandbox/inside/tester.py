@@ -32,7 +32,7 @@ class RemoteError(Exception):
 
 def _special(name: str, made: Callable = lambda answer: answer) -> Callable:
     """Return a method that asks the program for `name` of its object, and makes a value of the answer."""
-    return lambda self, *args: made(_ask(self, do="special", name=name, args=args))
+    return lambda self, *args: made(_ask(self, name, *args))
 
 
 class Remote:
@@ -50,11 +50,9 @@ class Remote:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return _ask(self, do="get", name=name)
+        return _ask(self, "getattr", name)
 
-    def __setattr__(self, name: str, value: Any):
-        _ask(self, do="set", name=name, value=value)
-
+    __setattr__ = _special("setattr")
     __len__, __iter__, __next__ = _special("len"), _special("iter"), _special("next")
     __getitem__, __setitem__, __delitem__ = _special("getitem"), _special("setitem"), _special("delitem")
     __str__, __repr__ = _special("str", str), _special("repr", str)
@@ -97,8 +95,8 @@ class RemoteIterator:
         raise StopIteration
 
 
-def _ask(remote: Remote, **message) -> Any:
-    return HIDDEN(remote, "_client").ask(target=HIDDEN(remote, "_target"), **message)
+def _ask(remote: Remote, name: str, *args) -> Any:
+    return HIDDEN(remote, "_client").ask(HIDDEN(remote, "_target"), name, args)
 
 
 class Client:
@@ -117,36 +115,31 @@ class Client:
     def call(self, target: str | int, args: tuple, kwargs: dict) -> Any:
         """Call a function of the program. Changes that it made to its arguments are applied to `args`."""
         reply = self._reply(do="call", target=target, args=args, kwargs=kwargs)
-        try:
+        with _reading():
             for old, name in ((args, "args"), (kwargs, "kwargs")):
                 if name in reply:
                     wire.update(old, wire.decode(reply[name], self._object))
             if "argument" in reply["value"] if isinstance(reply["value"], dict) else False:
                 return args[reply["value"]["argument"]]
             return wire.decode(reply["value"], self._object)
-        except Exception as problem:
-            raise _unreadable(problem) from None
 
     def next(self, target: int, count: int) -> tuple[list, RemoteError | None]:
         """Return up to `count` values of an iterator, and the error that ended it."""
         reply = self._reply(do="next", target=target, count=count)
-        try:
+        with _reading():
             then = reply.get("then")
             values = list(wire.decode(reply["value"], self._object))
             return values, _raised(then["error"], then["message"], then["trace"]) if then else None
-        except Exception as problem:
-            raise _unreadable(problem) from None
 
-    def ask(self, **message) -> Any:
-        reply = self._reply(**message)
-        try:
+    def ask(self, target: int | str, name: str, args: tuple) -> Any:
+        """Return what a function of program.py's SPECIAL gives for an object of the program."""
+        reply = self._reply(do="special", name=name, target=target, args=args)
+        with _reading():
             return wire.decode(reply["value"], self._object)
-        except Exception as problem:
-            raise _unreadable(problem) from None
 
     def _reply(self, **message) -> dict:
         """Send a message and return the answer. Meanwhile the program may call functions that the tests passed."""
-        for name in {"args", "kwargs", "value"} & message.keys():
+        for name in {"args", "kwargs"} & message.keys():
             message[name] = wire.encode(message[name], self._reference)
         wire.send(self.channel, message)
         try:
@@ -201,6 +194,15 @@ class Client:
             self.passed.append(value.__next__ if isinstance(value, Iterator) else value)
             return {"callback": len(self.passed) - 1}
         raise wire.Unsendable(f"the tests pass a {type(value).__name__}, which is no plain data")
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Within it, an exception is the program's error: its answer is forged or cannot be read."""
+    try:
+        yield
+    except Exception as problem:
+        raise _unreadable(problem) from None
 
 
 def _unreadable(problem: Exception) -> RemoteError:

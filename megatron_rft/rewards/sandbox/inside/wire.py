@@ -18,7 +18,20 @@ from typing import Any
 LIMIT = 16 << 20  # bytes of a message
 HASHED = 20_000  # most integers beyond EXACT, and other numbers with forgeable hash collisions, in a message
 EXACT = 1 << 53
-ISO = {"date": date, "datetime": datetime, "time": time}
+COLLECTIONS = {kind.__name__: kind for kind in (dict, tuple, set, frozenset, deque)}
+WRITTEN = {  # how values of a type are written and read; a type stands before its bases
+    bytes: (lambda value: bytes(value).decode("latin1"), lambda text: text.encode("latin1")),
+    bytearray: (lambda value: bytes(value).decode("latin1"), lambda text: bytearray(text.encode("latin1"))),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    Decimal: (str, Decimal),
+    Fraction: (str, Fraction),
+    datetime: (datetime.isoformat, datetime.fromisoformat),
+    date: (date.isoformat, date.fromisoformat),
+    time: (time.isoformat, time.fromisoformat),
+    timedelta: (timedelta.total_seconds, lambda seconds: timedelta(seconds=seconds)),
+}
+READ = {kind.__name__: read for kind, (_, read) in WRITTEN.items()}
+READ |= {"int": lambda text: int(text, 16), "type": lambda name: getattr(builtins, name)}
 
 
 class Closed(Exception):
@@ -48,32 +61,18 @@ def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
             return float(value)
         case str():
             return str(value)
-        case list():
+        case list() | range() | KeysView() | ValuesView() | ItemsView():
             return each(value)
-        case tuple():
-            return {"tuple": each(value)}
         case dict():
             return {"dict": [each(pair) for pair in value.items()]}
-        case set() | frozenset():
-            return {"frozenset" if isinstance(value, frozenset) else "set": each(value)}
-        case bytes() | bytearray():
-            return {type(value).__name__: bytes(value).decode("latin1")}
-        case complex():
-            return {"complex": [value.real, value.imag]}
-        case deque():
-            return {"deque": each(value)}
-        case Decimal():
-            return {"Decimal": str(value)}
-        case Fraction():
-            return {"Fraction": str(value)}
-        case date() | time():
-            return {type(value).__name__: value.isoformat()}
-        case timedelta():
-            return {"timedelta": value.total_seconds()}
-        case range() | KeysView() | ValuesView() | ItemsView():
-            return each(value)
         case type() if getattr(builtins, value.__name__, None) is value:
             return {"type": value.__name__}
+    for kind in COLLECTIONS.values():
+        if isinstance(value, kind):
+            return {kind.__name__: each(value)}
+    for kind, (write, _) in WRITTEN.items():
+        if isinstance(value, kind):
+            return {kind.__name__: write(value)}
     return {"reference": reference(value)}
 
 
@@ -84,25 +83,9 @@ def decode(value: Any, dereference: Callable[[Any], Any]) -> Any:
     if not isinstance(value, dict):
         return value
     (kind, content), *_ = value.items()
-    if kind == "reference":
-        return dereference(content)
-    if kind == "type":
-        return getattr(builtins, content)
-    if kind == "int":
-        return int(content, 16)
-    if kind in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[kind](content.encode("latin1"))
-    if kind == "complex":
-        return complex(*content)
-    if kind in ("Decimal", "Fraction"):
-        return {"Decimal": Decimal, "Fraction": Fraction}[kind](content)
-    if kind in ISO:
-        return ISO[kind].fromisoformat(content)
-    if kind == "timedelta":
-        return timedelta(seconds=content)
-    return {"tuple": tuple, "dict": dict, "set": set, "frozenset": frozenset, "deque": deque}[kind](
-        decode(item, dereference) for item in content
-    )
+    if kind in COLLECTIONS:
+        return COLLECTIONS[kind](decode(item, dereference) for item in content)
+    return dereference(content) if kind == "reference" else READ[kind](content)
 
 
 def too_slow(value: Any) -> bool:
