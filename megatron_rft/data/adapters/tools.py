@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_rft.data.adapters.common import as_row, conversation, system, unusable
 from megatron_rft.data.fields import Fields, Row
+from megatron_rft.data.text_rows import json_lines
 
 REQUEST = re.compile(r"API-Request:\s*\[(.*)\]", re.DOTALL)
 LEVEL = re.compile(r"level-(\d)")
@@ -164,7 +165,8 @@ def bfcl_multi_turn(fields: Fields) -> Row:
     files = [folder / f"{BACKENDS[each]}{fields.file.suffix}" for each in backends]
     if lacking := next((file for file in files if not file.is_file()), None):
         raise fields.wrong(f"there is no {lacking}: BFCL's multi_turn_func_doc folder belongs beside its questions")
-    tools = [line for file in files for name, line in _functions(file).items() if name not in left_out]
+    functions = [each for file in files for each in _rows(file, "name").values() if each["name"] not in left_out]
+    tools = [json.dumps({key: each[key] for key in each if key != "response"}) for each in functions]
     return as_row(
         question,
         json.dumps(_allowed(fields, number)),
@@ -179,24 +181,16 @@ def bfcl_multi_turn(fields: Fields) -> Row:
 
 
 @lru_cache(maxsize=16)
-def _functions(file: Path) -> dict[str, str]:
-    """The descriptions of a backend's functions, as JSON by name; what they return is left out."""
-    with file.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines if line.strip()]
-    return {row["name"]: json.dumps({key: row[key] for key in row if key != "response"}) for row in rows}
+def _rows(file: Path, key: str) -> dict[str, Row]:
+    """The rows of a file beside the questions, by a field of theirs."""
+    return {row[key]: row for _, row in json_lines(file)}
 
 
 def _allowed(fields: Fields, number: str) -> list:
     if fields.has("ground_truth"):  # joined already
         return fields.items("ground_truth")
     answers = fields.file.parent / "possible_answer" / fields.file.name
-    answer = _answers(answers).get(number) if answers.is_file() else None
-    if answer is None:
+    row = _rows(answers, "id").get(number) if answers.is_file() else None
+    if row is None:
         raise fields.wrong(f"no answer to {number} in {answers}: BFCL's possible_answer belongs beside its questions")
-    return answer
-
-
-@lru_cache(maxsize=4)
-def _answers(file: Path) -> dict[str, list]:
-    with file.open(encoding="utf-8") as lines:
-        return {row["id"]: row["ground_truth"] for row in map(json.loads, filter(str.strip, lines))}
+    return row["ground_truth"]
