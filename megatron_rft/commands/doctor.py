@@ -30,6 +30,7 @@ REQUIRED = (
     "pydantic",
     "PyYAML",
     "mpmath",
+    "networkx",
     "rich",
     "matplotlib",
     "jinja2",
