@@ -22,7 +22,7 @@ from megatron_rft.config import load
 from megatron_rft.config.recipe import Recipe
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import GIB, update_memory
-from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.shared_prompts import SharedGroup
 from tests.unit.plan.test_shipped_recipes import GPUS, MODELS, name, nodes_of, recipes
 
@@ -66,7 +66,7 @@ def rehearsed(worker: Worker, path: Path, layers: int) -> dict[str, float]:
     return peaks | {PLAN: planned(rehearsal.recipe, rehearsal.sizes, rehearsal.layout, largest)}
 
 
-def planned(recipe: Recipe, s: Sizes, layout: Layout, tokens: int) -> float:
+def planned(recipe: Recipe, s: ModelShape, layout: Layout, tokens: int) -> float:
     """Return the plan's bytes of an update of the first stage. `tokens`: of the largest micro-batch of a rank."""
     batching = recipe.batching.model_copy(update={"micro_batch_tokens": tokens * layout.cp})
     keys = SharedGroup.of(recipe.trainer, batching, recipe.data, recipe.rollout, layout.cp, 0.5).keys

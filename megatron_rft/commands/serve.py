@@ -27,7 +27,7 @@ from megatron_rft.inference.vllm.server_client import local_address
 from megatron_rft.inference.vllm.server_process import spawn, wait_for
 from megatron_rft.launching.hangs import host_name
 from megatron_rft.plan import check_writable
-from megatron_rft.plan.model_shape import shape_of
+from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import check_vllm, choose_for
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder, visible_gpus
@@ -75,7 +75,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         print(f"export {token_check.VARIABLE}={token}  # for the run, without which the servers refuse it", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = build.load_hf_config(recipe.model)
-    shape = shape_of(hf_config.to_dict())
+    shape = ModelShape.of(hf_config.to_dict())
     engine = choose_for(recipe.rollout, shape)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     engines = EngineBuilder.of(recipe)

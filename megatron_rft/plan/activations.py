@@ -8,7 +8,7 @@ queries. Gaps between the allocator's blocks are not counted.
 
 from megatron_rft.config.sections import Batching, Megatron
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.model_shape import ModelShape
 
 DELTA_CHUNK = 64  # megatron/delta_net.py
 PADDING = 1.15  # of packed sequences in buckets of about equal length (megatron/torch_attention.py), on average
@@ -20,7 +20,7 @@ def activations(
     batching: Batching,
     second: bool,
     keys: float | None,
-    s: Sizes,
+    s: ModelShape,
     layout: Layout,
     stage: int,
 ) -> int:
@@ -56,7 +56,7 @@ def under_way(layout: Layout, stage: int) -> int:
 
 
 def kept(
-    s: Sizes, layout: Layout, sequence: int, mixture: bool, recompute: str | None, keys: float | None = None
+    s: ModelShape, layout: Layout, sequence: int, mixture: bool, recompute: str | None, keys: float | None = None
 ) -> float:
     """Return the elements per token that a layer keeps. `sequence`: ranks that share a sequence outside of the matrices
     (TP or 1)."""
@@ -65,7 +65,7 @@ def kept(
     return (4 + 2 * s.gemma) * s.hidden / sequence + attention + feed_forward
 
 
-def _delta(s: Sizes, layout: Layout) -> float:
+def _delta(s: ModelShape, layout: Layout) -> float:
     """Return the elements per token of a delta net in torch: its convolution's input and result and, in fp32, 7 tensors
     of a chunk's keys, of its values and of its tokens by tokens, and a state for each chunk."""
     heads, key, each, value = s.delta
@@ -73,7 +73,7 @@ def _delta(s: Sizes, layout: Layout) -> float:
     return PADDING * (2 * heads * (2 * key + each * value) + heads * each * inside) / layout.tp
 
 
-def _attention(s: Sizes, layout: Layout, recompute: str | None, keys: float | None) -> float:
+def _attention(s: ModelShape, layout: Layout, recompute: str | None, keys: float | None) -> float:
     tp = layout.tp
     projected = s.q + 2 * max(s.kv, tp * s.head_dim)  # a head of keys and values on each rank at least
     copied = s.q if s.qk_norm and s.kv_heads > tp else 0  # of the queries, where groups lie between them
@@ -88,14 +88,14 @@ def _attention(s: Sizes, layout: Layout, recompute: str | None, keys: float | No
     return (projected + copied + attended + s.q) / tp + 4 * s.head_dim
 
 
-def _mixture(s: Sizes, layout: Layout, sequence: int) -> float:
+def _mixture(s: ModelShape, layout: Layout, sequence: int) -> float:
     """Return the elements per token of a layer of experts: their input, [gate | up], the activation before and after
     the router's weight, and the router's fp32 scores."""
     copies = s.experts_per_token * layout.etp / sequence  # of a token, on this rank
     return copies * (s.hidden + 4 * s.expert_ffn / layout.etp) + 6 * s.experts / sequence
 
 
-def _backward(s: Sizes, layout: Layout, sequence: int, mixture: bool) -> float:
+def _backward(s: ModelShape, layout: Layout, sequence: int, mixture: bool) -> float:
     """Return the elements per token of a layer's gradients at their peak, around the feed-forward's activation."""
     if not mixture:
         return 2 * s.hidden + 5 * s.ffn / layout.tp

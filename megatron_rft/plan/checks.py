@@ -22,7 +22,6 @@ from megatron_rft.plan import host, lora, memory, model_shape, routes, teacher
 from megatron_rft.plan.engines import check_engines, check_speed, engine_processes
 from megatron_rft.plan.layout import UNEVEN, Layout, check_layout
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.plan.parameters import Sizes
 from megatron_rft.plan.vllm import check_vllm, choose, choose_for
 from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError, DataError, did_you_mean
@@ -56,9 +55,8 @@ def check(
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
-    sizes = Sizes.read(model_shape.find_model(recipe.model.path)) if shape else None
-    if recipe.lora and sizes:
-        lora.check(recipe.lora, sizes)
+    if recipe.lora and shape:
+        lora.check(recipe.lora, shape)
     longest = check_lengths(recipe, shape)
     teachers = []
     for path in recipe.teaching.teachers.values() if recipe.teaching else ():
@@ -67,10 +65,10 @@ def check(
     engine = choose_for(recipe.rollout, shape, bool(gpu_gib), planned)
     on_gpu = bool(gpu_gib) or device.has_cuda_device()
     adapters, dtype = [], recipe.rollout.dtype or recipe.model.precision
-    if recipe.lora and sizes:
-        lora.check_sync(recipe.lora, engine.name, recipe.rollout, recipe.vllm, sizes, on_gpu and dtype == "fp32")
-        sync = [lora.sync_line(recipe.lora, dtype, sizes)] if recipe.trainer == "rl" else []
-        adapters = [lora.line(recipe.lora, sizes), *sync]
+    if recipe.lora and shape:
+        lora.check_sync(recipe.lora, engine.name, recipe.rollout, recipe.vllm, shape, on_gpu and dtype == "fp32")
+        sync = [lora.sync_line(recipe.lora, dtype, shape)] if recipe.trainer == "rl" else []
+        adapters = [lora.line(recipe.lora, shape), *sync]
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     routes.check_balancing(recipe.megatron, recipe.lora, shape)
     experts = routes.check(recipe.rollout, recipe.megatron, shape, engine.name) if recipe.trainer == "rl" else []
@@ -133,15 +131,14 @@ def _memory_lines(
         return [f"memory: unknown before the model's config.json is here: hf download {recipe.model.path} config.json"]
     if UNEVEN & set(recipe.megatron.extra):
         return ["memory: not computed for pipeline stages of unequal size"]
-    sizes = Sizes.read(model_shape.find_model(recipe.model.path))
-    lines = memory.lines(recipe, sizes, layout, gpu_gib)
+    lines = memory.lines(recipe, shape, layout, gpu_gib)
     if not gpu_gib and device.torch_is_cpu_build():
-        own = memory.OwnEngines(recipe, sizes)
+        own = memory.OwnEngines(recipe, shape)
         apart = recipe.rollout.placement != "colocated" and not recipe.rollout.servers
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
         writers = min(ranks, layout.tp * layout.pp)
-        lines += host.lines(memory.memory_of(recipe, sizes, layout), own.by_vllm, ranks, writers, engines, own.weights)
-    return lines + ([memory.check_fits(recipe, sizes, layout, gpu_gib)] if gpu_gib and must_fit else [])
+        lines += host.lines(memory.memory_of(recipe, shape, layout), own.by_vllm, ranks, writers, engines, own.weights)
+    return lines + ([memory.check_fits(recipe, shape, layout, gpu_gib)] if gpu_gib and must_fit else [])
 
 
 def check_installed(recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from megatron_rft.plan.devices import Device, Efficiency
-from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.model_shape import ModelShape
 
 KERNELS = 12  # approximate number of a layer's kernels in a decoding step
 AT_LIMIT = 0.01  # share of responses that reach the limit
@@ -42,7 +42,7 @@ class EngineEstimate:
 
     chip: Device
     efficiency: Efficiency
-    s: Sizes
+    s: ModelShape
     devices: int
     places: int
     element: int = 2

@@ -7,7 +7,8 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.families.shapes import Part, partition_dim
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.parameters import Parameter, Sizes, stage_layers
+from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.parameters import Parameter, stage_layers
 from megatron_rft.utils.errors import ConfigError
 
 LAYERS = {  # by target: the weights that get adapters, by megatron-core's names in a layer
@@ -16,7 +17,7 @@ LAYERS = {  # by target: the weights that get adapters, by megatron-core's names
 }
 
 
-def check(options: Lora, s: Sizes) -> None:
+def check(options: Lora, s: ModelShape) -> None:
     """Raise ConfigError if the model cannot have these adapters."""
     if any(s.mixture) and "mlp" in options.targets:
         raise ConfigError(
@@ -47,7 +48,7 @@ def adapted(layer: tuple[Part, ...], options: Lora) -> Iterator[Part]:
     return (part for part in layer if part.name in names)
 
 
-def adapter_chunks(s: Sizes, options: Lora, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
+def adapter_chunks(s: ModelShape, options: Lora, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
     """Return the trained parameters of a rank of a pipeline stage, as `parameters.stage_chunks` does for all."""
     stages = stage_layers(s, layout, stage)
     chunks = [[each for parts in layers for each in _layer(parts, options, layout.tp)] for _, layers in stages]
@@ -66,7 +67,7 @@ def _layer(parts: tuple[Part, ...], options: Lora, tp: int) -> Iterator[Paramete
             yield Parameter(size // tp if cut else size)
 
 
-def check_sync(options: Lora, engine: str, rollout: Rollout, vllm: Vllm, s: Sizes, fp32_on_gpu: bool) -> None:
+def check_sync(options: Lora, engine: str, rollout: Rollout, vllm: Vllm, s: ModelShape, fp32_on_gpu: bool) -> None:
     """Raise ConfigError if the engine cannot get adapters apart from the model."""
     where = "lora.sync: adapters"
     if options.sync == "merged":
@@ -85,7 +86,7 @@ def check_sync(options: Lora, engine: str, rollout: Rollout, vllm: Vllm, s: Size
         raise ConfigError(f"{where} needs rollout.dtype bf16 on a GPU: vLLM's LoRA kernels do not compute in fp32")
 
 
-def sync_line(options: Lora, dtype: str, s: Sizes) -> str:
+def sync_line(options: Lora, dtype: str, s: ModelShape) -> str:
     """Which way the weights go to the engine, and why. `dtype`: the engine's, as in a recipe."""
     size = 4 if dtype == "fp32" else 2
     merged, alone = (f"{size * n / 1e6:,.1f} MB" for n in (s.whole(), count(options, s)))
@@ -101,13 +102,13 @@ def sync_line(options: Lora, dtype: str, s: Sizes) -> str:
     )
 
 
-def count(options: Lora, s: Sizes) -> int:
+def count(options: Lora, s: ModelShape) -> int:
     """The parameters of all adapters."""
     chunks = adapter_chunks(s, options, Layout(1, 1, 1, 1, 1, 1), 0, value_head=False)
     return sum(each.count for chunk in chunks for each in chunk)
 
 
-def line(options: Lora, s: Sizes) -> str:
+def line(options: Lora, s: ModelShape) -> str:
     number = count(options, s)
     size = f"{number / 1e6:.2f} M" if number >= 1e5 else str(number)
     scale = "alpha / sqrt(rank)" if options.use_rslora else "alpha / rank"

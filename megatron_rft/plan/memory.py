@@ -22,7 +22,8 @@ from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.lora import adapter_chunks
-from megatron_rft.plan.parameters import Sizes, buckets, owned, stage_chunks
+from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.parameters import buckets, owned, stage_chunks
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.plan.teacher import weights as teacher_weights
 from megatron_rft.plan.vllm import choose, room_for_cache
@@ -50,7 +51,7 @@ class State:
         return self.weights + self.gradients + self.optimizer
 
 
-def state_of(recipe: Recipe, s: Sizes, layout: Layout, stage: int, value_head: bool = False) -> State:
+def state_of(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, value_head: bool = False) -> State:
     """Return the state of a rank of the pipeline stage; with the distributed optimizer, of the rank that has most."""
     element, extra = BYTES[recipe.model.precision], recipe.megatron.extra
     frozen = 0
@@ -80,7 +81,7 @@ def numbers(optimizer: dict[str, Any], *names: str) -> int:
 
 
 def buffers(
-    lora: Lora | None, extra: dict[str, Any], s: Sizes, layout: Layout, stage: int, value_head: bool, overlap: bool
+    lora: Lora | None, extra: dict[str, Any], s: ModelShape, layout: Layout, stage: int, value_head: bool, overlap: bool
 ) -> Iterator[tuple[int, int, list, int]]:
     """Yield (parameters, ranks that share them, buckets, parameters of the largest tensor) of each buffer of gradients
     on a rank of the pipeline stage.
@@ -156,7 +157,7 @@ class OwnEngines:
     """The engines that each rank has on its own device. `device`: the bytes of a GPU, if known."""
 
     recipe: Recipe
-    s: Sizes
+    s: ModelShape
     device: float | None = None
 
     @property
@@ -229,7 +230,7 @@ def links(rollout: Rollout, vllm: Vllm, layout: Layout, device: float | None) ->
 
 
 def update_memory(
-    recipe: Recipe, batching: Batching, keys: float | None, s: Sizes, layout: Layout, stage: int
+    recipe: Recipe, batching: Batching, keys: float | None, s: ModelShape, layout: Layout, stage: int
 ) -> tuple[State, int]:
     """Return the training state of a rank of the stage, with the critic's, and the activations of an update. `keys`:
     of shared prompts (shared_prompts.Group)."""
@@ -241,7 +242,7 @@ def update_memory(
     return state, activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
 
 
-def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = None) -> MemoryPlan:
+def memory_of(recipe: Recipe, s: ModelShape, layout: Layout, device: float | None = None) -> MemoryPlan:
     group = SharedGroup.of(
         recipe.trainer, recipe.batching, recipe.data, recipe.rollout, layout.cp, why_not=s.whole_sequences
     )
@@ -278,12 +279,12 @@ def memory_of(recipe: Recipe, s: Sizes, layout: Layout, device: float | None = N
     return MemoryPlan(stage, state, kept, engine, awake, cache, outside, host, held, at_once, **beside)
 
 
-def gathers(checkpoint: Checkpoint, s: Sizes) -> bool:
+def gathers(checkpoint: Checkpoint, s: ModelShape) -> bool:
     """Whether a checkpoint gathers the distributed optimizer's state."""
     return (MOMENTS + MAIN) * s.whole() <= checkpoint.gather_gib * GIB
 
 
-def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int, overlap: bool = False) -> int:
+def gathered(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, overlap: bool = False) -> int:
     """Return the additional host memory of the first data-parallel rank while it makes a checkpoint, or of each rank
     if each writes its own part.
 
@@ -305,7 +306,7 @@ def gathered(recipe: Recipe, s: Sizes, layout: Layout, stage: int, overlap: bool
     return weights + (held if alone else held + max(held, round((MOMENTS + MAIN) * largest)))
 
 
-def lines(recipe: Recipe, s: Sizes, layout: Layout, device_gib: float | None = None) -> list[str]:
+def lines(recipe: Recipe, s: ModelShape, layout: Layout, device_gib: float | None = None) -> list[str]:
     m = memory_of(recipe, s, layout, device_gib and device_gib * GIB)
     where = f", of stage {m.stage + 1} of {layout.pp}" if layout.pp > 1 else ""
     critic = " (policy and critic)" if recipe.critic else ""
@@ -349,7 +350,11 @@ def gib(size: int) -> str:
 
 
 def check_fits(
-    recipe: Recipe, s: Sizes, layout: Layout, device_gib: float, phases: tuple[str, ...] = ("training", "generation")
+    recipe: Recipe,
+    s: ModelShape,
+    layout: Layout,
+    device_gib: float,
+    phases: tuple[str, ...] = ("training", "generation"),
 ) -> str:
     """Return a line about the free memory in the fullest of the `phases`.
 
@@ -381,7 +386,7 @@ def check_fits(
     )
 
 
-def knobs(recipe: Recipe, s: Sizes, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
+def knobs(recipe: Recipe, s: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
     """Yield (option to set, resulting peak bytes) for options that the model and the number of ranks allow."""
     m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
     engines = OwnEngines(recipe, s, device)

@@ -13,7 +13,7 @@ from megatron_rft.plan.activations import kept
 from megatron_rft.plan.devices import NODE, Device, Efficiency
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import State
-from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.model_shape import ModelShape
 
 TRAFFIC = 3.4, 7.7  # bytes that a layer's forward and backward pass move beside its products, per byte that it keeps
 LOGIT_TRAFFIC = 56, 65  # bytes per logit, forward and backward
@@ -52,7 +52,7 @@ class Machine:
 
     chip: Device
     efficiency: Efficiency
-    s: Sizes
+    s: ModelShape
     layout: Layout
     sequence_parallel: bool
     recompute: str | None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
 from megatron_rft.utils.position import here
 
@@ -138,7 +138,7 @@ def device_name() -> str | None:
 class Throughput:
     """Counts the tokens and FLOPs of a training step's optimizer steps. `peak`: TFLOP/s of one device, or None."""
 
-    sizes: Sizes
+    sizes: ModelShape
     devices: int
     peak: float | None
     tokens: float = 0.0

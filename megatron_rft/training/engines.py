@@ -30,7 +30,7 @@ from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.devices import GIB
 from megatron_rft.plan.engines import engine_processes, gpu_share
-from megatron_rft.plan.model_shape import shape_of
+from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import GPU_SHARE, choose, choose_for
 from megatron_rft.utils.errors import ConfigError
 
@@ -80,7 +80,7 @@ class EngineBuilder:
 
     def build(self, hf_config: Any) -> Engine:
         """The policy's engine of this rank: in this process, in other processes, or on servers."""
-        choose_for(self.rollout, shape_of(hf_config.to_dict()))  # repeats the recipe's check: now the model is local
+        choose_for(self.rollout, ModelShape.of(hf_config.to_dict()))  # again: now the model is here
         if self.rollout.placement == "server":  # a server has its own vLLM
             return self._pool(hf_config, None)
         alone = self.rollout.placement == "process" and self.alone()
@@ -126,7 +126,7 @@ class EngineBuilder:
 
     def kind(self, config: PreTrainedConfig) -> str:
         """Resolves `rollout.engine` for a local engine: a name of ENGINES."""
-        return choose(self.rollout.engine, shape_of(config.to_dict())).name
+        return choose(self.rollout.engine, ModelShape.of(config.to_dict())).name
 
     def longest(self, hf_config: Any) -> int:
         """The longest sequence of prompt and response, in tokens, that an engine must support."""

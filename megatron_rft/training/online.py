@@ -18,7 +18,7 @@ from megatron_rft.objectives.base import Objective, Setting
 from megatron_rft.objectives.plugins.distil import Distilled
 from megatron_rft.objectives.plugins.dynamic import DynamicConstraint
 from megatron_rft.objectives.plugins.pipo import PIPO
-from megatron_rft.plan.model_shape import shape_of
+from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.routes import why_not_replayed
 from megatron_rft.plan.vllm import choose_for
 from megatron_rft.rewards.base import Reward
@@ -173,7 +173,7 @@ def build_sampler(
 
 def replayed_routes(options: Rollout, hf_config: Any, actor: Actor) -> RouteStore | None:
     """The store of the engine's experts, which the actor replays; None: it chooses its own."""
-    shape = shape_of(hf_config.to_dict())
+    shape = ModelShape.of(hf_config.to_dict())
     if why_not_replayed(options, shape, choose_for(options, shape).name):
         return None
     routes = RouteStore.of(hf_config)

@@ -15,7 +15,7 @@ from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import state_of
-from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.model_shape import ModelShape
 from tests.parity.hf_cases import FAMILIES, section
 
 LAYOUTS = {
@@ -81,7 +81,7 @@ def case(folder, hf_config, layout, options):
     )
     actor.load(lambda name: torch.ones(SHAPES[name]))
     expected = state_of(
-        recipe, Sizes.read(folder), Layout.of(recipe.megatron, dist.get_world_size()), parallel.pp_rank()
+        recipe, ModelShape.read(folder), Layout.of(recipe.megatron, dist.get_world_size()), parallel.pp_rank()
     )
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, (parallel.pp_rank(), measured(actor)))

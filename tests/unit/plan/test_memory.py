@@ -8,7 +8,8 @@ from megatron_rft.commands import main
 from megatron_rft.config import load, vllm
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import lines, memory_of, state_of
-from megatron_rft.plan.parameters import Sizes, buckets, owned
+from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.parameters import buckets, owned
 from megatron_rft.plan.vllm import room_for_cache
 from megatron_rft.utils.errors import ConfigError
 from tests.shapes import json_of
@@ -33,7 +34,7 @@ def path(tmp_path):
 
 
 def sizes(path):
-    return Sizes.read(path.parent / "model")
+    return ModelShape.read(path.parent / "model")
 
 
 def test_parameters_by_hand(path):

@@ -6,12 +6,12 @@ from megatron_rft.config.sections import Batching, Data, Megatron, Rollout
 from megatron_rft.plan.activations import activations
 from megatron_rft.plan.devices import Efficiency, device
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.parameters import Sizes
+from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.seconds import Machine
 from megatron_rft.plan.shared_prompts import SharedGroup
 from tests.shapes import json_of
 
-S = Sizes.of(json_of(36, 4096, 32, 8, 12_288, 151_936, 128, model_type="qwen3"))
+S = ModelShape.of(json_of(36, 4096, 32, 8, 12_288, 151_936, 128, model_type="qwen3"))
 DATA = Data(train="arithmetic", max_prompt_tokens=1024)
 ROLLOUT = Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
 
