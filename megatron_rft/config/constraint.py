@@ -12,7 +12,7 @@ import string
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.engines import ENGINES
@@ -37,22 +37,19 @@ class Constraint(Section):
     forward pass of the reference."""
 
 
-class NoConstraint(Constraint):
-    kind: Literal["none"] = "none"
+class NoConstraint(Constraint, kind="none"): ...
 
 
-class StaticOptions(Constraint):
-    kind: Literal["static"] = "static"
+class StaticOptions(Constraint, kind="static"):
     eta: NonNegative = Field(description=ETA)
     """Weight of the KL."""
     mode: Place = None
     """loss: a term of the loss. reward: a penalty on the reward, without a gradient. None: the algorithm's kl_in."""
 
 
-class DynamicOptions(Constraint):
+class DynamicOptions(Constraint, kind="dynamic"):
     refines: ClassVar[bool] = True
 
-    kind: Literal["dynamic"] = "dynamic"
     eta: NonNegative = Field(description=ETA)
     """Weight of the cross entropy on refined responses; 0 only measures it."""
     mode: Place = None
@@ -92,7 +89,6 @@ class DynamicOptions(Constraint):
     examples: Count = 2
     """Number of examples each time."""
 
-    @model_validator(mode="after")
     def _check(self):
         untrained = "while eta is 0: the pairs are not trained on"
         self.unused(self.eta == 0, untrained, "mode", "tokens", "per", "filter", "agreeing")
@@ -105,7 +101,6 @@ class DynamicOptions(Constraint):
         self.unused(not self.examples_every, "while examples_every is 0", "examples")
         if self.template is not None:
             read_template(self.template)
-        return self
 
     def drafts(self, engine: str) -> bool:
         """Whether the refiner's requests carry drafts on this engine."""

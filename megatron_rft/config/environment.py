@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Positive, Section
@@ -44,8 +44,7 @@ class Base(Section):
         return {"kind": self.kind} | {k: v for k, v in self.model_dump().items() if k not in Base.model_fields}
 
 
-class Own(Base):
-    kind: Literal["own"]
+class Own(Base, kind="own"):
     episode: str
     """my_file.py:Class (relative to the working directory) or my_module:Class, an `Environment` (docs/agents.md)."""
 
@@ -58,30 +57,25 @@ class Own(Base):
         return [self.episode]
 
 
-class Tools(Base):
+class Tools(Base, kind="tools"):
     roles = ("tool",)
-    kind: Literal["tools"]
     functions: list[str] = Field(min_length=1)
     """my_file.py:function or my_module:function: typed Python functions with a docstring that describes each argument.
     The chat template shows them to the policy, and its calls run them."""
 
-    @field_validator("functions")
-    @classmethod
-    def _named_once(cls, functions: list[str]) -> list[str]:
-        names = [each.rpartition(":")[2] for each in functions]
+    def _check(self):
+        names = [each.rpartition(":")[2] for each in self.functions]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"two functions are called {name!r}, and the policy calls them by their names")
-        return functions
+                raise at("functions", f"two functions are called {name!r}, and the policy calls them by their names")
 
     @property
     def code(self) -> list[str]:
         return self.functions
 
 
-class Python(Base):
+class Python(Base, kind="python"):
     roles = ("tool",)
-    kind: Literal["python"]
     timeout_s: Positive = 5.0
     """Processor seconds of a program; twice that in elapsed time."""
     memory_mb: Count = 1024
@@ -89,13 +83,11 @@ class Python(Base):
     without_container: bool = False
     """Run programs even if no container works. They can then read this machine's files."""
 
-    @model_validator(mode="after")
     def _check(self):
         if self.turn_timeout_s < 2 * self.timeout_s:
             raise at(
                 "turn_timeout_s", f"{self.turn_timeout_s:g} s is less than a program may take, 2 x {self.timeout_s:g} s"
             )
-        return self
 
 
 class LibraryGame(Base):
@@ -110,9 +102,8 @@ class LibraryGame(Base):
         return self.id
 
 
-class Bfcl(Base):
+class Bfcl(Base, kind="bfcl"):
     roles = ("tool", "user")
-    kind: Literal["bfcl"]
 
 
 AnyEnvironment = Own | Tools | Python | LibraryGame | Bfcl
@@ -124,20 +115,3 @@ ENVIRONMENTS = {  # by `environment.kind`
     "textarena": LibraryGame,
     "bfcl": Bfcl,
 }
-
-
-def check(environment: Base, longest: int, evaluates: bool, refines: bool) -> None:
-    """Refuse what does nothing or does not work. `longest`: rollout.max_response_tokens."""
-    if environment.turn_tokens and environment.turn_tokens >= longest:
-        raise at(
-            "environment.turn_tokens",
-            f"{environment.turn_tokens} does nothing: rollout.max_response_tokens, {longest}, limits the whole episode",
-        )
-    if refines:
-        raise at(
-            "environment",
-            "does not work with a dynamic constraint: a refined response would have the environment's answers to "
-            "another response. Set constraint to null",
-        )
-    if not evaluates:
-        raise at("environment", "does nothing: this run samples no responses")

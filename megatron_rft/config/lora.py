@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
+from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, Positive, Section, Share
 
 TARGETS = {  # Hugging Face's modules
@@ -33,12 +34,9 @@ class Lora(Section):
     """What the engine gets. merged: W + s B A, rounded to its dtype. adapters: W once and then A and s B alone; vLLM
     adds B A x itself, so that nothing of a small change is rounded away. Needs rollout.placement process."""
 
-    @field_validator("targets")
-    @classmethod
-    def _once(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError(f"names a target twice: {', '.join(value)}")
-        return value
+    def _check(self):
+        if len(set(self.targets)) < len(self.targets):
+            raise at("targets", f"names a target twice: {', '.join(self.targets)}")
 
     @property
     def scale(self) -> float:

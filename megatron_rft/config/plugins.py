@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_rft.config.sections import Positive, Section, ShareOrAll
 
@@ -24,10 +24,8 @@ class Teaching(Section):
         """The paths of all teachers by name."""
         return self.teacher if isinstance(self.teacher, dict) else {"": self.teacher}
 
-    @model_validator(mode="after")
-    def _check_divergence(self):
+    def _check(self):
         self.unused(self.divergence != "jsd", f"with divergence {self.divergence}", "jsd_beta")
-        return self
 
 
 class Distil(Teaching):

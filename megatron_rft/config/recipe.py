@@ -110,19 +110,30 @@ class Recipe(s.Section):
             raise at("algorithm.name", f"'{name}' does not belong to trainer {trainer}: that needs {FITS[trainer]}")
         return value
 
-    @model_validator(mode="after")
-    def _check_sections(self):
+    def _check(self):
         self.reward.check_alone("reward.")
         self.evaluation.unused(not self.validates, "without data.validation", "every", place="evaluation.")
         if self.environment:
-            evaluates = self.trainer in ("rl", "generate") or self.validates or self.data.test is not None
-            environments.check(self.environment, self.rollout.max_response_tokens, evaluates, self.refines)
+            self._check_environment(self.environment)
         several = self.teaching is not None and isinstance(self.teaching.teacher, dict)
         if several != (self.data.teacher_field is not None):
             why = "is missing: it says which of the teachers a row has" if several else "does nothing with one teacher"
             raise at("data.teacher_field", f"{why} (teacher: {{name: path, ...}})")
         self._check_precision()
-        return self
+
+    def _check_environment(self, environment: environments.Base):
+        turn, longest = environment.turn_tokens, self.rollout.max_response_tokens
+        if turn and turn >= longest:
+            why = f"{turn} does nothing: rollout.max_response_tokens, {longest}, limits the whole episode"
+            raise at("environment.turn_tokens", why)
+        if self.refines:
+            raise at(
+                "environment",
+                "does not work with a dynamic constraint: a refined response would have the environment's answers to "
+                "another response. Set constraint to null",
+            )
+        if not (self.trainer in ("rl", "generate") or self.validates or self.data.test):
+            raise at("environment", "does nothing: this run samples no responses")
 
     def _check_precision(self):
         if self.model.precision == "fp8" and self.megatron.fp8_recipe == "delayed":

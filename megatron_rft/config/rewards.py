@@ -5,7 +5,7 @@ A section's own options are the arguments of the class that grades (`rewards/reg
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_serializer, model_validator
+from pydantic import Field, model_serializer
 
 from megatron_rft.config.messages import at
 from megatron_rft.config.one_of import OneOf
@@ -49,13 +49,11 @@ class RewardOptions(Section):
             if self.differs(option):
                 raise at(place + option, "is for the parts of a sum")
 
-    @model_validator(mode="after")
-    def _check_parts(self):
+    def _check(self):
         for place, part in self.inside().items():
             for option in OF_A_WHOLE:
                 if part.differs(option):
                     raise at(f"{place}.{option}", f"belongs to the whole reward: set reward.{option}")
-        return self
 
     @model_serializer(mode="wrap")
     def _without_unset_options_of_a_part(self, serialise) -> dict[str, Any]:
@@ -65,19 +63,17 @@ class RewardOptions(Section):
 AnyReward = Annotated[RewardOptions, OneOf("kind", SECTIONS, "math")]
 
 
-class MathOptions(RewardOptions):
+class MathOptions(RewardOptions, kind="math"):
     """The final answer is equivalent to the reference answer; 1 or 0."""
 
-    kind: Literal["math"] = "math"
     answer: Literal["boxed", "marked", "any"] = "marked"
     """Where the answer is read. boxed: only the last \\boxed{}. marked: also "#### 5", "the answer is 5", and the value
     at the end of the response. any: also the last number or formula. Votes use the same answer."""
 
 
-class CodeOptions(RewardOptions):
+class CodeOptions(RewardOptions, kind="code"):
     """The share of the row's tests that the program passes in a sandbox; -1, -0.6, or from -0.3 to 1."""
 
-    kind: Literal["code"] = "code"
     timeout_s: Positive = 5.0
     """Processor seconds of one test (one input of a script, one call of a function); twice that in elapsed time."""
     row_timeout_s: Positive = 60.0
@@ -89,43 +85,36 @@ class CodeOptions(RewardOptions):
     without_container: bool = False
     """Run programs even if no container works. They can then read this machine's files."""
 
-    @model_validator(mode="after")
     def _check(self):
         if self.row_timeout_s < self.timeout_s:
             raise at(
                 "row_timeout_s",
                 f"{self.row_timeout_s:g} s for all tests of a row, less than timeout_s={self.timeout_s:g} for one",
             )
-        return self
 
 
-class ToolOptions(RewardOptions):
+class ToolOptions(RewardOptions, kind="tool"):
     """Comparison of tool calls with the reference's."""
 
-    kind: Literal["tool"] = "tool"
     rules: Literal["rlla", "bfcl", "exact"] = "rlla"
     """rlla: partial credit from -3 to 4, as in ToolRL. bfcl: 1 or 0 by the Berkeley leaderboard's rules. exact: 1 if
     the calls equal the reference's in any order, else 0."""
 
 
-class ChoiceOptions(RewardOptions):
+class ChoiceOptions(RewardOptions, kind="choice"):
     """The letter of a multiple choice; 1 or 0."""
 
-    kind: Literal["choice"] = "choice"
 
-
-class FormatOptions(RewardOptions):
+class FormatOptions(RewardOptions, kind="format"):
     """The response consists of the sections `tags`; 1 or 0."""
 
-    kind: Literal["format"] = "format"
     tags: Annotated[list[str], Field(min_length=1)]
     """The sections, each once and in this order, such as [think, answer]."""
 
 
-class JudgeOptions(RewardOptions):
+class JudgeOptions(RewardOptions, kind="model"):
     """A sequence-classification checkpoint scores the response."""
 
-    kind: Literal["model"] = "model"
     model: str
     """Folder or hub name of the checkpoint."""
     template: str = "{prompt}{response}"
@@ -135,7 +124,6 @@ class JudgeOptions(RewardOptions):
     batch: Count = 16
     """Responses that are scored together."""
 
-    @model_validator(mode="after")
     def _check(self):
         try:
             shows = self.template.format(prompt="\0", response="\1")
@@ -143,13 +131,11 @@ class JudgeOptions(RewardOptions):
             raise at("template", f"{error!r}: it is a format string over {{prompt}} and {{response}}") from None
         if "\1" not in shows:
             raise at("template", "has no {response}")
-        return self
 
 
-class ServerOptions(RewardOptions):
+class ServerOptions(RewardOptions, kind="server"):
     """A server scores the response."""
 
-    kind: Literal["server"] = "server"
     url: str
     """Receives a POST of {"prompts": [...], "responses": [...]} and answers {"rewards": [...]}."""
     timeout_s: Positive = 5.0
@@ -157,26 +143,20 @@ class ServerOptions(RewardOptions):
     batch: Count = 16
     """Responses that are scored together."""
 
-    @model_validator(mode="after")
     def _check(self):
         if not self.url.startswith(("http://", "https://")):
             raise at("url", f"{self.url!r} is no http:// or https:// address")
-        return self
 
 
-class SumOptions(RewardOptions):
+class SumOptions(RewardOptions, kind="sum", defer_build=True):
     """The weighted sum of `parts`."""
 
-    model_config = ConfigDict(defer_build=True)  # until SECTIONS is filled
-
-    kind: Literal["sum"] = "sum"
     parts: Annotated[list[AnyReward], Field(min_length=1)]
     """Rewards, each with its `weight`; with `shaping: true` it is not part of the verifier's reward."""
 
     def inside(self) -> dict[str, RewardOptions]:
         return {f"parts.{number}": part for number, part in enumerate(self.parts)}
 
-    @model_validator(mode="after")
     def _check(self):
         if all(part.shaping for part in self.parts):
             raise at("parts", "all of them are shaping: at least one must be a verifier")
@@ -184,15 +164,11 @@ class SumOptions(RewardOptions):
         for name in names:
             if names.count(name) > 1:
                 raise at("parts", f"two are called {name!r}: give each its own name")
-        return self
 
 
-class ByRowOptions(RewardOptions):
+class ByRowOptions(RewardOptions, kind="by_row", defer_build=True):
     """Each row names its kind."""
 
-    model_config = ConfigDict(defer_build=True)
-
-    kind: Literal["by_row"] = "by_row"
     kinds: Annotated[dict[str, AnyReward], Field(min_length=1)]
     """The rewards, by the names that rows use."""
     field: str = "reward"
@@ -201,23 +177,18 @@ class ByRowOptions(RewardOptions):
     def inside(self) -> dict[str, RewardOptions]:
         return {f"kinds.{name}": part for name, part in self.kinds.items()}
 
-    @model_validator(mode="after")
     def _check(self):
         for place, part in self.inside().items():
             part.check_alone(f"{place}.")
-        return self
 
 
-class NoOptions(RewardOptions):
+class NoOptions(RewardOptions, kind="none"):
     """No grading, for algorithms without rewards."""
 
-    kind: Literal["none"] = "none"
 
-
-class OwnOptions(RewardOptions):
+class OwnOptions(RewardOptions, kind="own"):
     """Your function (docs/own_data_and_reward.md)."""
 
-    kind: Literal["own"] = "own"
     function: str
     """my_file.py:name (relative to the working directory) or my_module:name."""
     maximum: float | None = Field(default=None, allow_inf_nan=False)

@@ -35,19 +35,31 @@ def yaml_reads_off_as_false(value: Any) -> Any:
 
 
 class SectionType(type(BaseModel)):
-    """Gives a class the argument `without`: options of its base that this section lacks. They cannot be written there,
-    and shared code reads the values in the class's body, else the defaults."""
+    """Gives a class arguments beside pydantic's `extra` and `defer_build`. `without`: options of its base that this
+    section lacks. They cannot be written there, and shared code reads the values in the class's body, else the
+    defaults. Others are options with one possible value: `class GRPO(Clipped, name="grpo")`."""
 
-    def __new__(mcs, name: str, bases: tuple, namespace: dict[str, Any], without: Iterable[str] = (), **more: Any):
+    def __new__(mcs, name: str, bases: tuple, namespace: dict, /, without: Iterable[str] = (), **more: Any):
+        config = {key: more.pop(key) for key in ("extra", "defer_build") if key in more}
         values = {option: bases[0].model_fields[option].default for option in without}
-        annotations = namespace.get("__annotations__", {}) | dict.fromkeys(values, ClassVar)
-        return super().__new__(mcs, name, bases, values | namespace | {"__annotations__": annotations}, **more)
+        annotations = {option: Literal[value] for option, value in more.items()}
+        annotations |= namespace.get("__annotations__", {}) | dict.fromkeys(values, ClassVar)
+        return super().__new__(mcs, name, bases, more | values | namespace | {"__annotations__": annotations}, **config)
 
 
 class Section(BaseModel, metaclass=SectionType):
-    """Unknown keys are errors, and values are not converted: `"3"` is not 3, `true` is not 1."""
+    """Unknown keys are errors, and values are not converted: `"3"` is not 3, `true` is not 1. A class may have a method
+    `_check` of its options together, which raises `messages.at`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), validate_default=True)
+
+    @model_validator(mode="after")
+    def _checked(self):
+        """Call the `_check` of each class, the base's first."""
+        for kind in reversed(type(self).__mro__):
+            if check := vars(kind).get("_check"):
+                check(self)
+        return self
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -98,10 +110,8 @@ class Model(Section):
     """The frozen reference model of KL terms. None: the weights that training starts from."""
 
 
-class Megatron(Section):
+class Megatron(Section, extra="allow"):
     """Fields of megatron-core's TransformerConfig and DistributedDataParallelConfig."""
-
-    model_config = ConfigDict(extra="allow")
 
     tensor_model_parallel_size: Count = 1
     """Ranks that share each layer's matrices."""
@@ -135,7 +145,6 @@ class Megatron(Section):
     """Transformer Engine's attention kernel. Without Transformer Engine torch's kernel is used, and this must be
     auto."""
 
-    @model_validator(mode="after")
     def _check(self):
         passthrough.check_megatron_core("megatron", self.extra, type(self).model_fields)
         if self.recompute_granularity == "full":
@@ -144,13 +153,10 @@ class Megatron(Section):
                     raise at(key, "full recompute needs it, such as recompute_method=uniform recompute_num_layers=1")
         else:
             self.unused(True, "unless recompute_granularity is full", "recompute_method", "recompute_num_layers")
-        return self
 
 
-class Optimizer(Section):
+class Optimizer(Section, extra="allow"):
     """Fields of megatron-core's OptimizerConfig and OptimizerParamScheduler, for Adam with decoupled weight decay."""
-
-    model_config = ConfigDict(extra="allow")
 
     lr: Positive = 1e-6
     """Learning rate after the warmup."""
@@ -171,14 +177,12 @@ class Optimizer(Section):
     use_distributed_optimizer: bool = True
     """Split the optimizer's state over the data-parallel ranks."""
 
-    @model_validator(mode="after")
     def _check(self):
         passthrough.check_megatron_core("optimizer", self.extra, type(self).model_fields)
         constant = self.lr_decay_style == "constant"
         self.unused(constant, "with lr_decay_style constant: choose linear or cosine", "min_lr", "lr_decay_steps")
         if self.min_lr > self.lr:
             raise at("min_lr", f"{self.min_lr} is above lr, {self.lr}")
-        return self
 
 
 class Batching(Section):
@@ -265,7 +269,6 @@ class Source(Section):
         chosen = {key: value[key] for key in ("subset", "files") if value.get(key)}
         return {"adapter": name} | value | where | chosen
 
-    @model_validator(mode="after")
     def _check(self):
         _check_template(self.prompt_template)
         if self.adapter:
@@ -288,7 +291,6 @@ class Source(Section):
         self.unused(self.files, "together with files, which selects the files to read", "split")
         if generated and self.split not in (None, *ARITHMETIC_SPLITS):
             raise at("split", f"{self.split!r} is not one of {', '.join(ARITHMETIC_SPLITS)}")
-        return self
 
     def _check_adapter(self, adapter: str):
         if adapter not in datasets.DATASETS:
@@ -329,7 +331,6 @@ class Data(Section):
     limit: Count | None = None
     """Use only this many rows of each data set, from the first."""
 
-    @model_validator(mode="after")
     def _check(self):
         sources = [source for source in (self.train, self.validation, self.test) if source]
         for name in ("train", "validation", "test"):
@@ -346,7 +347,6 @@ class Data(Section):
         used = template is None or re.search(rf"{{{re.escape(self.prompt_field)}\b", template)
         if not used and self.differs("prompt_field"):
             raise at("prompt_field", f"does nothing: data.prompt_template does not have {{{self.prompt_field}}}")
-        return self
 
 
 def is_server(url: str) -> bool:
@@ -410,7 +410,6 @@ class Rollout(Section):
 
     _off = field_validator("replay_routes", mode="before", check_fields=False)(yaml_reads_off_as_false)
 
-    @model_validator(mode="after")
     def _check(self):
         colocated, placed = self.placement == "colocated", f"with placement {self.placement}"
         self.unused(colocated, f"{placed}: set that to process or server", "processes")
@@ -433,7 +432,6 @@ class Rollout(Section):
                 raise at("servers", f"{url!r} is no URL of a server, such as http://node7:8000")
         if len(set(self.servers)) < len(self.servers):
             raise at("servers", "names a server twice")
-        return self
 
 
 class Evaluation(Section):
@@ -453,12 +451,10 @@ class Evaluation(Section):
     """Further data sets for the command `evaluate`, by their name in its table. The adapter's reward grades them,
     without an adapter the recipe's."""
 
-    @model_validator(mode="after")
     def _check(self):
         for name in self.benchmarks:
             if name in ("train", "validation", "test") or not re.fullmatch(r"\w[\w.+-]*", name):
                 raise at(f"benchmarks.{name}", "cannot name a benchmark: it is a part of data, or no file name")
-        return self
 
 
 class Checkpoint(Section):

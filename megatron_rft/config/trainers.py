@@ -4,7 +4,7 @@ A section that a trainer has without some options is a subclass `without` them (
 written then, and code that all trainers share reads their values there.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -42,8 +42,7 @@ class OnlineRun(s.Run, without=["epochs"]):
     """Training steps, each with a sampled batch."""
 
 
-class OnlineRecipe(Recipe):
-    trainer: Literal["rl"] = "rl"
+class OnlineRecipe(Recipe, trainer="rl"):
     run: OnlineRun
     algorithm: Annotated[Online, one_of("rl", "grpo")] = GRPO()
 
@@ -64,8 +63,7 @@ class OnlineRecipe(Recipe):
     def _set_kl(cls, value: Any):
         return into_algorithm(value) if isinstance(value, dict) else value
 
-    @model_validator(mode="after")
-    def _check_online(self):
+    def _check(self):
         algorithm = self.algorithm
         if self.constraint:
             self._check_constraint()
@@ -92,7 +90,6 @@ class OnlineRecipe(Recipe):
         limits, colocated = ("engine_start_s", "engine_silence_s"), self.rollout.placement == "colocated"
         self.faults.unused(colocated, "with rollout.placement colocated", *limits, place="faults.")
         self._check_mismatch()
-        return self
 
     def _check_teaching(self):
         name = self.algorithm.name
@@ -209,25 +206,21 @@ class GivenRecipe(Recipe, without=["critic", "distil", "pipo", "constraint"]):
     tracking: GivenTracking = GivenTracking()
     faults: GivenFaults = GivenFaults()
 
-    @model_validator(mode="after")
-    def _check_length(self):
+    def _check(self):
         if (self.run.steps is None) == (self.run.epochs is None):
             fix = ": set one of them to null" if self.run.steps else ""
             raise at("run.steps", f"trainer {self.trainer} needs either run.steps or run.epochs, and not both{fix}")
         why, engine = "without an engine, and nothing is evaluated", self.validates or self.data.test
         self.rollout.unused(not engine, why, "offload_trainer", place="rollout.")
-        return self
 
 
-class SFTRecipe(GivenRecipe):
-    trainer: Literal["sft"] = "sft"
+class SFTRecipe(GivenRecipe, trainer="sft"):
     model: SFTModel
     batching: SFTBatching = SFTBatching()
     algorithm: Annotated[Algorithm, one_of("sft", "sft")] = SFT()
 
 
-class OfflineRecipe(GivenRecipe):
-    trainer: Literal["offline"] = "offline"
+class OfflineRecipe(GivenRecipe, trainer="offline"):
     evaluation: OfflineEvaluation = OfflineEvaluation()
     algorithm: Annotated[Offline, one_of("offline", "fpa")] = FPA()
 
@@ -235,8 +228,7 @@ class OfflineRecipe(GivenRecipe):
     def validates(self) -> bool:
         return self.evaluation.every > 0  # on the held-out problems of the store, if nothing else is given
 
-    @model_validator(mode="after")
-    def _check_store(self):
+    def _check(self):
         data, never = self.data, not self.evaluation.every
         self.evaluation.unused(never, "while evaluation.every is 0", "patience", place="evaluation.")
         data.unused(never, "while evaluation.every is 0", "validation", place="data.")
@@ -246,7 +238,6 @@ class OfflineRecipe(GivenRecipe):
         why = "without data.test or data.validation: the trajectories have their prompts"
         names = ("prompt_template", "chat", "chat_template_kwargs", "overlong", "prompt_field", "answer_field")
         data.unused(not (data.test or data.validation), why, *names, place="data.")
-        return self
 
 
 # ---- generate: sample and grade once
@@ -277,8 +268,7 @@ class Generation(s.Section):
 TRAINING = ["lora", "megatron", "optimizer", "batching", "algorithm", "critic", "distil", "pipo", "constraint"]
 
 
-class GenerateRecipe(Recipe, without=[*TRAINING, "evaluation", "checkpoint", "tracking", "faults"]):
-    trainer: Literal["generate"] = "generate"
+class GenerateRecipe(Recipe, without=[*TRAINING, "evaluation", "checkpoint", "tracking", "faults"], trainer="generate"):
     run: GenerateRun
     model: GenerateModel
     data: GenerateData

@@ -12,8 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, model_validator
-
 from megatron_rft.config import passthrough
 from megatron_rft.config.messages import at, shown
 from megatron_rft.config.sections import Count, Section
@@ -36,10 +34,8 @@ FP8 = get_args(Quantization)
 EXACT_CACHES = (None, "auto", "bfloat16", "float16")  # types of the key-value cache without further rounding
 
 
-class Vllm(Section):
+class Vllm(Section, extra="allow"):
     """Fields of vLLM's EngineArgs."""
-
-    model_config = ConfigDict(extra="allow")
 
     max_model_len: Count | None = None
     """Tokens of the longest sequence, prompt and response. None: the recipe's longest."""
@@ -55,13 +51,11 @@ class Vllm(Section):
     """Speculative decoding, in vLLM's notation, such as {method: ngram, num_speculative_tokens: 8,
     prompt_lookup_max: 4}. Method predicted_output verifies the predicted response that a request carries."""
 
-    @model_validator(mode="after")
     def _check(self):
         if self.extra:
             passthrough.check("vllm", self.extra, type(self).model_fields, fields(), f"vLLM {SUPPORTED}", other=Any)
         if self.speculative_config is not None:
             check_speculation(self.speculative_config)
-        return self
 
     @property
     def rounding(self) -> str | None:

@@ -14,8 +14,7 @@ from megatron_rft.data import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SECTION = """class Median(Clipped):
-    name: Literal["median"] = "median"
+SECTION = """class Median(Clipped, name="median"):
     compares_responses: ClassVar[bool] = True
     scale: Positive = 2.0
 
@@ -109,8 +108,7 @@ def test_an_algorithm_is_a_file_a_section_and_a_line(package):
     assert done.returncode == 0, done.stderr
 
 
-BRIEF = """class BriefOptions(RewardOptions):
-    kind: Literal["brief"] = "brief"
+BRIEF = """class BriefOptions(RewardOptions, kind="brief"):
     max_tokens: Count
 
 

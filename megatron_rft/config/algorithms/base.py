@@ -5,7 +5,7 @@ Other parts of the package read these flags and properties, never an algorithm's
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_rft.config.messages import at
 from megatron_rft.config.sections import Count, NonNegative, Positive, Section, ShareOrAll
@@ -136,13 +136,11 @@ class PolicyGradient(Aggregating):
     def corrects_sampling(self) -> bool:
         return self.importance != "none" or super().corrects_sampling
 
-    @model_validator(mode="after")
-    def _check_dead(self):
+    def _check(self):
         self.unused(self.kl_coefficient == 0, "while kl_coefficient is 0", "kl_estimator", "kl_in")
         self.unused(self.importance == "none", "while importance is none", "importance_cap")
         if self.importance != "none" and self.old_logprobs == "rollout":
             raise at("importance", "compares old_logprobs with the engine's: with rollout they are the same")
-        return self
 
 
 class Clipped(PolicyGradient):

@@ -5,20 +5,17 @@ SFT learns from answers; the others, whose mathematics is in `objectives/offline
 
 from typing import ClassVar, Literal
 
-from pydantic import model_validator
-
 from megatron_rft.config.algorithms.base import Algorithm, Trainer
 from megatron_rft.config.messages import at
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.config.sections import Count, Natural, NonNegative, Positive
 
 
-class SFT(Algorithm):
+class SFT(Algorithm, name="sft"):
     """Supervised fine-tuning."""
 
     trainer: ClassVar[Trainer] = "sft"
 
-    name: Literal["sft"] = "sft"
     batch_sequences: Count = 64
     """Sequences per optimizer step."""
 
@@ -46,83 +43,70 @@ class Pairwise(Offline):
     """cover: each trajectory of a problem is in at least one pair. one: one pair per problem. all: each right
     trajectory with each wrong one."""
 
-    @model_validator(mode="after")
-    def _check_even(self):
+    def _check(self):
         if self.batch_sequences % 2:
             raise at("batch_sequences", f"{self.batch_sequences} must be even: a pair has two trajectories")
-        return self
 
 
-class RFT(Offline):
+class RFT(Offline, name="rft"):
     """Rejection fine-tuning: supervised fine-tuning on the right trajectories."""
 
-    name: Literal["rft"] = "rft"
 
-
-class DPO(Pairwise):
+class DPO(Pairwise, name="dpo"):
     """The margin between the log-ratios of a right and a wrong trajectory."""
 
-    name: Literal["dpo"] = "dpo"
     beta: Positive = 0.1
     """Strength of the method's implicit KL to the reference."""
 
 
-class RPO(DPO):
+class RPO(DPO, name="rpo"):
     """DPO plus the likelihood of the right trajectory."""
 
-    name: Literal["rpo"] = "rpo"
     alpha: NonNegative = 1.0
     """Factor of the right trajectory's likelihood."""
 
 
-class IPO(Pairwise):
+class IPO(Pairwise, name="ipo"):
     """Regression of the margin between log-ratios to a finite value."""
 
-    name: Literal["ipo"] = "ipo"
     beta: Positive = 0.1
     """The target of the margin is 1 / (2 beta)."""
     length_normalised: bool = True
     """true: mean log-ratio per token. false: the sum over tokens, as in the paper."""
 
 
-class SimPO(Pairwise):
+class SimPO(Pairwise, name="simpo"):
     """A margin of length-normalised likelihoods."""
 
-    name: Literal["simpo"] = "simpo"
     beta: Positive = 2.0
     gamma: NonNegative = 1.0
     """The margin."""
 
 
-class SimPER(Pairwise):
+class SimPER(Pairwise, name="simper"):
     """Compares the inverse perplexities of both sides."""
 
-    name: Literal["simper"] = "simper"
 
-
-class KTO(Offline):
+class KTO(Offline, name="kto"):
     """Compares each trajectory with the mean log-ratio."""
 
-    name: Literal["kto"] = "kto"
     beta: Positive = 0.1
     weight_correct: NonNegative = 1.0
     weight_incorrect: NonNegative = 1.0
 
 
-class AStarPO(Offline):
+class AStarPO(Offline, name="a_star_po"):
     """Regression of the log-ratio on the advantage."""
 
-    name: Literal["a_star_po"] = "a_star_po"
     beta1: Positive = 0.5
     """Temperature of the optimal value's estimate."""
     beta2: Positive = 1e-3
     """Factor of the log-ratio."""
 
 
-class OffRL(Offline):
+class OffRL(Offline, name="off_rl"):
     """REINFORCE on each trajectory's length-normalised probability."""
 
-    name: Literal["off_rl"] = "off_rl"
     kl_coefficient: NonNegative = 0.0
     """Factor of the forward KL(reference || policy), exact over the vocabulary. fpa.txt B.6 uses 0.04."""
     kl_aggregation: Literal["sequence_sum", "token_mean"] = "sequence_sum"
@@ -138,19 +122,16 @@ class OffRL(Offline):
     def compares_distributions(self) -> bool:
         return self.kl_coefficient > 0
 
-    @model_validator(mode="after")
-    def _check_reference(self):
+    def _check(self):
         self.unused(not self.kl_coefficient, "while kl_coefficient is 0", "kl_aggregation")
         alone = not self.compares_distributions
         self.unused(alone, f"while kl_coefficient is 0: {self.name} needs no distribution then", "reference")
         self.unused(self.reference != "cached_hidden", "unless reference is cached_hidden", "reference_cache")
-        return self
 
 
-class FPA(OffRL):
+class FPA(OffRL, name="fpa"):
     """Off-RL weighted by an extrapolation of the policy."""
 
-    name: Literal["fpa"] = "fpa"
     extrapolation: NonNegative = 1.0
     """lambda: how far the policy is extrapolated away from the reference. 0 is Off-RL."""
     fpa_on: Literal["both", "correct", "incorrect"] = "both"
@@ -161,10 +142,8 @@ class FPA(OffRL):
         return True
 
 
-class OfflineDistillation(Teaching, Offline):
+class OfflineDistillation(Teaching, Offline, name="offline_distil"):
     """Distillation from a teacher on all trajectories, right or wrong."""
-
-    name: Literal["offline_distil"] = "offline_distil"
 
     @property
     def compares_distributions(self) -> bool:

@@ -3,7 +3,7 @@
 import string
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field
 
 from megatron_rft.config.algorithms.base import (
     Aggregating,
@@ -21,12 +21,11 @@ from megatron_rft.config.sections import Count, Natural, NonNegative, Positive, 
 from megatron_rft.utils.errors import ConfigError
 
 
-class PPO(Clipped):
+class PPO(Clipped, name="ppo"):
     """The critic has a separate section."""
 
     needs_critic: ClassVar[bool] = True
 
-    name: Literal["ppo"] = "ppo"
     kl_estimator: KLEstimator = "k1"
     kl_in: KLPlace = "reward"
     gamma: ShareOrAll = 1.0
@@ -57,36 +56,31 @@ class Critic(Section):
     """Training steps at the start in which only the critic is updated."""
 
 
-class GRPO(Clipped):
-    name: Literal["grpo"] = "grpo"
+class GRPO(Clipped, name="grpo"):
     compares_responses: ClassVar[bool] = True
 
 
-class DrGRPO(GRPO):
-    name: Literal["dr_grpo"] = "dr_grpo"
+class DrGRPO(GRPO, name="dr_grpo"):
     aggregation: Aggregation = "constant"
     kl_coefficient: NonNegative = 0.0
 
 
-class RLOO(GRPO):
-    name: Literal["rloo"] = "rloo"
+class RLOO(GRPO, name="rloo"):
     aggregation: Aggregation = "sequence_sum"
     kl_estimator: KLEstimator = "k1"
     kl_in: KLPlace = "reward"
 
 
-class GSPO(GRPO):
+class GSPO(GRPO, name="gspo"):
     """One importance ratio per response."""
 
-    name: Literal["gspo"] = "gspo"
     clip_low: ShareOrAll = 3e-4
     clip_high: Positive = 4e-4
 
 
-class DAPO(GRPO):
+class DAPO(GRPO, name="dapo"):
     """Leaves out groups of equal rewards and penalises long responses."""
 
-    name: Literal["dapo"] = "dapo"
     clip_high: Positive = 0.28
     aggregation: Aggregation = "group_mean"
     filter_groups: bool = True
@@ -114,17 +108,14 @@ class DAPO(GRPO):
                 f"rollout.max_response_tokens, {lengths.response}: every response would be penalised"
             )
 
-    @model_validator(mode="after")
-    def _check_switches(self):
+    def _check(self):
         self.unused(not self.filter_groups, "while filter_groups is false", "max_rounds")
         self.unused(not self.overlong_buffer, "while overlong_buffer is 0", "overlong_coefficient")
-        return self
 
 
-class CISPO(PolicyGradient):
+class CISPO(PolicyGradient, name="cispo"):
     """Clips the ratio instead of its product with the advantage."""
 
-    name: Literal["cispo"] = "cispo"
     compares_responses: ClassVar[bool] = True
     clip_low: ShareOrAll = 1.0
     clip_high: Positive = 4.0
@@ -132,8 +123,7 @@ class CISPO(PolicyGradient):
     kl_coefficient: NonNegative = 0.0
 
 
-class ReinforcePlusPlus(Clipped):
-    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+class ReinforcePlusPlus(Clipped, name="reinforce_plus_plus"):
     aggregation: Aggregation = "token_mean"
     kl_estimator: KLEstimator = "k1"
     kl_in: KLPlace = "reward"
@@ -141,17 +131,15 @@ class ReinforcePlusPlus(Clipped):
     """Discount per token."""
 
 
-class ReinforcePlusPlusBaseline(Clipped):
-    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+class ReinforcePlusPlusBaseline(Clipped, name="reinforce_plus_plus_baseline"):
     compares_responses: ClassVar[bool] = True
     aggregation: Aggregation = "token_mean"
     kl_estimator: KLEstimator = "k2"
 
 
-class SDPO(Aggregating):
+class SDPO(Aggregating, name="sdpo"):
     """Self-distillation from a teacher that reads feedback."""
 
-    name: Literal["sdpo"] = "sdpo"
     has_ratio: ClassVar[bool] = False
     uses_feedback: ClassVar[bool] = True
 
@@ -204,8 +192,7 @@ class SDPO(Aggregating):
                 f"may have {told} tokens, more than {what}"
             )
 
-    @model_validator(mode="after")
-    def _check_feedback(self):
+    def _check(self):
         if not self.feedback:
             raise at("feedback", "is empty: without feedback the teacher equals the policy and the loss is 0")
         if len(set(self.feedback)) < len(self.feedback):
@@ -214,26 +201,24 @@ class SDPO(Aggregating):
         self.unused("solution" not in given, why, "solution_field")
         self.unused(not given & {"solution", "sibling"}, why, "solution_template")
         self.unused("error" not in given, why, "error_template")
-        return self
+        self._check_template("teacher_template", "feedback", "prompt")
+        self._check_template("solution_template", "")
+        self._check_template("error_template", "")
 
-    @field_validator("teacher_template", "solution_template", "error_template")
-    @classmethod
-    def _parts(cls, value, info):
-        wanted = {"prompt", "feedback"} if info.field_name == "teacher_template" else {""}
+    def _check_template(self, option: str, *wanted: str):
+        value = getattr(self, option)
         try:
             fields = {name for _, name, _, _ in string.Formatter().parse(value) if name is not None}
         except ValueError as error:
-            raise ValueError(f"{value!r} is no format string: {error}") from None
-        if fields != wanted:
-            braces = " and ".join(f"{{{name}}}" for name in sorted(wanted))
-            raise ValueError(f"{value!r} must have {braces}, and nothing else in braces")
-        return value
+            raise at(option, f"{value!r} is no format string: {error}") from None
+        if fields != set(wanted):
+            braces = " and ".join(f"{{{name}}}" for name in wanted)
+            raise at(option, f"{value!r} must have {braces}, and nothing else in braces")
 
 
-class Distillation(Teaching, Online):
+class Distillation(Teaching, Online, name="distil"):
     """Distillation from a teacher on the student's own samples, without a reward."""
 
-    name: Literal["distil"] = "distil"
     has_ratio: ClassVar[bool] = False
     uses_rewards: ClassVar[bool] = False
     uses_old_logprobs: ClassVar[bool] = False
@@ -243,13 +228,11 @@ class Distillation(Teaching, Online):
         return True
 
 
-class OwnAlgorithm(Online):
+class OwnAlgorithm(Online, name="own", extra="allow"):
     """docs/own_algorithm.md. Further options belong to the section of the user's class."""
 
-    model_config = ConfigDict(extra="allow")
     of_user: ClassVar[bool] = True
 
-    name: Literal["own"] = "own"
     objective: str
     """The class: my_file.py:Name (relative to the working directory) or my_module:Name."""
 
