@@ -48,6 +48,14 @@ class EngineEstimate:
     element: int = 2
 
     @property
+    def bandwidth(self) -> float:
+        return self.chip.bandwidth * self.efficiency.memory * self.devices
+
+    @property
+    def flops(self) -> float:
+        return self.chip.flops * self.efficiency.compute * self.devices
+
+    @property
     def token(self) -> int:
         """The bytes of a token's keys and values on all devices, each of which has at least one head."""
         return 2 * max(self.s.kv, self.devices * self.s.head_dim) * len(self.s.mixture) * self.element
@@ -58,31 +66,25 @@ class EngineEstimate:
         count = prompts * group
         batch = min(count, self.places)
         steps = max(longest, count * response / batch), math.ceil(count / batch) * longest
-        e = self.efficiency
-        bandwidth = self.chip.bandwidth * e.memory * self.devices
-        cache = count * response * (prompt + response / 2) * self.token / bandwidth
-        flops = self.chip.flops * e.compute * self.devices
-        products = 2 * self.s.multiplied * (count * response + prompts * prompt) / flops
-        weights = self._read(batch) * self.element / bandwidth
-        launches = len(self.s.mixture) * KERNELS * e.launch
+        cache = count * response * (prompt + response / 2) * self.token / self.bandwidth
+        products = 2 * self.s.multiplied * (count * response + prompts * prompt) / self.flops
+        weights = self._read(batch) * self.element / self.bandwidth
+        launches = len(self.s.mixture) * KERNELS * self.efficiency.launch
         least = max(steps[0] * weights + cache, products)
         return least, steps[1] * (weights + launches) + cache + products
 
     def tail(self, prompts: int, group: int, prompt: float, response: float, longest: float) -> float:
         """Return the seconds for `group` responses to each of `prompts`, with a tail of long responses."""
-        count, e, d = prompts * group, self.efficiency, self.devices
-        bandwidth, layers = self.chip.bandwidth * e.memory * d, len(self.s.mixture)
-        fixed = layers * (KERNELS * e.launch + (2 * SUM if d > 1 else 0))
+        count = prompts * group
+        fixed = len(self.s.mixture) * (KERNELS * self.efficiency.launch + (2 * SUM if self.devices > 1 else 0))
         waves = math.ceil(count / self.places)
         width, total = longest / PARTS, 0.0
         for part in range(PARTS):
             done = (part + 0.5) * width
-            alive = count / waves * share_longer(done, response, longest)
-            alive = max(alive, 1.0)  # the longest response of all
+            alive = max(count / waves * share_longer(done, response, longest), 1.0)  # the longest response of all
             read = self._read(math.ceil(alive)) * self.element + alive * (prompt + done) * self.token
-            products = 2 * self.s.multiplied * alive / (self.chip.flops * e.compute * d)
-            total += width * (max(read / bandwidth, products) + fixed)
-        prefill = 2 * self.s.multiplied * prompts * prompt / (self.chip.flops * e.compute * d)
+            total += width * (max(read / self.bandwidth, 2 * self.s.multiplied * alive / self.flops) + fixed)
+        prefill = 2 * self.s.multiplied * prompts * prompt / self.flops
         return (waves * total + prefill) / REACHED
 
     def _read(self, batch: int) -> float:

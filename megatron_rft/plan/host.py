@@ -35,7 +35,7 @@ def lines(m: MemoryPlan, vllm: bool, ranks: int, writers: int, engines: int, wei
     report = [f"memory without a GPU: about {gib(per_rank)} a rank, {gib(total)} on this machine"]
     if more:
         report[0] += f"; {gib(per_rank + more)} on {many(writers, 'rank')} during a checkpoint"
-    if here and total > here:
+    if total > here:
         report.append(
             f"warning: that is more than the machine's {gib(here)}, and the system may kill a rank. Take fewer ranks "
             "(--nproc), or lower batching.micro_batch_tokens"

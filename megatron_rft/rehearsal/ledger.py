@@ -8,7 +8,7 @@ every micro-batch.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from megatron_rft.plan.devices import NODE, Device, Efficiency
@@ -21,19 +21,20 @@ BLOCK = 512  # bytes; sizes of torch's allocator are multiples of it
 
 
 class Memory:
-    """Bytes of live tensors on a device by category, and their peak in each phase."""
+    """Bytes of live tensors on a device by category, and their peak in each phase of the ledger."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: "Ledger") -> None:
+        self.ledger = ledger
         self.alive: Counter[str] = Counter()
         self.total = 0
         self.peaks: dict[str, tuple[int, dict[str, int]]] = {}
-        self.phase = BETWEEN
 
     def add(self, category: str, size: int) -> None:
         self.alive[category] += size
         self.total += size
-        if self.total > self.peaks.get(self.phase, (-1,))[0]:
-            self.peaks[self.phase] = self.total, dict(self.alive)
+        phase = self.ledger.phase
+        if self.total > self.peaks.get(phase, (-1,))[0]:
+            self.peaks[phase] = self.total, dict(self.alive)
 
     def move(self, before: str, after: str, size: int) -> None:
         self.alive[before] -= size
@@ -43,7 +44,7 @@ class Memory:
 class Ledger:
     def __init__(self, device: Device, efficiency: Efficiency, node: int = NODE):
         self.device, self.efficiency, self.node = device, efficiency, node
-        self.memory, self.host = Memory(), Memory()
+        self.memory, self.host = Memory(self), Memory(self)
         self.phase, self.part, self.category = BETWEEN, "rest", None
         self.training = False  # whether the micro-batches have a backward pass
         self.in_backward = lambda: False  # set by the device mode, which knows autograd
@@ -59,31 +60,26 @@ class Ledger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
-        for memory in (self.memory, self.host):
-            memory.phase = phase
-            memory.add("", 0)
-        try:
+        with self._now("phase", phase):
+            for memory in (self.memory, self.host):
+                memory.add("", 0)  # what is there is the phase's first peak
             yield
-        finally:
-            self.phase = self.memory.phase = self.host.phase = before
 
-    @contextmanager
-    def doing(self, part: str) -> Iterator[None]:
-        before, self.part = self.part, part
-        try:
-            yield
-        finally:
-            self.part = before
+    def doing(self, part: str) -> AbstractContextManager[None]:
+        return self._now("part", part)
 
-    @contextmanager
-    def holding(self, category: str) -> Iterator[None]:
+    def holding(self, category: str) -> AbstractContextManager[None]:
         """Count tensors that are created in this context under this category."""
-        before, self.category = self.category, category
+        return self._now("category", category)
+
+    @contextmanager
+    def _now(self, name: str, value: str) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.category = before
+            setattr(self, name, before)
 
     def category_now(self) -> str:
         if self.category is not None:

@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -69,19 +70,12 @@ def has_fused_attention(capability: tuple[int, int]) -> bool:
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def machine_bytes() -> int | None:
-    """What processes may take here: all memory, or a container's limit; None where Linux does not say."""
-    limits = []
-    try:
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-        limits.append(int(line.split()[1]) << 10)
-    except (OSError, StopIteration):
-        return None
+def machine_bytes() -> int:
+    """What processes may take here: all memory, or a container's limit."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in LIMITS:
-        try:
+        with suppress(OSError, ValueError):  # absent, or "max"
             limits.append(int(Path(limit).read_text()))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
     return min(limits)
 
 
