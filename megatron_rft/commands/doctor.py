@@ -115,7 +115,7 @@ def transformer_engine_problem(cuda: bool) -> str | None:
     except Exception as error:  # a missing library or symbol raises OSError or RuntimeError
         reason = str(error).partition("\n")[0]
         return f"installed, but cannot be imported ({reason}): {TRANSFORMER_ENGINE_INSTALL}"
-    if cuda and not has_fused_attention(_capability()):
+    if cuda and not has_fused_attention(importlib.import_module("torch").cuda.get_device_capability()):
         return "installed; its attention needs compute capability 9.0 or flash-attn: torch's attention is used instead"
     return None if cuda else "installed, but not used without a GPU"
 
@@ -140,24 +140,18 @@ def cudnn_problem() -> str | None:
     return None
 
 
-def _capability() -> tuple[int, int]:
-    import torch
-
-    return torch.cuda.get_device_capability()
-
-
 def slurm_problem() -> str | None:
     """Return the problem that keeps `launch/*.sh` from working, or None."""
     if shutil.which("sbatch") is None:
         return "no sbatch here: submit jobs from a login node of the cluster; on this machine use --nproc"
     try:
         asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=60)
+        reason = asked.stderr.strip().partition("\n")[0] if asked.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"installed, but no cluster answers ({error}): use a login node, or set SLURM_CONF to its slurm.conf"
-    if asked.returncode:
-        reason = asked.stderr.strip().partition("\n")[0]
-        return f"installed, but no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
-    return None
+        reason = error
+    if reason is None:
+        return None
+    return f"installed, but no cluster answers ({reason}): use a login node, or set SLURM_CONF to its slurm.conf"
 
 
 def tracker_problem(name: str) -> str | None:
@@ -174,19 +168,19 @@ def nemo_run_problem(root: Path = ROOT) -> str | None:
 
 def checks(cuda: bool) -> dict[str, str]:
     """Return for each optional package whether it is usable, or the problem and the fix."""
-    problems = {
-        "CUDA": cuda_problem(),
-        "Transformer Engine": transformer_engine_problem(cuda),
-        "vLLM": unusable(),
-        "Slurm": slurm_problem(),
-        "NeMo-Run": nemo_run_problem(),
-        "wandb": tracker_problem("wandb"),
-        "TensorBoard": tracker_problem("tensorboard"),
+    usable = "usable"
+    return {
+        "CUDA": cuda_problem() or usable,
+        "Transformer Engine": transformer_engine_problem(cuda) or usable,
+        "vLLM": unusable() or usable,
+        "Slurm": slurm_problem() or usable,
+        "NeMo-Run": nemo_run_problem() or usable,
+        "wandb": tracker_problem("wandb") or f"{usable}, after `wandb login`; a run without network logs offline",
+        "TensorBoard": tracker_problem("tensorboard") or usable,
+        **({"cuDNN": cudnn_problem() or "one"} if cuda else {}),
+        "apex": apex(),
+        "sandbox": sandbox(),
     }
-    usable = {"wandb": "usable, after `wandb login`; a run without network logs offline"}
-    found = {name: problem or usable.get(name, "usable") for name, problem in problems.items()}
-    found |= {"cuDNN": cudnn_problem() or "one"} if cuda else {}
-    return found | {"apex": apex(), "sandbox": sandbox()}
 
 
 def used(cuda: bool, with_te: bool) -> dict[str, str]:

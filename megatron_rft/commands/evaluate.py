@@ -111,7 +111,7 @@ class Asked:
             "megatron_rft": __version__,
             **model,
             "reward": reward.model_dump(),
-            "code": code_of(reward),
+            "code": digests([each.function for each in reward.everything() if isinstance(each, OwnOptions)]),
             "problems": hashlib.sha256("".join(map(repr, prompts)).encode()).hexdigest(),
             "sampling": asdict(evaluator.sampler.sampling),
             "samples": samples,
@@ -164,11 +164,6 @@ def weights(folder: Path) -> Weights:
     """Name, size and modification time of each weight file: a cache key of the model's weights."""
     stats = [(file.name, file.stat()) for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.distcp")])]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-
-
-def code_of(reward: RewardOptions) -> dict[str, str]:
-    """Digests of the user's code in a reward: its option `function` -> SHA-256 of the file."""
-    return digests([each.function for each in reward.everything() if isinstance(each, OwnOptions)])
 
 
 def digests(named: list[str]) -> dict[str, str]:

@@ -7,7 +7,6 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
             limit=args.limit,
         )
     print(make_table(results))
-    (out / "results.json").write_text(json.dumps(_plain(results), indent=2, default=str) + "\n")
+    kept = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+    (out / "results.json").write_text(json.dumps(kept, indent=2, default=str) + "\n")
     print(f"results: {out / 'results.json'}")
     return FINISHED
-
-
-def _plain(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}

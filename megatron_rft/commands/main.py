@@ -18,7 +18,7 @@ from megatron_rft.commands.parser import parse
 from megatron_rft.config import load
 from megatron_rft.launching import slurm
 from megatron_rft.launching.job import Job
-from megatron_rft.utils.errors import FAILED, USER_ERROR, RunFailed, UserError, disk_problem
+from megatron_rft.utils.errors import USER_ERROR, exit_status
 
 # Warnings of torch and megatron-core on every rank about which users can do nothing. `doctor` reports on apex.
 NOISE = (
@@ -42,15 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         return run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if job := getattr(args, "job", None):  # the job's other nodes wait for this status
-            node = slurm.this_node()
-            Job(job, Path(), node.index, node.count).conclude(USER_ERROR)
-        return USER_ERROR
-    except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
     except ModuleNotFoundError as error:
         if not (package := doctor.package_of(error.name)):
             raise
@@ -63,10 +54,14 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
-        if not (problem := disk_problem(error)):
+        if (outcome := exit_status(error)) is None:
             raise
-        print(f"error: {problem}", file=sys.stderr)
-        return FAILED
+        status, message = outcome
+        print(f"error: {message}", file=sys.stderr)
+        if status == USER_ERROR and (job := getattr(args, "job", None)):  # the job's other nodes wait for this status
+            node = slurm.this_node()
+            Job(job, Path(), node.index, node.count).conclude(USER_ERROR)
+        return status
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,16 +23,7 @@ from megatron_rft.launching.slurm import Node
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
 from megatron_rft.plan.search import Search
 from megatron_rft.utils import run_lock
-from megatron_rft.utils.errors import (
-    FAILED,
-    FINISHED,
-    STOPPED,
-    USER_ERROR,
-    ConfigError,
-    RunFailed,
-    UserError,
-    disk_problem,
-)
+from megatron_rft.utils.errors import FAILED, FINISHED, STOPPED, ConfigError, UserError, exit_status
 from megatron_rft.utils.processes import STOP_SIGNALS
 
 HIDDEN = {"owner": 0o077, "group": 0o027, "all": 0}  # run.access -> bits of new files that others do not get
@@ -135,16 +126,10 @@ def work(output_dir: str, run: Callable[[], int]) -> int:
         signal.signal(number, stop_at_once)
     try:
         status, message = run(), ""
-    except UserError as error:
-        status, message = USER_ERROR, str(error)
-    except RunFailed as error:
-        status, message = FAILED, str(error)
     except Exception as error:
-        status, message = FAILED, f"{type(error).__name__}: {error}"
-        if problem := disk_problem(error):
-            message = problem
-        else:
+        if (outcome := exit_status(error)) is None:
             traceback.print_exc()
+        status, message = outcome or (FAILED, f"{type(error).__name__}: {error}")
     written = launcher.write_exit(output_dir, status, message)
     if message and not (written and launcher.PARENT in os.environ):  # a launcher prints it once for all ranks
         print(f"error: {message}", file=sys.stderr)

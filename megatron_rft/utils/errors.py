@@ -59,6 +59,15 @@ def disk_problem(error: Exception) -> str:
     return ""
 
 
+def exit_status(error: Exception) -> tuple[int, str] | None:
+    """Return the exit status of a command or a rank, and the message for the user; None for a bug, whose traceback is
+    needed."""
+    if isinstance(error, UserError | RunFailed):
+        return USER_ERROR if isinstance(error, UserError) else FAILED, str(error)
+    problem = disk_problem(error)
+    return (FAILED, problem) if problem else None
+
+
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is closest to `name`, if one is close."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)

@@ -54,21 +54,16 @@ def _import(module: str, option: str) -> ModuleType:
         return _import_file(Path(module), option) if module.endswith(".py") else importlib.import_module(module)
     except ConfigError:
         raise
-    except ModuleNotFoundError as error:
-        if error.name and module.split(".")[0] == error.name.split(".")[0]:
+    except Exception as error:
+        lacks = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacks and module.split(".")[0] == lacks.split(".")[0]:
             raise ConfigError(
                 f"{option}: there is no module {module}, neither installed nor in {Path.cwd()}. A file is named with "
                 f"its ending: {module.replace('.', '/')}.py:Name"
             ) from None
-        raise _failed(module, option, error) from error
-    except Exception as error:
-        raise _failed(module, option, error) from error
-
-
-def _failed(module: str, option: str, error: Exception) -> ConfigError:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f" ({last.filename}, line {last.lineno})" if not last.filename.startswith("<") else ""
-    return ConfigError(f"{option}: importing {module} failed: {type(error).__name__}: {error}{where}")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({last.filename}, line {last.lineno})" if not last.filename.startswith("<") else ""
+        raise ConfigError(f"{option}: importing {module} failed: {type(error).__name__}: {error}{where}") from error
 
 
 def _import_file(path: Path, option: str) -> ModuleType:
