@@ -1,6 +1,6 @@
 """A whole recipe: its sections, and the checks across sections that hold for every trainer. No torch."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import model_validator
 
@@ -25,6 +25,7 @@ class Recipe(s.Section):
     """What the code that all trainers share reads. `trainers.py` has the recipes that can be written: there a trainer's
     recipe lacks the options that would do nothing with it."""
 
+    corrects: ClassVar[bool] = True  # the losses correct for responses of a policy other than the trained one, if any
     trainer: str
     """rl: sample, grade, learn. sft: learn from given answers. generate: sample and grade once, into a store of
     trajectories. offline: learn from such a store."""
@@ -85,12 +86,6 @@ class Recipe(s.Section):
     def teaching(self) -> Teaching | None:
         """The options of a distillation's teacher."""
         return self.distil or (self.algorithm if isinstance(self.algorithm, Teaching) else None)
-
-    @property
-    def corrects(self) -> bool:
-        """Whether the losses correct for responses sampled by another policy than the trained one, or have no such
-        responses."""
-        return True
 
     @property
     def trains_while_sampling(self) -> bool:

@@ -1,8 +1,5 @@
 """The section `algorithm` of a recipe: the options of each algorithm and their defaults. No torch."""
 
-from functools import reduce
-from operator import or_
-
 from megatron_rft.config.algorithms.offline import OFFLINE
 from megatron_rft.config.algorithms.online import ONLINE
 
@@ -10,5 +7,3 @@ ALGORITHMS = ONLINE | OFFLINE
 """By `algorithm.name`: the section, and the objective that `megatron_rft.objectives.build` makes of it."""
 
 SECTIONS = {name: section for name, (section, _) in ALGORITHMS.items()}
-
-AnyAlgorithm = reduce(or_, SECTIONS.values())

@@ -34,21 +34,9 @@ class Algorithm(Section):
     trainer: ClassVar[Trainer]
     of_user: ClassVar[bool] = False  # the user's code has the class
     pairs: ClassVar[bool] = False  # an example is a right and a wrong trajectory of one problem
-
-    @property
-    def compares_distributions(self) -> bool:
-        """Whether the loss compares with a second full distribution."""
-        return False
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether the loss or the rewards compare the policy with the frozen reference."""
-        return False
-
-    @property
-    def teacher_average(self) -> float | None:
-        """The rate of the teacher's moving average of the policy's weights. None: there is no average."""
-        return None
+    compares_distributions: ClassVar[bool] = False  # the loss compares with a second full distribution
+    uses_reference: ClassVar[bool] = False  # the loss or the rewards compare the policy with the frozen reference
+    teacher_average: ClassVar[float | None] = None  # the rate of the teacher's moving average of the policy's weights
 
 
 class Online(Algorithm):
@@ -62,6 +50,8 @@ class Online(Algorithm):
     uses_feedback: ClassVar[bool] = False  # a teacher reads feedback on each response
     takes_constraint: ClassVar[bool] = False  # the section `constraint` can add to its loss or rewards
     compares_responses: ClassVar[bool] = False  # compares responses to one prompt: group_size must be at least 2
+    leaves_groups_out: ClassVar[bool] = False  # groups whose rewards are all equal are not trained on
+    sampling_rounds: ClassVar[int] = 1  # at most, in a step; more than one if filtered groups are replaced
 
     mini_batch_prompts: Count | None = None
     """Prompts per optimizer step. None: rollout.prompts_per_step, one step per sampled batch."""
@@ -75,16 +65,6 @@ class Online(Algorithm):
     def corrects_sampling(self) -> bool:
         """Whether the loss corrects for responses that a policy other than the trained one sampled."""
         return self.old_logprobs == "rollout"
-
-    @property
-    def leaves_groups_out(self) -> bool:
-        """Whether groups whose rewards are all equal are not trained on."""
-        return False
-
-    @property
-    def sampling_rounds(self) -> int:
-        """Maximum rounds of sampling in a step; more than one if filtered groups are replaced."""
-        return 1
 
     def check_lengths(self, lengths: Lengths) -> None:
         """Check the algorithm's options against the run's limits.

@@ -24,16 +24,13 @@ class Offline(Algorithm):
     """The base class of offline methods."""
 
     trainer: ClassVar[Trainer] = "offline"
+    uses_reference: ClassVar[bool] = True  # every method logs log-ratios to the reference
 
     batch_sequences: Count = 64
     """Trajectories per optimizer step; a pair has two."""
     part_norms_every: Natural = 0
     """Steps between separate measurements of the gradient norms of right and of wrong trajectories, which take two more
     passes. 0: never."""
-
-    @property
-    def uses_reference(self) -> bool:
-        return True  # every method logs log-ratios to the reference
 
 
 class Pairwise(Offline):
@@ -132,22 +129,18 @@ class OffRL(Offline, name="off_rl"):
 class FPA(OffRL, name="fpa"):
     """Off-RL weighted by an extrapolation of the policy."""
 
+    compares_distributions: ClassVar[bool] = True
+
     extrapolation: NonNegative = 1.0
     """lambda: how far the policy is extrapolated away from the reference. 0 is Off-RL."""
     fpa_on: Literal["both", "correct", "incorrect"] = "both"
     """Trajectories weighted by the extrapolated policy; the others are weighted by the current one."""
 
-    @property
-    def compares_distributions(self) -> bool:
-        return True
-
 
 class OfflineDistillation(Teaching, Offline, name="offline_distil"):
     """Distillation from a teacher on all trajectories, right or wrong."""
 
-    @property
-    def compares_distributions(self) -> bool:
-        return True
+    compares_distributions: ClassVar[bool] = True
 
 
 OFFLINE: dict[str, tuple[type[Algorithm], str]] = {

@@ -140,6 +140,7 @@ class ReinforcePlusPlusBaseline(Clipped, name="reinforce_plus_plus_baseline"):
 class SDPO(Aggregating, name="sdpo"):
     """Self-distillation from a teacher that reads feedback."""
 
+    compares_distributions: ClassVar[bool] = True
     has_ratio: ClassVar[bool] = False
     uses_feedback: ClassVar[bool] = True
 
@@ -165,10 +166,6 @@ class SDPO(Aggregating, name="sdpo"):
     """With pipo: the ratio of the verification step is clipped below 1 - clip_low."""
     clip_high: Positive = 0.2
     """With pipo: the ratio of the verification step is clipped above 1 + clip_high."""
-
-    @property
-    def compares_distributions(self) -> bool:
-        return True
 
     @property
     def uses_old_logprobs(self) -> bool:
@@ -219,26 +216,20 @@ class SDPO(Aggregating, name="sdpo"):
 class Distillation(Teaching, Online, name="distil"):
     """Distillation from a teacher on the student's own samples, without a reward."""
 
+    compares_distributions: ClassVar[bool] = True
     has_ratio: ClassVar[bool] = False
     uses_rewards: ClassVar[bool] = False
     uses_old_logprobs: ClassVar[bool] = False
-
-    @property
-    def compares_distributions(self) -> bool:
-        return True
 
 
 class OwnAlgorithm(Online, name="own", extra="allow"):
     """docs/own_algorithm.md. Further options belong to the section of the user's class."""
 
     of_user: ClassVar[bool] = True
+    uses_reference: ClassVar[bool] = True  # it may use one: training/user_algorithm.py checks it with the user's class
 
     objective: str
     """The class: my_file.py:Name (relative to the working directory) or my_module:Name."""
-
-    @property
-    def uses_reference(self) -> bool:
-        return True  # it may use one: training/user_algorithm.py checks it when the class is loaded
 
     @property
     def corrects_sampling(self) -> bool:
