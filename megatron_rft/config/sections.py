@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron_rft.config import datasets, passthrough
 from megatron_rft.config.engines import ENGINES
@@ -23,15 +23,13 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
+# YAML reads off as false
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
 MAX_TOP_K = 64  # bounds the tokens of truncated sampling that travel with each response token
 
 ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "refining", "validation", "test")
 CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 FOREIGN = {".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xlsx", ".yaml", ".yml"}
-
-
-def yaml_reads_off_as_false(value: Any) -> Any:
-    return "off" if value is False else value
 
 
 class SectionType(type(BaseModel)):
@@ -192,19 +190,15 @@ class Batching(Section):
     """The same for passes without a backward pass. None: twice micro_batch_tokens."""
     pack_sequences: bool = True
     """Concatenate sequences without padding. false: rectangular micro-batches, padded to the longest."""
-    share_prompts: Literal["auto", "off"] = "auto"
+    share_prompts: AutoOrOff = "auto"
     """auto: the model computes a prompt once for all its responses in a micro-batch, except with context parallelism or
     without pack_sequences. off: it computes the prompt for each response."""
-    skip_zero_advantages: Literal["auto", "off"] = "auto"
+    skip_zero_advantages: AutoOrOff = "auto"
     """auto: training does not compute responses whose advantages are all zero, such as those of a group with equal
     rewards, if their loss has no other part with a gradient. They count in every denominator, so the gradient is the
     same. off: training computes all responses."""
     logprob_block_mib: Count = 64
     """Size of the block in which logits are computed; one block exists at a time. Large ones suit GPUs, such as 256."""
-
-    _off = field_validator("share_prompts", "skip_zero_advantages", mode="before", check_fields=False)(
-        yaml_reads_off_as_false
-    )
 
     @property
     def tokens_without_backward(self) -> int:
@@ -400,15 +394,13 @@ class Rollout(Section):
     """Of these, sample from those at least this many times as probable as the most probable one."""
     stop: list[str | int] = []
     """Strings (of one token) or token ids that end a response, in addition to the end-of-sequence token."""
-    replay_routes: Literal["auto", "off"] = "auto"
+    replay_routes: AutoOrOff = "auto"
     """Mixtures of experts. auto: the trainer computes each token with the experts that the engine used for it (router
     replay), if the engine reports them, as hf does. off: with those that its own routers choose."""
     max_batch_sequences: Count = 512
     """Sequences that an engine decodes together."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the engine's weights. None: model.precision (bf16 for fp8)."""
-
-    _off = field_validator("replay_routes", mode="before", check_fields=False)(yaml_reads_off_as_false)
 
     def _check(self):
         colocated, placed = self.placement == "colocated", f"with placement {self.placement}"
