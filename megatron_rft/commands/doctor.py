@@ -134,10 +134,10 @@ def other_cudnn(listing: str | None = None) -> list[str]:
     return sorted({str(folder) for folder in folders if "site-packages/nvidia/" not in str(folder)})
 
 
-def cudnn_problem() -> str | None:
+def cudnn() -> str:
     if twice := other_cudnn():
         return f"also in {', '.join(twice)}, beside that of torch's wheels: remove it, or its entry in LD_LIBRARY_PATH"
-    return None
+    return "one"
 
 
 def slurm_problem() -> str | None:
@@ -177,7 +177,7 @@ def checks(cuda: bool) -> dict[str, str]:
         "NeMo-Run": nemo_run_problem() or usable,
         "wandb": tracker_problem("wandb") or f"{usable}, after `wandb login`; a run without network logs offline",
         "TensorBoard": tracker_problem("tensorboard") or usable,
-        **({"cuDNN": cudnn_problem() or "one"} if cuda else {}),
+        **({"cuDNN": cudnn()} if cuda else {}),
         "apex": apex(),
         "sandbox": sandbox(),
     }

@@ -27,10 +27,10 @@ def headline(group: RunGroup) -> list[Headline]:
 
 def accuracy(group: RunGroup) -> Headline | None:
     """Return pass@1 on the test problems before and after training, else the first and last on the held-out ones."""
-    for label, ends in (("pass@1, test", _tested), ("pass@1, held out", _validated)):
-        pairs = [pair for run in group.runs if (pair := ends(run))]
-        if pairs:
-            (before, _), (after, error) = (_with_error([pair[i] for pair in pairs]) for i in (0, 1))
+    for label, evaluations in (("pass@1, test", _tested), ("pass@1, held out", _validated)):
+        runs = [found for run in group.runs if len(found := evaluations(run)) > 1]
+        if runs:
+            (before, _), (after, error) = (_with_error([found[i] for found in runs]) for i in (0, -1))
             return Headline(label, f"{before:.3f} → {after:.3f}", "" if error is None else f"± {error:.3f}")
     return None
 
@@ -42,19 +42,13 @@ def _with_error(pairs: list[tuple[float, float | None]]) -> tuple[float, float |
     return mean_and_error([value for value, _ in pairs])
 
 
-def _tested(run: RecordedRun) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
-    results = run.evaluated("test")
-    if len(results) < 2:
-        return None
-    return tuple((result["pass_at_1"], result.get("standard_error")) for _, result in (results[0], results[-1]))
+def _tested(run: RecordedRun) -> list[tuple[float, float | None]]:
+    return [(result["pass_at_1"], result.get("standard_error")) for _, result in run.evaluated("test")]
 
 
-def _validated(run: RecordedRun) -> tuple[tuple[float, float | None], tuple[float, float | None]] | None:
-    values = run.curves.of("evaluation/pass@1")[1]
-    if len(values) < 2:
-        return None
-    errors = run.curves.of("evaluation/pass@1_se")[1]
-    return tuple((values[i], errors[i] if len(errors) == len(values) else None) for i in (0, -1))
+def _validated(run: RecordedRun) -> list[tuple[float, float | None]]:
+    records = [record for record in run.curves.records if record.get("evaluation/pass@1") is not None]
+    return [(record["evaluation/pass@1"], record.get("evaluation/pass@1_se")) for record in records]
 
 
 def by_level(group: RunGroup) -> list[Headline]:

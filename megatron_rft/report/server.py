@@ -77,13 +77,10 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, kind: str, text: str) -> None:
         content = text.encode()
         self.send_response(status)
-        for name, value in (
-            ("Content-Type", kind),
-            ("Content-Length", str(len(content))),
-            ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"),
-        ):
-            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
         self.end_headers()
         self.wfile.write(content)
 
