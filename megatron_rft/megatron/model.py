@@ -137,7 +137,7 @@ def _architecture(c: Any) -> dict[str, Any]:
         options |= _sinks(c)
     if family.gemma:
         gelu = partial(F.gelu, approximate="tanh")
-        options |= {"activation_func": gelu, "use_te_activation_func": False, "bias_activation_fusion": False}
+        options |= {"activation_func": gelu, "bias_activation_fusion": False}
     if family.gated:
         options |= _delta_nets(c)
     return options | (_latent(c) if family.latent else {})
@@ -194,7 +194,6 @@ def _sinks(c: Any) -> dict[str, Any]:
         "activation_func": quick_gelu,
         "activation_func_clamp_value": first(c, "swiglu_limit", default=7.0),
         "glu_linear_offset": 1.0,
-        "use_te_activation_func": False,
         "bias_activation_fusion": False,  # megatron-core's fused kernel clamps before it adds the bias
         "bias_dropout_fusion": False,  # refused by Transformer Engine's grouped experts with biases
     }
@@ -223,8 +222,7 @@ def _host(mixture: bool) -> dict[str, Any]:
     on_gpu, with_te = torch.cuda.is_available(), has_transformer_engine()
     return {
         "use_cpu_initialization": not on_gpu,
-        "bias_activation_fusion": with_te,
-        "use_te_activation_func": not with_te,  # means: use the spec's activation, `cpu.layers.GatedActivation`
+        "bias_activation_fusion": True,  # keeps only its input for the backward pass
         "bias_dropout_fusion": on_gpu,
         "apply_rope_fusion": with_te,
         "masked_softmax_fusion": False,

@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_rft.families.tables import INPUT_NORM, Family
-from megatron_rft.megatron.cpu.layers import GatedActivation
 from megatron_rft.megatron.delta_net import DeltaNet
 from megatron_rft.megatron.local_attention import LocalAttention, PostNorm
 from megatron_rft.megatron.sink_attention import SinkAttention
@@ -76,14 +75,10 @@ def block_spec(
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if config.qk_layernorm and hasattr(attention, name):
                 setattr(attention, name, LatentNorm if config.multi_latent_attention else RMSNorm)
-        mlp = layer.submodules.mlp
-        experts = (mlp.submodules.experts, mlp.submodules.shared_experts) if mlp.module is MoELayer else (mlp,)
-        for feed_forward in experts:
-            if feed_forward.submodules is None:  # grouped experts have no submodules and their own activation
-                continue
-            if config.use_te_activation_func:
-                feed_forward.submodules.activation_func = GatedActivation
-            if config.add_bias_linear:
+        if config.add_bias_linear:
+            mlp = layer.submodules.mlp
+            experts = (mlp.submodules.experts, mlp.submodules.shared_experts) if mlp.module is MoELayer else (mlp,)
+            for feed_forward in experts:
                 feed_forward.submodules.linear_fc2 = OwnOutput
         if family.local:
             _make_local(layer.submodules, config, family, window_scale)

@@ -1,38 +1,7 @@
-"""Parts of a layer with custom backward passes: elementwise ones, for hosts without Transformer Engine, which make
-fewer passes over memory than megatron-core's and save only the input; and the CPU's attention.
-"""
+"""Parts of a layer with custom backward passes for the CPU: the norm, and attention over shared prompts."""
 
 import torch
-import torch.nn.functional as F
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-
-
-class SwiGLU(torch.autograd.Function):
-    """[gate | up] -> silu(gate) * up. Shazeer, arXiv:2002.05202."""
-
-    @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
-
-
-class GatedActivation(MegatronModule):  # MegatronModule has the sharded_state_dict that checkpoints call
-    """`SwiGLU` as the `activation_func` of megatron-core's feed-forward."""
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        return SwiGLU.apply(gate_up)
 
 
 class Normalise(torch.autograd.Function):
@@ -63,47 +32,6 @@ class Normalise(torch.autograd.Function):
 def _wide(x: Tensor) -> Tensor:
     """In fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class Rotate(torch.autograd.Function):
-    """Rotary position embedding that rotates halves; backward rotates by the opposite angle. Su et al.,
-    arXiv:2104.09864."""
-
-    @staticmethod
-    def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(t, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, -1), None, None
-
-
-def _rotated(t: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Return t * cos + direction * (-t2, t1) * sin for t = (t1, t2) [.., heads, d]."""
-    half = t.shape[-1] // 2
-    out = t * cos
-    out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=-direction)
-    out[..., half:].addcmul_(t[..., :half], sin[..., half:], value=direction)
-    return out
-
-
-def rotary(
-    t: Tensor,
-    freqs: Tensor,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
-    mscale: float = 1.0,
-) -> Tensor:
-    """Replaces megatron-core's `_apply_rotary_pos_emb_bshd`. t [s, b, heads, d], freqs [s, 1, 1, d]"""
-    assert not rotary_interleaved and mscale == 1.0
-    size = freqs.shape[-1]
-    turned, rest = (t, None) if size == t.shape[-1] else t.split([size, t.shape[-1] - size], -1)
-    if multi_latent_attention:  # pairs of neighbours become halves, as in megatron-core
-        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
-    turned = Rotate.apply(turned, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
-    return turned if rest is None else torch.cat((turned, rest), -1)
 
 
 def span(x: Tensor, start: int, end: int) -> Tensor:

@@ -1,55 +1,15 @@
-"""The distributed optimizer on a host: its collectives over gloo, one device for all of gloo's groups, and Adam.
+"""The distributed optimizer on a host: its collectives over gloo, and Adam.
 
 gloo's own reduce-scatter copies the whole buffer and sums all of it on every rank, and its all-gather copies what it
 received. Here each rank sends to each other rank that one's part only, and nothing if it is alone. Megatron's buffers
 hold a rank's own part, so that `output` is a part of `input` or the reverse.
 """
 
-import functools
-import os
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
-
-
-def share_gloo_device() -> None:
-    """Let the groups that are created from now on share one device, with the interfaces that torch would choose.
-
-    torch creates a device for every group, and its thread wakes up a hundred times a second. With the forty groups of a
-    layout that takes 3.5% of a core for each rank; with one device, 0.3%.
-    """
-    distributed_c10d.ProcessGroupGloo = _OneDevice
-
-
-class _LikeGloo(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, dist.ProcessGroupGloo)
-
-
-class _OneDevice(metaclass=_LikeGloo):
-    """Stands where torch creates a group's backend, and where it asks whether one is gloo's."""
-
-    def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = _devices(os.getpid())
-        options._threads = 2 * len(options._devices)  # torch's number
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-@functools.cache
-def _devices(pid: int) -> list[dist.ProcessGroupGloo.Device]:
-    """The devices of process `pid`; threads do not survive a fork."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
-
 
 CHUNK = 1 << 20  # elements that are received at a time
 
