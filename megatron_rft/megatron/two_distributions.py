@@ -27,15 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rft.megatron.seams import named
-from megatron_rft.megatron.vocabulary import (
-    BLOCK_BYTES,
-    Blocks,
-    SoftmaxSums,
-    block_of_logprobs,
-    input_gradients,
-    reduce,
-)
-from megatron_rft.records import Batch, Support
+from megatron_rft.megatron.vocabulary import Blocks, SoftmaxSums, input_gradients, reduce
+from megatron_rft.records import Batch
 
 
 @dataclass(frozen=True)
@@ -77,45 +70,35 @@ def compare(
     weight: Tensor,  # [V/tp, H] this rank's rows
     other_hidden: Tensor,  # [N, H'] of q
     other_weight: Tensor,  # [V/tp, H'] the same rows of the vocabulary
-    targets: Tensor,  # [N] int64, all below vocab_size
+    targets: Tensor,  # [N]
     *,
     names: frozenset[str],
-    vocab_size: int,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
     extrapolation: float = 0.0,
     mixture: float = 0.5,
-    block_bytes: int = BLOCK_BYTES,
-    support: Support | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Return [N] fp32 for each name of `names`. Rows of the weights from `vocab_size` on are ignored padding.
-    `support`: the tokens that truncated sampling kept, for both distributions."""
+    """Return [N] fp32 for each name of `names`. `options`: those of `Blocks`, for both distributions."""
     assert names <= NAMES, f"unknown: {sorted(names - NAMES)}"
     assert len(weight) == len(other_weight) and len(hidden) == len(other_hidden) and extrapolation >= 0
-    shape = {"vocab_size": vocab_size, "group": group, "temperature": temperature, "block_bytes": block_bytes}
-    shape["support"] = support
-    own, other = Blocks(hidden, weight, targets, **shape), Blocks(other_hidden, other_weight, targets, **shape)
+    own, other = Blocks(hidden, weight, targets, **options), Blocks(other_hidden, other_weight, targets, **options)
     order = sorted(names)
-    values = _Compare.apply(hidden, weight, own, other, group, order, extrapolation, mixture)
+    values = _Compare.apply(hidden, weight, own, other, order, extrapolation, mixture)
     return dict(zip(order, values, strict=True))
 
 
 class _Walk(NamedTuple):
-    """Statistics of pi, q and the extrapolation, and (logits - top, top) of pi and q if there is only one block."""
+    """Statistics of pi, q and the extrapolation."""
 
     own: SoftmaxSums
     other: SoftmaxSums | None
     extrapolated: SoftmaxSums | None
-    kept: tuple[Tensor, Tensor] | None
-    other_kept: tuple[Tensor, Tensor] | None
 
 
-def _walk(own: Blocks, other: Blocks, group, names: set[str], extrapolation: float) -> _Walk:
+def _walk(own: Blocks, other: Blocks, names: set[str], extrapolation: float) -> _Walk:
     reverse, forward, both = "reverse_kl" in names, "forward_kl" in names, "jsd" in names
     of_own = SoftmaxSums(own, dot="entropy" in names, moment=reverse)
     of_other = SoftmaxSums(other, moment=forward) if reverse or forward or both or "other_logprobs" in names else None
     extrapolated = SoftmaxSums(own) if "extrapolated_logprobs" in names else None
-    kept = other_kept = None
     for rows in own:
         columns, gap, other_gap = own.target_columns(rows), None, None
         logits = own.logits(rows)
@@ -126,22 +109,17 @@ def _walk(own: Blocks, other: Blocks, group, names: set[str], extrapolation: flo
             exact, other_exact = (
                 (own.exact_logits(rows), other.exact_logits(rows)) if own.rounds else (logits, other_logits)
             )
-            ahead = torch.mul(other_exact, -extrapolation, out=own.buffer("scratch", rows))
-            extrapolated.add(ahead.add_(exact, alpha=1 + extrapolation), columns, ahead)
+            extrapolated.add(torch.mul(other_exact, -extrapolation).add_(exact, alpha=1 + extrapolation), columns)
         if reverse:
-            gap = torch.sub(logits, other_logits, out=own.buffer("gap", rows))
+            gap = logits - other_logits
         if forward:
-            other_gap = torch.sub(other_logits, logits, out=other.buffer("gap", rows))
-        of_own.add(logits, columns, own.buffer("scratch", rows), gap)
+            other_gap = other_logits - logits
+        of_own.add(logits, columns, gap)
         if of_other:
-            of_other.add(other_logits, columns, own.buffer("scratch", rows), other_gap)
-        if own.one:
-            kept = (logits, of_own.top)
-            other_kept = (other_logits, of_other.top) if reverse or forward or both else None
-    own.release(), other.release()
-    if group is not None:
-        reduce([sums for sums in (of_own, of_other, extrapolated) if sums is not None], group)
-    return _Walk(of_own, of_other, extrapolated, kept, other_kept)
+            of_other.add(other_logits, columns, other_gap)
+    if own.group is not None:
+        reduce([sums for sums in (of_own, of_other, extrapolated) if sums is not None], own.group)
+    return _Walk(of_own, of_other, extrapolated)
 
 
 def _difference(own: SoftmaxSums, other: SoftmaxSums) -> Tensor:
@@ -154,27 +132,23 @@ def _mixture(log_own: Tensor, log_other: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_own + math.log1p(-share), log_other + math.log(share))
 
 
-def _to_mixture(walk: _Walk, own: Blocks, other: Blocks, group, share: float) -> tuple[Tensor, Tensor]:
+def _to_mixture(walk: _Walk, own: Blocks, other: Blocks, share: float) -> tuple[Tensor, Tensor]:
     """Return [N] KL(pi || m) and [N] KL(q || m)."""
     sums = own.hidden.new_zeros(2, len(own.hidden), dtype=own.dtype)
     for rows in own:
-        log_own = block_of_logprobs(own, rows, walk.own.normalizer, walk.kept)
-        log_other = block_of_logprobs(other, rows, walk.other.normalizer, walk.other_kept)
+        log_own, log_other = own.logprobs(rows, walk.own.normalizer), other.logprobs(rows, walk.other.normalizer)
         log_mixture = _mixture(log_own, log_other, share)
         for total, log in zip(sums, (log_own, log_other), strict=True):
             total += (log.exp() * (log - log_mixture)).sum(1)
-    own.release(), other.release()
-    if group is not None:
-        dist.all_reduce(sums, group=group)
+    if own.group is not None:
+        dist.all_reduce(sums, group=own.group)
     return sums[0], sums[1]
 
 
 class _Compare(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, own: Blocks, other: Blocks, group, names: list[str], extrapolation: float, mixture
-    ):
-        walk = _walk(own, other, group, set(names), extrapolation)
+    def forward(ctx, hidden, weight, own: Blocks, other: Blocks, names: list[str], extrapolation: float, mixture):
+        walk = _walk(own, other, set(names), extrapolation)
         formulas = {
             "logprobs": lambda: walk.own.logprobs,
             "entropy": lambda: walk.own.entropy,
@@ -185,14 +159,14 @@ class _Compare(torch.autograd.Function):
         }
         to_mixture = None
         if "jsd" in names:
-            to_mixture, of_other = _to_mixture(walk, own, other, group, mixture)
+            to_mixture, of_other = _to_mixture(walk, own, other, mixture)
             formulas["jsd"] = lambda: (1 - mixture) * to_mixture + mixture * of_other
         values = {name: formulas[name]() for name in names}
         other_normalizer = walk.other.normalizer if walk.other else None
         saved = (walk.own.normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"), to_mixture)
         ctx.save_for_backward(hidden, weight, *saved)
         ctx.mixture = mixture
-        ctx.own, ctx.other, ctx.names, ctx.kept, ctx.other_kept = own, other, names, walk.kept, walk.other_kept
+        ctx.own, ctx.other, ctx.names = own, other, names
         ctx.mark_non_differentiable(*(values[name] for name in names if name not in WITH_GRADIENT))
         ctx.set_materialize_grads(False)
         return tuple(values[name] for name in names)
@@ -225,13 +199,13 @@ class _Compare(torch.autograd.Function):
 
         def of_logprobs(rows: slice) -> Tensor:
             column, inside = own.target_columns(rows)
-            return block_of_logprobs(own, rows, normalizer, ctx.kept).exp_().scatter_add_(1, column, -inside)
+            return own.logprobs(rows, normalizer).exp_().scatter_add_(1, column, -inside)
 
         def of_all(rows: slice) -> Tensor:
-            block = block_of_logprobs(own, rows, normalizer, ctx.kept)
-            probs, beside = torch.exp(block, out=own.buffer("scratch", rows)), None
+            block = own.logprobs(rows, normalizer)
+            probs, beside = block.exp(), None
             if any(g is not zero for g in (g_reverse, g_forward, g_jsd)):
-                other_block = block_of_logprobs(other, rows, other_normalizer, ctx.other_kept)
+                other_block = other.logprobs(rows, other_normalizer)
             if g_jsd is not zero:
                 beside = (block - _mixture(block, other_block, ctx.mixture)).mul_(g_jsd.unsqueeze(1))
             block.mul_((g_reverse - g_entropy).unsqueeze(1)).add_(constant.unsqueeze(1))
@@ -247,5 +221,4 @@ class _Compare(torch.autograd.Function):
         plain = all(g is zero for g in (g_entropy, g_reverse, g_forward, g_jsd))
         factor, function = (-g_logprob, of_logprobs) if plain else (torch.ones_like(zero), of_all)
         found = input_gradients(own, hidden, weight, ctx.needs_input_grad[:2], factor, function)
-        other.release()
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None, None

@@ -3,9 +3,9 @@ vocabulary columns, whose softmax statistics are merged (Milakov and Gimelshein 
 
     z_t = hidden_t W^T / temperature,   logprob_t = z_t[y_t] - log sum_j exp z_tj,   entropy_t = -sum_j p_tj log p_tj
 
-Backward computes each block again; if there is only one block, it is kept. Blocks split the vocabulary and not the
-tokens, so that each row of the weight's gradient is one matrix product over all tokens, which accumulates in fp32: an
-fp32 copy of the [V, H] gradient is not needed. Matrix products run in the inputs' dtype, everything else in fp32.
+Backward computes each block again. Blocks split the vocabulary and not the tokens, so that each row of the weight's
+gradient is one matrix product over all tokens, which accumulates in fp32: an fp32 copy of the [V, H] gradient is not
+needed. Matrix products run in the inputs' dtype, everything else in fp32.
 
 With tensor parallelism each rank has V/tp rows of W, and all ranks pass the same `hidden` and `targets`. Forward makes
 two collectives (one MAX, one SUM, of [N] numbers), backward none: the gradient of `hidden` is this rank's share, *not
@@ -18,6 +18,7 @@ included. OUTSIDE is finite, since an infinity times a probability of 0 would be
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,29 +33,27 @@ OUTSIDE = -1e30  # the logit of a token that truncated sampling left out
 
 
 class Blocks:
-    """Iterates over blocks of columns of [N, V/tp] logits, in memory that is allocated once."""
+    """Iterates over blocks of columns of [N, V/tp] logits."""
 
     def __init__(
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V/tp, H] this rank's rows; rows from vocab_size on are padding and skipped
-        targets: Tensor,  # [N] ids of the whole vocabulary
+        targets: Tensor,  # [N] int64, ids of the whole vocabulary, all below vocab_size
         *,
         vocab_size: int,
-        group: dist.ProcessGroup | None,
-        temperature: float,
-        block_bytes: int,
-        support: Support | None = None,
+        group: dist.ProcessGroup | None = None,  # tensor-parallel ranks
+        temperature: float = 1.0,
+        block_bytes: int = BLOCK_BYTES,
+        support: Support | None = None,  # the tokens that truncated sampling kept, of all ranks' rows
     ):
         assert temperature > 0, f"temperature {temperature}: a greedy distribution has no log-probabilities"
-        first = dist.get_rank(group) * len(weight) if group is not None else 0
+        self.group, first = group, dist.get_rank(group) * len(weight) if group is not None else 0
         self.hidden, self.weight = hidden.detach(), weight.detach()[: min(max(vocab_size - first, 0), len(weight))]
         self.targets, self.scale = targets - first, 1 / temperature
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         fitting = block_bytes // (self.dtype.itemsize * max(len(hidden), 1))
         self.width = min(max(fitting // COLUMNS, 1) * COLUMNS, len(self.weight))
-        self.one = self.width == len(self.weight)
-        self.buffers: dict[str, Tensor] = {}
         self.truncated = support is not None
         if support is not None:
             rows = torch.arange(len(hidden), device=hidden.device)
@@ -67,22 +66,16 @@ class Blocks:
             yield slice(start, min(start + self.width, len(self.weight)))
 
     @named(category="log-prob blocks")
-    def buffer(self, name: str, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
-        """Return [N, columns] scratch memory, the same for every block with that name."""
-        if name not in self.buffers:
-            self.buffers[name] = self.hidden.new_empty(len(self.hidden) * self.width, dtype=dtype or self.dtype)
-        shape = len(self.hidden), rows.stop - rows.start
-        return self.buffers[name][: shape[0] * shape[1]].view(shape)
-
-    def release(self):
-        self.buffers.clear()
-
     def logits(self, rows: slice) -> Tensor:
         """Return [N, columns] fp32 logits, which the caller may overwrite."""
-        product = self.buffer("product", rows, self.hidden.dtype)
-        torch.addmm(product, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale, out=product)
-        logits = self.cast(product, "logits", rows, self.dtype)
+        nothing = self.hidden.new_zeros(())
+        product = torch.addmm(nothing, self.hidden, self.weight[rows].t(), beta=0, alpha=self.scale)
+        logits = product.to(self.dtype)
         return self._truncate(logits, rows) if self.truncated else logits
+
+    def logprobs(self, rows: slice, normalizer: Tensor) -> Tensor:
+        """Return the same minus `normalizer` [N]."""
+        return self.logits(rows).sub_(normalizer.unsqueeze(1))
 
     def _truncate(self, logits: Tensor, rows: slice) -> Tensor:
         """Set the logits outside of the support to OUTSIDE, in place."""
@@ -106,11 +99,7 @@ class Blocks:
         assert not self.truncated, "extrapolation belongs to offline training, which has no truncated sampling"
         if self.hidden.is_cuda:
             return torch.mm(self.hidden, columns, out_dtype=self.dtype).mul_(self.scale)
-        out = self.buffer("exact", rows)
-        return torch.mm(self.hidden.to(self.dtype), columns.to(self.dtype), out=out).mul_(self.scale)
-
-    def cast(self, values: Tensor, name: str, rows: slice, dtype: torch.dtype) -> Tensor:
-        return values if values.dtype == dtype else self.buffer(name, rows, dtype).copy_(values)
+        return torch.mm(self.hidden.to(self.dtype), columns.to(self.dtype)).mul_(self.scale)
 
     def target_columns(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return [N, 1] the target's column in this block (arbitrary if it is in another), and [N, 1] 1 if it is in
@@ -140,14 +129,13 @@ class SoftmaxSums:
             self.moment = self.moment * shift.exp()
         self.total, self.top = self.total * shift.exp(), top
 
-    def add(self, logits: Tensor, targets: tuple[Tensor, Tensor], scratch: Tensor, values: Tensor | None = None):
-        """Add a block with its `target_columns`. Leaves logits - top in `logits`, unless that is also `scratch`;
-        overwrites `values`."""
+    def add(self, logits: Tensor, targets: tuple[Tensor, Tensor], values: Tensor | None = None):
+        """Add a block with its `target_columns`. Overwrites `logits` and `values`."""
         column, inside = targets
         self.target += (logits.gather(1, column) * inside).squeeze(1)
         self.rebase(torch.maximum(self.top, logits.amax(1)))
         logits.sub_(self.top.unsqueeze(1))
-        exp = torch.exp(logits, out=scratch)
+        exp = logits.exp_() if self.dot is None else logits.exp()
         self.total += exp.sum(1)
         if self.moment is not None:
             self.moment += values.mul_(exp).sum(1)
@@ -202,12 +190,11 @@ def input_gradients(
     grad_hidden = torch.zeros_like(hidden, dtype=blocks.dtype) if needed[0] else None
     grad_weight = torch.zeros_like(weight) if needed[1] else None
     for rows in blocks:
-        block = blocks.cast(logit_gradient(rows), "product", rows, hidden.dtype)
+        block = logit_gradient(rows).to(hidden.dtype)
         if grad_hidden is not None:
             grad_hidden += block @ weight[rows]
         if grad_weight is not None:
             torch.mm(block.t(), scaled, out=grad_weight[rows])
-    blocks.release()
     if grad_hidden is not None:
         grad_hidden = grad_hidden.mul_(factor).to(hidden.dtype)
     return grad_hidden, grad_weight
@@ -216,48 +203,29 @@ def input_gradients(
 def logprobs_and_entropy(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V/tp, H] this rank's rows
-    targets: Tensor,  # [N] int64, ids of the whole vocabulary, all below vocab_size
+    targets: Tensor,  # [N]
     *,
-    vocab_size: int,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
     with_entropy: bool = True,
-    block_bytes: int = BLOCK_BYTES,
-    support: Support | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ([N] log-probs, [N] entropies or None), fp32. Rows of `weight` from `vocab_size` on are ignored padding.
-    `support`: the tokens that truncated sampling kept, of all ranks' rows.
+    """Return ([N] log-probs, [N] entropies or None), fp32. `options`: those of `Blocks`.
 
     The backward pass of the entropy costs time only if a gradient reaches it: detach an entropy that is only logged.
     """
-    shape = {"vocab_size": vocab_size, "group": group, "temperature": temperature, "block_bytes": block_bytes}
-    shape["support"] = support
-    return _LogProbs.apply(hidden, weight, Blocks(hidden, weight, targets, **shape), group, with_entropy)
-
-
-def block_of_logprobs(blocks: Blocks, rows: slice, normalizer: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return [N, columns] log-probs of a block in scratch memory, from its `kept` (logits - top, top) unless None."""
-    if kept is None:
-        return blocks.logits(rows).sub_(normalizer.unsqueeze(1))
-    shifted, top = kept
-    return torch.add(shifted, (top - normalizer).unsqueeze(1), out=blocks.buffer("logits", rows))
+    return _LogProbs.apply(hidden, weight, Blocks(hidden, weight, targets, **options), with_entropy)
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, blocks: Blocks, group, with_entropy: bool):
-        sums, kept = SoftmaxSums(blocks, dot=with_entropy), None
+    def forward(ctx, hidden, weight, blocks: Blocks, with_entropy: bool):
+        sums = SoftmaxSums(blocks, dot=with_entropy)
         for rows in blocks:
-            logits = blocks.logits(rows)
-            apart = with_entropy or blocks.one
-            sums.add(logits, blocks.target_columns(rows), blocks.buffer("scratch", rows) if apart else logits)
-            kept = (logits, sums.top) if blocks.one else None
-        blocks.release()
-        if group is not None:
-            reduce([sums], group)
+            sums.add(blocks.logits(rows), blocks.target_columns(rows))
+        if blocks.group is not None:
+            reduce([sums], blocks.group)
         entropy = sums.entropy if with_entropy else None
         ctx.save_for_backward(hidden, weight, sums.normalizer, entropy)
-        ctx.blocks, ctx.kept = blocks, kept
+        ctx.blocks = blocks
         ctx.set_materialize_grads(False)
         return sums.logprobs, entropy
 
@@ -274,12 +242,12 @@ class _LogProbs(torch.autograd.Function):
 
         def of_logprobs(rows: slice) -> Tensor:
             column, inside = blocks.target_columns(rows)
-            return block_of_logprobs(blocks, rows, normalizer, ctx.kept).exp_().scatter_add_(1, column, -inside)
+            return blocks.logprobs(rows, normalizer).exp_().scatter_add_(1, column, -inside)
 
         def of_both(rows: slice) -> Tensor:
-            block = block_of_logprobs(blocks, rows, normalizer, ctx.kept)
+            block = blocks.logprobs(rows, normalizer)
             column, inside = blocks.target_columns(rows)
-            probs = torch.exp(block, out=blocks.buffer("scratch", rows))
+            probs = block.exp()
             block.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_logprobs.unsqueeze(1))
             return block.mul_(probs).scatter_add_(1, column, -inside * grad_logprobs.unsqueeze(1))
 
@@ -287,4 +255,4 @@ class _LogProbs(torch.autograd.Function):
         factor = -grad_logprobs if plain else -torch.ones_like(normalizer)
         needed = ctx.needs_input_grad[:2]
         found = input_gradients(blocks, hidden, weight, needed, factor, of_logprobs if plain else of_both)
-        return *found, None, None, None
+        return *found, None, None
