@@ -8,7 +8,6 @@ responses, and each part computes the prompt again. Costs count the computed tok
 
 import heapq
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from megatron_rft.megatron.packing import fed_lens
 from megatron_rft.records import Batch
 
 Unit = list[int]  # positions of sequences that must stay together
-REMEMBERED = 4  # plans: log-probs of the policy and of the reference have the same one, and so do epochs
-_plans: dict[tuple, list[list[Tensor]]] = {}
 
 
 class Costs:
@@ -27,9 +24,6 @@ class Costs:
     def __init__(self, batch: Batch, share_prompts: bool):
         self.prompts = (batch.prompt_numbers if share_prompts else torch.arange(len(batch))).tolist()
         self.prompt_lens, self.response_lens = batch.prompt_lens.tolist(), fed_lens(batch).tolist()
-
-    def prompts_of(self, unit: Unit) -> frozenset[int]:
-        return frozenset(self.prompts[position] for position in unit)
 
     def responses(self, unit: Unit) -> int:
         return sum(self.response_lens[position] for position in unit)
@@ -49,21 +43,11 @@ def plan(
     micro-batch may be empty.
     """
     costs = Costs(batch, share_prompts)
-    key = (*map(tuple, (costs.prompts, costs.prompt_lens, costs.response_lens, batch.units.tolist())), dp_size)
-    key += token_budget, count_multiple
-    if key not in _plans:
-        while len(_plans) >= REMEMBERED:
-            del _plans[next(iter(_plans))]
-        _plans[key] = _computed(batch, costs, dp_size, token_budget, count_multiple)
-    return _plans[key]
-
-
-def _computed(batch: Batch, costs: Costs, dp_size: int, token_budget: int, count_multiple: int) -> list[list[Tensor]]:
     groups = _groups(batch, costs)
-    plans = [
-        _plan(groups, costs, dp_size, count_multiple, token_budget, cap)
-        for cap in _caps(groups, costs, dp_size, count_multiple, token_budget)
-    ]
+    share = sum(costs(sum(group, [])) for group in groups) / (dp_size * count_multiple)
+    # Groups in smaller parts than the budget requires may balance the ranks better.
+    caps = (token_budget, min(token_budget, math.ceil(share / 2)))
+    plans = [_plan(groups, costs, dp_size, count_multiple, token_budget, cap) for cap in caps]
     best = min(plans, key=lambda bins: _time(bins, costs, dp_size, count_multiple))
     members = [torch.tensor(sorted(each), dtype=torch.long) for each in best]
     return [members[rank::dp_size] for rank in range(dp_size)]
@@ -74,8 +58,7 @@ def plan_within(
 ) -> list[list[Tensor]]:
     """Plan micro-batches for given sequences of each data-parallel rank. `members` and the result are positions in
     `batch`."""
-    parts = (batch.select(mine) for mine in members)
-    cuts = [_computed(part, Costs(part, share_prompts), 1, token_budget, count_multiple)[0] for part in parts]
+    cuts = [plan(batch.select(mine), 1, token_budget, count_multiple, share_prompts)[0] for mine in members]
     longest, nothing = max(len(cut) for cut in cuts), torch.zeros(0, dtype=torch.long)
     return [
         [mine[index] for index in cut] + [nothing] * (longest - len(cut))
@@ -91,17 +74,8 @@ def _groups(batch: Batch, costs: Costs) -> list[list[Unit]]:
         units[unit].append(position)
     groups: dict[frozenset[int], list[Unit]] = {}
     for unit in units:
-        groups.setdefault(costs.prompts_of(unit), []).append(unit)
+        groups.setdefault(frozenset(costs.prompts[position] for position in unit), []).append(unit)
     return list(groups.values())
-
-
-def _caps(groups: list[list[Unit]], costs: Costs, dp_size: int, count_multiple: int, token_budget: int) -> list[int]:
-    """Return the sizes at which to split groups: the token budget, and smaller ones that may balance the ranks
-    better."""
-    if dp_size * count_multiple == 1 or all(len(group) == 1 for group in groups):
-        return [token_budget]
-    share = sum(costs(sum(group, [])) for group in groups) / (dp_size * count_multiple)
-    return [token_budget] + [cap for parts in (1, 2, 4) if 0 < (cap := math.ceil(share / parts)) < token_budget]
 
 
 def _plan(
@@ -122,20 +96,14 @@ def _plan(
     return [[position for piece in content for position in pieces[piece]] for content in bins]
 
 
-def _cut(group: list[Unit], costs: Costs, cap: int) -> Iterable[list[int]]:
+def _cut(group: list[Unit], costs: Costs, cap: int) -> list[list[int]]:
     """Split a group into as few parts as `cap` tokens allow, without splitting a unit."""
-    whole = group[0] if len(group) == 1 else sum(group, [])
-    if len(group) == 1 or costs(whole) <= cap:
-        return [whole]
-    prompt, responses = costs(whole) - costs.responses(whole), [costs.responses(unit) for unit in group]
-    count = 1
-    if prompt + sum(responses) > cap:
-        count = math.ceil(sum(responses) / (cap - prompt)) if cap > prompt else len(group)
-    while True:
-        parts = _balanced(responses, min(count, len(group)))
-        if count >= len(group) or prompt + max(sum(responses[unit] for unit in part) for part in parts) <= cap:
-            return (sum((group[unit] for unit in sorted(part)), []) for part in parts)
-        count += 1
+    responses = [costs.responses(unit) for unit in group]
+    for count in range(1, len(group) + 1):
+        parts = [sum((group[unit] for unit in sorted(part)), []) for part in _balanced(responses, count)]
+        if max(map(costs, parts)) <= cap:
+            break
+    return parts
 
 
 def _time(bins: list[list[int]], costs: Costs, dp_size: int, count_multiple: int) -> int:

@@ -89,7 +89,6 @@ def rows(ranks: int, responses: int, tokens: int, folder: Path) -> dict[str, tup
     receiving, _ = measured(lambda: receive(sent, ranks, {0: mine.rollouts[0].prompt}))
     batch = batch_of(ranks, responses, tokens)
     planning, shares = measured(lambda: balance.plan(batch, max(1, ranks // RANKS_OF_REPLICA), BUDGET))
-    again, _ = measured(lambda: balance.plan(batch, max(1, ranks // RANKS_OF_REPLICA), BUDGET))
     packed, plan_sent = measured(lambda: pack_plan(shares))
     unpacked, got = measured(lambda: read_plan(plan_sent))
     assert [[cut.tolist() for cut in share] for share in got] == [[cut.tolist() for cut in share] for share in shares]
@@ -100,7 +99,6 @@ def rows(ranks: int, responses: int, tokens: int, folder: Path) -> dict[str, tup
         "pack a rank's responses": (packing, len(sent)),
         "read all ranks' responses into a batch": (receiving, ranks * len(sent)),
         "plan of the micro-batches": (planning, 0),
-        "the plan again, as for the reference": (again, 0),
         "that plan from rank 0, without its way: made, packed, read": (planning + packed + unpacked, len(plan_sent)),
         "look for nodes that failed": (looking, 0),
         "index of a sharded checkpoint (on resume)": (reading, len(json.dumps(found))),

@@ -111,10 +111,3 @@ def test_members_that_are_given_stay_with_their_rank():
     assert len(cut[0]) == len(cut[1])
     for mine, parts in zip(members, cut, strict=True):
         assert sorted(torch.cat(parts).tolist()) == mine.tolist()
-
-
-def test_a_plan_is_made_once_for_log_probs_of_the_policy_and_of_the_reference(monkeypatch):
-    some, other = batch((3, 4), (2, 9), (5, 1)), batch((3, 4), (2, 9), (5, 2))
-    first = plan(some, 2, 100)
-    assert plan(some.with_tokens(old_logprobs=torch.zeros(14)), 2, 100) is first
-    assert plan(some, 2, 90) is not first and plan(other, 2, 100) is not first and plan(some, 1, 100) is not first
