@@ -1,10 +1,10 @@
 """Maps names and layouts of a model's tensors between Hugging Face and megatron-core.
 
-A *canonical name* is a megatron-core parameter name with global numbers (layer over all pipeline stages, expert over
-all expert-parallel ranks), such as `decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`; Transformer
-Engine's grouped experts (`mlp.experts.linear_fc1.weight3`) mean the same. The scalar head of a critic is
-`value_head.weight`. A layer's adapters are `linear_qkv.adapter.a`, their A matrices one below the other, and
-`linear_qkv.adapter.b`, whose rows are in the order of the layer's weight.
+A *canonical name* is a parameter's name in megatron-core's local spec with global numbers (layer over all pipeline
+stages, expert over all expert-parallel ranks), such as
+`decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`. The scalar head of a critic is `value_head.weight`. A
+layer's adapters are `linear_qkv.adapter.a`, their A matrices one below the other, and `linear_qkv.adapter.b`, whose
+rows are in the order of the layer's weight.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rft.families.shapes import delta_rows, head_dim, hf_parts, kv_heads, partition_dim
 from megatron_rft.families.tables import family_of
 
-GATE_AND_UP = re.compile(r".*\.linear_fc1\.((weight|bias)\d*|adapter\.b)")
+GATE_AND_UP = re.compile(r".*\.linear_fc1\.(weight|bias|adapter\.b)")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -53,12 +53,15 @@ TOP = {
     "output_layer.weight": "lm_head.weight",
     "value_head.weight": "score.weight",
 }
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-EXPERT = re.compile(
-    r"mlp\.experts\."
-    r"(?:local_experts\.(?P<local>\d+)\.(?P<local_part>.+\.(weight|bias))|(?P<grouped_part>.+\.(weight|bias))(?P<grouped>\d+))"
-)
+# number of the layer, of the expert or None, part of the layer or the expert
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)")
 ADAPTER = re.compile(r"(.+)\.adapter\.([ab])")
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a parameter belongs to."""
+    in_layer = LAYER.fullmatch(name)
+    return int(in_layer[2]) if in_layer and in_layer[2] else None
 
 
 class Mapping:
@@ -80,22 +83,14 @@ class Mapping:
         if adapter := ADAPTER.fullmatch(name):
             end = f".lora_{adapter[2].upper()}.weight"
             return [weight.removesuffix(".weight") + end for weight in self.hf_names(f"{adapter[1]}.weight")]
-        number, rest = LAYER.fullmatch(name).groups()
-        expert = EXPERT.fullmatch(rest)
-        if expert:
-            rest = f"mlp.experts.{{e}}.{expert['local_part'] or expert['grouped_part']}"
-        target = f"model.layers.{number}.{self.layer[rest]}"
-        if expert:
-            target = target.replace("{e}", expert["local"] or expert["grouped"])
-        return hf_parts(target)
+        number, expert, part = LAYER.fullmatch(name).groups()
+        target = self.layer[f"mlp.experts.{{e}}.{part}" if expert else part]
+        return hf_parts(f"model.layers.{number}.{target}".replace("{e}", expert or ""))
 
     def stacked_expert(self, name: str) -> int | None:
         """The number of the expert whose tensor `name` is a slice of one HF tensor of all experts; else None."""
-        in_layer = LAYER.fullmatch(name)
-        expert = in_layer and EXPERT.fullmatch(in_layer[2])
-        if not expert or any("{e}" in target for target in self.layer.values()):
-            return None
-        return int(expert["local"] or expert["grouped"])
+        expert = expert_of(name)
+        return None if any("{e}" in target for target in self.layer.values()) else expert
 
     def merge(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Merge HF tensors into a parameter. q, k and v are interleaved by query group: [q .. q k v] for each group.

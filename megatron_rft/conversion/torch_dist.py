@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import lora
 from megatron_rft.conversion.folder import raise_on_problems
-from megatron_rft.conversion.mapping import EXPERT, LAYER, VOCABULARY, Mapping
+from megatron_rft.conversion.mapping import LAYER, VOCABULARY, Mapping
 from megatron_rft.families.shapes import canonical_names, experts, hf_shapes
 from megatron_rft.utils.errors import DataError
 
@@ -56,14 +56,11 @@ def locations(name: str, layers: int, experts: int) -> Iterator[Location]:
     if not in_layer:
         yield Location(name)
         return
-    number, rest = int(in_layer[1]), in_layer[2]
-    expert, index, outer = EXPERT.fullmatch(rest), (), ()
-    if expert:
-        part = expert["local_part"] or expert["grouped_part"]
-        rest, index, outer = f"mlp.experts.experts.{part}", (int(expert["local"] or expert["grouped"]),), (experts,)
-    fused = next((rest.replace(norm, key) for norm, key in FUSED.items() if rest.startswith(norm)), None)
-    for key in filter(None, (fused, rest)):
-        yield Location(f"decoder.layers.{key}", (number, *index), (layers, *outer))
+    number, expert, part = in_layer.groups()
+    part, index, outer = (f"mlp.experts.experts.{part}", (int(expert),), (experts,)) if expert else (part, (), ())
+    fused = next((part.replace(norm, key) for norm, key in FUSED.items() if part.startswith(norm)), None)
+    for key in filter(None, (fused, part)):
+        yield Location(f"decoder.layers.{key}", (int(number), *index), (layers, *outer))
         yield Location(f"decoder.layers.{number}.{key}", index, outer)
 
 

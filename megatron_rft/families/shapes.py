@@ -73,9 +73,9 @@ SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
 SEVERAL = re.compile(r"\{(\w+(?:,\w+)+)\}")
 COLUMN = re.compile(
     r"(^|.*\.)(word_embeddings|output_layer|linear_qkv|linear_fc1|linear_(q|q_up|kv_up)_proj)"
-    r"\.((weight|bias)\d*|adapter\.b)|.*\.(softmax_offset|heads_weight|(in_proj|conv1d)\.weight|dt_bias|A_log)"
+    r"\.(weight|bias|adapter\.b)|.*\.(softmax_offset|heads_weight|(in_proj|conv1d)\.weight|dt_bias|A_log)"
 )
-ROW = re.compile(r".*\.(linear_proj|linear_fc2|out_proj)\.(weight\d*|adapter\.a)")
+ROW = re.compile(r".*\.(linear_proj|linear_fc2|out_proj)\.(weight|adapter\.a)")
 
 
 # What published files of Gemma 3 leave out.

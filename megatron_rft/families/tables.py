@@ -2,7 +2,7 @@
 
 `{a,b}` means several tensors, concatenated in that order (`conversion.mapping` has the exceptions); `{e}` is the number
 of an expert. The names on the left are those of megatron-core's local spec, in the model's order. Transformer Engine's
-fused norms have a second line; `conversion.mapping` renames its grouped experts. A layer has those tensors of its table
+fused norms have a second line; `megatron.weights` renames its grouped experts. A layer has those tensors of its table
 whose sizes in `shapes.py` are known for it. No torch: `plan` reads the same tables.
 """
 

@@ -6,7 +6,8 @@ an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getite
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import FolderWriter, Mapping, hf_shapes, lora, partition_dim, shard, unshard
-from megatron_rft.conversion.mapping import ADAPTER, EXPERT, LAYER
+from megatron_rft.conversion.mapping import ADAPTER, LAYER, expert_of
 from megatron_rft.families.shapes import experts
 from megatron_rft.families.tables import EXPERT_BIAS
 from megatron_rft.megatron import parallel, seams
@@ -31,6 +32,8 @@ from megatron_rft.utils.errors import RunFailed, disk_is_full
 
 Lookup = Callable[[str], Tensor]
 STACKS = 4  # tensors of a layer's stacked experts
+GROUPED = re.compile(r"(.+\.mlp\.experts\.)(\w+\.(?:weight|bias))(\d+)")  # Transformer Engine's experts
+LOCAL = r"\1local_experts.\3.\2"
 ZERO = ("bias", "sinks")  # ends of the names of tensors that are initially zero
 
 
@@ -76,15 +79,20 @@ def stream(
             dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
         for whole_name, whole in _gather(name, part, hf_config):
             named = zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
-            if (expert := mapping.stacked_expert(whole_name)) is None:
-                yield from named
-                continue
-            for hf_name, piece in named:
-                slices = stacks.setdefault(hf_name, {})
-                slices[expert] = piece.clone()
-                if len(slices) == experts(hf_config):
-                    yield hf_name, torch.stack([slices[i] for i in range(len(slices))])
-                    del stacks[hf_name]
+            expert = mapping.stacked_expert(whole_name)
+            yield from named if expert is None else _stacked(stacks, expert, named, experts(hf_config))
+
+
+def _stacked(
+    stacks: dict[str, dict[int, Tensor]], expert: int, named: Iterable[tuple[str, Tensor]], count: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Add the slices of an expert, and yield the tensors that now have all `count`."""
+    for name, piece in named:
+        slices = stacks.setdefault(name, {})
+        slices[expert] = piece.clone()
+        if len(slices) == count:
+            yield name, torch.stack([slices[i] for i in range(count)])
+            del stacks[name]
 
 
 def named_tensors(chunks: list[GPTModel], adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -95,11 +103,10 @@ def named_tensors(chunks: list[GPTModel], adapters: bool = False) -> Iterator[tu
         for name, parameter in own_tensors(model):
             if bool(ADAPTER.fullmatch(name)) != adapters:
                 continue
-            in_layer = LAYER.fullmatch(name)
-            if in_layer:
-                number = model.decoder.layers[int(in_layer[1])].layer_number - 1
-                rest = _expert_renumbered(in_layer[2], parallel.ep_rank() * local_experts)
-                name = f"decoder.layers.{number}.{rest}"
+            name = GROUPED.sub(LOCAL, name)
+            if in_layer := LAYER.fullmatch(name):
+                layer = model.decoder.layers[int(in_layer[1])].layer_number - 1
+                name = _renumbered(name, layer, parallel.ep_rank() * local_experts)
             elif name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
                 name = "value_head.weight"
             yield name, parameter
@@ -111,24 +118,15 @@ def own_tensors(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(tuple(EXPERT_BIAS)))
 
 
-def _expert_renumbered(name: str, offset: int) -> str:
-    """Return `name`, a part of a layer, with its expert's number (if any) increased by `offset`."""
-    expert = EXPERT.fullmatch(name)
-    if not expert:
-        return name
-    group = "local" if expert["local"] else "grouped"
-    start, end = expert.span(group)
-    return f"{name[:start]}{int(expert[group]) + offset}{name[end:]}"
-
-
-def _is_expert(name: str) -> bool:
-    in_layer = LAYER.fullmatch(name)
-    return bool(in_layer and EXPERT.fullmatch(in_layer[2]))
+def _renumbered(name: str, layer: int | str, offset: int) -> str:
+    """Return the name of the same part of layer number `layer`, its expert's number (if any) increased by `offset`."""
+    _, expert, part = LAYER.fullmatch(name).groups()
+    return f"decoder.layers.{layer}." + (f"mlp.experts.local_experts.{int(expert) + offset}." if expert else "") + part
 
 
 def _sharding(name: str) -> tuple[int, int]:
     """Return (number of shards, this rank's shard) of a parameter."""
-    if _is_expert(name):
+    if expert_of(name) is not None:
         return parallel.etp_size(), parallel.etp_rank()
     return parallel.tp_size(), parallel.tp_rank()
 
@@ -152,16 +150,15 @@ def _list_parameters(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str
 def _gather(name: str, part: Tensor, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
     """Gather the shards of a parameter. Yields the parameter and, for an expert, those of the other expert-parallel
     ranks."""
-    if not _is_expert(name):
+    if expert_of(name) is None:
         group = parallel.tp_group() if partition_dim(name) is not None else None
         yield name, unshard(name, _all_gather(part, group), hf_config.vocab_size)
         return
     whole = unshard(name, _all_gather(part, parallel.etp_group()), hf_config.vocab_size)
-    number, rest = LAYER.fullmatch(name).groups()
+    layer = LAYER.fullmatch(name)[1]
     step = experts(hf_config) // parallel.ep_size()
     for rank, expert in enumerate(_all_gather(whole.contiguous(), parallel.ep_group())):
-        moved = _expert_renumbered(rest, (rank - parallel.ep_rank()) * step)
-        yield f"decoder.layers.{number}.{moved}", expert
+        yield _renumbered(name, layer, (rank - parallel.ep_rank()) * step), expert
 
 
 def _all_gather(part: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

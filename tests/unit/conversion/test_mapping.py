@@ -37,7 +37,6 @@ FUSED = "self_attention.linear_qkv.layer_norm_weight"
             "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight",
             ["model.layers.1.mlp.experts.3.gate_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"],
         ),
-        ("decoder.layers.1.mlp.experts.linear_fc2.weight13", ["model.layers.1.mlp.experts.13.down_proj.weight"]),
     ],
 )
 def test_names_of_both_specs(name, expected):

@@ -22,7 +22,6 @@ WHOLE = torch.arange(12.0).view(6, 2)
         ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", None),
         ("decoder.layers.0.mlp.router.weight", None),
         ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 1),
-        ("decoder.layers.0.mlp.experts.linear_fc1.weight11", 0),
     ],
 )
 def test_the_dimension_that_is_cut(name, dim):

@@ -43,11 +43,16 @@ def test_random_tensors_depend_on_seed_and_name_only():
     assert one("model.norm.weight").tolist() == [1.0] * 16
 
 
-def test_grouped_experts_are_renumbered_like_local_ones():
-    assert weights._expert_renumbered("mlp.experts.linear_fc1.weight1", 4) == "mlp.experts.linear_fc1.weight5"
-    local = "mlp.experts.local_experts.1.linear_fc2.weight"
-    assert weights._expert_renumbered(local, 4) == "mlp.experts.local_experts.5.linear_fc2.weight"
-    assert weights._expert_renumbered("mlp.linear_fc2.weight", 4) == "mlp.linear_fc2.weight"
+def test_experts_are_numbered_over_the_whole_model():
+    local = "decoder.layers.2.mlp.experts.local_experts.1.linear_fc2.weight"
+    assert weights._renumbered(local, 7, 4) == "decoder.layers.7.mlp.experts.local_experts.5.linear_fc2.weight"
+    assert weights._renumbered("decoder.layers.2.mlp.router.weight", 7, 4) == "decoder.layers.7.mlp.router.weight"
+
+
+def test_transformer_engines_experts_have_the_names_of_local_ones():
+    grouped = "decoder.layers.2.mlp.experts.linear_fc1.weight13"
+    local = "decoder.layers.2.mlp.experts.local_experts.13.linear_fc1.weight"
+    assert [weights.GROUPED.sub(weights.LOCAL, name) for name in (grouped, local)] == [local, local]
 
 
 def test_a_missing_tensor_is_not_passed_over():
