@@ -16,11 +16,10 @@ count, so it is not passed one.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,7 +56,6 @@ from megatron_rft.records import Batch, send
 from megatron_rft.utils.position import here
 
 HEADS = COMPARED | {"values", "hidden"}
-NO_ROUTES: Mapping[int, Tensor] = MappingProxyType({})
 ALONE = frozenset({"logprobs", "entropy"})  # the rest of COMPARED needs a second distribution
 
 
@@ -109,6 +107,8 @@ class Actor:
             self.chunks = self._wrap(chunks, megatron, bool(optimizer.get("use_distributed_optimizer")))
             self.optimizer = ActorOptimizer(self.chunks, optimizer, precision, total_steps, moments)
             self.training_state = TrainingState(self.chunks, self.optimizer)
+        # an interleaved pipeline requires that the count of micro-batches is a multiple of this
+        self.count_multiple = parallel.pp_size() if len(self.chunks) > 1 else 1
         sequence_parallel = parallel.tp_size() if self.config.sequence_parallel else 1
         self.layout = PackLayout(
             cp_size=parallel.cp_size(),
@@ -221,9 +221,8 @@ class Actor:
             real = (micro.response_mask > 0).nonzero().flatten()  # a filler has no real tokens
             return values.new_zeros(()), (micro.tokens["number"][real], values[:, send(real, self.device)])
 
-        mine = shares[parallel.dp_rank()]
-        numbered, routes = _numbered(batch.only(set(), set())), self._routes(batch, shares)
-        results = self._run(numbered, mine, collect, names, forward_only=True, second=second_states, routes=routes)
+        numbered = _numbered(batch.only(set(), {"route"}))
+        results = self._run(numbered, shares, collect, names, forward_only=True, second=second_states)
         full = torch.zeros(len(order), len(batch.response_ids), device=self.device)
         if self._reports():
             for number, values in results:
@@ -258,7 +257,7 @@ class Actor:
         batch, budget = second.batch, self.forward_tokens
         mine = [torch.cat(share) for share in shares]
         mine = mine if second.only is None else [index[second.only[index]] for index in mine]
-        cut = plan_within(batch, mine, budget, self._count_multiple(), self.layout.share_prompts)
+        cut = plan_within(batch, mine, budget, self.count_multiple, self.layout.share_prompts)
 
         def collect(out: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Any]:
             real = micro.response_mask > 0
@@ -266,7 +265,7 @@ class Actor:
 
         with self.use_weights(second.weights) if second.weights is not None else nullcontext():
             numbered = _numbered(batch.only(set(), set()))
-            results = self._run(numbered, cut[parallel.dp_rank()], collect, frozenset({"hidden"}), forward_only=True)
+            results = self._run(numbered, cut, collect, frozenset({"hidden"}), forward_only=True)
             if not parallel.is_last_stage():
                 return None
             weight = models.output_weight(self.models[-1]).detach()
@@ -301,9 +300,7 @@ class Actor:
             total = result.mean(counts)
             return total, {"loss": total.detach().clone(), **result.logged(counts)}
 
-        mine, routes = shares[parallel.dp_rank()], self._routes(batch, shares)
-        options = {"forward_only": False, "second": second_states, "routes": routes}
-        parts = self._run(numbered, mine, differentiate, outputs, **options)
+        parts = self._run(numbered, shares, differentiate, outputs, forward_only=False, second=second_states)
         return self._add_up(parts if self._reports() else [])
 
     def _seed(self, batch: Batch) -> int:
@@ -349,26 +346,22 @@ class Actor:
 
     def _plan(self, batch: Batch, token_budget: int) -> list[list[Tensor]]:
         """Return [data-parallel rank][micro-batch] -> positions in `batch`."""
-        return plan(batch, parallel.dp_size(), token_budget, self._count_multiple(), self.layout.share_prompts)
-
-    def _routes(self, batch: Batch, shares: list[list[Tensor]]) -> dict[int, Tensor]:
-        """Return the experts to replay in this rank's sequences, by position in the batch."""
-        return self.routers.of_shares(batch, shares) if self.routers else {}
+        return plan(batch, parallel.dp_size(), token_budget, self.count_multiple, self.layout.share_prompts)
 
     def _run(
         self,
         batch: Batch,
-        share: list[Tensor],
+        shares: list[list[Tensor]],
         finish: Callable,
         names: frozenset[str],
         forward_only: bool,
         second: Second | None = None,
-        routes: Mapping[int, Tensor] = NO_ROUTES,
     ) -> list:
-        """Run megatron-core's pipeline schedule over this rank's micro-batches. Returns the results of `finish` on the
-        last stage."""
+        """Run megatron-core's pipeline schedule over this rank's micro-batches of a plan. Returns the results of
+        `finish` on the last stage."""
         assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
-        micro_batches = [self._micro_batch(batch, index, routes) for index in share]
+        routes = self.routers.of_shares(batch, shares) if self.routers else {}
+        micro_batches = [self._micro_batch(batch, index, routes) for index in shares[parallel.dp_rank()]]
         seams.now.packed(self.config, micro_batches, forward_only)
         if self.routers:
             self.routers.start(forward_only)
@@ -401,8 +394,9 @@ class Actor:
             forward_only=forward_only,
         )
 
-    def _micro_batch(self, batch: Batch, index: Tensor, routes: Mapping[int, Tensor]) -> MicroBatch:
-        """The sequences `index`, or if there are none a filler, whose tokens do not count."""
+    def _micro_batch(self, batch: Batch, index: Tensor, routes: dict[int, Tensor]) -> MicroBatch:
+        """The sequences `index`, or if there are none a filler, whose tokens do not count. `routes`: by position in the
+        batch, the experts to replay."""
         if len(index):
             given = [routes.get(position) for position in index.tolist()]
             return pack(batch.select(index), self.layout, self.device, given)
@@ -469,10 +463,6 @@ class Actor:
         places = send(micro.kept, self.device)
         placed = values.new_zeros(len(micro.batch.response_ids), *values.shape[1:]).index_copy(0, places, values)
         return reduce_from_tensor_model_parallel_region(placed, group=parallel.cp_group())
-
-    def _count_multiple(self) -> int:
-        """Return the number that the count of micro-batches must be a multiple of: interleaved pipelines require it."""
-        return parallel.pp_size() if len(self.chunks) > 1 else 1
 
     def _reports(self) -> bool:
         """Return whether this rank reports for its data-parallel share: the first rank of the last pipeline stage."""

@@ -152,16 +152,19 @@ class Checkpointer:
             full, lost = disk_is_full(error), folder_is_lost(error, self.folder)
             if not full and not lost:
                 raise
-            shutil.rmtree(self.writing, ignore_errors=True)
-            self.failed = True
-            newest = latest(self.folder)
-            left = f"{newest.name} stays the newest" if newest else "no checkpoint is there now"
-            name = self.writing.name.removesuffix(self.partial)
-            why, fix = f"{lost}: {name} could not be written into", "Make it exist and writable (is it mounted?)"
-            if full:
-                why = f"the disk is full: {name} did not fit into"
-                fix = "Free some space (checkpoint.keep says how many checkpoints stay)"
-            raise RunFailed(f"{why} {self.folder}; {left}. {fix} and run the same command again") from error
+            raise self._given_up(full, lost) from error
+
+    def _given_up(self, full: bool, lost: str) -> RunFailed:
+        shutil.rmtree(self.writing, ignore_errors=True)
+        self.failed = True
+        newest = latest(self.folder)
+        left = f"{newest.name} stays the newest" if newest else "no checkpoint is there now"
+        name = self.writing.name.removesuffix(self.partial)
+        why, fix = f"{lost}: {name} could not be written into", "Make it exist and writable (is it mounted?)"
+        if full:
+            why = f"the disk is full: {name} did not fit into"
+            fix = "Free some space (checkpoint.keep says how many checkpoints stay)"
+        return RunFailed(f"{why} {self.folder}; {left}. {fix} and run the same command again")
 
     def close(self) -> None:
         if self.failed:
