@@ -37,15 +37,11 @@ class WeightValidator:
     def checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Begin a stream. Yields its tensors without those that are refused for their name, shape or dtype."""
         self._now, self._zero, self._ranges, self._refused = {}, {}, [], None
-
-        def passing() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in stream:
-                if problem := self._problem_of(name, tensor):
-                    self._refused = self._refused or problem
-                else:
-                    yield name, tensor
-
-        return passing()
+        for name, tensor in stream:
+            if problem := self._problem_of(name, tensor):
+                self._refused = self._refused or problem
+            else:
+                yield name, tensor
 
     def _problem_of(self, name: str, tensor: Tensor) -> str | None:
         """Return the problem of the next tensor of the stream, or None. Its values are read, but not waited for."""

@@ -7,6 +7,7 @@ equal the stream bit for bit in the engine's dtype, except for parameters that i
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -31,52 +32,49 @@ def send(
         RunFailed: the engine's parameters differ from the stream. The message names one.
     """
     start = time.perf_counter()
-    recorder = load(stream, engine, version, engine.dtype if verify else None)
+    sent = load(stream, engine, version, engine.dtype if verify else None)
     kept = {} if kept is None else kept
-    kept |= recorder.checksums
+    kept |= sent.checksums
     if verify and (received := engine.checksums()):
         compare(kept, received, version)
     return {
         "sync/seconds": time.perf_counter() - start,
-        "sync/bytes": float(recorder.bytes),
-        "sync/tensors": float(recorder.tensors),
+        "sync/bytes": float(sent.bytes),
+        "sync/tensors": float(sent.tensors),
     }
+
+
+@dataclass
+class Sent:
+    """What a stream had."""
+
+    bytes: int = 0
+    tensors: int = 0
+    checksums: dict[str, int] = field(default_factory=dict)
 
 
 def load(
     stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, checksum_dtype: torch.dtype | None
-) -> "ChecksumRecorder":
-    """Load `stream`, all of it, into `engine`. `checksum_dtype`: as of ChecksumRecorder."""
-    recorder = ChecksumRecorder(stream, checksum_dtype)
-    try:
-        engine.load_weights(recorder, version)
-    finally:
-        left = recorder.exhaust()
-    if left is not None:
-        raise RunFailed(f"weights of version {version}: the engine stopped reading before {left}")
-    return recorder
+) -> Sent:
+    """Load `stream`, all of it, into `engine`. `checksum_dtype`: the engine's dtype, in which checksums are computed;
+    None: compute none."""
+    stream, sent = iter(stream), Sent()
 
-
-class ChecksumRecorder:
-    """Passes a stream on and records checksums of its tensors."""
-
-    def __init__(self, stream: Iterable[tuple[str, Tensor]], checksum_dtype: torch.dtype | None):
-        """`checksum_dtype`: the engine's dtype, in which checksums are computed; None: compute none."""
-        self._stream, self._dtype = iter(stream), checksum_dtype
-        self.bytes, self.tensors, self.checksums = 0, 0, {}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._stream:
-            self.bytes += tensor.nbytes
-            self.tensors += 1
-            if self._dtype is not None:
-                self.checksums[name] = checksum(tensor.to(self._dtype))
+    def passing() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            sent.bytes += tensor.nbytes
+            sent.tensors += 1
+            if checksum_dtype is not None:
+                sent.checksums[name] = checksum(tensor.to(checksum_dtype))
             yield name, tensor
 
-    def exhaust(self) -> str | None:
-        """Read the stream to its end. Returns the first name that the engine had not read, or None."""
-        left = [name for name, _ in self._stream]
-        return left[0] if left else None
+    try:
+        engine.load_weights(passing(), version)
+    finally:
+        left = [name for name, _ in stream]
+    if left:
+        raise RunFailed(f"weights of version {version}: the engine stopped reading before {left[0]}")
+    return sent
 
 
 def compare(sent: dict[str, int], received: dict[str, int | None], version: int) -> None:
