@@ -171,11 +171,11 @@ class VLLMEngine(Engine):
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Group]:
         if self.weight_version < 0 or self.asleep:
             raise RunFailed("generation was asked for before any weights were loaded")
-        requests, self.sampling = self._from_first_rank(requests, sampling)
+        assert self._is_first_rank() or not requests, "a rank that is not its engine's first has requests"
+        asked = [replace(request, problem=None) for request in requests]  # a row may be large
+        requests, self.sampling = self._from_first_rank((asked, sampling))
         self.answers: dict[int, list[Response | None]] = {}
-        if (
-            not self.sampling.continues
-        ):  # cached prefixes of an earlier call would change the last bits of the log-probs
+        if not self.sampling.continues:  # cached prefixes of an earlier call would change the log-probs' last bits
             self.llm.reset_prefix_cache()
         self.versions = {str(self.weight_version)}
         try:
@@ -205,22 +205,16 @@ class VLLMEngine(Engine):
             for sample in range(request.n):
                 self._add(request, sample, self.sampling)
 
-    def _from_first_rank(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], Sampling]:
-        """Broadcast the requests of the engine's first rank to its other ranks."""
-        if self.ranks == 1:
-            return requests, sampling
-        assert self._is_first_rank() or not requests, "a rank that is not its engine's first has requests"
-        group = self._group()
-        asked = [[replace(request, problem=None) for request in requests], sampling]  # a row may be large
-        dist.broadcast_object_list(asked, group.ranks[0], group.cpu_group)
-        return asked[0], asked[1]
-
     def agree(self, flag: bool) -> bool:
+        return self._from_first_rank(flag)
+
+    def _from_first_rank(self, value: Any) -> Any:
+        """Return the value of the engine's first rank, on all of its ranks."""
         if self.ranks == 1:
-            return flag
-        group, flags = self._group(), [flag]
-        dist.broadcast_object_list(flags, group.ranks[0], group.cpu_group)
-        return flags[0]
+            return value
+        group, held = self._group(), [value]
+        dist.broadcast_object_list(held, group.ranks[0], group.cpu_group)
+        return held[0]
 
     def _is_first_rank(self) -> bool:
         return self.ranks == 1 or self._group().is_first_rank
