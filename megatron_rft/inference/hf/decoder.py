@@ -62,7 +62,7 @@ def _truncate(logprobs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class Row:
+class Unfinished:
     """A response that is being decoded."""
 
     request: Request
@@ -76,6 +76,8 @@ class Row:
 
 @dataclass
 class Decoder:
+    """Decodes with a transformers model, up to `most_rows` responses in a wave."""
+
     model: PreTrainedModel
     sampling: Sampling
     most_rows: int
@@ -86,7 +88,7 @@ class Decoder:
     def run(self, requests: list[Request]) -> Iterator[Group]:
         """Rows with similar limits and prompts share a wave, so that they end together and need little padding."""
         ordered = sorted(requests, key=lambda r: (-limit(r, self.sampling), -len(r.prompt_ids), r.id))
-        rows = [Row(r, sample, limit(r, self.sampling)) for r in ordered for sample in range(r.n)]
+        rows = [Unfinished(r, sample, limit(r, self.sampling)) for r in ordered for sample in range(r.n)]
         answers: dict[int, dict[int, Response]] = {r.id: {} for r in requests}
         for first in range(0, len(rows), self.most_rows):
             for row, response in self._wave(rows[first : first + self.most_rows]):
@@ -95,7 +97,7 @@ class Decoder:
                 if len(answer) == row.request.n:
                     yield Group(row.request.id, tuple(answer[sample] for sample in range(row.request.n)))
 
-    def _wave(self, rows: list[Row]) -> Iterator[tuple[Row, Response]]:
+    def _wave(self, rows: list[Unfinished]) -> Iterator[tuple[Unfinished, Response]]:
         """Yield the responses as they end."""
         steps = rows[0].limit  # the largest
         u = np.stack([uniforms(row.request.seed, row.sample, steps) for row in rows])
@@ -123,7 +125,7 @@ class Decoder:
                     row.experts.append(experts[None])
             here.move()
 
-    def _prefill(self, rows: list[Row]) -> tuple[Tensor, Tensor, DynamicCache]:
+    def _prefill(self, rows: list[Unfinished]) -> tuple[Tensor, Tensor, DynamicCache]:
         """Return for each row the logits of its first token [L, V], the mask of its prompt [L, S], and the cache."""
         prompts = {row.request.id: torch.tensor(row.request.prompt_ids, device=self.model.device) for row in rows}
         places = {id: place for place, id in enumerate(prompts)}
@@ -149,7 +151,7 @@ class Decoder:
         ).last_hidden_state
         return self.model.get_output_embeddings()(hidden[:, -1])
 
-    def _append(self, rows: list[Row], logits: Tensor, u: Tensor) -> Tensor:
+    def _append(self, rows: list[Unfinished], logits: Tensor, u: Tensor) -> Tensor:
         """Sample a token for each row and return them: [L]."""
         tokens, logprobs, supports = choose(logits, u, self.sampling)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -160,12 +162,12 @@ class Decoder:
                 row.supports.append(tuple(i for i in support if i >= 0))
         return tokens
 
-    def _end(self, row: Row) -> str | None:
+    def _end(self, row: Unfinished) -> str | None:
         """Return why the response has ended, or None."""
         if row.token_ids[-1] in self.sampling.stop_token_ids:
             return "stop"
         return "length" if len(row.token_ids) == row.limit else None
 
-    def _response(self, row: Row, reason: str, version: int) -> Response:
+    def _response(self, row: Unfinished, reason: str, version: int) -> Response:
         answer = Response(tuple(row.token_ids), tuple(row.logprobs), reason, version, tuple(row.supports))
         return replace(answer, routes=self.routes.by_layer(np.concatenate(row.experts))) if self.routes else answer
