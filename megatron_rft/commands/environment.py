@@ -41,7 +41,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     options = recipe.environment
     if options is None:
         raise ConfigError("environment: the recipe has none")
-    problems = Problems.of(recipe).prompts("train", build.load_tokenizer(recipe.model)).prompts[: args.episodes]
+    tokenizer = build.load_tokenizer(recipe.model)
+    problems = Problems(recipe.data, options).prompts("train", tokenizer).prompts[: args.episodes]
     turns = recorded(args.turns) if args.turns else [invented(options, problem) for problem in problems]
     folder = tempfile.mkdtemp(prefix="megatron-rft-check-")  # not run.output_dir, which a run wants for itself
     plays = []

@@ -66,14 +66,16 @@ def evaluate_model(recipe: Recipe, source: SourceCheckpoint, folder: Path) -> li
             "data.test: there is nothing to evaluate on: give data.test, data.validation or evaluation.benchmarks, for "
             "example evaluation.benchmarks.math500=math500"
         )
-    tokenizer, problems = build.load_tokenizer(recipe.model), Problems.of(recipe)
+    tokenizer = build.load_tokenizer(recipe.model)
+    problems = Problems(recipe.data, recipe.environment, recipe.evaluation.benchmarks)
     # Load all data sets before the first evaluation, so that errors in any of them show at the start.
     loaded = {part: problems.prompts(part, tokenizer) for part in parts}
     make_folder(folder, "--out")
     model = {"weights": weights(source.path), "dtype": recipe.rollout.dtype or recipe.model.precision}
     if environment := recipe.environment:
         model |= {"environment": environment.model_dump(), "its code": digests(environment.code)}
-    evaluator = build.build_evaluator(recipe, None, tokenizer, None, folder)  # engine and rewards: below
+    sampler = build.evaluation_sampler(recipe.evaluation, recipe.rollout, None, tokenizer, None, recipe.run.seed)
+    evaluator = Evaluator(recipe.evaluation, problems, sampler, folder)  # engine and rewards: below
     asked = {part: Asked.of(part, loaded[part], evaluator, recipe.reward, model) for part in parts}
     results = []
     with ExitStack() as stack:

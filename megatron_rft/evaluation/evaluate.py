@@ -89,7 +89,6 @@ class GradedSampler:
     reward: Reward
     samples: int = 1  # per problem
     seed: int = 0
-    on_nonfinite: str = "stop"  # reward.on_nonfinite
 
     def __call__(self, prompts: list[Prompt], name: str) -> list[tuple[Prompt, int, Response, str, Score]]:
         """Return the responses to each prompt, with their number, the text that was judged, and its score, in the order
@@ -105,7 +104,7 @@ class GradedSampler:
         texts = [self.decode(each.last_turn) for _, _, each in answered]
         scores = scored(self.reward, [prompt for prompt, _, _ in answered], texts, [each for _, _, each in answered])
         return [
-            (prompt, number, response, text, finite(score, self.on_nonfinite, name, prompt, number, text))
+            (prompt, number, response, text, finite(score, self.reward, name, prompt, number, text))
             for (prompt, number, response), text, score in zip(answered, texts, scores, strict=True)
         ]
 

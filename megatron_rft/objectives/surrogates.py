@@ -83,16 +83,10 @@ def importance_weights(logprobs: Tensor, batch: Batch, how: str, cap: float) -> 
     return weights * ((weights <= cap) & (weights >= 1 / cap))
 
 
-def ratio_metrics(ratio: Tensor, clipped: Tensor, batch: Batch) -> dict[str, Sum]:
-    return {
-        "ratio_mean": aggregate(ratio, batch, "token_mean"),
-        "clip_fraction": aggregate(clipped, batch, "token_mean"),
-    }
-
-
 def surrogate_loss(result: Clipped, batch: Batch, how: str, constant: float = 1.0) -> Loss:
     terms = {"surrogate": (1.0, aggregate(result.terms, batch, how, constant))}
-    return Loss(terms, ratio_metrics(result.ratio, result.clipped, batch))
+    metrics = {"ratio_mean": result.ratio, "clip_fraction": result.clipped}
+    return Loss(terms, {name: aggregate(values, batch, "token_mean") for name, values in metrics.items()})
 
 
 BOUND = 0.1  # nats; mismatch/share counts tokens whose log-probs differ by more

@@ -184,7 +184,9 @@ class Step:
         recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
 
         def new() -> Models:
-            actor = build.build_actor(recipe, self.hf_config, 1000)
+            sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
+            networks = build.Networks(self.hf_config, *sections, recipe.run.seed)
+            actor = networks.actor(1000, recipe.rollout.temperature)
             shared = actor, recipe.megatron, recipe.model.precision
             return Models(actor, distilled=teachers_of(recipe.teaching, self._teachers(), *shared))
 

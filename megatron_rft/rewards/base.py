@@ -24,6 +24,10 @@ class Reward(ABC):
     """Calls come from one thread. If the grader fails twice, it returns Score(error=...), never a reward of 0."""
 
     maximum: float  # no reward is above it; infinity where there is no bound. Such a response cannot be improved
+    # What to do with a response whose grader failed, and with a reward that is NaN or infinite. "drop": leave it out of
+    # the batch and of the statistics of rewards, and count it. "stop": end the run.
+    on_error = "drop"
+    on_nonfinite = "stop"
 
     @abstractmethod
     def __call__(self, prompts: Sequence[Row], texts: list[str]) -> list[Score]:
@@ -62,16 +66,16 @@ def scored(reward: Reward, prompts: Sequence[Row], texts: list[str], responses: 
     return [each.total(found[i] if each.score is None else each.score) for i, each in enumerate(responses)]
 
 
-def finite(score: Score, on_nonfinite: str, when: str, prompt: Row, sample: int, text: str) -> Score:
+def finite(score: Score, reward: Reward, when: str, prompt: Row, sample: int, text: str) -> Score:
     """Return `score`, or one with an error if its reward is NaN or infinite: that would make every mean NaN.
 
     Raises:
-        RunFailed: `on_nonfinite` (reward.on_nonfinite) is "stop".
+        RunFailed: `reward.on_nonfinite` is "stop".
     """
     if score.error is not None or math.isfinite(score.reward + score.shaping):
         return score
     what = f"the reward is {score.reward:g}" + (f", its shaping {score.shaping:g}" if score.shaping else "")
-    if on_nonfinite == "stop":
+    if reward.on_nonfinite == "stop":
         raise RunFailed(
             f"{when}: {what} on response {sample} to problem {prompt.index} ({prompt.text[:80]!r}), which begins "
             f"{text[:80]!r}. A reward must be finite; reward.on_nonfinite=drop leaves such responses out"

@@ -15,6 +15,7 @@ def build(section: RewardOptions) -> Reward:
     make = getattr(importlib.import_module(f"megatron_rft.rewards.{module}"), name)
     own = type(section).model_fields.keys() - RewardOptions.model_fields.keys()
     reward = make(**{option: _option(section, option) for option in own})
+    reward.on_error, reward.on_nonfinite = section.on_error, section.on_nonfinite
     if (isolation := getattr(reward, "isolation", None)) and os.environ.get("RANK", "0") == "0":
         print(f"programs run in {isolation}", file=sys.stderr, flush=True)
     return reward

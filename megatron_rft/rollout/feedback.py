@@ -3,11 +3,12 @@ the reference solution. The objective sees only these prompts, the contexts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rft.config.algorithms.online import SDPO
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rollout.sampler import ScoredResponse
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,13 @@ class Feedback:
     encode: Callable[[Prompt, str], list[int]]
     cut: Callable[[str], str]
 
-    def __call__(self, prompt: Prompt, texts: list[str], scores: list[Score]) -> list[tuple[int, ...]]:
-        return [self._context(prompt, self._parts(prompt, i, texts, scores)) for i in range(len(texts))]
+    def __call__(self, group: list[ScoredResponse]) -> list[ScoredResponse]:
+        """The responses with their contexts. What an environment said comes before the verifier's reason."""
+        texts = [each.text for each in group]
+        reasons = ["\n".join(filter(None, (*each.response.said, each.score.reason))) for each in group]
+        scores = [replace(each.score, reason=reason) for each, reason in zip(group, reasons, strict=True)]
+        parts = [self._parts(each.prompt, i, texts, scores) for i, each in enumerate(group)]
+        return [replace(each, context=self._context(each.prompt, own)) for each, own in zip(group, parts, strict=True)]
 
     def _context(self, prompt: Prompt, parts: list[str]) -> tuple[int, ...]:
         if not parts:

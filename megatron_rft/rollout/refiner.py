@@ -23,6 +23,7 @@ from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward
+from megatron_rft.utils.errors import RunFailed
 
 CHAT_MARKER = re.compile(r"<\|(?:im_start|start_header_id)\|>\s*(?:assistant)?\s*(?:<\|end_header_id\|>)?|<\|\w+\|>")
 ONE_BLOCK = re.compile(r"\s*```[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
@@ -186,13 +187,13 @@ class Refining:
         self.seconds = 0.0
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="refiner")
 
-    def add(self, group: list, trained: list[bool]) -> dict[int, str]:
-        """Add a scored group. Returns by sample why some of its responses are not refined."""
+    def add(self, group: list, trained: list[bool]) -> list:
+        """Add a scored group. Returns its responses, with the reason on those that are not refined."""
         tasks, left = self.refiner.choose(group, self.step, trained)
         self.waiting.extend(tasks)
         if tasks and self.refiner.options.overlap:
             self.jobs.append(self.thread.submit(self._write))
-        return left
+        return [replace(each, unrefined=left.get(each.sample, "")) for each in group]
 
     def _write(self) -> None:
         tasks = [self.waiting.popleft() for _ in range(len(self.waiting))]
@@ -202,8 +203,8 @@ class Refining:
             self.seconds += time.perf_counter() - start
             self.graded.append((tasks, self.scoring.submit(self.refiner.grade, tasks, written, self.reward)))
 
-    def results(self) -> dict[tuple[int, int], Refined]:
-        """Return the refined responses by prompt index and sample. Call this when all groups have been added."""
+    def finish(self, rollouts: list) -> list:
+        """Return all responses, with the refined ones. Call this when all groups have been added."""
         with self.thread:
             self.jobs.append(self.thread.submit(self._write))
             for job in self.jobs:
@@ -211,7 +212,17 @@ class Refining:
         found = {}
         for tasks, job in self.graded:
             found |= {task.key: refined for task, refined in zip(tasks, job.result(), strict=True)}
-        return found
+        return [replace(each, refined=found.get((each.prompt_index, each.sample))) for each in rollouts]
+
+
+def check(rollouts: list, step: int) -> None:
+    """Stop the run if the grader failed on a refined response."""
+    failed = [each for each in rollouts if each.refined and each.refined.score.error is not None]
+    if failed:
+        raise RunFailed(
+            f"step {step}: the grader failed on {len(failed)} refined responses, first on problem "
+            f"{failed[0].prompt.index}: {failed[0].refined.score.error}"
+        )
 
 
 def statistics(rollouts: list) -> dict[str, float]:

@@ -7,7 +7,7 @@ functions of the problem and the step, and sequences are in the order of the pro
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +22,6 @@ from megatron_rft.inference.engine import Engine, Generate, Group, Request, Samp
 from megatron_rft.records import Batch, Prompt, Response, Score, concatenate, flat
 from megatron_rft.rewards.base import Reward, finite, scored
 from megatron_rft.rollout import refiner as refinement
-from megatron_rft.rollout import travel
 from megatron_rft.rollout.refiner import Refined, Refiner, Refining
 from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.utils.errors import RunFailed
@@ -74,19 +73,15 @@ class Sampled:
 Keep = Callable[[Batch], Tensor]
 """Returns [B] bool: the sequences to train on."""
 
-Contexts = Callable[[Prompt, list[str], list[Score]], list[tuple[int, ...]]]
-"""(problem, responses, scores) of a group -> the context of each response; empty if it has none."""
-
 
 @dataclass(frozen=True)
 class PendingRound:
-    """A round of sampling that has started. `local` waits for this rank's result. `retry` (collective) then generates
-    the unfinished requests of lost engines; None: there are none."""
+    """A round of sampling that has started. Each of `parts` waits for results of this rank; the second (collective)
+    generates the unfinished requests of lost engines."""
 
     step: int
     prompts: dict[int, Prompt]  # by index in the step
-    local: Callable[[], RoundResult]
-    retry: Callable[[], RoundResult] | None = None
+    parts: list[Callable[[], RoundResult]]
 
 
 @dataclass
@@ -96,11 +91,8 @@ class Sampler:
         keep: chooses the sequences to train on. In at most `max_rounds` rounds a step samples until it has accepted
             enough groups (DAPO's dynamic sampling).
         gather: concatenates all ranks' lists, in rank order, on every rank.
-        gather_on_main: the same on rank 0 alone; elsewhere it returns the rank's own list.
-        rank: index among the `world` ranks that have an engine; None: this rank has none.
-        on_error: what to do with a response whose grader failed. "drop": leave it out of the batch and of the
-            statistics of rewards, and count it. "stop": end the run.
-        on_nonfinite: the same for a reward that is NaN or infinite.
+        driver: `Engine.driver` of this rank.
+        contexts: adds contexts to the responses of a group.
         background: `begin` samples and grades in another thread. This needs an engine outside of the process
             (`EnginePool`).
         routes: keeps the experts of this rank's responses, which `sampling` then asks for.
@@ -115,31 +107,27 @@ class Sampler:
     keep: Keep | None = None
     max_rounds: int = 1
     gather: Callable[[list], list] = list
-    gather_on_main: Callable[[list], list] = list
-    rank: int | None = 0
-    world: int = 1
-    on_error: str = "drop"
-    on_nonfinite: str = "stop"
-    contexts: Contexts | None = None
+    driver: tuple[int | None, int] = (0, 1)
+    contexts: Callable[[list[ScoredResponse]], list[ScoredResponse]] | None = None
     refiner: Refiner | None = None
     phases: Callable[[str], AbstractContextManager] = nullcontext
     background: bool = False
     routes: RouteStore | None = None
 
     def __post_init__(self):
-        assert self.on_error in ("drop", "stop"), self.on_error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self.background else None
 
     def begin(self, prompts: list[Prompt], step: int, number: int = 0, first: int = 0) -> PendingRound:
-        """Start round `number` of a step; prompt indices start at `first`. Without `background` it runs in `local`."""
+        """Start round `number` of a step; prompt indices start at `first`. Without `background` it runs when it is
+        collected."""
         requests = self._requests(prompts, first, step, number)
         numbered = dict(enumerate(prompts, first))
         grade = partial(self._graded, numbered, step)
         if self._thread is None:
-            return PendingRound(step, numbered, partial(grade, requests, self.engine.generate))
+            return PendingRound(step, numbered, [partial(grade, requests, self.engine.generate)])
         left: list[Request] = []  # unfinished requests of lost engines
         job = self._thread.submit(grade, requests, partial(self.engine.begin, left=left))
-        return PendingRound(step, numbered, job.result, partial(grade, left, self.engine.retry))
+        return PendingRound(step, numbered, [job.result, partial(grade, left, self.engine.retry)])
 
     def collect(self, pending: PendingRound, draw: Callable[[int], list[Prompt]], count: int) -> list[RoundResult]:
         """Wait for a round, and sample more until `keep` has accepted `count` groups. `draw(n)` returns the next n
@@ -170,10 +158,14 @@ class Sampler:
             oldest_version=float(oldest),
         )
         graded = concatenate([each.batch for each in rounds])
-        metrics = statistics(rollouts, graded) | timings(rounds)
-        if any(rollout.refined or rollout.unrefined for rollout in rollouts):
+        metrics, seconds = statistics(rollouts, graded), sum(each.generation_seconds for each in rounds)
+        if self.refiner:
             metrics |= refinement.statistics(rollouts)
+            metrics["rollout/refiner_seconds"] = sum(each.refiner_seconds for each in rounds)
         metrics |= {
+            "rollout/generation_seconds": seconds,
+            "rollout/reward_seconds": sum(each.reward_seconds for each in rounds),
+            "rollout/tokens_per_second": metrics["tokens/generated"] / seconds,
             "rollout/rounds": len(rounds),
             "rollout/kept_groups": groups,
             "rollout/staleness": step - 1 - oldest,
@@ -194,29 +186,23 @@ class Sampler:
 
     def _round(self, pending: PendingRound) -> RoundResult:
         """Wait for a round. Returns all ranks' rollouts in order, and the seconds of the slowest rank."""
-        parts = [pending.local()] + ([pending.retry()] if pending.retry else [])
-        step = pending.step
+        step, parts = pending.step, [part() for part in pending.parts]
         if self.routes:
             parts = [self._without_routes(part, step) for part in parts]
-        results = self.gather([travel.pack(part) for part in parts])
-        rollouts = [rollout for result in results for rollout in travel.unpack(result, pending.prompts)]
+        results = self.gather([replace(part, rollouts=list(map(packed, part.rollouts))) for part in parts])
+        rollouts = [replace(r, prompt=pending.prompts[r.prompt_index]) for result in results for r in result.rollouts]
         rollouts.sort(key=lambda r: (r.prompt_index, r.sample))
-        rollouts = travel.with_texts(
-            rollouts, self.gather_on_main([text for part in parts for text in travel.texts(part)])
-        )
         when = f"step {step}"
-        rollouts = [
-            replace(r, score=finite(r.score, self.on_nonfinite, when, r.prompt, r.sample, r.text)) for r in rollouts
-        ]
+        rollouts = [replace(r, score=finite(r.score, self.reward, when, r.prompt, r.sample, r.text)) for r in rollouts]
         failed = [rollout for rollout in rollouts if rollout.score.error is not None]
-        if failed and (self.on_error == "stop" or len(failed) == len(rollouts)):
+        if failed and (self.reward.on_error == "stop" or len(failed) == len(rollouts)):
             worst = failed[0]  # all ranks have the same rollouts, so all of them stop
             raise RunFailed(
                 f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, first on problem "
                 f"{worst.prompt.index} ({worst.prompt.text[:80]!r}): {worst.score.error}"
             )
-        if self.refiner:
-            self._check_refined(rollouts, step)
+        if self.refiner and self.reward.on_error == "stop":
+            refinement.check(rollouts, step)
         clocks = ("generation_seconds", "reward_seconds", "refiner_seconds")
         seconds = (max(getattr(result, name) for result in results) for name in clocks)
         return RoundResult(rollouts, *seconds, sum(result.siblings_differ for result in results))
@@ -224,16 +210,6 @@ class Sampler:
     def _without_routes(self, part: RoundResult, step: int) -> RoundResult:
         rollouts, differing = self.routes.take(part.rollouts, step)
         return replace(part, rollouts=rollouts, siblings_differ=differing)
-
-    def _check_refined(self, rollouts: list[ScoredResponse], step: int) -> None:
-        """Stop the run if the grader failed on a refined response and `on_error` says so; otherwise there is no
-        pair."""
-        failed = [each for each in rollouts if each.refined and each.refined.score.error is not None]
-        if failed and self.on_error == "stop":
-            raise RunFailed(
-                f"step {step}: the grader failed on {len(failed)} refined responses, first on problem "
-                f"{failed[0].prompt.index}: {failed[0].refined.score.error}"
-            )
 
     def _graded(
         self, prompts: dict[int, Prompt], step: int, requests: list[Request], generate: Generate
@@ -253,8 +229,7 @@ class Sampler:
             rollouts = [rollout for some, _ in scored for rollout in some]
             if refining:
                 with self.phases("refine"):
-                    found = refining.results()
-                rollouts = [replace(each, refined=found.get((each.prompt_index, each.sample))) for each in rollouts]
+                    rollouts = refining.finish(rollouts)
         reward_seconds = sum(seconds for _, seconds in scored)
         return RoundResult(rollouts, seconds, reward_seconds, refining.seconds if refining else 0.0)
 
@@ -267,39 +242,34 @@ class Sampler:
             seed = request_seed(self.seed, step, number, prompt.index, seen[prompt.index])
             seen[prompt.index] += 1
             requests.append(Request(index, tuple(prompt.token_ids), self.group_size, seed, problem=prompt))
-        if self.rank is None:
-            return []
-        return sorted(requests, key=lambda request: len(request.prompt_ids))[self.rank :: self.world]
+        rank, world = self.driver
+        return [] if rank is None else sorted(requests, key=lambda request: len(request.prompt_ids))[rank::world]
 
     def _score(self, prompt: Prompt, group: Group, refining: Refining | None) -> tuple[list[ScoredResponse], float]:
         start = time.perf_counter()
         given, decode = group.responses, partial(self.tokenizer.decode, skip_special_tokens=True)
         answers = [decode(list(response.last_turn)) for response in given]
         scores = scored(self.reward, [prompt] * len(given), answers, given)
-        texts = [
-            decode(list(r.token_ids)) if len(r.turns) > 1 else text for r, text in zip(given, answers, strict=True)
-        ]
-        contexts = [None] * len(texts)
+        rollouts = []
+        for sample, (response, answer, score) in enumerate(zip(given, answers, scores, strict=True)):
+            text = decode(list(response.token_ids)) if len(response.turns) > 1 else answer
+            rollouts.append(ScoredResponse(group.id, sample, prompt, replace(response, score=None), text, score))
         if self.contexts:
-            contexts = self.contexts(prompt, texts, with_feedback(scores, given))
-        responses = [replace(response, score=None) for response in given]
-        rollouts = [
-            ScoredResponse(group.id, sample, prompt, *each)
-            for sample, each in enumerate(zip(responses, texts, scores, contexts, strict=True))
-        ]
+            rollouts = self.contexts(rollouts)
         if refining:
             wanted = None if self.refiner.options.agreeing else self.keep
-            left = refining.add(rollouts, worth_training(rollouts, wanted))
-            rollouts = [replace(each, unrefined=left.get(each.sample, "")) for each in rollouts]
+            rollouts = refining.add(rollouts, worth_training(rollouts, wanted))
         return rollouts, time.perf_counter() - start
 
 
-def with_feedback(scores: list[Score], responses: Sequence[Response]) -> list[Score]:
-    """Scores whose reasons, SDPO's feedback, begin with what the environment said."""
-    return [
-        replace(score, reason="\n".join(filter(None, (*response.said, score.reason)))) if response.said else score
-        for score, response in zip(scores, responses, strict=True)
-    ]
+def packed(rollout: ScoredResponse) -> ScoredResponse:
+    """A response for the other ranks: without its prompt, which they have, and with arrays instead of tuples. As Python
+    objects tokens and log-probs would take twice the bytes and ten times the time, on every rank."""
+    response = rollout.response
+    token_ids, logprobs = np.asarray(response.token_ids, np.int32), np.asarray(response.logprobs, np.float32)
+    context = None if rollout.context is None else np.array(rollout.context, dtype=np.int32)
+    response = replace(response, token_ids=token_ids, logprobs=logprobs)
+    return replace(rollout, prompt=None, response=response, context=context)
 
 
 def worth_training(group: list[ScoredResponse], keep: Keep | None) -> list[bool]:
@@ -400,16 +370,4 @@ def of_episodes(played: list[Response], rollouts: list[ScoredResponse]) -> dict[
         "environment/turns_max": max(turns),
         "environment/reward_mean": sum(reward for each in played for *_, reward in each.turns) / len(played),
         "environment/tokens_share": 1 - sum(each.length for each in played) / sum(len(e.token_ids) for e in played),
-    }
-
-
-def timings(rounds: list[RoundResult]) -> dict[str, float]:
-    generation = sum(each.generation_seconds for each in rounds)
-    refining = sum(each.refiner_seconds for each in rounds)
-    tokens = sum(rollout.response.length for each in rounds for rollout in each.rollouts)
-    return {
-        "rollout/generation_seconds": generation,
-        "rollout/reward_seconds": sum(each.reward_seconds for each in rounds),
-        "rollout/tokens_per_second": tokens / generation,
-        **({"rollout/refiner_seconds": refining} if refining else {}),
     }

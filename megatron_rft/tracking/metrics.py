@@ -29,14 +29,6 @@ def add_note(path: Path, note: str, alarm: bool = False) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _valid(value: Any) -> int | float | None:
-    """Return a number that JSON supports, else None. A Tensor of one element counts as a number."""
-    if isinstance(value, int):
-        return int(value)
-    value = float(value)
-    return value if math.isfinite(value) else None
-
-
 def _records(lines: list[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield (line, record) for the complete lines with increasing steps."""
     last_step = -math.inf
@@ -102,8 +94,8 @@ class StepFile:
 
 
 class MetricsFile(StepFile):
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.write(step, {name: _valid(value) for name, value in metrics.items()})
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
 
 
 SAMPLES_FILE = "samples.jsonl"

@@ -1,13 +1,15 @@
-"""Builds the tokenizer, the networks, the sampling options and the evaluator of a recipe."""
+"""Builds the tokenizer, the networks and the sampling options of a run."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from megatron_rft.config import Model, Recipe, Rollout
+from megatron_rft.config import Batching, Evaluation, Megatron, Model, Optimizer, Rollout
+from megatron_rft.config.algorithms.online import Critic
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import load_config
@@ -15,13 +17,10 @@ from megatron_rft.data.hub import model_folder
 from megatron_rft.data.prompts import check_tokenizer, eos_token_id
 from megatron_rft.evaluation.evaluate import GradedSampler
 from megatron_rft.inference.engine import Engine, Sampling
-from megatron_rft.megatron import parallel, weights
+from megatron_rft.megatron import weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.records import Prompt
 from megatron_rft.rewards.base import Reward
 from megatron_rft.training import adapters, teacher
-from megatron_rft.training.evaluator import Evaluator
-from megatron_rft.training.problems import Problems
 from megatron_rft.utils.errors import DataError
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -71,52 +70,56 @@ def start_weights(model: Model, seed: int, hf_config: Any) -> Callable[[str], to
     return weights.open_folder(model_folder(model.path), hf_config)
 
 
-def build_actor(recipe: Recipe, hf_config: Any, total_steps: int, moments: tuple[str, ...] = ()) -> Actor:
-    """The model to train, with its initial weights."""
-    actor = Actor(
-        hf_config,
-        recipe.megatron,
-        recipe.batching,
-        recipe.model.precision,
-        temperature=recipe.rollout.temperature,
-        optimizer=recipe.optimizer.model_dump(),
-        total_steps=total_steps,
-        moments=moments,
-        lora=recipe.lora,
-    )
-    load_start(actor, recipe.model, recipe.run.seed)
-    return actor
+@dataclass(frozen=True)
+class Networks:
+    """Builds the models to train, with the weights that training starts from."""
+
+    hf_config: Any
+    model: Model
+    megatron: Megatron
+    batching: Batching
+    optimizer: Optimizer
+    lora: Lora | None
+    seed: int
+
+    def actor(self, total_steps: int, temperature: float, moments: tuple[str, ...] = ()) -> Actor:
+        actor = self._empty(total_steps, {}, temperature=temperature, moments=moments)
+        load_start(actor, self.model, self.seed)
+        return actor
+
+    def critic(self, options: Critic, total_steps: int, actor: Actor) -> Actor:
+        """The value model: the weights of the policy or of critic.path, and a zero value head. Its learning rate
+        follows the policy's schedule, scaled. With adapters, it has its own on the frozen weights of `actor`, or of
+        critic.path."""
+        own = {"lr": options.lr, "lr_warmup_steps": options.lr_warmup_steps, "clip_grad": options.clip_grad}
+        own["min_lr"] = self.optimizer.min_lr * (options.lr / self.optimizer.lr)
+        critic = self._empty(total_steps, own, value_head=True)
+        if options.path is None:
+            load_start(critic, self.model, self.seed)
+            adapters.share_base(critic, actor)
+        else:
+            adapters.load_start(critic, self.model, self.seed)
+            critic.load(weights.open_folder(model_folder(options.path, "critic.path"), self.hf_config))
+        return critic
+
+    def _empty(self, total_steps: int, own: dict[str, Any], **options: Any) -> Actor:
+        """`own`: other options of the optimizer."""
+        return Actor(
+            self.hf_config,
+            self.megatron,
+            self.batching,
+            self.model.precision,
+            optimizer=self.optimizer.model_dump() | own,
+            total_steps=total_steps,
+            lora=self.lora,
+            **options,
+        )
 
 
 def load_start(actor: Actor, model: Model, seed: int) -> None:
     """Set the weights that training starts from."""
     actor.load(start_weights(model, seed, actor.hf_config))
     adapters.load_start(actor, model, seed)
-
-
-def build_critic(recipe: Recipe, hf_config: Any, total_steps: int, actor: Actor) -> Actor:
-    """The value model: the weights of the policy or of critic.path, and a zero value head. Its learning rate follows
-    the policy's schedule, scaled. With adapters, it has its own on the frozen weights of `actor`, or of critic.path."""
-    options = recipe.critic
-    scale = options.lr / recipe.optimizer.lr
-    own = {"lr": options.lr, "lr_warmup_steps": options.lr_warmup_steps, "clip_grad": options.clip_grad}
-    critic = Actor(
-        hf_config,
-        recipe.megatron,
-        recipe.batching,
-        recipe.model.precision,
-        optimizer=recipe.optimizer.model_dump() | own | {"min_lr": recipe.optimizer.min_lr * scale},
-        total_steps=total_steps,
-        value_head=True,
-        lora=recipe.lora,
-    )
-    if options.path is None:
-        load_start(critic, recipe.model, recipe.run.seed)
-        adapters.share_base(critic, actor)
-    else:
-        adapters.load_start(critic, recipe.model, recipe.run.seed)
-        critic.load(weights.open_folder(model_folder(options.path, "critic.path"), hf_config))
-    return critic
 
 
 def reference_weights(model: Model, seed: int, actor: Actor) -> list[torch.Tensor]:
@@ -157,17 +160,9 @@ def build_sampling(
     return Sampling(length, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, stops, routes=routes)
 
 
-def build_evaluator(
-    recipe: Recipe, engine: Engine, tokenizer: Any, reward: Reward, folder: Path | None = None, **given: list[Prompt]
-) -> Evaluator:
-    """An evaluator for all ranks of a run, or, with a `folder` for the answers, for one process. `given`: problems of
-    parts without a data source in the recipe."""
-    options = recipe.evaluation
-    sampling = build_sampling(recipe.rollout, tokenizer, options.max_response_tokens, options.temperature)
-    seed, on_nonfinite = recipe.run.seed, recipe.reward.on_nonfinite
-    sampler = GradedSampler(engine, sampling, tokenizer, reward, options.samples, seed, on_nonfinite)
-    parts = options, Problems.of(recipe), sampler
-    if folder is not None:
-        return Evaluator(*parts, folder)
-    folder = Path(recipe.run.output_dir) / "evaluation"
-    return Evaluator(*parts, folder, parallel.gather, *engine.driver(), given)
+def evaluation_sampler(
+    options: Evaluation, rollout: Rollout, engine: Engine | None, tokenizer: Any, reward: Reward | None, seed: int
+) -> GradedSampler:
+    """Samples the completions of evaluations. `engine` and `reward` may be given later."""
+    sampling = build_sampling(rollout, tokenizer, options.max_response_tokens, options.temperature)
+    return GradedSampler(engine, sampling, tokenizer, reward, options.samples, seed)

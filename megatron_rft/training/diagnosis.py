@@ -58,7 +58,7 @@ class Mismatch:
     def __post_init__(self):
         self.recipe = recipe = self.vary()
         self.tokenizer, self.hf_config = build.load_model_files(recipe.model)
-        self.prompts = Problems.of(recipe).prompts("train", self.tokenizer).prompts[: self.count]
+        self.prompts = Problems(recipe.data, recipe.environment).prompts("train", self.tokenizer).prompts[: self.count]
         self.trainer, self.kind = recipe.model.precision, EngineBuilder.of(recipe).kind(self.hf_config)
         rounds = recipe.vllm.rounding and f"with vllm.{recipe.vllm.rounding}"
         self.engine = rounds or recipe.rollout.dtype or ("fp32" if self.trainer == "fp32" else "bf16")

@@ -1,6 +1,8 @@
 """Builds the refiner of a dynamic constraint, measures its gradient norms, and writes examples for the report."""
 
 import json
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,40 +11,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rft.config import Recipe
 from megatron_rft.config.constraint import DynamicOptions
-from megatron_rft.data.rendering import ask_again
-from megatron_rft.inference.engine import Engine, request_seed
+from megatron_rft.inference.engine import request_seed
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import Loss, LossFunction
-from megatron_rft.records import Batch
-from megatron_rft.rewards.base import Reward
+from megatron_rft.records import Batch, Prompt
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import ScoredResponse
 from megatron_rft.tracking.metrics import drop_from
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
-from megatron_rft.training.models import LOGPROBS
+from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.training.monitor import GradientNorms, due
-from megatron_rft.training.problems import Problems
 
 REFINER_STREAM = 1  # a stream of sampling seeds other than the policy's
 EXAMPLES_FILE = "refinements.jsonl"
 
 
 def build_refiner(
-    recipe: Recipe, engines: EngineBuilder, engine: Engine, reward: Reward, tokenizer: Any, hf_config: Any
+    engines: EngineBuilder,
+    models: Models,
+    tokenizer: Any,
+    encode: Callable[[Prompt, str], list[int]],
+    template: str,
+    maximum: float,
+    seed: int,
+    stack: ExitStack,
 ) -> Refiner:
-    """`engine` holds the reference's weights, which never change."""
-    options = recipe.constraint
+    """`encode`, `template`, `maximum`: as of `Refiner`. Its engine has the reference's weights, which never change. It
+    is always in this process: recovery of engines in other processes is collective, but each rank uses its refiner at
+    different times."""
+    options, hf_config = engines.constraint, models.actor.hf_config
+    engine = stack.enter_context(closing(engines.build_refining(hf_config)))
+    models.send_reference(engine)
     return Refiner(
         engine,
-        build.build_sampling(recipe.rollout, tokenizer, options.max_tokens, options.temperature),
+        build.build_sampling(engines.rollout, tokenizer, options.max_tokens, options.temperature),
         tokenizer,
-        partial(ask_again, tokenizer=tokenizer, form=Problems.of(recipe).prompt_format("train")),
-        options.template_text(recipe.reward.kind),
-        reward.maximum,
-        partial(request_seed, recipe.run.seed, REFINER_STREAM),
+        encode,
+        template,
+        maximum,
+        partial(request_seed, seed, REFINER_STREAM),
         options,
         options.drafts(engines.kind(hf_config)),
         engines.longest_refinement_of(hf_config),

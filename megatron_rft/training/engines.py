@@ -91,6 +91,18 @@ class EngineBuilder:
         parallel.barrier("start")
         return engine
 
+    def build_beside(self, models: list[Actor]) -> tuple[Engine, EngineWeights]:
+        """The policy's engine, and its weights from the first of the trained `models`. With rollout.offload_trainer
+        their training state is offloaded first, because the engine measures the free memory at its start."""
+        offloaded = models if self.rollout.offload_trainer else []
+        for model in offloaded:
+            model.training_state.offload()
+        engine = self.build(models[0].hf_config)
+        weights = EngineWeights(models[0], engine, offloaded, adapters=self.lora is not None)
+        if offloaded:
+            weights.sleep()
+        return engine, weights
+
     def build_refining(self, hf_config: Any) -> Engine:
         """The refiner's engine, in this process. It accepts longer prompts than the policy's, and predicted outputs."""
         own = {"max_model_len": self.longest_refinement_of(hf_config), "tensor_parallel_size": 1}
@@ -242,20 +254,6 @@ def without_predicted_output(vllm: Vllm) -> dict[str, Any]:
     if (arguments.get("speculative_config") or {}).get("method") == PREDICTED["method"]:
         del arguments["speculative_config"]
     return arguments
-
-
-def build_beside(models: list[Actor], build: Callable[[], Engine], offload: bool) -> tuple[Engine, EngineWeights]:
-    """The engine, and its weights from the first of the trained `models`. `offload`: offload their training state
-    first, because the engine measures the free memory at its start."""
-    offloaded = models if offload else []
-    for model in offloaded:
-        model.training_state.offload()
-    engine = build()
-    adapters = models[0].lora is not None and models[0].lora.sync == "adapters"
-    weights = EngineWeights(models[0], engine, offloaded, adapters)
-    if offloaded:
-        weights.sleep()
-    return engine, weights
 
 
 # ---- a node's GPUs and ranks

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,43 +31,38 @@ from megatron_rft.training.run_folder import RECIPE_FILE, claim_folder
 from megatron_rft.utils.errors import FINISHED, DataError, RunFailed
 
 
-@dataclass
-class Generator:
-    """Makes trajectories with one worker's engine and grader."""
+def answers(sampler: GradedSampler, prompts: list[Prompt]) -> list[Trajectory]:
+    """Graded responses to all `prompts`.
 
-    sampler: GradedSampler
-    on_error: str  # reward.on_error
+    Raises:
+        RunFailed: the grader failed and reward.on_error is "stop".
+    """
+    maximum = sampler.reward.maximum
+    trajectories = [_trajectory(*each, maximum) for each in sampler(prompts, "generate")]
+    failed = [each for each in trajectories if each.error is not None]
+    if failed and sampler.reward.on_error == "stop":
+        raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
+    return trajectories
 
-    def answers(self, prompts: list[Prompt]) -> list[Trajectory]:
-        """Graded responses to all `prompts`.
 
-        Raises:
-            RunFailed: the grader failed and reward.on_error is "stop".
-        """
-        trajectories = [self._trajectory(*each) for each in self.sampler(prompts, "generate")]
-        failed = [each for each in trajectories if each.error is not None]
-        if failed and self.on_error == "stop":
-            raise RunFailed(f"the grader failed on a response to problem {failed[0].problem}: {failed[0].error}")
-        return trajectories
-
-    def _trajectory(self, prompt: Prompt, sample: int, response: Response, text: str, score: Score) -> Trajectory:
-        right = score.reward >= self.sampler.reward.maximum if score.correct is None else score.correct
-        return Trajectory(
-            problem=prompt.index,
-            sample=sample,
-            prompt=prompt.text,
-            answer=prompt.answer,
-            prompt_ids=response.prompt_ids or prompt.token_ids,
-            response_ids=response.token_ids,
-            text=text,
-            reward=None if score.error is not None else 1 if right else -1,
-            error=score.error,
-            logprobs=response.logprobs,
-            finish_reason=response.finish_reason,
-            problem_ids=prompt.token_ids if response.prompt_ids else None,
-            turns=[position for first, end, _ in response.turns for position in (first, end)] or None,
-            fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
-        )
+def _trajectory(prompt: Prompt, sample: int, response: Response, text: str, score: Score, maximum: float) -> Trajectory:
+    right = score.reward >= maximum if score.correct is None else score.correct
+    return Trajectory(
+        problem=prompt.index,
+        sample=sample,
+        prompt=prompt.text,
+        answer=prompt.answer,
+        prompt_ids=response.prompt_ids or prompt.token_ids,
+        response_ids=response.token_ids,
+        text=text,
+        reward=None if score.error is not None else 1 if right else -1,
+        error=score.error,
+        logprobs=response.logprobs,
+        finish_reason=response.finish_reason,
+        problem_ids=prompt.token_ids if response.prompt_ids else None,
+        turns=[position for first, end, _ in response.turns for position in (first, end)] or None,
+        fields=json.dumps(prompt.fields, default=str) if sample == 0 else None,
+    )
 
 
 def run(recipe: Recipe) -> int:
@@ -79,33 +73,43 @@ def run(recipe: Recipe) -> int:
         time.sleep(0.1)
     claim_folder(recipe)
     tokenizer, hf_config = build.load_model_files(recipe.model)
-    problems = Problems.of(recipe).prompts("train", tokenizer)
+    problems = Problems(recipe.data, recipe.environment).prompts("train", tokenizer)
     prompts, size = problems.prompts, recipe.generation.problems_per_shard
     shards = -(-len(prompts) // size)
     if rank == 0:
         for reason, count in problems.dropped.items():
             print(f"data.train: {count} rows left out ({reason})", flush=True)
+    engines = EngineBuilder.of(recipe)
     mine = [number for number in store.missing(folder, shards) if number % world == rank]
     with ExitStack() as stack:
-        generator = None
+        sampler = None
         if mine:
-            engines = EngineBuilder.of(recipe)
-            generator = _generator(engines, recipe.model.path, recipe.run.seed, recipe.reward, tokenizer, stack)
+            sampler = _sampler(engines, recipe.model.path, recipe.run.seed, recipe.reward, tokenizer, stack)
         for number in mine:
-            answers = generator.answers(prompts[number * size : (number + 1) * size])
-            store.write_shard(folder, number, answers)
-            right = sum(each.reward == 1 for each in answers)
-            print(f"shard {number + 1} of {shards}: {len(answers)} responses, {right} of them right", flush=True)
-    facts = _facts(recipe, hf_config, tokenizer, prompts)
+            graded = answers(sampler, prompts[number * size : (number + 1) * size])
+            store.write_shard(folder, number, graded)
+            right = sum(each.reward == 1 for each in graded)
+            print(f"shard {number + 1} of {shards}: {len(graded)} responses, {right} of them right", flush=True)
+    facts = {
+        "model": recipe.model.path,
+        "model_fingerprint": model_fingerprint(model_folder(recipe.model.path)),
+        "tokenizer_fingerprint": tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
+        "data": recipe.data.train.path,
+        "problems": len(prompts),
+        **_sampled(engines, hf_config, tokenizer),
+        "dtype": recipe.rollout.dtype or recipe.model.precision,
+        "seed": recipe.run.seed,
+        "reward": recipe.reward.kind,
+    }
     index = store.finish(folder, shards, recipe.generation.held_out, recipe.run.seed, facts)
     if index is not None:
         _report(folder, index)
     return FINISHED
 
 
-def _generator(
+def _sampler(
     engines: EngineBuilder, model: str, seed: int, options: RewardOptions, tokenizer: Any, stack: ExitStack
-) -> Generator:
+) -> GradedSampler:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the one that this worker sees
     reward = stack.enter_context(closing(registry.build(options)))
     if math.isinf(reward.maximum):
@@ -114,28 +118,19 @@ def _generator(
         )
     player = around(engines.local(model_folder(model))(device), engines, tokenizer, stack)
     sampling, size = build.build_sampling(engines.rollout, tokenizer), engines.rollout.group_size
-    sampler = GradedSampler(player, sampling, tokenizer, reward, size, seed, options.on_nonfinite)
-    return Generator(sampler, options.on_error)
+    return GradedSampler(player, sampling, tokenizer, reward, size, seed)
 
 
-def _facts(recipe: Recipe, hf_config: Any, tokenizer: Any, prompts: list[Prompt]) -> dict[str, Any]:
-    """The origin of the trajectories, for the store's index."""
-    options = recipe.rollout
+def _sampled(engines: EngineBuilder, hf_config: Any, tokenizer: Any) -> dict[str, Any]:
+    """How responses are sampled, for the store's index."""
+    options = engines.rollout
     return {
-        "model": recipe.model.path,
-        "model_fingerprint": model_fingerprint(model_folder(recipe.model.path)),
-        "tokenizer_fingerprint": tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
-        "data": recipe.data.train.path,
-        "problems": len(prompts),
         "responses_per_problem": options.group_size,
         "temperature": options.temperature,
         "max_response_tokens": options.max_response_tokens,
-        "stop_token_ids": list(build.stop_token_ids(recipe.rollout.stop, tokenizer)),
-        "engine": EngineBuilder.of(recipe).kind(hf_config),
-        "dtype": options.dtype or recipe.model.precision,
-        "seed": recipe.run.seed,
-        "reward": recipe.reward.kind,
-        "environment": recipe.environment and recipe.environment.model_dump(),
+        "stop_token_ids": list(build.stop_token_ids(options.stop, tokenizer)),
+        "engine": engines.kind(hf_config),
+        "environment": engines.environment and engines.environment.model_dump(),
     }
 
 

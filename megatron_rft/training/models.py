@@ -65,39 +65,77 @@ LOGPROBS, VALUES = frozenset({"logprobs"}), frozenset({"values"})
 
 @dataclass
 class Models:
-    """The actor alone, for objectives that need no other network."""
+    """The actor, and the other networks that the objective needs; None: it does not."""
 
     actor: Actor
     needs: frozenset[str] = frozenset()  # Objective.needs
     norms: GradientNorms | None = None
     verification: EarlyVerification | None = None  # PIPO's
     distilled: Teachers | None = None  # the other models of a distillation
+    critic: Actor | None = None
+    reference: list[Tensor] | None = None
+    teacher: MovingAverage | None = None
+    old_logprobs: str = "recompute"  # algorithm.old_logprobs
+    kl_every: int = 0  # constraint.kl_every
 
     @property
     def trained(self) -> dict[str, Actor]:
         """The networks with an optimizer, by the names of `Update.model`."""
-        return {"actor": self.actor}
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     @property
     def averages(self) -> dict[str, MovingAverage]:
-        return {}
+        return {"teacher": self.teacher} if self.teacher else {}
 
     def outputs(self, batch: Batch) -> Batch:
         """The batch with the model outputs that the objective needs, from forward passes without gradients."""
-        if "old_logprobs" in self.needs and "old_logprobs" not in batch.tokens:
+        if self.old_logprobs == "rollout":
+            batch = batch.with_tokens(old_logprobs=batch.tokens["rollout_logprobs"])
+        missing = self.needs - batch.tokens.keys()
+        if "old_logprobs" in missing:
             batch = batch.with_tokens(old_logprobs=self.actor.outputs(batch, LOGPROBS)["logprobs"])
+        if "ref_kl" in missing:
+            second = Second(batch, self.reference)
+            batch = batch.with_tokens(ref_kl=self.actor.outputs(batch, frozenset({"reverse_kl"}), second)["reverse_kl"])
+        if "ref_logprobs" in missing:
+            batch = batch.with_tokens(ref_logprobs=self.reference_logprobs(batch))
+        if "refined_logprobs" in missing:
+            logprobs = self.actor.outputs(pairs(batch), LOGPROBS)["logprobs"] if has_pairs(batch) else torch.zeros(0)
+            batch = batch.with_tokens(refined_logprobs=on_response_tokens(logprobs, batch))
+        if "teacher_logprobs" in missing:
+            batch = batch.with_tokens(teacher_logprobs=self._teacher_logprobs(batch))
+        if self.critic:
+            batch = batch.with_tokens(values=self.critic.outputs(batch, VALUES)["values"])
         return batch
 
     def measure(self, batch: Batch, step: int) -> dict[str, float]:
-        """Metrics of the batch before the step, if any are due."""
-        return {}
+        """KL(policy || reference) before the step if it is due, by the k3 estimate on the sampled tokens."""
+        if not due(self.kl_every, step):
+            return {}
+        logprobs = batch.tokens.get("old_logprobs", batch.tokens["rollout_logprobs"])
+        values = k3(logprobs.double(), self.reference_logprobs(batch).double())
+        mask = batch.response_mask.double()
+        return {"constraint/kl": (values * mask).sum().item() / max(mask.sum().item(), 1.0)}
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """[R] log-probs of the response tokens under the reference."""
+        with self.actor.use_weights(self.reference):
+            return self.actor.outputs(batch, LOGPROBS)["logprobs"]
+
+    def _teacher_logprobs(self, batch: Batch) -> Tensor:
+        with self.actor.use_weights(self.teacher.weights) if self.teacher else nullcontext():
+            return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
         """The second distribution that `update` compares with."""
-        if update.second is None:
+        other = update.second
+        if other is None:
             return None
-        assert update.second.weights == "distil", update.second
-        return self.distilled.second(mini_batch, update.second.mixture)
+        if other.weights == "distil":
+            return self.distilled.second(mini_batch, other.mixture)
+        teacher = self.teacher.weights if self.teacher else None
+        weights = {"reference": self.reference, "teacher": teacher, "actor": None}[other.weights]
+        return Second(mini_batch.in_context() if other.in_context else mini_batch, weights, other.extrapolation)
 
     def while_waiting(self, state: State, phases: Phases) -> None:
         """Compute what the next step may need, while engines in other processes generate its batch."""
@@ -117,76 +155,11 @@ class Models:
         gradient = gradient or actor.backward(batch, update.loss, counts, update.outputs, second)
         return actor.apply(gradient, update.learning_rate, update.moments, update.scale)
 
-    def end_of_step(self) -> None: ...
-
-
-@dataclass
-class OnlineModels(Models):
-    """The actor, and a critic, a reference and a moving-average teacher if the objective needs them, else None."""
-
-    critic: Actor | None = None
-    reference: list[Tensor] | None = None
-    teacher: MovingAverage | None = None
-    old_logprobs: str = "recompute"  # algorithm.old_logprobs
-    kl_every: int = 0  # constraint.kl_every
-
-    @property
-    def trained(self) -> dict[str, Actor]:
-        return super().trained | ({"critic": self.critic} if self.critic else {})
-
-    @property
-    def averages(self) -> dict[str, MovingAverage]:
-        return {"teacher": self.teacher} if self.teacher else {}
-
-    def outputs(self, batch: Batch) -> Batch:
-        if self.old_logprobs == "rollout":
-            batch = batch.with_tokens(old_logprobs=batch.tokens["rollout_logprobs"])
-        batch = super().outputs(batch)
-        if "ref_kl" in self.needs:
-            second = Second(batch, self.reference)
-            batch = batch.with_tokens(ref_kl=self.actor.outputs(batch, frozenset({"reverse_kl"}), second)["reverse_kl"])
-        if "ref_logprobs" in self.needs:
-            batch = batch.with_tokens(ref_logprobs=self.reference_logprobs(batch))
-        if "refined_logprobs" in self.needs:
-            logprobs = self.actor.outputs(pairs(batch), LOGPROBS)["logprobs"] if has_pairs(batch) else torch.zeros(0)
-            batch = batch.with_tokens(refined_logprobs=on_response_tokens(logprobs, batch))
-        if "teacher_logprobs" in self.needs:
-            batch = batch.with_tokens(teacher_logprobs=self._teacher_logprobs(batch))
-        if self.critic:
-            batch = batch.with_tokens(values=self.critic.outputs(batch, VALUES)["values"])
-        return batch
-
-    def measure(self, batch: Batch, step: int) -> dict[str, float]:
-        """KL(policy || reference) before the step, by the k3 estimate on the sampled tokens."""
-        if not due(self.kl_every, step):
-            return {}
-        logprobs = batch.tokens.get("old_logprobs", batch.tokens["rollout_logprobs"])
-        values = k3(logprobs.double(), self.reference_logprobs(batch).double())
-        mask = batch.response_mask.double()
-        return {"constraint/kl": (values * mask).sum().item() / max(mask.sum().item(), 1.0)}
-
-    def reference_logprobs(self, batch: Batch) -> Tensor:
-        """[R] log-probs of the response tokens under the reference."""
-        with self.actor.use_weights(self.reference):
-            return self.actor.outputs(batch, LOGPROBS)["logprobs"]
+    def end_of_step(self) -> None:
+        if self.teacher:
+            self.teacher.update()
 
     def send_reference(self, engine: Engine) -> None:
         """Send the reference's weights to the refiner's engine."""
         with self.actor.use_weights(self.reference):
             weight_sync.send(self.actor.stream(), engine, version=0, verify=True)
-
-    def _teacher_logprobs(self, batch: Batch) -> Tensor:
-        with self.actor.use_weights(self.teacher.weights) if self.teacher else nullcontext():
-            return self.actor.outputs(batch.in_context(), LOGPROBS)["logprobs"]
-
-    def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        other = update.second
-        if other is None or other.weights == "distil":
-            return super().second(update, mini_batch)
-        teacher = self.teacher.weights if self.teacher else None
-        weights = {"reference": self.reference, "teacher": teacher, "actor": None}[other.weights]
-        return Second(mini_batch.in_context() if other.in_context else mini_batch, weights, other.extrapolation)
-
-    def end_of_step(self) -> None:
-        if self.teacher:
-            self.teacher.update()

@@ -200,19 +200,22 @@ class Monitor:
 
     def __init__(self, folder: Path, faults: Faults, throughput: Throughput, alarms: bool, compares_logprobs: bool):
         self.faults, self.throughput, self.compares_logprobs = faults, throughput, compares_logprobs
-        self.averages, self.guard = Averages(), NonFiniteGuard(folder, faults.max_skipped_steps)
+        self.guard = NonFiniteGuard(folder, faults.max_skipped_steps)
+        self.values: dict[str, list[float]] = defaultdict(list)  # of the optimizer steps of this training step
         self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
         self.alarms, self.dead_experts = Alarms() if alarms else None, DeadExperts()
 
     def trained(
         self, update: Update, mini_batch: Batch, computed: Batch, shared: bool, metrics: dict[str, float], step: int
     ) -> None:
-        """Note an optimizer step. `computed`: the sequences of the mini-batch that were computed; `shared`: whether
-        they shared their prompts."""
+        """Note an optimizer step, whose metrics are named policy/loss, verification/grad_norm and so on; names that
+        contain a slash are kept. `computed`: the sequences of the mini-batch that were computed; `shared`: whether they
+        shared their prompts."""
         self.guard.note(metrics, mini_batch, step)
         if "no_gradient" in mini_batch.sequences:
             metrics["computed_share"] = len(computed) / len(mini_batch)
-        self.averages.add(update.name, metrics)
+        for name, value in metrics.items():
+            self.values[name if "/" in name else f"{update.name}/{name}"].append(value)
         self.throughput.trained(computed, shared)
 
     def end_of_step(
@@ -220,29 +223,14 @@ class Monitor:
     ) -> tuple[dict[str, float], list[str]]:
         """All metrics of the step, and the warnings. `loads`: the tokens of each expert by layer. Collective."""
         ranks, slow = self.stragglers.take(phases.work(), step)
-        skipped = {"faults/skipped_steps": self.guard.total}
-        metrics = metrics | ranks | self.averages.take() | skipped | phases.take()
+        means = {name: sum(values) / len(values) for name, values in self.values.items()}
+        self.values.clear()
+        metrics = metrics | ranks | means | {"faults/skipped_steps": self.guard.total} | phases.take()
         metrics |= self.throughput.take(metrics) | (load_metrics(loads) if loads else {})
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
         alarms = self.alarms.check(metrics, step) if self.alarms else []
         dead = self.dead_experts.check(loads, step) if self.alarms and loads else ""
         return metrics, [warning for warning in (mismatch, slow, *alarms, dead) if warning]
-
-
-class Averages:
-    """Means over the optimizer steps of one training step, named policy/loss, verification/grad_norm and so on. Names
-    that contain a slash are kept."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, update: str, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._values[name if "/" in name else f"{update}/{name}"].append(value)
-
-    def take(self) -> dict[str, float]:
-        values, self._values = self._values, defaultdict(list)
-        return {name: sum(many) / len(many) for name, many in values.items()}
 
 
 class NonFiniteGuard:

@@ -6,7 +6,6 @@ data.validation, or the store's held-out problems; the run exports the model wit
 
 import json
 import math
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,12 +38,11 @@ from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import Update
 from megatron_rft.objectives.offline.base import part_of
 from megatron_rft.records import Batch, Prompt
-from megatron_rft.training import adapters, build, loop
+from megatron_rft.training import adapters, build
 from megatron_rft.training.engines import DTYPES
 from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.training.monitor import GradientNorms
-from megatron_rft.training.run import TrainingRun
-from megatron_rft.training.stored import StoredBatches, build_evaluator
+from megatron_rft.training.stored import train_stored
 from megatron_rft.training.teacher import by_row, teachers_of
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing
@@ -222,12 +220,12 @@ def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
 
 @dataclass
 class OfflineModels(Models):
-    """The actor and the frozen reference."""
+    """The actor and the frozen reference, which knows its log-probs of the data."""
 
-    reference: Reference | None = None
+    of_data: Reference | None = None
 
     def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        return super().second(update, mini_batch) if self.distilled else self.reference.second(update, mini_batch)
+        return super().second(update, mini_batch) if self.distilled else self.of_data.second(update, mini_batch)
 
 
 def train(recipe: Recipe) -> int:
@@ -252,20 +250,18 @@ def train(recipe: Recipe) -> int:
     size = size // 2 if options.pairs else size
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, stored.fields.items())
-    actor = build.build_actor(recipe, hf_config, steps)
+    sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
+    actor = build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature)
     reference = Reference(source, actor, data)
     models = OfflineModels(
         actor,
         objective.needs,
         gradient_norms(options.part_norms_every),
         distilled=teachers_of(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision),
-        reference=reference,
+        of_data=reference,
     )
-    with ExitStack() as stack:
-        evaluator, weights = build_evaluator(recipe, hf_config, tokenizer, models, stack, **own)
-        run = stack.enter_context(closing(TrainingRun(recipe, models, stream, steps, evaluator)))
-        batches = StoredBatches(stream, size, partial(draw, reference.data(data)), weights, run.phases)
-        return loop.train(run, batches, models, objective)
+    make = partial(draw, reference.data(data))
+    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, make, given=own)
 
 
 def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None, kind: str | None) -> None:

@@ -1,16 +1,17 @@
 """Online reinforcement learning: the policy's engine samples batches, and a verifier grades them."""
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rft import objectives
 from megatron_rft.config import Recipe, Rollout
 from megatron_rft.config.algorithms.base import Algorithm
 from megatron_rft.data.prompts import PromptSet
-from megatron_rft.data.rendering import PromptFormat, ask_again
+from megatron_rft.data.rendering import ask_again
 from megatron_rft.data.stream import Stream
-from megatron_rft.inference.engine import Engine
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.ema import MovingAverage
@@ -21,17 +22,15 @@ from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.routes import why_not_replayed
 from megatron_rft.plan.vllm import choose_for
-from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.rollout.feedback import Feedback, cutter
-from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import Sampler
-from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training import build, dynamic_constraint, loop, user_algorithm
-from megatron_rft.training.engines import EngineBuilder, build_beside
+from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.episodes import around
-from megatron_rft.training.models import EarlyVerification, OnlineModels
+from megatron_rft.training.evaluator import Evaluator
+from megatron_rft.training.models import EarlyVerification, Models
 from megatron_rft.training.monitor import check_mismatch_bounds
 from megatron_rft.training.online_batches import OnlineBatches
 from megatron_rft.training.problems import Problems
@@ -42,11 +41,13 @@ from megatron_rft.utils.errors import DataError
 
 def train(recipe: Recipe) -> int:
     """Train until run.steps or a signal. Returns the exit status."""
-    engines, problems, options = EngineBuilder.of(recipe), Problems.of(recipe), recipe.rollout
+    engines, options, algorithm = EngineBuilder.of(recipe), recipe.rollout, recipe.algorithm
     engines.check_gpus()
     tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora, recipe.teaching)
+    problems = Problems(recipe.data, recipe.environment)
     prompts = problems.prompts("train", tokenizer)
-    check_solutions(recipe.algorithm, prompts)
+    encode = partial(ask_again, tokenizer=tokenizer, form=problems.prompt_format("train"))
+    feedback = build_feedback(algorithm, tokenizer, encode, prompts) if algorithm.uses_feedback else None
     stream = Stream(prompts.prompts, recipe.run.seed, recipe.data.shuffle)
     objective = build_objective(recipe)
     check_mismatch_bounds(recipe.faults, objective.needs)
@@ -57,28 +58,39 @@ def train(recipe: Recipe) -> int:
 
     with ExitStack() as stack:
         reward = stack.enter_context(closing(build_reward(recipe.reward)))
-        trained = list(models.trained.values())
-        engine, weights = build_beside(trained, partial(engines.build, hf_config), options.offload_trainer)
+        engine, weights = engines.build_beside(list(models.trained.values()))
         player = around(engine, engines, tokenizer, stack)
-        evaluator = build.build_evaluator(recipe, player, tokenizer, reward)
+        graded = build.evaluation_sampler(recipe.evaluation, options, player, tokenizer, reward, recipe.run.seed)
+        folder, driver = Path(recipe.run.output_dir) / "evaluation", player.driver()
+        evaluator = Evaluator(recipe.evaluation, problems, graded, folder, parallel.gather, *driver)
         run = TrainingRun(recipe, models, stream, recipe.run.steps, evaluator, prompts.dropped)
         stack.enter_context(closing(run))
         examples = refiner = None
         if recipe.refines:
-            # The refiner's engine is always in this process: recovery of engines in other processes is collective,
-            # but each rank uses its refiner at different times.
-            refining = stack.enter_context(closing(engines.build_refining(hf_config)))
-            models.send_reference(refining)
-            refiner = dynamic_constraint.build_refiner(recipe, engines, refining, reward, tokenizer, hf_config)
+            template = recipe.constraint.template_text(recipe.reward.kind)
+            refiner = dynamic_constraint.build_refiner(
+                engines, models, tokenizer, encode, template, reward.maximum, recipe.run.seed, stack
+            )
             examples = dynamic_constraint.Examples(recipe.constraint, run.folder, models.actor, tokenizer)
-        batches = OnlineBatches(
-            run,
-            build_sampler(recipe, player, reward, tokenizer, objective, refiner, run.phases, routes),
-            weights,
-            prompts_per_step=options.prompts_per_step,
-            staleness=options.staleness,
-            examples=examples,
+        background = recipe.trains_while_sampling
+        sampler = Sampler(
+            player,
+            build.build_sampling(options, tokenizer, routes=routes is not None),
+            reward,
+            tokenizer,
+            options.group_size,
+            recipe.run.seed,
+            keep=objective.keep,
+            max_rounds=algorithm.sampling_rounds,
+            gather=parallel.gather,
+            driver=driver,
+            contexts=feedback,
+            refiner=refiner,
+            phases=nullcontext if background else run.phases,  # phases belong to the trainer's thread
+            background=background,
+            routes=routes,
         )
+        batches = OnlineBatches(run, sampler, weights, options.prompts_per_step, options.staleness, examples)
         stack.enter_context(closing(batches))
         return loop.train(run, batches, models, objective)
 
@@ -104,24 +116,25 @@ def mini_batches(rollout: Rollout, algorithm: Algorithm) -> int:
     return rollout.prompts_per_step // (algorithm.mini_batch_prompts or rollout.prompts_per_step)
 
 
-def build_models(
-    recipe: Recipe, hf_config: Any, objective: Objective, of_row: dict[int, str] | None = None
-) -> OnlineModels:
+def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: dict[int, str] | None = None) -> Models:
     """The actor and the other networks that the objective needs. `of_row`: teachers' names, of several."""
     # A learning rate schedule spans all optimizer steps of the run.
     optimizer_steps = mini_batches(recipe.rollout, recipe.algorithm) * recipe.algorithm.epochs
     critic_only = recipe.critic.warmup_steps if recipe.critic else 0
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
     moments = ("verification",) if own_moments else ()
-    actor = build.build_actor(recipe, hf_config, (recipe.run.steps - critic_only) * optimizer_steps, moments)
+    sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
+    networks = build.Networks(hf_config, *sections, recipe.run.seed)
+    total_steps = recipe.run.steps * optimizer_steps
+    actor = networks.actor(total_steps - critic_only * optimizer_steps, recipe.rollout.temperature, moments)
     critic = reference = None
     if "values" in objective.needs:
-        critic = build.build_critic(recipe, hf_config, recipe.run.steps * optimizer_steps, actor)
+        critic = networks.critic(recipe.critic, total_steps, actor)
     kl_every = recipe.constraint.kl_every if recipe.constraint else 0
     if objective.needs & {"ref_logprobs", "ref_kl", "reference"} or kl_every or recipe.refines:
         reference = build.reference_weights(recipe.model, recipe.run.seed, actor)
     rate = recipe.algorithm.teacher_average
-    return OnlineModels(
+    return Models(
         actor,
         objective.needs,
         norms=dynamic_constraint.gradient_norms(recipe.constraint) if recipe.refines else None,
@@ -135,42 +148,6 @@ def build_models(
     )
 
 
-def build_sampler(
-    recipe: Recipe,
-    engine: Engine,
-    reward: Reward,
-    tokenizer: Any,
-    objective: Objective,
-    refiner: Refiner | None,
-    phases: Phases,
-    routes: RouteStore | None,
-) -> Sampler:
-    options, form = recipe.rollout, Problems.of(recipe).prompt_format("train")
-    rank, world = engine.driver()
-    background = recipe.trains_while_sampling
-    return Sampler(
-        engine,
-        build.build_sampling(options, tokenizer, routes=routes is not None),
-        reward,
-        tokenizer,
-        group_size=options.group_size,
-        seed=recipe.run.seed,
-        keep=objective.keep,
-        max_rounds=recipe.algorithm.sampling_rounds,
-        gather=parallel.gather,
-        gather_on_main=parallel.gather_on_main,
-        rank=rank,
-        world=world,
-        on_error=recipe.reward.on_error,
-        on_nonfinite=recipe.reward.on_nonfinite,
-        contexts=build_feedback(recipe.algorithm, tokenizer, form) if recipe.algorithm.uses_feedback else None,
-        refiner=refiner,
-        phases=nullcontext if background else phases,  # phases belong to the trainer's thread
-        background=background,
-        routes=routes,
-    )
-
-
 def replayed_routes(options: Rollout, hf_config: Any, actor: Actor) -> RouteStore | None:
     """The store of the engine's experts, which the actor replays; None: it chooses its own."""
     shape = ModelShape.of(hf_config.to_dict())
@@ -181,19 +158,13 @@ def replayed_routes(options: Rollout, hf_config: Any, actor: Actor) -> RouteStor
     return routes
 
 
-def build_feedback(options: Algorithm, tokenizer: Any, form: PromptFormat) -> Feedback:
-    ask = partial(ask_again, tokenizer=tokenizer, form=form)
-    return Feedback(options, ask, cutter(tokenizer, options.max_feedback_tokens))
-
-
-def check_solutions(options: Algorithm, prompts: PromptSet) -> None:
+def build_feedback(options: Algorithm, tokenizer: Any, encode: Callable, prompts: PromptSet) -> Feedback:
     """Check that rows have reference solutions if feedback uses them."""
-    if not options.uses_feedback or "solution" not in options.feedback:
-        return
     field = options.solution_field
-    if not any(prompt.fields.get(field) for prompt in prompts.prompts):
+    if "solution" in options.feedback and not any(prompt.fields.get(field) for prompt in prompts.prompts):
         names = ", ".join(prompts.prompts[0].fields)
         raise DataError(
             f"algorithm.feedback: no row of data.train has a solution in its field {field!r} "
             f"(algorithm.solution_field); the first has {names}"
         )
+    return Feedback(options, encode, cutter(tokenizer, options.max_feedback_tokens))

@@ -15,20 +15,19 @@ them.
 """
 
 import json
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from megatron_rft.inference.weight_sync import EngineWeights
+from megatron_rft.megatron import parallel
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.objectives.surrogates import mismatch
-from megatron_rft.records import Batch, Prompt, Response, Score
-from megatron_rft.rollout.refiner import Refined
+from megatron_rft.records import Batch, Prompt
 from megatron_rft.rollout.sampler import PendingRound, RoundResult, Sampled, Sampler, ScoredResponse
 from megatron_rft.tracking.metrics import Sample
 from megatron_rft.training.dynamic_constraint import Examples
@@ -37,15 +36,7 @@ from megatron_rft.training.run import TrainingRun
 from megatron_rft.utils.errors import RunFailed
 
 KEY = "ahead"  # key in a checkpoint's state
-
-
-@dataclass
-class Pending:
-    """A batch that is being sampled (`rounds` is None) or ready."""
-
-    step: int
-    first_round: PendingRound | None
-    rounds: list[RoundResult] | None = None
+ROUND = TypeAdapter(RoundResult)
 
 
 @dataclass
@@ -59,7 +50,7 @@ class OnlineBatches(Batches):
     prompts_per_step: int
     staleness: int = 0
     examples: Examples | None = None
-    pending: deque[Pending] = field(default_factory=deque)
+    pending: dict[int, PendingRound | list[RoundResult]] = field(default_factory=dict)  # by step: started, or sampled
     sampled: Sampled | None = None  # of this step
     told_of_grader: bool = False  # that it fails on some responses
 
@@ -67,10 +58,9 @@ class OnlineBatches(Batches):
         """Start the batches up to step + n. With n > 0 the trainer is not idle: the batch of `step` was started
         earlier, and the trainer has worked on others since."""
         self.weights.wake()
-        newest = self.pending[-1].step if self.pending else step - 1
+        newest = max(self.pending, default=step - 1)
         for number in range(newest + 1, min(step + self.staleness, self.run.total_steps) + 1):
-            drawn = self.run.stream.next(self.prompts_per_step)
-            self.pending.append(Pending(number, self.sampler.begin(drawn, number)))
+            self.pending[number] = self.sampler.begin(self.run.stream.next(self.prompts_per_step), number)
         return self.sampler.background and not self.staleness
 
     def next(self, step: int) -> Batch:
@@ -85,9 +75,8 @@ class OnlineBatches(Batches):
 
     def _next(self, step: int) -> Sampled:
         self.begin(step)
-        batch = self.pending.popleft()
-        assert batch.step == step, f"batch {batch.step} at step {step}"
-        sampled = self.sampler.conclude(self._collected(batch), step)
+        self._collect(step)
+        sampled = self.sampler.conclude(self.pending.pop(step), step)
         if (stale := int(sampled.metrics["rollout/staleness"])) > self.staleness:
             raise RunFailed(
                 f"step {step}: a response started with weights that are {stale} versions old, and rollout.staleness is "
@@ -109,14 +98,12 @@ class OnlineBatches(Batches):
         """Wait for the pending batches. With n > 1 they may continue over a sync, so this waits only for
         `everything`."""
         if self.staleness <= 1 or everything:
-            for batch in self.pending:
-                self._collected(batch)
+            for step in self.pending:
+                self._collect(step)
 
-    def _collected(self, batch: Pending) -> list[RoundResult]:
-        if batch.rounds is None:
-            batch.rounds = self.sampler.collect(batch.first_round, self.run.stream.next, self.prompts_per_step)
-            batch.first_round = None
-        return batch.rounds
+    def _collect(self, step: int) -> None:
+        if isinstance(first := self.pending[step], PendingRound):
+            self.pending[step] = self.sampler.collect(first, self.run.stream.next, self.prompts_per_step)
 
     def report(self, step: int, batch: Batch, updates: list[Update]) -> dict[str, float]:
         tracker, sampler, sampled = self.run.tracker, self.sampler, self.sampled
@@ -129,11 +116,11 @@ class OnlineBatches(Batches):
         tracker.example(str(sampled.rollouts[0]))
         if tracker.wants_samples(step):
             tracker.samples(step, shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer))
-        if not self.told_of_grader and (told := grader_errors(sampled.rollouts, step)):
+        if not self.told_of_grader and metrics["reward/grader_errors"]:
             self.told_of_grader = True
-            tracker.note(told)
-        if warning := underfilled_batch_warning(sampled.metrics, self.prompts_per_step, step):
-            tracker.note(warning)
+            tracker.note(grader_errors(sampled.rollouts, step))
+        if metrics["rollout/kept_groups"] < self.prompts_per_step:
+            tracker.note(underfilled_batch(metrics, self.prompts_per_step, step))
         return metrics
 
     def release(self, step: int, state: State) -> None:
@@ -146,10 +133,10 @@ class OnlineBatches(Batches):
         """Wait for the pending batches and return them for a checkpoint, with the routes that later steps need."""
         self.drain(everything=True)
         self.weights.sleep_to_save()
-        routes = self.sampler.routes.state(self.sampler.gather_on_main) if self.sampler.routes else {}
+        routes = self.sampler.routes.state(parallel.gather_on_main) if self.sampler.routes else {}
         if not self.pending:
             return routes
-        rows = [{"step": batch.step, "rounds": [_to_json(result) for result in batch.rounds]} for batch in self.pending]
+        rows = [{"step": step, "rounds": list(map(_to_json, rounds))} for step, rounds in self.pending.items()]
         words = json.dumps(rows, default=np.ndarray.tolist)
         return routes | {KEY: torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)}
 
@@ -159,8 +146,7 @@ class OnlineBatches(Batches):
         if KEY in state:
             by_index = {prompt.index: prompt for prompt in self.run.stream.items}
             for row in json.loads(bytes(state[KEY].numpy())):
-                rounds = [_from_json(result, by_index) for result in row["rounds"]]
-                self.pending.append(Pending(row["step"], None, rounds))
+                self.pending[row["step"]] = [_from_json(result, by_index) for result in row["rounds"]]
         if self.sampler.routes:
             state = self.sampler.routes.restore(state, dist.get_rank(), dist.get_world_size())
         return {name: value for name, value in state.items() if name != KEY}
@@ -175,36 +161,21 @@ def _to_json(result: RoundResult) -> dict:
 
 
 def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:
-    return RoundResult(**row | {"rollouts": [_rollout(rollout, prompts) for rollout in row["rollouts"]]})
+    for rollout in row["rollouts"]:
+        rollout["prompt"] = prompts[rollout["prompt"]]
+    return ROUND.validate_python(row)
 
 
-def _rollout(row: dict, prompts: dict[int, Prompt]) -> ScoredResponse:
-    response = {k: tuple(v) if isinstance(v, list) else v for k, v in row["response"].items()}
-    context = row["context"] if row["context"] is None else tuple(row["context"])
-    typed = {"prompt": prompts[row["prompt"]], "response": Response(**response), "score": Score(**row["score"])}
-    return ScoredResponse(**row | typed | {"context": context, "refined": _refined(row["refined"])})
-
-
-def _refined(row: dict | None) -> Refined | None:
-    if row is None:
-        return None
-    return Refined(**row | {"token_ids": tuple(row["token_ids"]), "score": Score(**row["score"])})
-
-
-def underfilled_batch_warning(metrics: dict[str, float], wanted: int, step: int) -> str | None:
+def underfilled_batch(metrics: dict[str, float], wanted: int, step: int) -> str:
     """The warning for a step whose sampling rounds ended before enough groups had unequal rewards."""
     kept, rounds = int(metrics["rollout/kept_groups"]), int(metrics["rollout/rounds"])
-    if kept >= wanted:
-        return None
     what = f"the step trains on these {kept}" if kept else "the last round is trained on as it is"
     return f"step {step}: {kept} of {wanted} groups have unequal rewards after {rounds} rounds of sampling; {what}"
 
 
-def grader_errors(rollouts: list[ScoredResponse], step: int) -> str | None:
+def grader_errors(rollouts: list[ScoredResponse], step: int) -> str:
     """The note about responses that the grader failed on, which have no reward."""
     failed = [each.score.error for each in rollouts if each.score.error is not None]
-    if not failed:
-        return None
     return (
         f"step {step}: the grader failed on {len(failed)} of {len(rollouts)} responses, which are left out "
         f"(reward.on_error=drop), first with {failed[0]}. Each step's line counts them (reward/grader_errors)"
@@ -223,12 +194,7 @@ SHOWN_GROUPS = 2  # shown with their best and worst response
 def shown_samples(batch: Batch, updates: list[Update], rollouts: list[ScoredResponse], tokenizer: Any) -> list[Sample]:
     """Samples from a step's batch with the models' outputs, and its updates."""
     batch = with_credit(batch, updates)
-    rollout_of = {(rollout.prompt_index, token_key(rollout.response.token_ids)): rollout for rollout in rollouts}
-    return [as_sample(batch.select(torch.tensor([row])), rollout_of, tokenizer) for row in shown_rows(batch)]
-
-
-def token_key(token_ids: Sequence[int]) -> bytes:
-    return np.asarray(token_ids, dtype=np.int32).tobytes()
+    return [as_sample(batch.select(torch.tensor([row])), rollouts, tokenizer) for row in shown_rows(batch)]
 
 
 def with_credit(batch: Batch, updates: list[Update]) -> Batch:
@@ -255,23 +221,23 @@ def shown_rows(batch: Batch) -> list[int]:
     return picked
 
 
-def as_sample(one: Batch, rollouts: dict[tuple[int, bytes], ScoredResponse], tokenizer: Any) -> Sample:
-    """The sample of a batch of one sequence."""
-    ids = one.response_ids.tolist()
-    rollout = rollouts.get((int(one.groups[0]), token_key(ids)))
-    about = {}
-    if rollout is not None:
-        about = {"answer": rollout.prompt.answer, "reason": rollout.score.reason, "problem": rollout.prompt.index}
-        about["turns"] = [list(turn) for turn in rollout.response.turns] if len(rollout.response.turns) > 1 else []
-    shaping = one.sequences.get("shaping", torch.zeros(1))
+def as_sample(one: Batch, rollouts: list[ScoredResponse], tokenizer: Any) -> Sample:
+    """The sample of a batch of one sequence, one of `rollouts`."""
+    ids, group = one.response_ids.tolist(), int(one.groups[0])
+    siblings = (each for each in rollouts if each.prompt_index == group)
+    rollout = next(each for each in siblings if np.array_equal(each.response.token_ids, ids))
+    turns = rollout.response.turns
     return Sample(
         prompt=tokenizer.decode(one.prompt_ids.tolist()),
         tokens=token_texts(tokenizer, ids),
-        reward=one.sequences["rewards"].item(),
+        reward=rollout.score.reward,
         values={name: values.tolist() for name, values in one.tokens.items() if name != "response_mask"},
-        finished=bool(one.sequences["finished"].item()) if "finished" in one.sequences else True,
-        shaping=shaping.item(),
-        **about,
+        answer=rollout.prompt.answer,
+        reason=rollout.score.reason,
+        problem=rollout.prompt.index,
+        finished=rollout.response.finish_reason == "stop",
+        shaping=rollout.score.shaping,
+        turns=[list(turn) for turn in turns] if len(turns) > 1 else [],
     )
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_rft.config import Data, Recipe, Source
+from megatron_rft.config import Data, Source
 from megatron_rft.config.datasets import DATASETS
+from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.data.prompts import Demonstration, PromptSet, demonstrations, prompt_set
 from megatron_rft.data.rendering import PromptFormat
 from megatron_rft.data.rows import Row, load_rows
@@ -19,14 +20,8 @@ class Problems:
     """A `part` is "train", "validation", "test", or the name of a benchmark."""
 
     data: Data
-    benchmarks: dict[str, Source]
-    learns_answers: bool  # data.train has answers to learn from
-    tools: tuple[dict[str, Any], ...] = ()  # that the environment offers
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> "Problems":
-        tools = schemas(recipe.environment) if recipe.environment else ()
-        return cls(recipe.data, recipe.evaluation.benchmarks, recipe.trainer == "sft", tools)
+    environment: AnyEnvironment | None = None  # the prompts offer its tools
+    benchmarks: dict[str, Source] = field(default_factory=dict)
 
     def source(self, part: str) -> Source:
         return self.benchmarks.get(part) or getattr(self.data, part)
@@ -52,7 +47,8 @@ class Problems:
         """The format of a part's prompts. An adapter has its own field names and template."""
         data, source = self.data, self.source(part)
         shared = ("chat", "chat_template_kwargs", "max_prompt_tokens", "overlong")
-        common = {name: getattr(data, name) for name in shared} | {"tools": self.tools}
+        common = {name: getattr(data, name) for name in shared}
+        common["tools"] = schemas(self.environment) if self.environment else ()
         if source.adapter is None:
             prompt, answer = source.prompt_field or data.prompt_field, source.answer_field or data.answer_field
             return PromptFormat(prompt, answer, source.prompt_template or data.prompt_template, **common)
@@ -60,7 +56,6 @@ class Problems:
         # data.prompt_template ("Solve this math problem ...") does not fit benchmarks of another kind.
         template = None if part in self.benchmarks and known.reward != "math" else data.prompt_template
         return PromptFormat(
-            answer_field="solution" if self.learns_answers and part == "train" else "answer",
             prompt_template=source.prompt_template or template or known.template,
             answered=known.reward not in ("code", "model"),
             adapted=True,
@@ -74,9 +69,10 @@ class Problems:
 
     def demonstrations(self, tokenizer: Any, limit: int) -> tuple[list[Demonstration], dict[str, int]]:
         """The answers of data.train to learn; `limit` is the most tokens of one."""
-        rows = self.rows("train")
+        rows, form = self.rows("train"), self.prompt_format("train")
+        form = replace(form, answer_field="solution") if form.adapted else form
         with self._named("train"):
-            return demonstrations(rows, tokenizer, self.prompt_format("train"), self.data.train.path, limit)
+            return demonstrations(rows, tokenizer, form, self.data.train.path, limit)
 
     @contextmanager
     def _named(self, part: str) -> Iterator[None]:

@@ -3,22 +3,26 @@
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rft.config import Recipe
 from megatron_rft.data.stream import Stream
 from megatron_rft.inference.weight_sync import EngineWeights
-from megatron_rft.objectives.base import State, Update
+from megatron_rft.megatron import parallel
+from megatron_rft.objectives.base import Objective, State, Update
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rewards.registry import build as build_reward
 from megatron_rft.tracking.throughput import Phases
-from megatron_rft.training import build
-from megatron_rft.training.engines import EngineBuilder, build_beside
+from megatron_rft.training import loop
+from megatron_rft.training.build import evaluation_sampler
+from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.evaluator import Evaluator
 from megatron_rft.training.loop import Batches
 from megatron_rft.training.models import Models
+from megatron_rft.training.problems import Problems
+from megatron_rft.training.run import TrainingRun
 
 
 @dataclass
@@ -52,15 +56,31 @@ class StoredBatches(Batches):
         return {}
 
 
-def build_evaluator(
-    recipe: Recipe, hf_config: Any, tokenizer: Any, models: Models, stack: ExitStack, **given: list[Prompt]
-) -> tuple[Evaluator | None, EngineWeights | None]:
-    """The evaluator of a run that uses an engine only for evaluations; (None, None) without evaluations. `given`:
-    problems of parts without a data source in the recipe."""
-    if not recipe.validates and not recipe.data.test:
-        return None, None
-    reward = stack.enter_context(closing(build_reward(recipe.reward)))
-    trained, builder = list(models.trained.values()), EngineBuilder.of(recipe)
-    engine, weights = build_beside(trained, partial(builder.build, hf_config), recipe.rollout.offload_trainer)
-    player = around(engine, builder, tokenizer, stack)
-    return build.build_evaluator(recipe, player, tokenizer, reward, **given), weights
+def train_stored(
+    recipe: Recipe,
+    tokenizer: Any,
+    models: Models,
+    objective: Objective,
+    stream: Stream,
+    size: int,
+    steps: int,
+    make: Callable[[list], Batch],
+    dropped: dict[str, int] | None = None,
+    given: dict[str, list[Prompt]] | None = None,
+) -> int:
+    """Train with `StoredBatches` of `size` items. An engine is built for evaluations alone. `dropped`: as of
+    `TrainingRun`; `given`: problems of parts without a data source in the recipe. Returns the exit status."""
+    with ExitStack() as stack:
+        evaluator = weights = None
+        if recipe.validates or recipe.data.test:
+            reward = stack.enter_context(closing(build_reward(recipe.reward)))
+            engines = EngineBuilder.of(recipe)
+            engine, weights = engines.build_beside(list(models.trained.values()))
+            player = around(engine, engines, tokenizer, stack)
+            options, problems = recipe.evaluation, Problems(recipe.data, recipe.environment)
+            sampler = evaluation_sampler(options, recipe.rollout, player, tokenizer, reward, recipe.run.seed)
+            folder = Path(recipe.run.output_dir) / "evaluation"
+            evaluator = Evaluator(options, problems, sampler, folder, parallel.gather, *player.driver(), given or {})
+        run = stack.enter_context(closing(TrainingRun(recipe, models, stream, steps, evaluator, dropped)))
+        batches = StoredBatches(stream, size, make, weights, run.phases)
+        return loop.train(run, batches, models, objective)

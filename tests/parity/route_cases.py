@@ -10,6 +10,7 @@ move, are compared exactly.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,8 @@ from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.records import Batch, Prompt, Score
-from megatron_rft.rollout import travel
 from megatron_rft.rollout.routes import RouteStore
-from megatron_rft.rollout.sampler import RoundResult, ScoredResponse, to_batch
+from megatron_rft.rollout.sampler import ScoredResponse, packed, to_batch
 from tests.families import FAMILIES as ALL
 from tests.parity.family_cases import KEYS, RECOMPUTE, Weighted, possible, relative
 from tests.parity.gradient_cases import OPTIMIZER, SHAPE
@@ -76,8 +76,8 @@ def sample(config, store: RouteStore) -> Batch:
     ]
     rollouts, differing = store.take(rollouts, 1)
     assert not differing
-    parcels = parallel.gather([travel.pack(RoundResult(rollouts, 0.0, 0.0))])
-    rollouts = [rollout for parcel in parcels for rollout in travel.unpack(parcel, prompts)]
+    gathered = parallel.gather(list(map(packed, rollouts)))
+    rollouts = [replace(each, prompt=prompts[each.prompt_index]) for each in gathered]
     batch = to_batch(sorted(rollouts, key=lambda r: (r.prompt_index, r.sample)))
     return batch.with_tokens(noise=torch.randn(len(batch.response_ids), generator=torch.Generator().manual_seed(2)))
 

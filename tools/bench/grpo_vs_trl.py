@@ -43,6 +43,7 @@ from megatron_rft.objectives.grpo import GRPO  # noqa: E402
 from megatron_rft.objectives.surrogates import mismatch  # noqa: E402
 from megatron_rft.plan.vllm import unusable  # noqa: E402
 from megatron_rft.records import Batch, Prompt, Score  # noqa: E402
+from megatron_rft.rewards.base import Reward  # noqa: E402
 from megatron_rft.rollout.sampler import Sampler  # noqa: E402
 
 SMALLEST = "--prompts 2 --group 2 --tokens 4 --steps 1 --hidden 32 --layers 1 --best"  # tests/bench
@@ -62,7 +63,7 @@ def reward_of(text: str) -> float:
     return sum(c.isdigit() for c in text) / max(len(text), 1)
 
 
-class OurReward:
+class OurReward(Reward):
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         return [Score(reward_of(text)) for text in texts]
 

@@ -14,6 +14,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,7 @@ import torch
 from megatron_rft.launching.job import Job
 from megatron_rft.megatron import balance, optimizer_shards
 from megatron_rft.records import Batch, Prompt, Response, Score
-from megatron_rft.rollout import travel
-from megatron_rft.rollout.sampler import RoundResult, ScoredResponse, to_batch
+from megatron_rft.rollout.sampler import ScoredResponse, packed, to_batch
 
 SMALLEST = "--ranks 2 4 --responses 2 --tokens 8"
 RANKS_OF_REPLICA = 4  # ranks that share a data-parallel share
@@ -47,7 +47,7 @@ def rollouts(count: int, tokens: int, first: int) -> list[ScoredResponse]:
 
 def receive(sent: bytes, ranks: int, prompts: dict[int, Prompt]) -> None:
     """Read the parcels of all ranks and build the batch, as every rank does once a round."""
-    found = [each for _ in range(ranks) for each in travel.unpack(pickle.loads(sent), prompts)]
+    found = [replace(each, prompt=prompts[each.prompt_index]) for _ in range(ranks) for each in pickle.loads(sent)]
     to_batch(found)
 
 
@@ -83,14 +83,14 @@ def index(ranks: int) -> list:
 
 def rows(ranks: int, responses: int, tokens: int, folder: Path) -> dict[str, tuple[float, float]]:
     """Return (seconds, bytes) of each part on one rank."""
-    mine = RoundResult(rollouts(responses, tokens, 0), 1.0, 1.0)
-    packing, parcel = measured(lambda: travel.pack(mine))
+    mine = rollouts(responses, tokens, 0)
+    packing, parcel = measured(lambda: list(map(packed, mine)))
     sent = pickle.dumps(parcel)
-    receiving, _ = measured(lambda: receive(sent, ranks, {0: mine.rollouts[0].prompt}))
+    receiving, _ = measured(lambda: receive(sent, ranks, {0: mine[0].prompt}))
     batch = batch_of(ranks, responses, tokens)
     planning, shares = measured(lambda: balance.plan(batch, max(1, ranks // RANKS_OF_REPLICA), BUDGET))
-    packed, plan_sent = measured(lambda: pack_plan(shares))
-    unpacked, got = measured(lambda: read_plan(plan_sent))
+    making, plan_sent = measured(lambda: pack_plan(shares))
+    taking, got = measured(lambda: read_plan(plan_sent))
     assert [[cut.tolist() for cut in share] for share in got] == [[cut.tolist() for cut in share] for share in shares]
     looking, _ = measured(lambda: look(folder, ranks // 8 or 1))
     found = index(ranks)
@@ -99,7 +99,7 @@ def rows(ranks: int, responses: int, tokens: int, folder: Path) -> dict[str, tup
         "pack a rank's responses": (packing, len(sent)),
         "read all ranks' responses into a batch": (receiving, ranks * len(sent)),
         "plan of the micro-batches": (planning, 0),
-        "that plan from rank 0, without its way: made, packed, read": (planning + packed + unpacked, len(plan_sent)),
+        "that plan from rank 0, without its way: made, packed, read": (planning + making + taking, len(plan_sent)),
         "look for nodes that failed": (looking, 0),
         "index of a sharded checkpoint (on resume)": (reading, len(json.dumps(found))),
     }

@@ -128,7 +128,7 @@ def test_changed_code_of_the_users_reward_grades_anew(recipe, model, capsys, tmp
 
 def test_samples_are_a_benchmarks_own(recipe):
     loaded = load(recipe)
-    evaluator = Evaluator(loaded.evaluation, Problems.of(loaded), None, None)
+    evaluator = Evaluator(loaded.evaluation, Problems(loaded.data, benchmarks=loaded.evaluation.benchmarks), None, None)
     assert (evaluator.samples("first"), evaluator.samples("second")) == (3, 2)
 
 
@@ -139,7 +139,7 @@ def test_the_recipes_template_is_for_mathematics(recipe):
         "evaluation.benchmarks.fourth={path: x.jsonl, adapter: apps, prompt_template: '{question}!'}",
     ]
     loaded = load(recipe, overrides)
-    problems = Problems.of(loaded)
+    problems = Problems(loaded.data, benchmarks=loaded.evaluation.benchmarks)
     templates = [problems.prompt_format(part).prompt_template for part in loaded.evaluation.benchmarks]
     assert templates == ["fpa", "fpa", None, "{question}!"]
 

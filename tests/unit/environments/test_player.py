@@ -13,9 +13,11 @@ from megatron_rft.environments.template import Template
 from megatron_rft.inference.engine import EngineLost, Request, Sampling
 from megatron_rft.inference.pool import EnginePool
 from megatron_rft.records import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import ConfigError, RunFailed
 from tests.made import WholeStep
 from tests.unit.inference.tiny import build_engine, build_model
+from tests.unit.rollout.test_sampler import strict
 
 SAMPLING = Sampling(24, stop_token_ids=(2, 3, 4, 5, 6, 7))  # turns end soon: the model is random
 WORLDS = Path(__file__).with_name("worlds.py")
@@ -284,7 +286,7 @@ def test_each_episode_at_its_own_pace(play, engine):
     assert turns == {1, 2} and all(each.score.reward == 0.5 for group in alone.values() for each in group)
 
 
-class Half:
+class Half(Reward):
     maximum = 1.0
 
     def __call__(self, prompts, texts):
@@ -327,7 +329,7 @@ def test_failed_environments_drop_a_response_or_stop_the_run(play):
     assert sampled.metrics["environment/errors"] == errors
     assert all(len(each.response.turns) > 1 for each in sampled.rollouts if each.score.error)
     with pytest.raises(RunFailed, match="environment Echo, problem 1., turn 2: LookupError"):
-        sampler(play(), Half(), on_error="stop").sample(faulty, 4, step=0)
+        sampler(play(), strict(Half())).sample(faulty, 4, step=0)
 
 
 def test_an_environment_that_fails_before_the_first_turn(play, engine):

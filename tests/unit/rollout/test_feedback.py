@@ -4,22 +4,25 @@ import pytest
 
 from megatron_rft.config.algorithms.online import SDPO
 from megatron_rft.data import arithmetic
-from megatron_rft.records import Prompt, Score
+from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rollout.feedback import Feedback, cutter
+from megatron_rft.rollout.sampler import ScoredResponse
 
 PROMPT = Prompt(0, (1,), "<chat>2+2?</chat>", "4", {"solution": "the sum is 4"}, "2+2?")
 TEXTS = ["5 ", "four", "4", "banana"]
 SCORES = [Score(0.0, "5 is not 4"), Score(1.0), Score(1.0), Score(0.0)]
 
 
-def told(texts=TEXTS, scores=SCORES, prompt=PROMPT, sources=("sibling", "error", "solution"), limit=100) -> list[str]:
+def told(texts=TEXTS, scores=SCORES, prompt=PROMPT, sources=("sibling", "error", "solution"), limit=100, said=()):
     """The contexts as text: this encoder returns code points."""
     texts_around = {"solution_template": "right: {}", "error_template": "wrong: {}"}
     used = {"solution_template": {"solution", "sibling"}, "error_template": {"error"}}
     options = {name: text for name, text in texts_around.items() if used[name] & set(sources)}
     section = SDPO(feedback=list(sources), teacher_template="{feedback} / {prompt}", **options)
     feedback = Feedback(section, lambda _, text: [ord(c) for c in text], lambda text: text[:limit])
-    return ["".join(map(chr, ids)) for ids in feedback(prompt, texts, scores)]
+    response = Response((), (), "stop", 0, said=said)
+    group = [ScoredResponse(0, i, prompt, response, *each) for i, each in enumerate(zip(texts, scores, strict=True))]
+    return ["".join(map(chr, each.context)) for each in feedback(group)]
 
 
 def test_a_right_sibling_and_the_reason():
@@ -44,6 +47,10 @@ def test_sometimes_there_is_nothing_to_say():
     assert told(["4"], [Score(1.0)]) == [""]
     assert told(["5"], [Score(0.0)], bare) == [""]
     assert told(["5", "4"], [Score(0.0), Score(1.0, error="crashed")], bare) == ["", ""]
+
+
+def test_what_the_environment_said_comes_before_the_reason():
+    assert told(sources=("error",), said=("no such file",))[0] == "wrong: no such file\n5 is not 4 / 2+2?"
 
 
 def test_what_is_told_is_cut():

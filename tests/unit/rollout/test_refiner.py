@@ -9,6 +9,7 @@ from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.data import arithmetic
 from megatron_rft.inference.engine import Group, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rollout.refiner import (
     AT_MAXIMUM,
     GRADER_FAILED,
@@ -146,7 +147,7 @@ def test_the_tokens_of_a_refined_text():
     assert all(each.score.error and not each.kept for each in broken)
 
 
-class Digits:
+class Digits(Reward):
     """The number of digits in the text, up to two."""
 
     maximum = 2.0

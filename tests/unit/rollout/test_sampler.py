@@ -2,12 +2,15 @@
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rft.inference.engine import Sampling, request_seed
 from megatron_rft.records import Batch, Prompt, Score
+from megatron_rft.rewards.base import Reward
+from megatron_rft.rollout.sampler import ScoredResponse
 from megatron_rft.utils.errors import RunFailed
 from tests.made import WholeStep
 
@@ -22,7 +25,7 @@ class Letters:
         return "".join(chr(62 + i) for i in ids if i != 2)
 
 
-class EvenLength:
+class EvenLength(Reward):
     """1 for a text of even length, else 0; fails on some texts and is slow on others."""
 
     def __init__(self, fails: str = "", slow: float = 0.0):
@@ -48,6 +51,11 @@ def draw(count: int) -> list[Prompt]:
 
 def build(engine, reward=None, **named) -> WholeStep:
     return WholeStep(engine, SAMPLING, reward or EvenLength(), Letters(), group_size=3, seed=1, **named)
+
+
+def strict(reward: Reward) -> Reward:
+    reward.on_error = "stop"
+    return reward
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -85,12 +93,12 @@ def test_ranks_share_the_work_and_get_one_batch(engine, world):
     alone = build(engine).sample(draw, 5, step=2)
     own = []  # what each rank gives to gather
     for rank in range(world):
-        build(engine, rank=rank, world=world, gather=lambda mine: own.append(mine) or mine).sample(draw, 5, step=2)
+        build(engine, driver=(rank, world), gather=lambda mine: own.append(mine) or mine).sample(draw, 5, step=2)
     everything = [share for mine in own for share in mine]
     counts = [len(share.rollouts) for share in everything]
     assert sum(counts) == 15 and max(counts) - min(counts) <= 3
     for rank in range(world):
-        together = build(engine, rank=rank, world=world, gather=lambda mine: everything).sample(draw, 5, step=2)
+        together = build(engine, driver=(rank, world), gather=lambda mine: everything).sample(draw, 5, step=2)
         assert same(together.batch, alone.batch)
 
 
@@ -149,7 +157,7 @@ def test_failed_graders_drop_a_response_or_stop_the_run(engine):
     assert sampled.metrics["reward/mean"] == pytest.approx(whole.batch.sequences["rewards"][graded].mean().item())
     assert sampled.metrics["tokens/generated"] == whole.metrics["tokens/generated"]
     with pytest.raises(RunFailed, match=rf"step 0: the grader failed on {lost} of 18 .* problem 1\d .*the grader died"):
-        build(engine, EvenLength(fails=letter), on_error="stop").sample(draw, 6, step=0)
+        build(engine, strict(EvenLength(fails=letter))).sample(draw, 6, step=0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -163,13 +171,15 @@ def test_a_reward_that_is_no_number_stops_the_run_or_is_left_out(engine, value):
 
     with pytest.raises(RunFailed, match=r"step 4: the reward is -?(nan|inf) on response 1 to problem 10 "):
         build(engine, Broken()).sample(draw, 4, step=4)
-    sampled = build(engine, Broken(), on_nonfinite="drop").sample(draw, 4, step=4)
+    reward = Broken()
+    reward.on_nonfinite = "drop"
+    sampled = build(engine, reward).sample(draw, 4, step=4)
     assert len(sampled.batch) == 8 and sampled.metrics["reward/grader_errors"] == 4
     assert sampled.batch.sequences["rewards"].isfinite().all() and sampled.batch.scalars["sampled_count"] == 8
 
 
 def test_every_grader_failing_stops_the_run(engine):
-    class Dead:
+    class Dead(Reward):
         def __call__(self, prompts, texts):
             return [Score(0.0, error="no sandbox")] * len(texts)
 
@@ -194,10 +204,11 @@ def test_contexts_are_in_the_order_of_their_responses(engine):
     """Each context has the numbers of its problem and sample, so that a wrong order would show."""
     seen = []
 
-    def contexts(prompt: Prompt, texts: list[str], scores: list[Score]) -> list[tuple[int, ...]]:
-        seen.append(prompt.index)
-        assert len(texts) == len(scores) == 3
-        return [(prompt.index, sample) if sample else () for sample in range(3)]
+    def contexts(group: list[ScoredResponse]) -> list[ScoredResponse]:
+        index = group[0].prompt.index
+        seen.append(index)
+        assert len(group) == 3
+        return [replace(each, context=(index, each.sample) if each.sample else ()) for each in group]
 
     batch = build(engine, contexts=contexts).sample(draw, 4, step=0).batch
     assert sorted(seen) == [10, 11, 12, 13]

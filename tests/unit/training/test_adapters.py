@@ -41,12 +41,17 @@ def recipe_of(precision: str) -> OnlineRecipe:
     )
 
 
+def networks(recipe: OnlineRecipe) -> build.Networks:
+    sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
+    return build.Networks(CONFIG, *sections, recipe.run.seed)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_critic_has_no_second_copy_of_the_frozen_weights(one_rank, tmp_path, precision):
     CONFIG.save_pretrained(tmp_path)
     recipe, layout, s = recipe_of(precision), Layout(1, 1, 1, 1, 1, 1), ModelShape.read(tmp_path)
-    actor = build.build_actor(recipe, CONFIG, 10)
-    critic = build.build_critic(recipe, CONFIG, 10, actor)
+    actor = networks(recipe).actor(10, 1.0)
+    critic = networks(recipe).critic(recipe.critic, 10, actor)
     planned = [state_of(recipe, s, layout, 0, value_head).weights for value_head in (False, True)]
 
     def in_memory() -> int:
@@ -66,7 +71,7 @@ def test_a_critic_has_no_second_copy_of_the_frozen_weights(one_rank, tmp_path, p
 def test_the_reference_is_the_start_or_another_model_without_adapters(one_rank, tmp_path):
     """The start needs the adapters alone; model.reference is a whole model, in which they have no effect."""
     recipe = recipe_of("fp32")
-    actor, other = build.build_actor(recipe, CONFIG, 10), Actor(CONFIG, recipe.megatron, recipe.batching, "fp32")
+    actor, other = networks(recipe).actor(10, 1.0), Actor(CONFIG, recipe.megatron, recipe.batching, "fp32")
     other.load(weights.random_tensors(CONFIG, seed=7))
     weights.save_folder(other.stream(), tmp_path, CONFIG)
     batch, names = Batch.of([[1, 2]] * 2, [[3, 4], [5]]), frozenset({"logprobs"})

@@ -8,7 +8,6 @@ from transformers import Qwen3Config
 from megatron_rft.config import Model, load
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.data import arithmetic
-from megatron_rft.data.prompts import demonstrations
 from megatron_rft.training import build
 from megatron_rft.training.engines import without_predicted_output
 from megatron_rft.training.problems import Problems
@@ -24,9 +23,8 @@ def test_sft_learns_the_solution_and_is_measured_by_the_answer(tmp_path):
         f"trainer: sft\nrun: {{output_dir: {tmp_path}/out, steps: 1}}\nmodel: {{path: m}}\n"
         f"data: {{train: {source}, test: {source}, prompt_template: '{{question}} '}}\n"
     )
-    problems, tokenizer = Problems.of(load(path)), arithmetic.tokenizer()
-    form = problems.prompt_format("train")
-    (learned,), _ = demonstrations(problems.rows("train"), tokenizer, form, "data.train")
+    problems, tokenizer = Problems(load(path).data), arithmetic.tokenizer()
+    (learned,), _ = problems.demonstrations(tokenizer, limit=100)
     assert tokenizer.decode(learned.response_ids, skip_special_tokens=True) == "3+4=7\n#### 7"
     (asked,) = problems.prompts("test", tokenizer).prompts
     assert (asked.answer, asked.text, asked.fields["solution"]) == ("7", "3+4? ", "3+4=7\n#### 7")

@@ -14,7 +14,7 @@ from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.inference.hf.engine import HFEngine
 from megatron_rft.inference.weight_sync import EngineWeights
 from megatron_rft.training import engines
-from megatron_rft.training.engines import EngineBuilder, build_beside, devices, engines_of_node
+from megatron_rft.training.engines import EngineBuilder, devices, engines_of_node
 from megatron_rft.utils.errors import ConfigError
 from tests.shapes import sizes
 
@@ -74,8 +74,13 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
         def __getattr__(self, name):
             return lambda *given, **named: (events.append((name, *named.values())), self.answers.get(name, {}))[1]
 
-    actor, critic = (SimpleNamespace(training_state=Recorded(), stream=list, lora=None) for _ in range(2))
-    engine, weights = build_beside([actor, critic], lambda: (events.append(("start",)), Recorded())[1], offload=True)
+    class Builder(EngineBuilder):
+        def build(self, hf_config):
+            events.append(("start",))
+            return Recorded()
+
+    actor, critic = (SimpleNamespace(training_state=Recorded(), stream=list, hf_config=CONFIG) for _ in range(2))
+    engine, weights = Builder(Rollout(offload_trainer=True), Vllm()).build_beside([actor, critic])
     away, back = [("offload",)] * 2, [("restore",)] * 2
     assert events == [*away, ("start",), ("sleep",), *back]
     events.clear(), weights.send(0)
@@ -84,7 +89,7 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
     assert not events  # it is
     weights.sleep_to_save(), weights.wake()
     assert events == [("sleep",), *back, *away, ("wake", False), ("load_weights",), ("wake",), ("recover",)]
-    engine, weights = build_beside([actor], Recorded, offload=False)
+    engine, weights = Builder(Rollout(), Vllm()).build_beside([actor])
     events.clear(), weights.send(0), weights.sleep_to_save(), weights.sleep()
     assert events == [("wake", False), ("load_weights",), ("wake",), ("recover",), ("sleep",)]
 

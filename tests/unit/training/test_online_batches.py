@@ -121,7 +121,7 @@ def test_a_checkpoint_keeps_what_is_under_way(model):
     first = build(model, 1, disagree, 3)
     run(first, last=2)
     state = first.state() | {"mu": torch.ones(1)}
-    assert [each.step for each in first.pending] == [3]
+    assert list(first.pending) == [3]
 
     resumed = build(model, 1, disagree, 3)
     assert resumed.restore(state).keys() == {"mu"}
@@ -148,4 +148,3 @@ def test_the_first_failure_of_a_grader_is_told_with_its_exception():
     told = grader_errors([rollout(None), rollout("mine.py:f: KeyError: 'x'"), rollout("another")], step=3)
     assert told.startswith("step 3: the grader failed on 2 of 3 responses, which are left out (reward.on_error=drop)")
     assert "first with mine.py:f: KeyError: 'x'. Each step's line counts them" in told
-    assert grader_errors([rollout(None)], step=3) is None

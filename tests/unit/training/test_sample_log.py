@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -62,9 +60,3 @@ def test_a_sample_has_its_problem_and_all_numbers():
     assert (
         right.values["advantages"] == pytest.approx([0.7071, 0.7071], abs=0.3) and "response_mask" not in right.values
     )
-
-
-def test_a_response_that_was_not_sampled_has_no_reason():
-    sampled = rollouts((0.0, 1.0))
-    batch = replace(to_batch(sampled), response_ids=torch.tensor(list(b"xyzt")))
-    assert [sample.reason for sample in shown_samples(batch, [], sampled, Bytes())] == ["", ""]
