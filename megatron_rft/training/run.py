@@ -107,7 +107,7 @@ class TrainingRun:
             self.monitor.guard.total = facts["skipped_steps"]
             warnings += changed(facts.get("inputs", {}), self.inputs, self.done)
         if self.best:
-            self.best.selection, state = self.best.selection.out_of(state)
+            state = self.best.restore(state)
         self.tracker = Tracker(
             self.folder,
             self.recipe.tracking,
@@ -154,7 +154,7 @@ class TrainingRun:
         gc.freeze()
         try:
             for step in range(self.done + 1, self.total_steps + 1):
-                if self.best and self.best.selection.exhausted:
+                if self.best and self.best.exhausted:
                     return
                 here.begin_step(step)
                 yield step
@@ -191,7 +191,7 @@ class TrainingRun:
             summary = self.evaluator("validation", step)
         if self.best:
             self.best.judge(summary["pass_at_1"], step)
-            if self.best.selection.exhausted:
+            if self.best.exhausted:
                 self.total_steps = step  # end_of_step writes the last checkpoint
         return accuracy("evaluation", summary)
 
@@ -226,7 +226,7 @@ class TrainingRun:
     def save(self, step: int, state: State) -> None:
         self.tracker.sync()
         if self.best:
-            state = self.best.selection.into(state)
+            state = state | self.best.state()
         facts = {"position": self.stream.position, "skipped_steps": self.monitor.guard.total, "inputs": self.inputs}
         self.checkpoints.save(step, facts, state)
 
