@@ -51,86 +51,54 @@ CHUNK_TOKENS = 1 << 16  # response tokens that are computed and written together
 LOGPROBS_FILE = "reference_logprobs.safetensors"
 
 
-@dataclass(frozen=True)
-class ReferenceSource:
-    """The inputs of the reference's log-probs and hidden states, and the folders where they are stored."""
-
-    model: Model
-    seed: int
-    run_folder: Path
-    digest: str  # of the data
-    compares: bool = False  # the objective needs the reference's full distribution
-    cache_folder: Path | None = None  # of the hidden states; None: each step has a second pass
-
-    @classmethod
-    def of(cls, model: Model, run: Run, options: Offline, digest: str) -> "ReferenceSource":
-        compares = options.compares_distributions and not isinstance(options, Teaching)
-        folder = Path(run.output_dir)
-        cached = compares and options.reference == "cached_hidden"
-        cache = Path(options.reference_cache or folder / "reference_cache") if cached else None
-        return cls(model, run.seed, folder, digest, compares, cache)
-
-    @property
-    def cached(self) -> bool:
-        return self.cache_folder is not None
-
-    def check_cache(self) -> None:
-        """Check, before a model is built, that an existing cache is complete and of this run's data and model.
-
-        Raises:
-            DataError: it is not, or the folder holds other files.
-        """
-        folder = self.cache_folder
-        if folder is not None and folder.exists() and any(folder.iterdir()):
-            HiddenCache(folder, self.facts())
-
-    def facts(self) -> dict[str, Any]:
-        """The facts that determine the reference's log-probs and hidden states."""
-        given = self.model.reference
-        return {
-            "data": self.digest,
-            "model": model_fingerprint(model_folder(given, "model.reference"))
-            if given
-            else adapters.base_of(self.model, self.seed),
-            "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(self.model)),
-            "dtype": str(DTYPES[self.model.precision]).removeprefix("torch."),
-        }
-
-    def output_weight(self, hf_config: Any) -> Tensor:
-        """[V, H] the whole output matrix."""
-        name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
-        if self.model.reference is None:
-            return build.start_weights(self.model, self.seed, hf_config)(name)
-        return weights.open_folder(model_folder(self.model.reference, "model.reference"), hf_config)(name)
-
-
 class Reference:
     """The frozen reference of offline training: its log-probs of the data, computed once and stored with the run, and
     its full distribution, which a forward KL and FPA need: each step by a forward pass with the reference's weights
     (`recompute`), or from hidden states that are computed and stored once (`cached_hidden`).
 
-    Build it while the actor has the initial weights. `data` is the whole data set."""
+    `digest`: of the data. It is made before the model is built, so that what is wrong with an existing cache shows
+    early.
 
-    def __init__(self, source: ReferenceSource, actor: Actor, data: Batch):
-        self.source, self.actor, self.weights, self.cache = source, actor, None, None
-        folder, path = source.cache_folder, source.run_folder / LOGPROBS_FILE
-        self.facts = source.facts()
+    Raises:
+        DataError: the cache is incomplete or of another run's data or model, or its folder holds other files.
+    """
+
+    def __init__(self, model: Model, run: Run, options: Offline, digest: str):
+        self.model, self.seed, self.weights, self.cache = model, run.seed, None, None
+        self.compares = options.compares_distributions and not isinstance(options, Teaching)
+        self.cached = self.compares and options.reference == "cached_hidden"
+        self.logprobs_file = Path(run.output_dir) / LOGPROBS_FILE
+        self.facts = {  # that determine the log-probs and hidden states
+            "data": digest,
+            "model": model_fingerprint(model_folder(model.reference, "model.reference"))
+            if model.reference
+            else adapters.base_of(model, run.seed),
+            "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(model)),
+            "dtype": str(DTYPES[model.precision]).removeprefix("torch."),
+        }
+        if self.cached:
+            self.folder = Path(options.reference_cache or Path(run.output_dir) / "reference_cache")
+            if self.folder.exists() and any(self.folder.iterdir()):
+                HiddenCache(self.folder, self.facts)
+
+    def join(self, actor: Actor, data: Batch) -> Batch:
+        """Return the whole data set with the reference's log-probs and each token's index in it. The actor has the
+        initial weights."""
+        self.actor = actor
         assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
-        kept = _kept_logprobs(path, self.facts)
-        missing = source.cached and not parallel.on_main((folder / INDEX).is_file)
-        if kept is None or missing or (source.compares and not source.cached):
-            self.weights = build.reference_weights(source.model, source.seed, actor)
-        self.logprobs = kept if kept is not None else self._logprobs(data, path)
-        if source.cached:
+        kept = _kept_logprobs(self.logprobs_file, self.facts)
+        missing = self.cached and not parallel.on_main((self.folder / INDEX).is_file)
+        recomputed = self.compares and not self.cached
+        if kept is None or missing or recomputed:
+            self.weights = build.reference_weights(self.model, self.seed, actor)
+        logprobs = kept if kept is not None else self._logprobs(data)
+        if self.cached:
             if missing:
-                self._write_cache(data, folder)
-            self.cache, self.output = self._open_cache(folder)
-        if not source.compares or source.cached:
+                self._write_cache(data)
+            self.cache, self.output = self._open_cache()
+        if not recomputed:
             self.weights = None
-
-    def data(self, data: Batch) -> Batch:
-        """`data` with the reference's log-probs and each token's index in the data set."""
-        return data.with_tokens(ref_logprobs=self.logprobs, data_index=torch.arange(len(data.response_ids)))
+        return data.with_tokens(ref_logprobs=logprobs, data_index=torch.arange(len(data.response_ids)))
 
     def second(self, update: Update, batch: Batch) -> Second | None:
         """The reference's distribution, if `update` compares with it."""
@@ -146,35 +114,43 @@ class Reference:
             output_weight=self.output,
         )
 
-    def _logprobs(self, data: Batch, path: Path) -> Tensor:
+    def _logprobs(self, data: Batch) -> Tensor:
         with self.actor.use_weights(self.weights):
             parts = [self.actor.outputs(data.select(chunk), LOGPROBS)["logprobs"] for chunk in chunks(data)]
         logprobs = torch.cat(parts)
         if dist.get_rank() == 0:
-            with replacing(path) as new:
+            with replacing(self.logprobs_file) as new:
                 save_file({"logprobs": logprobs}, new, metadata={"facts": json.dumps(self.facts)})
         return logprobs
 
-    def _write_cache(self, data: Batch, folder: Path) -> None:
+    def _write_cache(self, data: Batch) -> None:
         """Collective. One rank of the last pipeline stage writes."""
         writes = parallel.is_last_stage() and parallel.tp_rank() == parallel.cp_rank() == parallel.dp_rank() == 0
-        writer = Writer(folder) if writes else None
+        writer = Writer(self.folder) if writes else None
         with self.actor.use_weights(self.weights):
             for chunk in chunks(data):
                 hidden = self.actor.hidden_states(data.select(chunk))
                 if writer:
                     writer.add(hidden)
         if writer:
-            writer.finish(self.source.output_weight(self.actor.hf_config).to(_dtype(self.actor)), self.facts)
-            print(describe(writer.tokens, self.actor.hf_config, _dtype(self.actor), folder), flush=True)
+            writer.finish(self._output_weight().to(_dtype(self.actor)), self.facts)
+            print(describe(writer.tokens, self.actor.hf_config, _dtype(self.actor), self.folder), flush=True)
         dist.barrier()
 
-    def _open_cache(self, folder: Path) -> tuple[HiddenCache, Tensor]:
+    def _output_weight(self) -> Tensor:
+        """[V, H] the whole output matrix."""
+        hf_config, given = self.actor.hf_config, self.model.reference
+        name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
+        if given is None:
+            return build.start_weights(self.model, self.seed, hf_config)(name)
+        return weights.open_folder(model_folder(given, "model.reference"), hf_config)(name)
+
+    def _open_cache(self) -> tuple[HiddenCache, Tensor]:
         """The verified cache, and this rank's rows of its output matrix."""
-        cache = HiddenCache(folder, self.facts)
+        cache = HiddenCache(self.folder, self.facts)
         torn = [path for path in parallel.gather([cache.verify(dist.get_rank(), dist.get_world_size())]) if path]
         if torn:
-            raise DataError(f"algorithm.reference_cache: {torn[0]} is not as it was written: remove {folder}")
+            raise DataError(f"algorithm.reference_cache: {torn[0]} is not as it was written: remove {self.folder}")
         part = shard("output_layer.weight", cache.output_weight(), parallel.tp_size(), parallel.tp_rank())
         if parallel.is_last_stage():
             own = models.output_weight(self.actor.models[-1])
@@ -244,15 +220,14 @@ def train(recipe: Recipe) -> int:
         data, not recipe.batching.why_not_shared(recipe.megatron.context_parallel_size, whole_sequences(hf_config))
     )
     check_examples(cost, examples, options.name, path, recipe.batching.micro_batch_tokens)
-    source = ReferenceSource.of(recipe.model, recipe.run, options, stored.digest)
-    source.check_cache()
+    reference = Reference(recipe.model, recipe.run, options, stored.digest)
     stream, size = Stream(examples, recipe.run.seed, recipe.data.shuffle), options.batch_sequences
     size = size // 2 if options.pairs else size
     steps = recipe.run.steps or math.ceil(recipe.run.epochs * len(examples) / size)
     of_row = by_row(recipe.teaching, recipe.data.teacher_field, stored.fields.items())
     sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
     actor = build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature)
-    reference = Reference(source, actor, data)
+    data = reference.join(actor, data)
     models = OfflineModels(
         actor,
         objective.needs,
@@ -260,8 +235,7 @@ def train(recipe: Recipe) -> int:
         distilled=teachers_of(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision),
         of_data=reference,
     )
-    make = partial(draw, reference.data(data))
-    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, make, given=own)
+    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, partial(draw, data), given=own)
 
 
 def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None, kind: str | None) -> None:
