@@ -170,9 +170,8 @@ class Batch:
     def without_tokens(self, name: str) -> "Batch":
         return replace(self, tokens={k: v for k, v in self.tokens.items() if k != name})
 
-    def without_routes(self) -> "Batch":
-        """The same for a model that chooses its own experts."""
-        return replace(self, sequences={k: v for k, v in self.sequences.items() if k != "route"})
+    def without_sequences(self, name: str) -> "Batch":
+        return replace(self, sequences={k: v for k, v in self.sequences.items() if k != name})
 
     def with_sequences(self, **values: Tensor) -> "Batch":
         return replace(self, sequences={**self.sequences, **values})
@@ -219,7 +218,7 @@ class Batch:
         order = torch.arange(2 * len(self)).view(2, -1).t().flatten()
         ids = take_segments(both, lens.flatten(), order)
         batch = replace(self, prompt_ids=ids, prompt_lens=lens.sum(0), context_ids=None, context_lens=None)
-        return batch.without_routes()
+        return batch.without_sequences("route")  # another prompt has other experts
 
     def with_scalars(self, **values: float) -> "Batch":
         return replace(self, scalars={**self.scalars, **values})

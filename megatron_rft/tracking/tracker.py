@@ -89,13 +89,10 @@ class Tracker:
             self._experts_file = StepFile(self._folder / EXPERTS_FILE, step)
         self._experts_file.write(step, {"layers": loads})
 
-    def wants_samples(self, step: int) -> bool:
-        """Return whether samples of this step are recorded."""
-        return self._samples_file is not None and due(step, self._total_steps, self._sampled_steps)
-
-    def samples(self, step: int, samples: list[Sample]) -> None:
-        """Write samples of a step; call this before `log` of that step."""
-        self._samples_file.log(step, samples)
+    def samples(self, step: int, make: Callable[[], list[Sample]]) -> None:
+        """Write samples of the step if they are due; call this before `log` of that step."""
+        if self._samples_file is not None and due(step, self._total_steps, self._sampled_steps):
+            self._samples_file.log(step, make())
 
     def example(self, text: str) -> None:
         self._progress.example(text)

@@ -114,8 +114,7 @@ class OnlineBatches(Batches):
         if sampler.refiner:
             metrics |= {f"refiner_{name}": value for name, value in sampler.refiner.engine.statistics().items()}
         tracker.example(str(sampled.rollouts[0]))
-        if tracker.wants_samples(step):
-            tracker.samples(step, shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer))
+        tracker.samples(step, lambda: shown_samples(batch, updates, sampled.rollouts, sampler.tokenizer))
         if not self.told_of_grader and metrics["reward/grader_errors"]:
             self.told_of_grader = True
             tracker.note(grader_errors(sampled.rollouts, step))

@@ -106,7 +106,7 @@ def compare(config, case: dict, batch: Batch, store: RouteStore, path: Path) -> 
 
     own = logprobs()
     actor.routers.replay(store)
-    assert torch.equal(own, actor.outputs(batch.without_routes(), frozenset({"logprobs"}))["logprobs"])
+    assert torch.equal(own, actor.outputs(batch.without_sequences("route"), frozenset({"logprobs"}))["logprobs"])
     replayed = logprobs()
     with actor.use_weights(actor.snapshot()):
         untouched = torch.equal(own, logprobs())

@@ -18,10 +18,9 @@ class Distilled(Plugin):
 
     def _distilled(self, update: Update) -> Update:
         assert update.second is None, update.second
-        rest = {name: value for name, value in update.batch.sequences.items() if name != "no_gradient"}
         return replace(
             update,
-            batch=replace(update.batch, sequences=rest),  # every response has a gradient
+            batch=update.batch.without_sequences("no_gradient"),  # every response has a gradient
             loss=self._with_divergence(update.loss),
             outputs=update.outputs | needed(self.options),
             second=second(self.options),
