@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rft.config import load_saved
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.sections import Megatron
-from megatron_rft.conversion import HFFolder, gguf, load_config, lora
+from megatron_rft.conversion import HFFolder, Mapping, gguf, load_config, lora
 from megatron_rft.conversion import convert as conversion
 from megatron_rft.conversion.convert import Format, SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint
@@ -194,7 +194,7 @@ def logits_of(folder: Path, format: Format, source: SourceCheckpoint, ids: Tenso
     try:
         chunks = models.build(source.hf_config, Megatron(), "fp32")
         lookup = source.merged or conversion.open_checkpoint(folder, format, source.hf_config)
-        weights.load(chunks, lookup, source.hf_config)
+        weights.load(chunks, lookup, Mapping(source.hf_config))
         device = parallel.device()
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
         hidden = chunks[0].eval()(ids.to(device), positions, None)

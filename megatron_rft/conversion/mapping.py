@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rft.families.shapes import delta_rows, head_dim, hf_parts, kv_heads, partition_dim
+from megatron_rft.families.shapes import delta_rows, experts, head_dim, hf_parts, kv_heads, partition_dim
 from megatron_rft.families.tables import family_of
 
 GATE_AND_UP = re.compile(r".*\.linear_fc1\.(weight|bias|adapter\.b)")
@@ -69,7 +69,8 @@ class Mapping:
 
     def __init__(self, hf_config: Any):
         self.layer = family_of(hf_config).layer
-        self.tied = hf_config.tie_word_embeddings
+        self.tied, self.vocab_size = hf_config.tie_word_embeddings, hf_config.vocab_size
+        self.experts = experts(hf_config)
         self.groups = kv_heads(hf_config)
         self.head_dim = head_dim(hf_config)
         self.gated = family_of(hf_config).gated

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megatron_rft.config.gpu_defaults import overlaps
 from megatron_rft.config.lora import Lora
+from megatron_rft.conversion import Mapping
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.families.shapes import experts
 from megatron_rft.megatron import model as models
@@ -90,6 +91,7 @@ class Actor:
         lora: Lora | None = None,
     ):
         self.hf_config, self.batching, self.temperature, self.value_head = hf_config, batching, temperature, value_head
+        self.mapping = Mapping(hf_config)
         self.forward_tokens = batching.tokens_without_backward  # in a micro-batch of a pass that is forward only
         self.models = models.build(hf_config, megatron, precision, value_head=value_head)
         self.lora = lora
@@ -144,7 +146,7 @@ class Actor:
     def load(self, lookup: Callable[[str], Tensor], adapters: bool = False) -> None:
         """Load all weights except adapters from HF-named tensors, or the adapters alone, and update the optimizer's
         main copies."""
-        weights.load(self.models, lookup, self.hf_config, adapters)
+        weights.load(self.models, lookup, self.mapping, adapters)
         if self.optimizer is not None:
             self.optimizer.megatron.reload_model_params()
 
@@ -152,7 +154,7 @@ class Actor:
         """Yield (HF name, full tensor) of every parameter in a fixed order, `merged` with its adapter or without, or of
         the adapters alone. Collective: every rank must exhaust it."""
         self.finish_param_gather()
-        return weights.stream(self.models, self.hf_config, adapters, merged)
+        return weights.stream(self.models, self.mapping, adapters, merged)
 
     def snapshot(self, frozen: bool = False) -> list[Tensor]:
         """Copy this rank's trained weights, or with `frozen` all of them, to host memory (pinned if there is a GPU),

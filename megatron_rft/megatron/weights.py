@@ -24,7 +24,6 @@ from torch import Tensor
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import FolderWriter, Mapping, hf_shapes, lora, partition_dim, shard, unshard
 from megatron_rft.conversion.mapping import ADAPTER, LAYER, expert_of
-from megatron_rft.families.shapes import experts
 from megatron_rft.families.tables import EXPERT_BIAS
 from megatron_rft.megatron import parallel, seams
 from megatron_rft.megatron.model import ValueHead
@@ -37,13 +36,12 @@ LOCAL = r"\1local_experts.\3.\2"
 ZERO = ("bias", "sinks")  # ends of the names of tensors that are initially zero
 
 
-def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any, adapters: bool = False) -> None:
+def load(chunks: list[GPTModel], lookup: Lookup, mapping: Mapping, adapters: bool = False) -> None:
     """Load every tensor of this rank, without adapters or, with `adapters`, those alone. A value head stays
     unchanged if the lookup has none (KeyError).
 
     Afterwards call `reload_model_params` of an optimizer that has main parameters.
     """
-    mapping = Mapping(hf_config)
     kept = lru_cache(maxsize=STACKS)(lookup)  # the experts of a layer may be slices of the same tensors
     with torch.no_grad():
         for name, parameter in named_tensors(chunks, adapters):
@@ -60,7 +58,7 @@ def load(chunks: list[GPTModel], lookup: Lookup, hf_config: Any, adapters: bool 
 
 
 def stream(
-    chunks: list[GPTModel], hf_config: Any, adapters: bool = False, merged: bool = True
+    chunks: list[GPTModel], mapping: Mapping, adapters: bool = False, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
@@ -68,19 +66,19 @@ def stream(
     `adapters`: yield the adapters instead. Collective: every rank must exhaust it. A tensor may share the model's
     memory: copy it to keep it after an update.
     """
-    mapping, mine = Mapping(hf_config), dict(named_tensors(chunks, adapters))
+    mine = dict(named_tensors(chunks, adapters))
     stacks: dict[str, dict[int, Tensor]] = {}  # of stacked experts: HF name -> slices that have been gathered
-    for stage, name, shape, dtype in _list_parameters(mine, hf_config.tie_word_embeddings):
+    for stage, name, shape, dtype in _list_parameters(mine, mapping.tied):
         if stage == parallel.pp_rank():
             part = _plain(mine[name], merged).to(dtype).contiguous()
         else:
             part = torch.empty(shape, dtype=dtype, device=parallel.device())
         if parallel.pp_size() > 1:
             dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
-        for whole_name, whole in _gather(name, part, hf_config):
+        for whole_name, whole in _gather(name, part, mapping):
             named = zip(mapping.hf_names(whole_name), mapping.split(whole_name, whole), strict=True)
             expert = mapping.stacked_expert(whole_name)
-            yield from named if expert is None else _stacked(stacks, expert, named, experts(hf_config))
+            yield from named if expert is None else _stacked(stacks, expert, named, mapping.experts)
 
 
 def _stacked(
@@ -147,16 +145,16 @@ def _list_parameters(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str
     return [(stage, *entry) for stage, entries in enumerate(stages) for entry in entries if entry[0] not in skipped]
 
 
-def _gather(name: str, part: Tensor, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
+def _gather(name: str, part: Tensor, mapping: Mapping) -> Iterator[tuple[str, Tensor]]:
     """Gather the shards of a parameter. Yields the parameter and, for an expert, those of the other expert-parallel
     ranks."""
     if expert_of(name) is None:
         group = parallel.tp_group() if partition_dim(name) is not None else None
-        yield name, unshard(name, _all_gather(part, group), hf_config.vocab_size)
+        yield name, unshard(name, _all_gather(part, group), mapping.vocab_size)
         return
-    whole = unshard(name, _all_gather(part, parallel.etp_group()), hf_config.vocab_size)
+    whole = unshard(name, _all_gather(part, parallel.etp_group()), mapping.vocab_size)
     layer = LAYER.fullmatch(name)[1]
-    step = experts(hf_config) // parallel.ep_size()
+    step = mapping.experts // parallel.ep_size()
     for rank, expert in enumerate(_all_gather(whole.contiguous(), parallel.ep_group())):
         yield _renumbered(name, layer, (rank - parallel.ep_rank()) * step), expert
 

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft.conversion import hf_shapes
+from megatron_rft.conversion import Mapping, hf_shapes
 from megatron_rft.conversion.torch_dist import MegatronFolder
 from megatron_rft.conversion.torch_dist_writer import MegatronWriter
 from megatron_rft.megatron import model as models
@@ -66,7 +66,7 @@ def case(hf_config, layout, folder, expected):
     found = dist_checkpointing.load(sharded(chunks), str(written))
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(found[f"model{i}"])
-    loaded = different(weights.stream(chunks, hf_config), expected)
+    loaded = different(weights.stream(chunks, Mapping(hf_config)), expected)
     saved = fresh(folder / "saved")
     dist_checkpointing.save(sharded(chunks), str(saved))
     source = MegatronFolder(saved, hf_config)

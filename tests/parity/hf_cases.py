@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from transformers.utils import logging
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft.conversion import FolderWriter, hf_shapes
+from megatron_rft.conversion import FolderWriter, Mapping, hf_shapes
 from megatron_rft.families import family_of
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
@@ -186,7 +186,7 @@ def difference(found, expected):
 def export_differences(chunks, hf_config, folder):
     """HF names that are missing, repeated or not bit-identical in the stream."""
     wrong, seen = [], set()
-    for name, tensor in weights.stream(chunks, hf_config):
+    for name, tensor in weights.stream(chunks, Mapping(hf_config)):
         wrong += [name] if name in seen or not torch.equal(tensor.cpu(), folder(name)) else []
         seen.add(name)
     return wrong + sorted(set(hf_shapes(hf_config)) ^ seen)
@@ -211,12 +211,12 @@ def policy(family, name, layout, path, ids, logits):
     hf_config, world = FAMILIES[family], dist.get_world_size()
     chunks = models.build(hf_config, section(**layout), "fp32")
     folder = weights.open_folder(path, hf_config)
-    weights.load(chunks, folder, hf_config)
+    weights.load(chunks, folder, Mapping(hf_config))
     found = run(chunks, list(inputs(*ids)), lambda hidden, _: logits_of(hidden, chunks[-1], hf_config.vocab_size))
     worst, wrong = difference(found, logits), export_differences(chunks, hf_config, folder)
     if layout == list(LAYOUTS[world].values())[0]:
         out = path.with_name(f"{family}-out")
-        weights.save_folder(weights.stream(chunks, hf_config), out, hf_config)
+        weights.save_folder(weights.stream(chunks, Mapping(hf_config)), out, hf_config)
         wrong += [] if reloads(out, hf_config, folder) else ["transformers reads another model"]
     report(family, name, worst, wrong)
 
@@ -227,9 +227,9 @@ def critic(family, name, layout, path, ids, hidden):
     folder = weights.open_folder(path, hf_config)
     score = torch.randn(1, hf_config.hidden_size, generator=torch.Generator().manual_seed(3))
     chunks = models.build(hf_config, section(**layout), "fp32", value_head=True)
-    weights.load(chunks, lambda name: score if name == "score.weight" else folder(name), hf_config)
+    weights.load(chunks, lambda name: score if name == "score.weight" else folder(name), Mapping(hf_config))
     found = run(chunks, list(inputs(*ids)), lambda values, _: values)
-    exported = {name: tensor.clone().cpu() for name, tensor in weights.stream(chunks, hf_config)}
+    exported = {name: tensor.clone().cpu() for name, tensor in weights.stream(chunks, Mapping(hf_config))}
     expected = set(hf_shapes(hf_config)) - {"lm_head.weight"} | {"score.weight"}
     wrong = sorted(set(exported) ^ expected) + (
         [] if torch.equal(exported["score.weight"], score) else ["score.weight"]

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import logging
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
-from megatron_rft.conversion import hf_shapes
+from megatron_rft.conversion import Mapping, hf_shapes
 from megatron_rft.families.shapes import experts
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Request, Sampling, checksum
@@ -128,9 +128,9 @@ def case(placement, family, tied, root):
         chunks = models.build(hf_config, section(**layout), "fp32")
         for sync in range(SYNCS):
             version = place * SYNCS + sync
-            weights.load(chunks, lookup(hf_config, version), hf_config)
-            weight_sync.send(weights.stream(chunks, hf_config), engine, version, verify=sync == 0 or together)
-            weights.save_folder(weights.stream(chunks, hf_config), root / "export", hf_config)
+            weights.load(chunks, lookup(hf_config, version), Mapping(hf_config))
+            weight_sync.send(weights.stream(chunks, Mapping(hf_config)), engine, version, verify=sync == 0 or together)
+            weights.save_folder(weights.stream(chunks, Mapping(hf_config)), root / "export", hf_config)
             if parallel.rank() == 0:
                 exported = load_file(root / "export" / "model.safetensors")
                 assert exported.keys() == views.keys()
@@ -142,7 +142,7 @@ def case(placement, family, tied, root):
                 assert not list(engine.generate([], Sampling(1)))  # it has taken part
             dist.barrier()
     if together and family == "qwen2":
-        sent = dict(weights.stream(chunks, hf_config))
+        sent = dict(weights.stream(chunks, Mapping(hf_config)))
         notice_a_worker_that_differs(engine, sent)
         engine.close()
         rounded_in_parts(hf_config, model, views, sent)

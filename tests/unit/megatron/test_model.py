@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config.sections import Megatron
+from megatron_rft.conversion import Mapping
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.utils.errors import ConfigError, DataError
@@ -95,7 +96,7 @@ def test_the_model_gives_hidden_states_and_its_output_matrix(alone):
         hf_config = Qwen3Config(**SMALL, tie_word_embeddings=tied)
         (model,) = models.build(hf_config, Megatron(), "fp32")
         lookup = weights.random_tensors(hf_config, seed=0)
-        weights.load([model], lookup, hf_config)
+        weights.load([model], lookup, Mapping(hf_config))
         ids = torch.tensor([[1, 2, 3]])
         hidden = model(ids, torch.arange(3)[None], None)
         assert hidden.shape == (1, 3, 16)
@@ -116,7 +117,7 @@ def test_llama3_frequencies_are_transformers_own(alone):
 def test_a_new_critic_values_everything_at_zero(alone):
     hf_config = Qwen3Config(**SMALL, tie_word_embeddings=True)
     (model,) = models.build(hf_config, Megatron(), "fp32", value_head=True)
-    weights.load([model], weights.random_tensors(hf_config, seed=0), hf_config)
+    weights.load([model], weights.random_tensors(hf_config, seed=0), Mapping(hf_config))
     values = model(torch.tensor([[1, 2, 3]]), torch.arange(3)[None], None)
     assert values.tolist() == [[0.0, 0.0, 0.0]]
     values.sum().backward()

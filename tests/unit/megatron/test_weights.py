@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.config.sections import Megatron
-from megatron_rft.conversion import hf_shapes
+from megatron_rft.conversion import Mapping, hf_shapes
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.utils.errors import RunFailed
@@ -28,8 +28,8 @@ def alone():
 def test_the_stream_gives_back_what_was_loaded(hf_config):
     chunks = models.build(hf_config, Megatron(), "fp32")
     lookup = weights.random_tensors(hf_config, seed=0)
-    weights.load(chunks, lookup, hf_config)
-    streamed = dict(weights.stream(chunks, hf_config))
+    weights.load(chunks, lookup, Mapping(hf_config))
+    streamed = dict(weights.stream(chunks, Mapping(hf_config)))
     assert set(streamed) == set(hf_shapes(hf_config))
     assert all(torch.equal(tensor, lookup(name)) for name, tensor in streamed.items())
 
@@ -58,7 +58,7 @@ def test_transformer_engines_experts_have_the_names_of_local_ones():
 def test_a_missing_tensor_is_not_passed_over():
     chunks = models.build(DENSE, Megatron(), "fp32")
     with pytest.raises(KeyError):
-        weights.load(chunks, {}.__getitem__, DENSE)
+        weights.load(chunks, {}.__getitem__, Mapping(DENSE))
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
@@ -66,9 +66,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
         pytest.skip("a file system of its own can be mounted by root only")
     try:
         chunks = models.build(DENSE, Megatron(), "fp32")
-        weights.load(chunks, weights.random_tensors(DENSE, seed=0), DENSE)
+        weights.load(chunks, weights.random_tensors(DENSE, seed=0), Mapping(DENSE))
         with pytest.raises(RunFailed, match="the disk is full: the model did not fit into .*export"):
-            weights.save_folder(weights.stream(chunks, DENSE), tmp_path / "export", DENSE)
+            weights.save_folder(weights.stream(chunks, Mapping(DENSE)), tmp_path / "export", DENSE)
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
@@ -76,9 +76,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
 
 def test_a_critic_is_saved_as_a_classifier_with_one_label(tmp_path):
     chunks = models.build(DENSE, Megatron(), "fp32", value_head=True)
-    weights.load(chunks, weights.random_tensors(DENSE, seed=0), DENSE)
+    weights.load(chunks, weights.random_tensors(DENSE, seed=0), Mapping(DENSE))
     torch.nn.init.ones_(chunks[0].output_layer.weight)
-    weights.save_folder(weights.stream(chunks, DENSE), tmp_path / "critic", DENSE)
+    weights.save_folder(weights.stream(chunks, Mapping(DENSE)), tmp_path / "critic", DENSE)
     model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.score.weight.tolist() == [[1.0] * 16]
