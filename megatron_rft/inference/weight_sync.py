@@ -105,7 +105,7 @@ class EngineWeights:
     def _stream(self, whole: bool) -> Iterator[tuple[str, Tensor]]:
         """The merged weights or, apart from them, every A and s B; the latter alone if not `whole`."""
         if not self.adapters:
-            return self.actor.stream()
+            return self.actor.stream(dtype=self.engine.dtype)
         scale, apart = self.actor.lora.scale, self.actor.stream(adapters=True)
         scaled = ((name, scale * tensor if name.endswith(".lora_B.weight") else tensor) for name, tensor in apart)
         return chain(self.actor.stream(merged=False), scaled) if whole else scaled

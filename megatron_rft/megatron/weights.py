@@ -58,21 +58,26 @@ def load(chunks: list[GPTModel], lookup: Lookup, mapping: Mapping, adapters: boo
 
 
 def stream(
-    chunks: list[GPTModel], mapping: Mapping, adapters: bool = False, merged: bool = True
+    chunks: list[GPTModel],
+    mapping: Mapping,
+    adapters: bool = False,
+    merged: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, unsharded tensor) of the model on every rank, in a fixed order, without a tied output matrix.
 
-    If `merged`, the change of a layer's adapter is added to its weight in fp32, and the sum rounded once.
+    If `merged`, the change of a layer's adapter is added to its weight in fp32, and the sum rounded once, to `dtype` if
+    that is wider than the weight's: a change can be as small as the rounding of the weight.
     `adapters`: yield the adapters instead. Collective: every rank must exhaust it. A tensor may share the model's
     memory: copy it to keep it after an update.
     """
     mine = dict(named_tensors(chunks, adapters))
     stacks: dict[str, dict[int, Tensor]] = {}  # of stacked experts: HF name -> slices that have been gathered
-    for stage, name, shape, dtype in _list_parameters(mine, mapping.tied):
+    for stage, name, shape, kind in _list_parameters(mine, mapping.tied, dtype if merged else None):
         if stage == parallel.pp_rank():
-            part = _plain(mine[name], merged).to(dtype).contiguous()
+            part = _plain(mine[name], merged).to(kind).contiguous()
         else:
-            part = torch.empty(shape, dtype=dtype, device=parallel.device())
+            part = torch.empty(shape, dtype=kind, device=parallel.device())
         if parallel.pp_size() > 1:
             dist.broadcast(part, group=parallel.pp_group(), group_src=stage)
         for whole_name, whole in _gather(name, part, mapping):
@@ -136,10 +141,14 @@ def _plain(parameter: Tensor, merged: bool) -> Tensor:
     return values if adapter is None else (values.float() + adapter.change().detach())
 
 
-def _list_parameters(mine: dict[str, Tensor], tied: bool) -> list[tuple[int, str, torch.Size, torch.dtype]]:
-    """Return (pipeline rank, name, shape, dtype) of every parameter of this rank's pipeline, stage by stage."""
+def _list_parameters(
+    mine: dict[str, Tensor], tied: bool, merged: torch.dtype | None
+) -> list[tuple[int, str, torch.Size, torch.dtype]]:
+    """Return (pipeline rank, name, shape, dtype) of every parameter of this rank's pipeline, stage by stage. `merged`:
+    the least dtype of weights with an adapter."""
     stages: list[Any] = [None] * parallel.pp_size()
-    own = [(name, p.shape, p.dtype) for name, p in mine.items()]
+    wide = {name: torch.promote_types(p.dtype, merged) for name, p in mine.items() if merged and hasattr(p, "adapter")}
+    own = [(name, p.shape, wide.get(name, p.dtype)) for name, p in mine.items()]
     dist.all_gather_object(stages, own, group=parallel.pp_group())
     skipped = {"output_layer.weight"} if tied else set()  # a tied copy on the last stage
     return [(stage, *entry) for stage, entries in enumerate(stages) for entry in entries if entry[0] not in skipped]

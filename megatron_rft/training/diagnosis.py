@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_rft.config import Recipe
 from megatron_rft.config.engines import ENGINES
+from megatron_rft.conversion.lora import Merged
 from megatron_rft.families.shapes import experts
 from megatron_rft.families.tables import EXPERT_BIAS
 from megatron_rft.inference.engine import Request, checksum, request_seed
@@ -29,7 +30,7 @@ from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.records import Batch, Score
 from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import ScoredResponse, to_batch
-from megatron_rft.training import build
+from megatron_rft.training import adapters, build
 from megatron_rft.training.engines import DTYPES, EngineBuilder
 from megatron_rft.training.episodes import around
 from megatron_rft.training.problems import Problems
@@ -71,10 +72,16 @@ class Mismatch:
         """The trainer's model without an optimizer. Its weights are those of the recipe's precision."""
         recipe, dtype = self.vary(*overrides), DTYPES[self.trainer]
         given = self.lookup or build.start_weights(recipe.model, recipe.run.seed, self.hf_config)
+        lora = given.options if isinstance(given, Merged) else recipe.lora
         options = recipe.megatron, recipe.batching, recipe.model.precision
-        actor = Actor(self.hf_config, *options, temperature=recipe.rollout.temperature)
+        actor = Actor(self.hf_config, *options, temperature=recipe.rollout.temperature, lora=lora)
+        adapters.load_start(actor, recipe.model, recipe.run.seed)
+        base = given
+        if isinstance(given, Merged):  # the trainer computes with its adapters beside the frozen model
+            base, trained = given.base, given.adapters
+            actor.load(lambda name: trained(name).to(dtype), adapters=True)
         exact = tuple(EXPERT_BIAS.values())
-        actor.load(lambda name: given(name) if name.endswith(exact) else given(name).to(dtype))
+        actor.load(lambda name: base(name) if name.endswith(exact) else base(name).to(dtype))
         return actor
 
     def sample(
@@ -90,12 +97,12 @@ class Mismatch:
             player = around(engine, builder, self.tokenizer, stack)
             mine, earlier = self.requests(*engine.driver()), {}
             if not first_sync:
-                turned = ((name, tensor.roll(1, -1) * 1.05) for name, tensor in actor.stream())
+                turned = ((name, tensor.roll(1, -1) * 1.05) for name, tensor in actor.stream(dtype=engine.dtype))
                 earlier = load(turned, engine, 1, engine.dtype).checksums
                 list(engine.generate(mine, replace(sampling, max_tokens=1)))  # caches their prompts
-            sent = load(actor.stream(), engine, 2, engine.dtype).checksums
+            sent = load(actor.stream(dtype=engine.dtype), engine, 2, engine.dtype).checksums
             other = torch.bfloat16 if builder.dtype == torch.float32 else torch.float32
-            rounded = {name: checksum(tensor.to(other)) for name, tensor in actor.stream()}
+            rounded = {name: checksum(tensor.to(other)) for name, tensor in actor.stream(dtype=engine.dtype)}
             wrong = weights_problem(sent, earlier, rounded, engine.checksums())
             if engine.dtype != builder.dtype:
                 wrong = f"the engine computes in another precision, {engine.dtype} instead of {builder.dtype}"

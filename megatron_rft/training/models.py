@@ -162,4 +162,4 @@ class Models:
     def send_reference(self, engine: Engine) -> None:
         """Send the reference's weights to the refiner's engine."""
         with self.actor.use_weights(self.reference):
-            weight_sync.send(self.actor.stream(), engine, version=0, verify=True)
+            weight_sync.send(self.actor.stream(dtype=engine.dtype), engine, version=0, verify=True)

@@ -78,3 +78,26 @@ def test_it_reads_the_normalised_input(one_rank, monkeypatch):
     assert len(gradients) == len(others) == 16
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_merged_weights_are_rounded_to_the_engines_dtype_alone(one_rank):
+    """A small change survives in fp32, where a bf16 sum loses most of it."""
+    actor = Actor(CONFIG, Megatron(), Batching(), "bf16", lora=OPTIONS)
+    generator = torch.Generator().manual_seed(0)
+    actor.load(weights.random_tensors(CONFIG, seed=0))
+    shapes = lora.shapes(CONFIG, OPTIONS)
+    given = {name: 0.002 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    actor.load(given.__getitem__, adapters=True)
+    base = {name: tensor.float() for name, tensor in actor.stream(merged=False)}
+    rounded, exact = dict(actor.stream()), dict(actor.stream(dtype=torch.float32))
+    apart = {name: tensor.float() for name, tensor in actor.stream(adapters=True)}
+    for name, tensor in exact.items():
+        assert torch.equal(tensor.to(torch.bfloat16), rounded[name])
+        if f"{name.removesuffix('.weight')}.lora_A.weight" in apart:
+            a, b = (apart[f"{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
+            change = OPTIONS.scale * (b @ a)
+            assert tensor.dtype == torch.float32 and rounded[name].dtype == torch.bfloat16
+            torch.testing.assert_close(tensor - base[name], change, rtol=0, atol=1e-8)
+            assert (rounded[name].float() - base[name] - change).norm() > 0.5 * change.norm()
+        else:
+            assert tensor.dtype == torch.bfloat16
