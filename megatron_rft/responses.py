@@ -56,7 +56,8 @@ class Response:
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's judgement of one response. A failure of the grader is an `error`, never a reward of zero."""
+    """A verifier's judgement of one response. A failure of the grader is an `error`, never a reward of zero. Numbers of
+    other kinds, as numpy's or a tensor, become floats: scores are written as JSON."""
 
     reward: float
     reason: str = ""  # for readers and SDPO's teacher: the first failing test, the last lines of the exception
@@ -64,6 +65,11 @@ class Score:
     correct: bool | None = None  # whether pass@1 counts it as right; None: pass@1 takes the reward
     shaping: float = 0.0  # added to the reward only in training
     details: dict[str, Any] = field(default_factory=dict)  # by reward kind: tests passed and failed, parts of a sum
+
+    def __post_init__(self):
+        for name in ("reward", "shaping"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "reason", str(self.reason or ""))
 
     @property
     def right(self) -> bool:

@@ -23,7 +23,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 TE_TORCH = "transformer-engine-torch==2.20.2"  # a source: its extension is compiled there, from part 1 on
 WHEELS = {  # part: what is not on the other machine
-    1: """megatron-core==0.16.1 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 pydantic==2.14.4 pydantic-core==2.50.5
+    1: """megatron-core==0.16.1 pydantic==2.14.4 pydantic-core==2.50.5
         annotated-types importlib-metadata==10.2.0 nvdlfw-inspect==0.2.2 lazy-importer==0.1.0""",
     6: """apache-tvm-ffi==0.1.15.post2 cachetools==8.0.1 cbor2==6.2.1 compressed-tensors==0.17.0 fastapi==0.136.3
         llguidance==1.7.6 model-hosting-container-standards==0.1.16 msgspec==0.22.0 openai==3.54.0 oss-harmony==0.0.11

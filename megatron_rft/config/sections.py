@@ -4,6 +4,7 @@ A section checks its own fields; `recipe.py` and `plan/checks.py` check several 
 and `optimizer` have megatron-core's names; other fields of its configuration classes pass through (`passthrough.py`).
 """
 
+import inspect
 import re
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -55,7 +56,7 @@ class Section(BaseModel, metaclass=SectionType):
     def _checked(self):
         """Call the `_check` of each class, the base's first."""
         for kind in reversed(type(self).__mro__):
-            if check := vars(kind).get("_check"):
+            if inspect.isfunction(check := vars(kind).get("_check")):  # no validator of a user's own section
                 check(self)
         return self
 

@@ -5,6 +5,7 @@ The rows are Arrow's own values: images and audio stay bytes, no feature of `dat
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_rft.data.fields import Row
 from megatron_rft.utils.errors import DataError, first_line
@@ -42,4 +43,17 @@ def _rows(file: Path) -> Iterator[Row]:
             opened = pyarrow.ipc.open_file(source)
             batches = map(opened.get_batch, range(opened.num_record_batches))
     for batch in batches:
-        yield from batch.to_pylist()
+        names, fields = batch.schema.names, [_in_microseconds(field) for field in batch.schema]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two columns have one name: {', '.join(names)}")
+        yield from batch.cast(pyarrow.schema(fields), safe=False).to_pylist()
+
+
+def _in_microseconds(field: Any) -> Any:
+    """A field of Arrow's that Python has a type for: pyarrow reads nanoseconds by pandas alone."""
+    import pyarrow
+
+    kind = field.type
+    if pyarrow.types.is_timestamp(kind) and kind.unit == "ns":
+        return field.with_type(pyarrow.timestamp("us", kind.tz))
+    return field.with_type(pyarrow.duration("us")) if kind == pyarrow.duration("ns") else field

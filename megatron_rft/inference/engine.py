@@ -37,6 +37,9 @@ class WeightValidator:
     def checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Begin a stream. Yields its tensors without those that are refused for their name, shape or dtype."""
         self._now, self._zero, self._ranges, self._refused = {}, {}, [], None
+        return self._passing(stream)
+
+    def _passing(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
             if problem := self._problem_of(name, tensor):
                 self._refused = self._refused or problem

@@ -99,7 +99,9 @@ def _plan(
 def _cut(group: list[Unit], costs: Costs, cap: int) -> list[list[int]]:
     """Split a group into as few parts as `cap` tokens allow, without splitting a unit."""
     responses = [costs.responses(unit) for unit in group]
-    for count in range(1, len(group) + 1):
+    room = cap - (costs(sum(group, [])) - sum(responses))  # beside the prompt
+    least = max(1, min(math.ceil(sum(responses) / room), len(group))) if room > 0 else len(group)
+    for count in range(least, len(group) + 1):
         parts = [sum((group[unit] for unit in sorted(part)), []) for part in _balanced(responses, count)]
         if max(map(costs, parts)) <= cap:
             break

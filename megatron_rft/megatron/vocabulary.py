@@ -129,6 +129,7 @@ class SoftmaxSums:
             self.moment = self.moment * shift.exp()
         self.total, self.top = self.total * shift.exp(), top
 
+    @named(category="log-prob blocks")
     def add(self, logits: Tensor, targets: tuple[Tensor, Tensor], values: Tensor | None = None):
         """Add a block with its `target_columns`. Overwrites `logits` and `values`."""
         column, inside = targets

@@ -133,6 +133,7 @@ class Step:
 
     def run(self) -> dict[str, tuple[float, float]]:
         from megatron_rft.rehearsal import saving
+        from megatron_rft.training.engines import DTYPES
 
         models = self._online() if self.recipe.trainer == "rl" else self._stored()
         if self.question.training_only:
@@ -140,7 +141,8 @@ class Step:
         if self.recipe.rollout.offload_trainer:
             self._offload(models)
         with self.ledger.during("weights to the engine"), self.ledger.holding("buckets"):
-            deque(models.actor.stream(), maxlen=0)
+            dtype = DTYPES[self.recipe.rollout.dtype or self.recipe.model.precision]
+            deque(models.actor.stream(dtype=dtype), maxlen=0)
         distributed = self.recipe.optimizer.use_distributed_optimizer
         one_file = gathers(self.recipe.checkpoint, ModelShape.read(find_model(self.recipe.model.path)))
         saving.rehearse(self.ledger, self.mode, models.trained, models.averages, distributed, one_file)

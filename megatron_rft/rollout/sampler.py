@@ -91,6 +91,7 @@ class Sampler:
         keep: chooses the sequences to train on. In at most `max_rounds` rounds a step samples until it has accepted
             enough groups (DAPO's dynamic sampling).
         gather: concatenates all ranks' lists, in rank order, on every rank.
+        gather_on_main: the same on rank 0 alone; elsewhere it returns the rank's own list.
         driver: `Engine.driver` of this rank.
         contexts: adds contexts to the responses of a group.
         background: `begin` samples and grades in another thread. This needs an engine outside of the process
@@ -107,6 +108,7 @@ class Sampler:
     keep: Keep | None = None
     max_rounds: int = 1
     gather: Callable[[list], list] = list
+    gather_on_main: Callable[[list], list] = list
     driver: tuple[int | None, int] = (0, 1)
     contexts: Callable[[list[ScoredResponse]], list[ScoredResponse]] | None = None
     refiner: Refiner | None = None
@@ -191,6 +193,8 @@ class Sampler:
             parts = [self._without_routes(part, step) for part in parts]
         results = self.gather([replace(part, rollouts=list(map(packed, part.rollouts))) for part in parts])
         rollouts = [replace(r, prompt=pending.prompts[r.prompt_index]) for result in results for r in result.rollouts]
+        words = dict(self.gather_on_main([words_of(r) for part in parts for r in part.rollouts]))
+        rollouts = [with_words(r, words) for r in rollouts]
         rollouts.sort(key=lambda r: (r.prompt_index, r.sample))
         when = f"step {step}"
         rollouts = [replace(r, score=finite(r.score, self.reward, when, r.prompt, r.sample, r.text)) for r in rollouts]
@@ -263,13 +267,29 @@ class Sampler:
 
 
 def packed(rollout: ScoredResponse) -> ScoredResponse:
-    """A response for the other ranks: without its prompt, which they have, and with arrays instead of tuples. As Python
-    objects tokens and log-probs would take twice the bytes and ten times the time, on every rank."""
-    response = rollout.response
+    """A response for the other ranks: without its prompt, which they have, without words, which only rank 0 needs, and
+    with arrays instead of tuples. As Python objects tokens and log-probs would take twice the bytes and ten times the
+    time, on every rank."""
+    response, score = rollout.response, rollout.score
+    fine = score.error is None and math.isfinite(score.reward + score.shaping)  # else a message on every rank names it
     token_ids, logprobs = np.asarray(response.token_ids, np.int32), np.asarray(response.logprobs, np.float32)
     context = None if rollout.context is None else np.array(rollout.context, dtype=np.int32)
     response = replace(response, token_ids=token_ids, logprobs=logprobs)
-    return replace(rollout, prompt=None, response=response, context=context)
+    score, text = replace(score, reason="", details={}), "" if fine else rollout.text
+    return replace(rollout, prompt=None, text=text, response=response, score=score, context=context)
+
+
+def words_of(rollout: ScoredResponse) -> tuple[tuple[int, int], tuple]:
+    """(index of the prompt, sample) -> text, and the score's reason and details."""
+    return (rollout.prompt_index, rollout.sample), (rollout.text, rollout.score.reason, rollout.score.details)
+
+
+def with_words(rollout: ScoredResponse, words: dict[tuple[int, int], tuple]) -> ScoredResponse:
+    """The response with its words where they are there."""
+    if (key := (rollout.prompt_index, rollout.sample)) not in words:
+        return rollout
+    text, reason, details = words[key]
+    return replace(rollout, text=text, score=replace(rollout.score, reason=reason, details=details))
 
 
 def worth_training(group: list[ScoredResponse], keep: Keep | None) -> list[bool]:

@@ -72,14 +72,15 @@ class Mismatch:
         """The trainer's model without an optimizer. Its weights are those of the recipe's precision."""
         recipe, dtype = self.vary(*overrides), DTYPES[self.trainer]
         given = self.lookup or build.start_weights(recipe.model, recipe.run.seed, self.hf_config)
-        lora = given.options if isinstance(given, Merged) else recipe.lora
+        lora = given.options if isinstance(given, Merged) else None if self.lookup else recipe.lora
         options = recipe.megatron, recipe.batching, recipe.model.precision
         actor = Actor(self.hf_config, *options, temperature=recipe.rollout.temperature, lora=lora)
-        adapters.load_start(actor, recipe.model, recipe.run.seed)
         base = given
         if isinstance(given, Merged):  # the trainer computes with its adapters beside the frozen model
             base, trained = given.base, given.adapters
             actor.load(lambda name: trained(name).to(dtype), adapters=True)
+        else:
+            adapters.load_start(actor, recipe.model, recipe.run.seed)
         exact = tuple(EXPERT_BIAS.values())
         actor.load(lambda name: base(name) if name.endswith(exact) else base(name).to(dtype))
         return actor

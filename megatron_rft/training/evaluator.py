@@ -42,7 +42,7 @@ class BestModel:
 
     def judge(self, accuracy: float, step: int) -> None:
         """Saves the actor's current weights if their evaluation is a new best; an equal one is not. Collective."""
-        if accuracy <= self.accuracy:
+        if not accuracy > self.accuracy:  # also NaN, where the grader failed on everything
             self.waited += 1
             return
         self.accuracy, self.step, self.waited = accuracy, step, 0

@@ -83,6 +83,7 @@ def train(recipe: Recipe) -> int:
             keep=objective.keep,
             max_rounds=algorithm.sampling_rounds,
             gather=parallel.gather,
+            gather_on_main=parallel.gather_on_main,
             driver=driver,
             contexts=feedback,
             refiner=refiner,
@@ -159,7 +160,7 @@ def replayed_routes(options: Rollout, hf_config: Any, actor: Actor) -> RouteStor
 
 
 def build_feedback(options: Algorithm, tokenizer: Any, encode: Callable, prompts: PromptSet) -> Feedback:
-    """Check that rows have reference solutions if feedback uses them."""
+    """SDPO's feedback. Some row must have a reference solution if the feedback uses them."""
     field = options.solution_field
     if "solution" in options.feedback and not any(prompt.fields.get(field) for prompt in prompts.prompts):
         names = ", ".join(prompts.prompts[0].fields)

@@ -1,10 +1,13 @@
 """Ragged batches: selection, concatenation, saving and loading, on numbers that can be checked by hand."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rft.records import Batch, concatenate, segment_ids, take_segments
+from megatron_rft.records import Batch, Score, concatenate, segment_ids, take_segments
 
 
 @pytest.fixture
@@ -84,3 +87,10 @@ def test_supports_follow_their_tokens_by_hand():
     again = Batch.from_state_dict(both.state_dict("kept."), "kept.")
     assert again.support_ids.equal(both.support_ids) and again.support_lens.equal(both.support_lens)
     assert batch.select(torch.tensor([1])).support_ids.tolist() == []
+
+
+def test_a_users_score_can_be_written_as_json():
+    for number in (np.float32(0.5), torch.tensor(0.5), 0.5):
+        score = Score(number, None, shaping=number)
+        assert json.dumps([score.reward, score.shaping, score.reason]) == '[0.5, 0.5, ""]'
+    assert Score(True).reward is not True and Score(True).reward == 1.0

@@ -190,7 +190,7 @@ def _allowed(fields: Fields, number: str) -> list:
     if fields.has("ground_truth"):  # joined already
         return fields.items("ground_truth")
     answers = fields.file.parent / "possible_answer" / fields.file.name
-    row = _rows(answers, "id").get(number) if answers.is_file() else None
-    if row is None:
+    answer = _rows(answers, "id").get(number, {}).get("ground_truth") if answers.is_file() else None
+    if answer is None:
         raise fields.wrong(f"no answer to {number} in {answers}: BFCL's possible_answer belongs beside its questions")
-    return row["ground_truth"]
+    return answer

@@ -24,6 +24,19 @@ def test_the_three_file_kinds_give_the_same_rows(tmp_path):
         assert load_rows(tmp_path / f"a.{suffix}", limit=1) == ROWS[:1]
 
 
+def test_columns_of_one_name_are_refused_and_nanoseconds_need_no_pandas(tmp_path):
+    twice = pyarrow.table([[1], [2]], names=["a", "a"])
+    pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="two columns have one name: a, a"):
+        load_rows(tmp_path / "a.parquet")
+    times = {kind: pyarrow.array([1_500], kind("ns")) for kind in (pyarrow.timestamp, pyarrow.duration)}
+    table = pyarrow.table(list(times.values()), names=["at", "for"])
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    (row,) = load_rows(tmp_path / "b.parquet")
+    assert row["at"].microsecond == 1 and row["for"] == datetime.timedelta(microseconds=1)
+    assert type(row["at"]) is datetime.datetime
+
+
 def test_arrow_as_a_stream_and_as_a_file(tmp_path):
     table = pyarrow.Table.from_pylist(ROWS)
     for name, writer in (("a.arrow", pyarrow.ipc.new_stream), ("b.arrow", pyarrow.ipc.new_file)):

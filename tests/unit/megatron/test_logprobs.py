@@ -10,7 +10,7 @@ from megatron_rft.records import Support, segment_ids
 
 VOCAB, PADDED, HIDDEN = 700, 768, 16
 SMALL = 4 * 41 * 256  # bytes: three blocks of 256 columns for 41 tokens
-ONE = 1 << 20  # everything in one block, which backward then finds kept
+ONE = 1 << 20  # everything in one block
 
 
 def problem(tokens=41):

@@ -1,6 +1,7 @@
 """Early stopping by hand, and through a checkpoint's state."""
 
 import gc
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,11 @@ def test_by_hand(best_model):
 
 def test_a_first_evaluation_of_nothing_right_is_the_best_so_far(best_model):
     assert judged(best_model(), 0.0).step == 10 and not judged(best_model(), 0.0, 0.0).exhausted
+
+
+def test_an_evaluation_that_graded_nothing_is_no_best(best_model):
+    best = judged(best_model(patience=3), 0.6, math.nan, 0.3)
+    assert (best.accuracy, best.step, best.waited) == (0.6, 10, 2)
 
 
 def test_goes_through_a_state_beside_the_objectives(best_model):

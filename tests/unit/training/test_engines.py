@@ -43,7 +43,7 @@ class Actor:
     def __init__(self):
         self.weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
 
-    def stream(self):
+    def stream(self, dtype):
         return iter(self.weights.items())
 
 
@@ -79,7 +79,9 @@ def test_the_trainer_makes_room_for_an_engine_that_is_awake():
             events.append(("start",))
             return Recorded()
 
-    actor, critic = (SimpleNamespace(training_state=Recorded(), stream=list, hf_config=CONFIG) for _ in range(2))
+    actor, critic = (
+        SimpleNamespace(training_state=Recorded(), stream=lambda dtype: [], hf_config=CONFIG) for _ in range(2)
+    )
     engine, weights = Builder(Rollout(offload_trainer=True), Vllm()).build_beside([actor, critic])
     away, back = [("offload",)] * 2, [("restore",)] * 2
     assert events == [*away, ("start",), ("sleep",), *back]

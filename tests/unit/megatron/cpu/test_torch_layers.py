@@ -1,4 +1,4 @@
-"""The custom norm against autograd of their definitions."""
+"""The custom norm against autograd of its definition."""
 
 import torch
 import torch.nn.functional as F
