@@ -33,9 +33,10 @@ class Gated(HFEngine):
         self.gate = gate
 
     def generate(self, requests, sampling):
+        gated = self.gate.exists()  # a generation whose last group was taken before the file was made goes on
         for group in super().generate(requests, sampling):
             yield group
-            while self.gate.exists():
+            while gated and self.gate.exists():
                 time.sleep(0.01)
 
 
