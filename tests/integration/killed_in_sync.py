@@ -13,9 +13,9 @@ from tests.integration.engine_process import engine
 syncs, stream = count(), Actor.stream
 
 
-def killing(actor):
+def killing(actor, **options):
     last = next(syncs) in map(int, os.environ["KILL_IN_SYNCS"].split())
-    for number, pair in enumerate(stream(actor)):
+    for number, pair in enumerate(stream(actor, **options)):
         if last and number == 5:
             os.kill(engine(), signal.SIGKILL)
         yield pair
