@@ -24,7 +24,6 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from megatron_rft.inference.weight_sync import EngineWeights
-from megatron_rft.megatron import parallel
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.objectives.surrogates import mismatch
 from megatron_rft.records import Batch, Prompt
@@ -132,7 +131,7 @@ class OnlineBatches(Batches):
         """Wait for the pending batches and return them for a checkpoint, with the routes that later steps need."""
         self.drain(everything=True)
         self.weights.sleep_to_save()
-        routes = self.sampler.routes.state(parallel.gather_on_main) if self.sampler.routes else {}
+        routes = self.sampler.routes.state(self.sampler.gather_on_main) if self.sampler.routes else {}
         if not self.pending:
             return routes
         rows = [{"step": step, "rounds": list(map(_to_json, rounds))} for step, rounds in self.pending.items()]
