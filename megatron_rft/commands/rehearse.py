@@ -15,7 +15,6 @@ from megatron_rft.plan import check, memory, model_shape
 from megatron_rft.plan.devices import GIB, RESERVED, Efficiency, device
 from megatron_rft.plan.engines import engines_of_step
 from megatron_rft.plan.generation import EngineEstimate
-from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.rehearsal import guard, report
 from megatron_rft.rehearsal.report import Stage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed, UserError
@@ -95,7 +94,7 @@ class Rehearsal:
             raise UserError(f"{args.recipe} is a recipe of trainer generate, which has no training step")
         self.folder = self._model_folder()
         self.layout = check(self.recipe, args.gpus, args.gpus_per_node).layout
-        self.sizes = ModelShape.read(self.folder)
+        self.sizes = model_shape.read_shape(self.folder)
         self.planned = memory.memory_of(self.recipe, self.sizes, self.layout, self.device.memory)
         # engines on the same device, by the plan's arithmetic
         self.engine_bytes = self.planned.phases["training"] - self.planned.state.total - self.planned.activations

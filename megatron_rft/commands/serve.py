@@ -75,7 +75,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         print(f"export {token_check.VARIABLE}={token}  # for the run, without which the servers refuse it", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     hf_config = build.load_hf_config(recipe.model)
-    shape = ModelShape.of(hf_config.to_dict())
+    shape = ModelShape(hf_config.to_dict())
     engine = choose_for(recipe.rollout, shape)
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     engines = EngineBuilder.of(recipe)

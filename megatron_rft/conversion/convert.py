@@ -22,7 +22,7 @@ from megatron_rft.conversion.folder import FolderWriter, HFFolder, copy_companio
 from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import MegatronFolder
 from megatron_rft.conversion.torch_dist_writer import MegatronWriter
-from megatron_rft.families import hf_shapes
+from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.utils.errors import DataError, RunFailed, disk_is_full
 
 Format = Literal["hf", "megatron"]

@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from megatron_rft.families import family_of, hf_shapes
+from megatron_rft.families.shapes import hf_shapes
+from megatron_rft.families.tables import family_of
 from megatron_rft.utils.errors import DataError
 
 BLOCKS, BLOCK_BYTES = 64, 64 << 10  # sampled from each file of weights

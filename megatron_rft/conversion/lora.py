@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rft.config.lora import TARGETS, Lora
-from megatron_rft.families import hf_shapes
+from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing, write_atomically
 

@@ -4,15 +4,12 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.families import FAMILIES
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences, why_unsupported
 from megatron_rft.families.shapes import (
-    Part,
     delta_rows,
     dense_ffn,
     expert_ffn,
@@ -23,93 +20,49 @@ from megatron_rft.families.shapes import (
     layer_parts,
     of_json,
 )
-from megatron_rft.families.tables import EXPERT_BIAS, family_of
+from megatron_rft.families.tables import EXPERT_BIAS, FAMILIES, family_of
 from megatron_rft.utils.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/model
 
 
-@dataclass(frozen=True)
 class ModelShape:
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int  # query groups
-    ffn: int  # intermediate size of a dense layer
-    experts: int  # 0: dense
-    expert_ffn: int
-    max_positions: int
-    vocabulary: int
-    head_dim: int
-    # reasons, empty if there are none: why sequences cannot be cut or share prompts, why TP needs sequence parallelism,
-    # why experts cannot be cut
-    whole_sequences: str = field(default="", kw_only=True)
-    sequence_parallel: str = field(default="", kw_only=True)
-    whole_experts: str = field(default="", kw_only=True)
-    expert_bias: bool = field(default=False, kw_only=True)  # whether the routers have one
-    gemma: bool = field(default=False, kw_only=True)  # four norms in a layer, and a GELU whose result is kept
-    tied: bool = field(default=False, kw_only=True)  # the embedding is also the output matrix
-    experts_per_token: int = field(default=0, kw_only=True)
-    parts: tuple[tuple[Part, ...], ...] = field(default=(), kw_only=True)  # by layer
-    # of a delta net: key heads, their size, value heads of each, their size
-    delta: tuple[int, int, int, int] = field(default=(0, 0, 0, 0), kw_only=True)
-
-    @classmethod
-    def read(cls, folder: Path) -> "ModelShape":
-        return cls.of(read_config(folder))
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "ModelShape":
+    def __init__(self, config: dict[str, Any]):
         """`config`: the content of a config.json. Raises AttributeError where a field is missing."""
         c = of_json(config)
-        delta_heads, rows = delta_rows(c)
-        return cls(
-            layers=c.num_hidden_layers,
-            hidden=c.hidden_size,
-            heads=c.num_attention_heads,
-            kv_heads=kv_heads(c),
-            ffn=dense_ffn(c),
-            experts=experts(c),
-            expert_ffn=expert_ffn(c),
-            max_positions=c.max_position_embeddings,
-            vocabulary=c.vocab_size,
-            head_dim=head_dim(c),
-            whole_sequences=whole_sequences(c),
-            sequence_parallel=needs_sequence_parallel(c),
-            whole_experts=whole_experts(c),
-            expert_bias=family_of(c).has(EXPERT_BIAS) and experts(c) > 0,
-            gemma=family_of(c).gemma,
-            tied=bool(first(c, "tie_word_embeddings")),
-            experts_per_token=first(c, "num_experts_per_tok", default=0),
-            parts=tuple(tuple(layer_parts(c, i)) for i in range(c.num_hidden_layers)),
-            delta=(delta_heads, rows[0], rows[4], rows[2] // rows[4]) if delta_heads else (0, 0, 0, 0),
-        )
+        family = family_of(c)
+        self.layers: int = c.num_hidden_layers
+        self.hidden: int = c.hidden_size
+        self.heads: int = c.num_attention_heads
+        self.kv_heads = kv_heads(c)  # query groups
+        self.head_dim = head_dim(c)
+        self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.ffn = dense_ffn(c)  # intermediate size of a dense layer
+        self.experts = experts(c)  # 0: dense
+        self.expert_ffn = expert_ffn(c)
+        self.experts_per_token: int = first(c, "num_experts_per_tok", default=0)
+        self.expert_bias = family.has(EXPERT_BIAS) and self.experts > 0  # whether the routers have one
+        self.max_positions: int = c.max_position_embeddings
+        self.vocabulary: int = c.vocab_size
+        self.tied = bool(first(c, "tie_word_embeddings"))  # the embedding is also the output matrix
+        self.gemma = family.gemma  # four norms in a layer, and a GELU whose result is kept
+        # reasons, empty if there are none: why sequences cannot be cut or share prompts, why TP needs sequence
+        # parallelism, why experts cannot be cut
+        self.whole_sequences = whole_sequences(c)
+        self.sequence_parallel = needs_sequence_parallel(c)
+        self.whole_experts = whole_experts(c)
+        self.parts = tuple(tuple(layer_parts(c, i)) for i in range(self.layers))  # by layer
+        self.mixture = tuple(any(part.expert for part in layer) for layer in self.parts)  # whether it has experts
+        names = [{part.name for part in layer} for layer in self.parts]
+        self.qk_norm = any("self_attention.q_layernorm." in name for layer in names for name in layer)
+        self.delta_share = sum("self_attention.A_log" in layer for layer in names) / self.layers  # of delta nets
+        heads, rows = delta_rows(c)
+        # of a delta net: key heads, their size, value heads of each, their size
+        self.delta = (heads, rows[0], rows[4], rows[2] // rows[4]) if heads else (0, 0, 0, 0)
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts" if self.experts else ""
         return f"{self.layers} layers, {self.heads} heads, {self.kv_heads} kv heads, hidden {self.hidden}{experts}"
-
-    @cached_property
-    def mixture(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple(any(part.expert for part in layer) for layer in self.parts)
-
-    @cached_property
-    def qk_norm(self) -> bool:
-        return any(part.name.startswith("self_attention.q_layernorm.") for layer in self.parts for part in layer)
-
-    @cached_property
-    def delta_share(self) -> float:
-        """The share of the layers that are delta nets."""
-        return sum(any(part.name.endswith(".A_log") for part in layer) for layer in self.parts) / len(self.parts)
-
-    @property
-    def q(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv(self) -> int:
-        return self.kv_heads * self.head_dim
 
     @cached_property
     def multiplied(self) -> int:
@@ -170,25 +123,23 @@ def read_config(folder: Path, option: str = "model.path") -> dict[str, Any]:
 
 
 def read_shape(folder: Path, option: str = "model.path") -> ModelShape:
-    config = read_config(folder, option)
-    if of_json(config).model_type not in FAMILIES:
+    config, file = read_config(folder, option), folder / "config.json"
+    c = of_json(config)
+    if c.model_type not in FAMILIES:
         raise DataError(
             f"{option}: the architecture of {folder} is not supported: "
             f"{', '.join(config.get('architectures') or ['none named'])}. "
             f"Supported are {', '.join(family.architecture for family in FAMILIES.values())}"
         )
-    text = vars(of_json(config))
-    kinds, layers = text.get("layer_types"), text.get("num_hidden_layers")
+    kinds, layers = first(c, "layer_types"), first(c, "num_hidden_layers")
     if kinds and len(kinds) != layers:
         raise DataError(
-            f"{option}: {folder / 'config.json'} names {len(kinds)} layer_types for num_hidden_layers {layers}: make "
-            "them equally many, or leave layer_types out"
+            f"{option}: {file} names {len(kinds)} layer_types for num_hidden_layers {layers}: make them equally many, "
+            "or leave layer_types out"
         )
     try:
-        refused = why_unsupported(of_json(config))
-        shape = None if refused else ModelShape.of(config)
+        if refused := why_unsupported(c):
+            raise DataError(f"{option}: {folder}: {refused}")
+        return ModelShape(config)
     except AttributeError as error:
-        raise DataError(f"{option}: {folder / 'config.json'} lacks {error.name!r}") from None
-    if refused:
-        raise DataError(f"{option}: {folder}: {refused}")
-    return shape
+        raise DataError(f"{option}: {file} lacks {error.name!r}") from None

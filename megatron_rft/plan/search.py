@@ -9,7 +9,6 @@ from megatron_rft.plan.devices import NODE, Efficiency, device
 from megatron_rft.plan.engines import engines_of_step
 from megatron_rft.plan.generation import EngineEstimate
 from megatron_rft.plan.layout import Layout, possible
-from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.seconds import Bounds, Machine
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.utils.errors import ConfigError
@@ -37,7 +36,7 @@ class Search:
         folder = model_shape.find_model(recipe.model.path)
         if folder is None:
             raise ConfigError(f"--search needs config.json of the model: hf download {recipe.model.path} config.json")
-        self.bytes, self.s = device_gib * memory.GIB, ModelShape.read(folder)
+        self.bytes, self.s = device_gib * memory.GIB, model_shape.read_shape(folder)
 
     def candidates(self) -> list[Candidate]:
         """Return the layouts that fit and the recipe's own, the fastest first."""

@@ -38,6 +38,6 @@ def weights(teacher: str, layout: Layout, element: int) -> int:
     folder = find_model(teacher, "teacher")
     if folder is None:
         return 0
-    sizes = ModelShape.read(folder)
+    sizes = read_shape(folder)
     stages = (stage_chunks(sizes, layout, stage, value_head=False) for stage in range(layout.pp))
     return max(sum(each.count for chunk in chunks for each in chunk) for chunks in stages) * element

@@ -23,7 +23,7 @@ from megatron_rft.config import load
 from megatron_rft.families.checks import whole_sequences
 from megatron_rft.plan.devices import NODE, Efficiency, device
 from megatron_rft.plan.memory import gathers
-from megatron_rft.plan.model_shape import ModelShape, find_model
+from megatron_rft.plan.model_shape import find_model, read_shape
 from megatron_rft.rehearsal import guard
 from megatron_rft.rehearsal.ledger import Ledger
 from megatron_rft.utils.errors import UserError
@@ -144,7 +144,7 @@ class Step:
             dtype = DTYPES[self.recipe.rollout.dtype or self.recipe.model.precision]
             deque(models.actor.stream(dtype=dtype), maxlen=0)
         distributed = self.recipe.optimizer.use_distributed_optimizer
-        one_file = gathers(self.recipe.checkpoint, ModelShape.read(find_model(self.recipe.model.path)))
+        one_file = gathers(self.recipe.checkpoint, read_shape(find_model(self.recipe.model.path)))
         saving.rehearse(self.ledger, self.mode, models.trained, models.averages, distributed, one_file)
         return self.times
 

@@ -80,7 +80,7 @@ class EngineBuilder:
 
     def build(self, hf_config: Any) -> Engine:
         """The policy's engine of this rank: in this process, in other processes, or on servers."""
-        choose_for(self.rollout, ModelShape.of(hf_config.to_dict()))  # again: now the model is here
+        choose_for(self.rollout, ModelShape(hf_config.to_dict()))  # again: now the model is here
         if self.rollout.placement == "server":  # a server has its own vLLM
             return self._pool(hf_config, None)
         alone = self.rollout.placement == "process" and self.alone()
@@ -138,7 +138,7 @@ class EngineBuilder:
 
     def kind(self, config: PreTrainedConfig) -> str:
         """Resolves `rollout.engine` for a local engine: a name of ENGINES."""
-        return choose(self.rollout.engine, ModelShape.of(config.to_dict())).name
+        return choose(self.rollout.engine, ModelShape(config.to_dict())).name
 
     def longest(self, hf_config: Any) -> int:
         """The longest sequence of prompt and response, in tokens, that an engine must support."""

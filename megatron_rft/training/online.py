@@ -151,7 +151,7 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: d
 
 def replayed_routes(options: Rollout, hf_config: Any, actor: Actor) -> RouteStore | None:
     """The store of the engine's experts, which the actor replays; None: it chooses its own."""
-    shape = ModelShape.of(hf_config.to_dict())
+    shape = ModelShape(hf_config.to_dict())
     if why_not_replayed(options, shape, choose_for(options, shape).name):
         return None
     routes = RouteStore.of(hf_config)

@@ -19,7 +19,7 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.checkpoint import Checkpointer
 from megatron_rft.objectives.base import State, Update
 from megatron_rft.plan.memory import gathers
-from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Phases, Throughput, device_name, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
@@ -80,7 +80,7 @@ class TrainingRun:
         self.done = 0
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
-        sizes, given = ModelShape.read(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
+        sizes, given = read_shape(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
         throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
         on_policy = not recipe.rollout.staleness
         self.monitor = Monitor(self.folder, recipe.faults, throughput, recipe.tracking.alarms, on_policy)

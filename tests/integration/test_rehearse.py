@@ -19,7 +19,7 @@ from megatron_rft.config import load
 from megatron_rft.conversion import hf_shapes, load_config
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import gathered, update_memory
-from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.rehearsal import report
 from megatron_rft.rehearsal.report import Stage
@@ -307,7 +307,7 @@ PARTS = {
 def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     """Compares the plan's bytes with the training phase's peak, for the tokens of the largest micro-batch."""
     options = load(EXAMPLES / recipe, [f"model.path={model_folder}", "model.initialise=random", *overrides])
-    s, layout, number = ModelShape.read(model_folder), Layout.of(options.megatron, gpus), stage["number"]
+    s, layout, number = read_shape(model_folder), Layout.of(options.megatron, gpus), stage["number"]
     found, peak = stage["found"], stage["found"]["peaks"]["training"]
     tokens = found["largest"]["training"] * layout.cp
     batching = options.batching.model_copy(update={"micro_batch_tokens": tokens})

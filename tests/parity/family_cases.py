@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Batching, Megatron
-from megatron_rft.families import family_of, hf_shapes
 from megatron_rft.families.checks import needs_sequence_parallel, whole_experts, whole_sequences
-from megatron_rft.families.shapes import experts
+from megatron_rft.families.shapes import experts, hf_shapes
+from megatron_rft.families.tables import family_of
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.records import Batch

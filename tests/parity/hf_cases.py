@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.conversion import FolderWriter, Mapping, hf_shapes
-from megatron_rft.families import family_of
+from megatron_rft.families.tables import family_of
 from megatron_rft.megatron import model as models
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.packing import zigzag

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config.trainers import OnlineRecipe
 from megatron_rft.conversion import hf_shapes
-from megatron_rft.families import family_of
+from megatron_rft.families.tables import family_of
 from megatron_rft.megatron import parallel
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import state_of
-from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.model_shape import read_shape
 from tests.parity.hf_cases import FAMILIES, section
 
 LAYOUTS = {
@@ -81,7 +81,7 @@ def case(folder, hf_config, layout, options):
     )
     actor.load(lambda name: torch.ones(SHAPES[name]))
     expected = state_of(
-        recipe, ModelShape.read(folder), Layout.of(recipe.megatron, dist.get_world_size()), parallel.pp_rank()
+        recipe, read_shape(folder), Layout.of(recipe.megatron, dist.get_world_size()), parallel.pp_rank()
     )
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, (parallel.pp_rank(), measured(actor)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rft.families import family_of
+from megatron_rft.families.tables import family_of
 from tests.families import FAMILIES
 from tests.parity.family_cases import LAYOUTS, possible
 from tests.parity.launch import run_ranks

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rft.config.sections import MAX_TOP_K
-from megatron_rft.families import head_dim
+from megatron_rft.families.shapes import head_dim
 from megatron_rft.inference.engine import Request, Sampling, limit, request_seed
 from megatron_rft.utils.errors import RunFailed
 

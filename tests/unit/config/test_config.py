@@ -19,7 +19,7 @@ from megatron_rft.plan import check, checks
 from megatron_rft.plan.layout import Layout, possible, problems
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.utils.errors import ConfigError, DataError, UserError
-from tests.shapes import sizes
+from tests.shapes import json_of, sizes
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 RECIPES = sorted(
@@ -364,7 +364,7 @@ class TestPlan:
 @given(st.integers(1, 32), st.integers(1, 8), st.integers(1, 8))
 @settings(max_examples=60)
 def test_possible_layouts_have_no_problems_and_miss_none(world, heads_per_group, groups):
-    shape = ModelShape(4, 64, heads_per_group * groups, groups, 256, 0, 0, 512, 128, 64)
+    shape = ModelShape(json_of(4, 64, heads_per_group * groups, groups, 256, 128, 64))
     found = set(possible(world, shape))
     assert Layout(world, 1, 1, 1, 1, 1) in found
     for tp in range(1, world + 1):
@@ -375,7 +375,7 @@ def test_possible_layouts_have_no_problems_and_miss_none(world, heads_per_group,
 @pytest.mark.parametrize("tp, fits", [(1, True), (2, False), (3, True), (6, True), (4, False)])
 def test_kv_heads_divide_or_are_divided(tp, fits):
     """12 heads in 3 groups: TP 2 would cut a group in half; TP 6 gives every rank a copy of one."""
-    shape = ModelShape(4, 64, 12, 3, 96, 0, 0, 512, 128, 64)
+    shape = ModelShape(json_of(4, 64, 12, 3, 96, 128, 64))
     assert (not list(problems(Layout(tp, tp, 1, 1, 1, tp), shape))) == fits
 
 

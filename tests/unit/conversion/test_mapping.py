@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rft.conversion import Mapping, hf_shapes
-from megatron_rft.families import family_of
+from megatron_rft.families.tables import family_of
 from megatron_rft.utils.errors import DataError
 from tests.families import FAMILIES
 from tests.shapes import SMALL

@@ -11,10 +11,9 @@ import transformers
 
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import load_config
-from megatron_rft.families import FAMILIES as TABLES
-from megatron_rft.families import hf_shapes
 from megatron_rft.families.checks import READ_BY, rope, why_unsupported
-from megatron_rft.families.shapes import of_json
+from megatron_rft.families.shapes import hf_shapes, of_json
+from megatron_rft.families.tables import FAMILIES as TABLES
 from megatron_rft.plan.layout import Layout, check_layout, problems
 from megatron_rft.plan.model_shape import ModelShape, read_shape
 from megatron_rft.utils.errors import ConfigError, DataError
@@ -29,9 +28,9 @@ def test_a_published_file_that_leaves_out_what_transformers_takes_for_granted(tm
     (tmp_path / "config.json").write_text(json.dumps(content))
     config, shape = load_config(tmp_path), read_shape(tmp_path)
     assert hf_shapes(of_json(content)) == hf_shapes(config)
-    assert shape == ModelShape.of(config.to_dict())
+    assert vars(shape) == vars(ModelShape(config.to_dict()))
     attention, norms = 2560 * (2 * 8 + 2 * 4) * 256, 4 * 2560 + 2 * 256
-    assert ModelShape.read(tmp_path).whole() == 262208 * 2560 + 34 * (attention + 3 * 2560 * 10240 + norms) + 2560
+    assert shape.whole() == 262208 * 2560 + 34 * (attention + 3 * 2560 * 10240 + norms) + 2560
     assert [rope(config, kind)["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [1e6, 1e4]
 
 
@@ -95,12 +94,12 @@ def test_which_options_a_familys_code_reads(family):
     ],
 )
 def test_a_layout_that_a_family_cannot_have(family, layout, words):
-    assert any(words in problem for problem in problems(layout, ModelShape.of(FAMILIES[family].to_dict())))
+    assert any(words in problem for problem in problems(layout, ModelShape(FAMILIES[family].to_dict())))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5"])
 def test_tensor_parallelism_that_needs_sequence_parallelism(family):
-    shape = ModelShape.of(FAMILIES[family].to_dict())
+    shape = ModelShape(FAMILIES[family].to_dict())
     check_layout(Megatron(tensor_model_parallel_size=2, sequence_parallel=True), 2, shape)
     with pytest.raises(ConfigError, match="with tensor parallelism needs it: set it to true"):
         check_layout(Megatron(tensor_model_parallel_size=2), 2, shape)

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_rft.families import hf_shapes
+from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.inference.hf.engine import HFEngine
 from tests.families import FAMILIES
 from tests.shapes import sizes

@@ -11,7 +11,7 @@ from megatron_rft.plan.model_shape import ModelShape
 from tests.shapes import json_of
 
 EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=2, num_experts_per_tok=1)
-DENSE, MIXTURE = (ModelShape.of(json_of(2, 4, 2, 1, 8, 16, 2, **more)) for more in ({}, EXPERTS))
+DENSE, MIXTURE = (ModelShape(json_of(2, 4, 2, 1, 8, 16, 2, **more)) for more in ({}, EXPERTS))
 PERFECT = Efficiency(compute=1, memory=1, link=1, launch=0.5, latency=0)
 
 

@@ -37,7 +37,7 @@ def test_the_number_of_parameters(path):  # noqa: F811
 )
 def test_how_many_times_fewer_bytes_adapters_alone_are(config, times):
     """As docs/lora.md says; by hand from the shapes: rank times (in + out) of each projection."""
-    s = ModelShape.of(config)
+    s = ModelShape(config)
     assert {rank: round(s.whole() / count(Lora(rank=rank), s), 1) for rank in times} == times
     hidden, q, kv, ffn = s.hidden, s.q, s.kv, config["intermediate_size"]
     assert count(Lora(rank=16), s) == 16 * s.layers * (2 * (hidden + q) + 2 * (hidden + kv) + 3 * (hidden + ffn))

@@ -8,7 +8,7 @@ from megatron_rft.commands import main
 from megatron_rft.config import load, vllm
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import lines, memory_of, state_of
-from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.plan.parameters import buckets, owned
 from megatron_rft.plan.vllm import room_for_cache
 from megatron_rft.utils.errors import ConfigError
@@ -34,7 +34,7 @@ def path(tmp_path):
 
 
 def sizes(path):
-    return ModelShape.read(path.parent / "model")
+    return read_shape(path.parent / "model")
 
 
 def test_parameters_by_hand(path):

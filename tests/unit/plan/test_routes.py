@@ -18,7 +18,7 @@ def check_balancing(recipe, shape) -> None:
     routes.check_balancing(recipe.megatron, recipe.lora, shape)
 
 
-DENSE, MIXTURE = (ModelShape.of(FAMILIES[name].to_dict()) for name in ("mistral", "glm4_moe"))
+DENSE, MIXTURE = (ModelShape(FAMILIES[name].to_dict()) for name in ("mistral", "glm4_moe"))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_balancing_without_effect_is_refused(recipe):
     rate = "megatron.moe_router_bias_update_rate=0.001"
     check_balancing(recipe(rate), MIXTURE)
     with pytest.raises(ConfigError, match="does nothing: the routers of this model have no expert bias. Leave it out"):
-        check_balancing(recipe(rate), ModelShape.of(FAMILIES["gpt_oss"].to_dict()))
+        check_balancing(recipe(rate), ModelShape(FAMILIES["gpt_oss"].to_dict()))
     with pytest.raises(ConfigError, match="does nothing: the biases belong to the frozen model beside `lora`"):
         check_balancing(recipe(rate, "lora.rank=4"), MIXTURE)
     with pytest.raises(ConfigError, match="does nothing: megatron.moe_router_fusion counts no loads"):

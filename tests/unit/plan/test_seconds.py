@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def dense(hidden, layers, heads, ffn, vocabulary=128_256, qk_norm=False):
     kind = "qwen3" if qk_norm else "llama"
-    return ModelShape.of(json_of(layers, hidden, heads, 8, ffn, vocabulary, 128, model_type=kind))
+    return ModelShape(json_of(layers, hidden, heads, 8, ffn, vocabulary, 128, model_type=kind))
 
 
 LLAMA_8B, LLAMA_70B = dense(4096, 32, 32, 14_336), dense(8192, 80, 64, 28_672)
 LLAMA_405B = dense(16_384, 128, 128, 53_248)  # it has 126 layers, which no pipeline of 8 or 16 divides
 QWEN3_32B = dense(5120, 64, 64, 25_600, 151_936, qk_norm=True)
 MIXTURE = dict(model_type="qwen3_moe", num_experts=128, moe_intermediate_size=768, num_experts_per_tok=8)
-QWEN3_30B_A3B = ModelShape.of(json_of(48, 2048, 32, 4, 6144, 151_936, 128, **MIXTURE))
+QWEN3_30B_A3B = ModelShape(json_of(48, 2048, 32, 4, 6144, 151_936, 128, **MIXTURE))
 # (model, layout, tokens of a sequence, sequences of a step, TFLOP/s of a GPU, FP8), as docs/planning.md cites them.
 PUBLISHED = {
     "405B on 8,192": (LLAMA_405B, Layout(8192, 8, 16, 1, 1, 8, 8), 8192, 2048, 430, False),

@@ -11,7 +11,7 @@ from megatron_rft.plan.seconds import Machine
 from megatron_rft.plan.shared_prompts import SharedGroup
 from tests.shapes import json_of
 
-S = ModelShape.of(json_of(36, 4096, 32, 8, 12_288, 151_936, 128, model_type="qwen3"))
+S = ModelShape(json_of(36, 4096, 32, 8, 12_288, 151_936, 128, model_type="qwen3"))
 DATA = Data(train="arithmetic", max_prompt_tokens=1024)
 ROLLOUT = Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
 

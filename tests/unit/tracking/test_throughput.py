@@ -8,8 +8,8 @@ from megatron_rft.tracking.throughput import Throughput, peak_tflops
 from tests.shapes import json_of
 
 EXPERTS = dict(num_experts=4, moe_intermediate_size=3, num_experts_per_tok=2, mlp_only_layers=[0])
-DENSE = ModelShape.of(json_of(2, 4, 2, 1, 8, 10, 2, model_type="qwen3"))
-MIXTURE = ModelShape.of(json_of(2, 4, 2, 1, 8, 10, 2, model_type="qwen3_moe", **EXPERTS))
+DENSE = ModelShape(json_of(2, 4, 2, 1, 8, 10, 2, model_type="qwen3"))
+MIXTURE = ModelShape(json_of(2, 4, 2, 1, 8, 10, 2, model_type="qwen3_moe", **EXPERTS))
 ATTENTION = 16 + 8 + 8 + 16  # q, k, v, o
 
 

@@ -11,7 +11,7 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.objectives.base import counts
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.memory import state_of
-from megatron_rft.plan.model_shape import ModelShape
+from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.records import Batch
 from megatron_rft.training import build
 from tests.made import made
@@ -49,7 +49,7 @@ def networks(recipe: OnlineRecipe) -> build.Networks:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_critic_has_no_second_copy_of_the_frozen_weights(one_rank, tmp_path, precision):
     CONFIG.save_pretrained(tmp_path)
-    recipe, layout, s = recipe_of(precision), Layout(1, 1, 1, 1, 1, 1), ModelShape.read(tmp_path)
+    recipe, layout, s = recipe_of(precision), Layout(1, 1, 1, 1, 1, 1), read_shape(tmp_path)
     actor = networks(recipe).actor(10, 1.0)
     critic = networks(recipe).critic(recipe.critic, 10, actor)
     planned = [state_of(recipe, s, layout, 0, value_head).weights for value_head in (False, True)]
