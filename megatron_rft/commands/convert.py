@@ -1,7 +1,6 @@
 """`megatron-rft convert`: finds the source checkpoint and its format, converts it, and compares logits on request."""
 
 import argparse
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -126,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         to,
         tensor_parallel=args.tensor_parallel or 1,
         file_bytes=round(args.file_gib * 2**30),
-        check=partial(compare_logits, source, to) if args.logits else lambda _: None,
+        check=partial(compare_logits, source) if args.logits else lambda _: None,
     )
     print(f"{report.tensors} tensors, {report.bytes / 2**30:.2f} GiB: names, shapes and bits equal the source's")
     print(f"digest of the model: {report.digest}")
@@ -142,7 +141,6 @@ def write_peft(source: SourceCheckpoint, args: argparse.Namespace) -> int:
     trained, recipe = source.merged.adapters, load_saved(source.path.parent.parent / RECIPE_FILE)
     model = recipe.model.model_copy(update={"path": args.like or recipe.model.path})
     base = adapters.base_of(model, recipe.run.seed)
-    conversion.check_new(args.out)
     with conversion.atomic_folder(args.out) as partial:
         tensors = {name: trained(name) for name in trained.shapes}
         lora.write(partial, tensors.items(), trained.options, str(model_folder(model.path).resolve()), base)
@@ -169,15 +167,14 @@ def run_gguf(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def compare_logits(source: SourceCheckpoint, to: Format, written: Path) -> None:
+def compare_logits(source: SourceCheckpoint, written: SourceCheckpoint) -> None:
     """Compare the logits of 32 tokens before and after the conversion, in fp32. Loads one model after the other.
 
     Raises:
         RunFailed: the logits differ.
     """
     ids = torch.arange(32)[None] * 7919 % source.hf_config.vocab_size
-    before = logits_of(source.path, source.format, source, ids)
-    after = logits_of(written, to, replace(source, merged=None), ids)
+    before, after = logits_of(source, ids), logits_of(written, ids)
     largest, difference = before.abs().max().item(), (before - after).abs().max().item()
     print(f"logits differ by at most {difference:.1e}; the largest is {largest:.1f}", flush=True)
     if not difference <= 1e-4 * max(largest, 1.0):
@@ -185,16 +182,15 @@ def compare_logits(source: SourceCheckpoint, to: Format, written: Path) -> None:
 
 
 @torch.no_grad()
-def logits_of(folder: Path, format: Format, source: SourceCheckpoint, ids: Tensor) -> Tensor:
+def logits_of(source: SourceCheckpoint, ids: Tensor) -> Tensor:
     """[b, s, V] logits by transformers (format hf) or megatron-core (format megatron)."""
-    if format == "hf":
-        model = AutoModelForCausalLM.from_pretrained(folder, config=source.hf_config, dtype=torch.float32).eval()
+    if source.format == "hf":
+        model = AutoModelForCausalLM.from_pretrained(source.path, config=source.hf_config, dtype=torch.float32).eval()
         return model(ids).logits
     parallel.initialize(Megatron())
     try:
         chunks = models.build(source.hf_config, Megatron(), "fp32")
-        lookup = source.merged or conversion.open_checkpoint(folder, format, source.hf_config)
-        weights.load(chunks, lookup, Mapping(source.hf_config))
+        weights.load(chunks, source.open(), Mapping(source.hf_config))
         device = parallel.device()
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
         hidden = chunks[0].eval()(ids.to(device), positions, None)

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +41,8 @@ class SourceCheckpoint:
     merged: Merged | None = None
 
     def open(self) -> HFFolder | MegatronFolder | Merged:
-        return self.merged or open_checkpoint(self.path, self.format, self.hf_config)
+        """Return a lookup of tensors by HF name. Raises DataError if they are not exactly the tensors of the model."""
+        return self.merged or (HFFolder if self.format == "hf" else MegatronFolder)(self.path, self.hf_config)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, tensor) for the whole model."""
@@ -61,11 +62,6 @@ class Conversion:
     digest: str
 
 
-def open_checkpoint(path: Path, format: Format, hf_config: Any) -> HFFolder | MegatronFolder:
-    """Return a lookup of tensors by HF name. Raises DataError if they are not exactly the tensors of the model."""
-    return (HFFolder if format == "hf" else MegatronFolder)(path, hf_config)
-
-
 def convert(
     source: SourceCheckpoint,
     out: Path,
@@ -73,7 +69,7 @@ def convert(
     *,
     tensor_parallel: int = 1,
     file_bytes: int = 4 << 30,
-    check: Callable[[Path], None] = lambda _: None,
+    check: Callable[[SourceCheckpoint], None] = lambda _: None,
 ) -> Conversion:
     """Write `source` to the new folder `out`. `check` may inspect the result, and raise, before it is renamed to `out`.
 
@@ -81,30 +77,26 @@ def convert(
         DataError: the source is incomplete or not this model, `out` exists, or the disk is too small.
         RunFailed: the written tensors differ from the source when they are read back.
     """
-    check_new(out)
     lookup = source.open()
     _check_space(out, lookup, source.hf_config)
     with atomic_folder(out) as partial:
         read = RecordingReader(lookup)
         if to == "hf":
-            _write_hf(read, source, partial, file_bytes)
+            writer = FolderWriter(partial, file_bytes)
+            for name in hf_shapes(source.hf_config):
+                writer.add(name, read(name))
+            writer.finish(source.hf_config, source.companions)
         else:
             partial.mkdir(parents=True)
             MegatronWriter(partial, source.hf_config, tensor_parallel, file_bytes).write(read)
             source.hf_config.save_pretrained(partial)
             copy_companions(source.companions, partial)
-        _compare(read, open_checkpoint(partial, to, source.hf_config))
-        check(partial)
+        written = replace(source, path=partial, format=to, merged=None)
+        _compare(read, written.open())
+        check(written)
         report = Conversion(str(source.path), to, len(read.seen), read.bytes, read.digest())
         (partial / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1) + "\n")
     return report
-
-
-def _write_hf(read: "RecordingReader", source: SourceCheckpoint, partial: Path, file_bytes: int) -> None:
-    writer = FolderWriter(partial, file_bytes)
-    for name in hf_shapes(source.hf_config):
-        writer.add(name, read(name))
-    writer.finish(source.hf_config, source.companions)
 
 
 class RecordingReader:
@@ -148,20 +140,17 @@ def _check_space(out: Path, lookup: Callable[[str], Tensor], hf_config: Any) -> 
         raise DataError(f"{out}: {needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free there")
 
 
-def check_new(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists already: choose a new folder, or remove it")
-
-
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `out` at the end, and removed after a failure."""
+    """Yield a temporary folder, which is renamed to the new folder `out` at the end, and removed after a failure."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} exists already: choose a new folder, or remove it")
     partial = out.with_name(f".{out.name}.converting")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         yield partial
         if out.exists():
-            out.rmdir()  # `convert` has checked that it is empty
+            out.rmdir()
         os.rename(partial, out)
     except (OSError, RuntimeError, SafetensorError) as error:
         if disk_is_full(error):

@@ -82,8 +82,7 @@ class HFFolder:
         self.path = Path(path)
         # Only one file is mapped at a time: pages read from it count as this process's memory until it is closed.
         self._open = lru_cache(maxsize=1)(self._read)
-        self.files: dict[str, str] = {}  # tensor name -> file name
-        self.stored: dict[str, str] = {}  # tensor name -> name in the file
+        self.files: dict[str, tuple[str, str]] = {}  # tensor name -> file name, name in the file
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._weight_files():
             self._index(file)
@@ -100,7 +99,7 @@ class HFFolder:
             raise DataError(f"{self.path / file} is damaged or incomplete: {error}") from None
         for stored in names:
             name = WRAPPED.sub("model.", stored) if WRAPPED.match(stored) else stored
-            self.files[name], self.stored[name] = file, stored
+            self.files[name] = file, stored
             self.shapes[name] = tuple(tensors.get_slice(stored).get_shape())
 
     def _weight_files(self) -> list[str]:
@@ -125,16 +124,12 @@ class HFFolder:
 
     def _check(self, hf_config: Any) -> None:
         expected = hf_shapes(hf_config)
-        layers = hf_config.num_hidden_layers
-        self.skipped = [name for name in self.files if name not in expected and is_beside(name, layers)]
+        more = [name for name in self.files if name not in expected]
+        self.skipped = [name for name in more if is_beside(name, hf_config.num_hidden_layers)]
         ignored = IGNORED + (("lm_head.weight",) if hf_config.tie_word_embeddings else ())
         problems = {
             "missing": [name for name in expected if name not in self.files],
-            "unexpected": [
-                name
-                for name in self.files
-                if name not in expected and not name.endswith(ignored) and name not in self.skipped
-            ],
+            "unexpected": [name for name in more if not name.endswith(ignored) and name not in self.skipped],
             "of another shape": [
                 f"{name} {self.shapes[name]}, config.json says {shape}"
                 for name, shape in expected.items()
@@ -147,7 +142,8 @@ class HFFolder:
             print(f"{self.path}: {what}: {_some(sorted(self.skipped))}", flush=True)
 
     def __call__(self, name: str) -> Tensor:
-        return self._open(self.files[name]).get_tensor(self.stored[name])
+        file, stored = self.files[name]
+        return self._open(file).get_tensor(stored)
 
 
 def is_beside(name: str, layers: int) -> bool:

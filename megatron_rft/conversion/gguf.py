@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rft.conversion.convert import atomic_folder, check_new
+from megatron_rft.conversion.convert import atomic_folder
 from megatron_rft.utils.errors import ConfigError, DataError
 
 PACKAGES = ("gguf", "accelerate")  # transformers imports both when it reads such a file
@@ -57,7 +57,6 @@ def convert_gguf(path: Path, config: Any, out: Path, file_bytes: int = 4 << 30) 
     Raises:
         DataError: `out` exists, or the tensors do not fit the configuration that transformers read.
     """
-    check_new(out)
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     with atomic_folder(out) as partial:
         AutoTokenizer.from_pretrained(**where).save_pretrained(partial)

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import lora
@@ -127,10 +129,7 @@ class MegatronFolder:
         self.prefix = self._find_prefix(tensors)
         ours = tuple(self.prefix + part for part in MODEL)
         self.tensors = {key.removeprefix(self.prefix): v for key, v in tensors.items() if key.startswith(ours)}
-        self.stored: dict[str, list] = {}  # key -> (offset of a chunk, where it is stored)
-        for index, info in metadata.storage_data.items():
-            if index.fqn.startswith(ours) and index.offset is not None:
-                self.stored.setdefault(index.fqn.removeprefix(self.prefix), []).append((index.offset, info))
+        self.stored: dict[MetadataIndex, Any] = metadata.storage_data
         self.shapes = self._shapes()
         self._check()
         self._parameter = lru_cache(maxsize=1)(self._read)  # q, k and v of one parameter are read one after the other
@@ -193,16 +192,14 @@ class MegatronFolder:
         """Yield tensors with a missing chunk, a missing file or a truncated file."""
         sizes = {file.name: file.stat().st_size for file in self.path.glob("*.distcp")}
         for key, tensor in self.tensors.items():
-            stored = {tuple(offset): info for offset, info in self.stored.get(key, ())}
-            chunks = [chunk for chunk in tensor.chunks if tuple(chunk.offsets) in stored]
-            if sum(chunk.sizes.numel() for chunk in chunks) < tensor.size.numel():
+            chunks = {MetadataIndex(self.prefix + key, chunk.offsets): chunk.sizes for chunk in tensor.chunks}
+            stored = {index: self.stored[index] for index in chunks if index in self.stored}
+            if sum(chunks[index].numel() for index in stored) < tensor.size.numel():
                 yield f"{key} (chunks of it are missing)"
             for info in stored.values():
-                if info.relative_path not in sizes:
-                    yield f"{key} (the file {info.relative_path} is not there)"
-                    break
-                if sizes[info.relative_path] < info.offset + info.length:
-                    yield f"{key} (the file {info.relative_path} is cut off)"
+                if sizes.get(info.relative_path, 0) < info.offset + info.length:
+                    what = "cut off" if info.relative_path in sizes else "not there"
+                    yield f"{key} (the file {info.relative_path} is {what})"
                     break
 
     # ---- reading
@@ -215,19 +212,14 @@ class MegatronFolder:
         """Read a parameter from the chunks that overlap with it."""
         location = self.locations[name]
         tensor, index = self.tensors[location.key], location.index
-        start = (*index, *(0 for _ in tensor.size[len(index) :]))
-        stop = (*(i + 1 for i in index), *tensor.size[len(index) :])
-        out = torch.empty([b - a for a, b in zip(start, stop, strict=True)], dtype=tensor.properties.dtype)
-        stored = {tuple(offset): info for offset, info in self.stored[location.key]}
-        for chunk in tensor.chunks:
-            low = [max(a, o) for a, o in zip(start, chunk.offsets, strict=True)]
-            high = [min(b, o + s) for b, o, s in zip(stop, chunk.offsets, chunk.sizes, strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            data = self._chunk(stored[tuple(chunk.offsets)])
-            source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
-            out[target] = data[source]
+        size = tensor.size[len(index) :]
+        start, shape = (*index, *(0 for _ in size)), (*(1 for _ in index), *size)
+        out = torch.empty(shape, dtype=tensor.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(start), torch.Size(shape))
+        for item in create_read_items_for_chunk_list(self.prefix + location.key, tensor, [wanted]):
+            data = self._chunk(self.stored[item.storage_index])
+            overlap = narrow_tensor_by_index(data, item.storage_offsets, item.lengths)
+            narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(overlap)
         whole = out[(0,) * len(index)]
         return whole[: self.hf_config.vocab_size] if name in VOCABULARY else whole
 

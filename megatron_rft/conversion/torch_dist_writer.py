@@ -13,9 +13,8 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,18 +47,9 @@ class MegatronWriter:
         self.tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self.stored: dict[MetadataIndex, _StorageInfo] = {}
         self.mapping = Mapping(hf_config)
-        self.files = 0
-        self.file: BinaryIO | None = None
+        self.files = 0  # that are complete
 
     def write(self, lookup: Callable[[str], Tensor]) -> None:
-        try:
-            self._write(lookup)
-        finally:
-            if self.file is not None:  # something failed; on a full disk closing fails as well
-                with suppress(OSError):
-                    self.file.close()
-
-    def _write(self, lookup: Callable[[str], Tensor]) -> None:
         mapping = self.mapping
         for name in canonical_names(self.hf_config):
             whole = mapping.merge(name, [lookup(hf_name) for hf_name in mapping.hf_names(name)])
@@ -120,24 +110,18 @@ class MegatronWriter:
         self._store(MetadataIndex(full), [None])
 
     def _store(self, index: MetadataIndex, data: Any) -> None:
-        if self.file is None or self.file.tell() >= self.file_bytes:
-            self._close()
-            self.file = (self.folder / f"__0_{self.files}.distcp").open("wb")
-            self.files += 1
-        begin = self.file.tell()
-        torch.save(data, self.file)
-        name = Path(self.file.name).name
-        self.stored[index] = _StorageInfo(name, begin, self.file.tell() - begin)
-
-    def _close(self) -> None:
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            self.file = None
+        name = f"__0_{self.files}.distcp"
+        with (self.folder / name).open("ab") as file:
+            begin = file.tell()
+            torch.save(data, file)
+            self.stored[index] = _StorageInfo(name, begin, file.tell() - begin)
+            if file.tell() >= self.file_bytes:
+                self.files += 1
 
     def _finish(self) -> None:
-        self._close()
+        for path in self.folder.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         common = io.BytesIO()
         torch.save({"checkpoint_version": 3.0}, common)  # 3.0: q, k and v are interleaved by query group
         (self.folder / "common.pt").write_bytes(common.getvalue())
