@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rft.data.adapters.mathematics import answer_text
-from megatron_rft.data.fields import Row, check_characters
+from megatron_rft.data.fields import Row
 from megatron_rft.data.rendering import PromptFormat, encode, field_text, question_of, template_fields
 from megatron_rft.data.rows import Rows
 from megatron_rft.records import Batch, Prompt
@@ -61,7 +61,7 @@ def prompt_set(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str)
 
 
 def demonstrations(
-    rows: list[Row], tokenizer: Any, form: PromptFormat, source: str, max_response_tokens: int | None = None
+    rows: list[Row], tokenizer: Any, form: PromptFormat, source: str, max_response_tokens: int
 ) -> tuple[list[Demonstration], dict[str, int]]:
     """Prompts with the whole text of the answer field as the response to learn, and the number of rows that were left
     out, by reason.
@@ -76,16 +76,13 @@ def demonstrations(
         raise DataError(f"{source}: the field {form.answer_field!r} is null in every row: there is nothing to learn")
     if len(answered) < len(prompts):
         dropped["empty answer"] = len(prompts) - len(answered)
-    texts = [_response(rows[prompt.index], form, Place(rows, prompt.index, source)) for prompt in answered]
+    places = [Place(rows, prompt.index, source) for prompt in answered]
+    texts = [field_text(rows[place.index], form.answer_field, place) for place in places]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     examples = [Demonstration(p, (*ids, end)) for p, ids in zip(answered, encoded, strict=True)]
-    if max_response_tokens is None:
-        return examples, dropped
     lengths = [len(each.response_ids) for each in examples]
+    _check_lengths(lengths, places, "response", "rollout.max_response_tokens", max_response_tokens, form.overlong)
     kept = [each for each in examples if len(each.response_ids) <= max_response_tokens]
-    places = [Place(rows, each.prompt.index, source) for each in examples]
-    limit = ("response", "rollout.max_response_tokens", max_response_tokens)
-    _check_lengths(lengths, places, *limit, form.overlong, source)
     if len(kept) < len(examples):
         dropped["response too long"] = len(examples) - len(kept)
     return kept, dropped
@@ -138,8 +135,7 @@ def _prompts(rows: list[Row], tokenizer: Any, form: PromptFormat, source: str) -
     texts = [question.rendered(tokenizer) for question in questions]
     encoded = encode(texts, tokenizer, [bool(question.chat) for question in questions])
     lengths = [len(ids) for ids in encoded]
-    limit = ("prompt", "data.max_prompt_tokens", form.max_prompt_tokens)
-    _check_lengths(lengths, places, *limit, form.overlong, source)
+    _check_lengths(lengths, places, "prompt", "data.max_prompt_tokens", form.max_prompt_tokens, form.overlong)
     prompts = [
         Prompt(index, tuple(ids), text, _answer(row, form, place), _rest(row, form), question.text)
         for (index, row), place, question, text, ids in zip(indexed, places, questions, texts, encoded, strict=True)
@@ -165,12 +161,6 @@ def _answer(row: Row, form: PromptFormat, place: Place) -> str:
         raise DataError(f"{place}: the field {form.answer_field!r} {error} (data.answer_field)") from None
 
 
-def _response(row: Row, form: PromptFormat, place: Place) -> str:
-    text = field_text(row, form.answer_field, place)
-    check_characters(text, place)
-    return text
-
-
 def _rest(row: Row, form: PromptFormat) -> dict[str, Any]:
     """The other fields; a list of messages is kept for `rendering.ask_again`."""
     return {name: value for name, value in row.items() if name != form.prompt_field or form.has_messages(row)}
@@ -191,10 +181,9 @@ def _check_fields(rows: list[Row], places: list[Place], form: PromptFormat) -> N
                 )
 
 
-def _check_lengths(
-    lengths: list[int], places: list[Place], what: str, option: str, limit: int, overlong: str, source: str
-) -> None:
+def _check_lengths(lengths: list[int], places: list[Place], what: str, option: str, limit: int, overlong: str) -> None:
     """Refuses a data set whose prompts are all too long or, with `overlong` error, any of them."""
+    source = places[0].source
     long = sum(length > limit for length in lengths)
     if long == len(lengths):
         raise DataError(

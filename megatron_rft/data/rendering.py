@@ -6,6 +6,8 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -107,39 +109,33 @@ def _check_variables(chat_template: str, names: tuple[str, ...]) -> None:
             raise DataError(f"data.chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
 
 
-def question_of(row: Row, form: PromptFormat, place: object) -> Question:
+def question_of(row: Row, form: PromptFormat, place: object, text: str | None = None) -> Question:
     """The chat template formats a list of messages, regardless of `form.chat`. `place` is formatted into errors only.
+    `text`: of another question instead of the row's own.
 
     Raises:
         DataError: a field in use is null, NaN, infinite, not text, or has characters that no tokenizer accepts.
     """
     history, last = form.turns(row, place)
-    row = row if last is None else row | {form.prompt_field: last}
-    text = field_text(row, form.prompt_field, place) if form.template is None else _filled(form.template, row, place)
-    check_characters(text, place)
-    return _asked(text, history, last, place, form)
-
-
-def _asked(text: str, history: list, last: str | None, place: object, form: PromptFormat) -> Question:
+    if text is None:
+        row = row if last is None else row | {form.prompt_field: last}
+        unfilled = form.template is None
+        text = field_text(row, form.prompt_field, place) if unfilled else _filled(form.template, row, place)
     why_chat = CHAT_IS_SET if form.chat else "" if last is None else "the prompt is a list of messages"
     return Question(text, history, why_chat, place, form)
 
 
 def encode(texts: list[str], tokenizer: Any, chats: list[bool]) -> list[list[int]]:
     """A chat template writes the special tokens; otherwise the tokenizer adds those that the model expects in front."""
-    by_number: dict[int, list[int]] = {}
-    for chat in set(chats):
-        chosen = [number for number, each in enumerate(chats) if each == chat]
-        ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not chat)["input_ids"]
-        by_number |= zip(chosen, ids, strict=True)
-    return [by_number[number] for number in range(len(texts))]
+    encoded = []
+    for chat, part in groupby(zip(texts, chats, strict=True), key=itemgetter(1)):
+        encoded += tokenizer([text for text, _ in part], add_special_tokens=not chat)["input_ids"]
+    return encoded
 
 
 def ask_again(prompt: Prompt, question: str, tokenizer: Any, form: PromptFormat) -> list[int]:
     """The ids of `prompt`, which was formatted by `form`, with another question instead of its own."""
-    place = f"row {prompt.index + 1}"
-    history, last = form.turns(prompt.fields, place)
-    asked = _asked(question, history, last, place, form)
+    asked = question_of(prompt.fields, form, f"row {prompt.index + 1}", question)
     return encode([asked.rendered(tokenizer)], tokenizer, [bool(asked.chat)])[0]
 
 
@@ -157,6 +153,7 @@ def field_text(row: Row, name: str, place: object) -> str:
         check_scalar(row[name])
     except ValueError as error:
         raise DataError(f"{place}: the field {name!r} {error}") from None
+    check_characters(str(row[name]), place)
     return str(row[name])
 
 
@@ -192,7 +189,9 @@ class _Formatter(string.Formatter):
 
 def _filled(template: str, row: Row, place: object) -> str:
     try:
-        return _Formatter().vformat(template, (), row)
+        text = _Formatter().vformat(template, (), row)
+        check_characters(text, place)
+        return text
     except DataError:
         raise
     except (AttributeError, LookupError, MemoryError, OverflowError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 from megatron_rft.utils.errors import DataError
@@ -20,7 +21,7 @@ class Stream(Generic[Item]):
             raise DataError("there is nothing to draw from: the data set has no usable rows")
         self.items, self.seed, self.shuffle = items, seed, shuffle
         self.position = 0
-        self._order: tuple[int, list[int]] = (-1, [])  # of the epoch last drawn from
+        self._order = lru_cache(maxsize=1)(self._order_of)
 
     def digest(self) -> str:
         """A digest of all items, in their order in the data set."""
@@ -33,16 +34,14 @@ class Stream(Generic[Item]):
         drawn = []
         for place in range(self.position, self.position + count):
             epoch, offset = divmod(place, len(self.items))
-            drawn.append(self.items[self._order_of(epoch)[offset]])
+            drawn.append(self.items[self._order(epoch)[offset]])
         self.position += count
         return drawn
 
     def _order_of(self, epoch: int) -> list[int]:
-        if self._order[0] != epoch:
-            order = list(range(len(self.items)))
-            if self.shuffle:
-                # A string, not numbers added up: (seed 1, epoch 0) and (seed 0, epoch 1) must not share an order.
-                digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
-                random.Random(int.from_bytes(digest, "big")).shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1]
+        order = list(range(len(self.items)))
+        if self.shuffle:
+            # A string, not numbers added up: (seed 1, epoch 0) and (seed 0, epoch 1) must not share an order.
+            digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
+            random.Random(int.from_bytes(digest, "big")).shuffle(order)
+        return order

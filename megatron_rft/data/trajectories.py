@@ -23,7 +23,7 @@ import torch
 
 from megatron_rft.records import Batch, Prompt, concatenate
 from megatron_rft.utils.errors import DataError
-from megatron_rft.utils.files import replacing, write_atomically
+from megatron_rft.utils.files import digest, read_json, replacing, write_atomically
 
 INDEX = "index.json"
 BINS = 10  # of the histogram of lengths
@@ -110,7 +110,7 @@ def finish(folder: Path, shards: int, held_out: float, seed: int, facts: dict[st
         "summary": summary(problems, outcomes, lengths) | {"held_out": len(apart)},
         "train": sorted(set(kept) - set(apart)),
         "held_out": apart,
-        "shards": {name: sha256((folder / "shards" / name).read_bytes()) for name in names},
+        "shards": {name: digest(folder / "shards" / name)["sha256"] for name in names},
     }
     write_atomically(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return index
@@ -172,12 +172,12 @@ def read(folder: str | Path, with_fields: bool = False) -> Stored:
         DataError: it is incomplete, a shard is corrupt or changed, a reward is not +1 or -1, or a response is empty.
     """
     folder = Path(folder).expanduser()
-    index, digest = read_index(folder)
+    index = _read_index(folder)
     for name, expected in index["shards"].items():
         path = folder / "shards" / name
         if not path.is_file():
             raise DataError(f"{folder}: the shard {name} is missing. Run `megatron-rft generate` again: it is remade")
-        if sha256(path.read_bytes()) != expected:
+        if digest(path)["sha256"] != expected:
             raise DataError(f"{path}: torn or changed since it was written. Remove it and run `megatron-rft generate`")
     train, held_out = set(index["train"]), set(index["held_out"])
     batches, prompts, fields = [], {}, {}
@@ -199,23 +199,18 @@ def read(folder: str | Path, with_fields: bool = False) -> Stored:
     if not batches:
         raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
     held_out = [prompts[problem] for problem in index["held_out"]]
-    return Stored(concatenate(batches), held_out, index, digest, fields)
+    return Stored(concatenate(batches), held_out, index, digest(folder / INDEX)["sha256"], fields)
 
 
-def read_index(folder: Path) -> tuple[dict[str, Any], str]:
-    """The index and its digest."""
+def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not path.is_file():
         half = " It is half-written: run `megatron-rft generate` again, and it goes on" if folder.is_dir() else ""
         raise DataError(f"{folder} is no trajectory store: it has no {INDEX}.{half}")
-    text = path.read_bytes()
-    try:
-        index = json.loads(text)
-    except ValueError:
-        index = None
+    index = read_json(path)
     if not isinstance(index, dict) or not {"facts", "summary", "train", "held_out", "shards"} <= index.keys():
         raise DataError(f"{path} is torn, or no index of a trajectory store")
-    return index, sha256(text)
+    return index
 
 
 def _mask(row: dict[str, Any]) -> torch.Tensor:
@@ -242,7 +237,7 @@ def _to_batch(rows: list[dict[str, Any]], episodic: bool) -> Batch:
     )
 
 
-def _rows(path: Path, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
     try:
         for batch in pq.ParquetFile(path).iter_batches(columns=columns):
             yield from batch.to_pylist()
@@ -256,7 +251,3 @@ def _check(row: dict[str, Any], path: Path) -> None:
         raise DataError(f"{place} has the reward {row['reward']}: trajectories are right (+1) or wrong (-1)")
     if not row["response_ids"]:
         raise DataError(f"{place} is empty: a response has one token at least, its end")
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -76,7 +76,7 @@ def test_a_row_to_learn_and_one_of_parquet_are_named_by_their_file(tokenizer, tm
     rows = [{"question": "1", "answer": "1"}, {"question": "1", "answer": ["2"]}]
     (tmp_path / "a.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match=r"a\.jsonl:3: the field 'answer' is a list"):
-        demonstrations(load_rows(tmp_path / "a.jsonl"), tokenizer, PromptFormat(), "file")
+        demonstrations(load_rows(tmp_path / "a.jsonl"), tokenizer, PromptFormat(), "file", max_response_tokens=99)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1", None], "answer": ["1", "2"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet, row 2: the field 'question' is null"):
         prompt_set(load_rows(tmp_path / "a.parquet"), tokenizer, PromptFormat(), "file")
@@ -247,12 +247,12 @@ def test_a_template_reads_no_attributes(tokenizer, template):
 
 def test_responses_to_learn_are_text(tokenizer):
     rows = [*ROWS, {"question": "1+2", "answer": None}]
-    found, dropped = demonstrations(rows, tokenizer, PromptFormat(), "rows")
+    found, dropped = demonstrations(rows, tokenizer, PromptFormat(), "rows", max_response_tokens=99)
     assert len(found) == 2 and dropped == {"empty answer": 1}
     with pytest.raises(DataError, match="'answer' is null in every row"):
-        demonstrations(rows[2:], tokenizer, PromptFormat(answered=False), "rows")
+        demonstrations(rows[2:], tokenizer, PromptFormat(answered=False), "rows", max_response_tokens=99)
     with pytest.raises(DataError, match="row 1: the field 'answer' is a list, not text"):
-        demonstrations([{"question": "1", "answer": ["2"]}], tokenizer, PromptFormat(), "rows")
+        demonstrations([{"question": "1", "answer": ["2"]}], tokenizer, PromptFormat(), "rows", max_response_tokens=99)
 
 
 def test_an_adapters_answer_is_taken_as_it_is(tokenizer):
@@ -270,7 +270,7 @@ def test_unusable_rows_are_counted_by_reason_and_keep_the_numbers_of_the_others(
 
 
 def test_demonstrations_end_with_eos(tokenizer):
-    found, _ = demonstrations(ROWS, tokenizer, PromptFormat(), "rows")
+    found, _ = demonstrations(ROWS, tokenizer, PromptFormat(), "rows", max_response_tokens=99)
     batch = as_batch(found)
     assert batch.prompt_lens.tolist() == [2, 4] and batch.response_lens.tolist() == [7, 4]
     assert tokenizer.decode(batch.response_ids[:7]) == "3+4=7\n#### 7<eos>"
