@@ -4,20 +4,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
-from megatron_rft.responses import Score
+from megatron_rft.responses import Prompt, Response, Score
 from megatron_rft.utils.errors import RunFailed
-
-
-class Row(Protocol):
-    """What a reward reads of a problem; `records.Prompt` has it."""
-
-    index: int
-    text: str
-    answer: str
-    fields: dict[str, Any]
-    question: str
 
 
 class Reward(ABC):
@@ -30,10 +19,10 @@ class Reward(ABC):
     on_nonfinite = "stop"
 
     @abstractmethod
-    def __call__(self, prompts: Sequence[Row], texts: list[str]) -> list[Score]:
+    def __call__(self, prompts: Sequence[Prompt], texts: list[str]) -> list[Score]:
         """Return one score per (prompt, text), in order. `texts` are decoded responses without special tokens."""
 
-    def answer(self, prompt: Row, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         """Return the response's answer, for majority votes; None if it has none."""
         return None
 
@@ -46,19 +35,11 @@ class NoReward(Reward):
 
     maximum = 0.0
 
-    def __call__(self, prompts: Sequence[Row], texts: list[str]) -> list[Score]:
+    def __call__(self, prompts: Sequence[Prompt], texts: list[str]) -> list[Score]:
         return [Score(0.0)] * len(texts)
 
 
-class Graded(Protocol):
-    """What `scored` reads of a response; `responses.Response` has it."""
-
-    score: Score | None
-
-    def total(self, score: Score) -> Score: ...
-
-
-def scored(reward: Reward, prompts: Sequence[Row], texts: list[str], responses: Sequence[Graded]) -> list[Score]:
+def scored(reward: Reward, prompts: Sequence[Prompt], texts: list[str], responses: Sequence[Response]) -> list[Score]:
     """The environments' scores and, of responses without one, the reward's, with the rewards of turns added."""
     missing = [number for number, response in enumerate(responses) if response.score is None]
     graded = reward([prompts[i] for i in missing], [texts[i] for i in missing]) if missing else []
@@ -66,7 +47,7 @@ def scored(reward: Reward, prompts: Sequence[Row], texts: list[str], responses: 
     return [each.total(found[i] if each.score is None else each.score) for i, each in enumerate(responses)]
 
 
-def finite(score: Score, reward: Reward, when: str, prompt: Row, sample: int, text: str) -> Score:
+def finite(score: Score, reward: Reward, when: str, prompt: Prompt, sample: int, text: str) -> Score:
     """Return `score`, or one with an error if its reward is NaN or infinite: that would make every mean NaN.
 
     Raises:

@@ -2,9 +2,9 @@
 
 import re
 
-from megatron_rft.records import Score
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.base import Reward, Row
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.tools.rlla import has_sections
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -90,7 +90,7 @@ class ChoiceReward(Reward):
 
     maximum = 1.0
 
-    def __call__(self, prompts: list[Row], texts: list[str]) -> list[Score]:
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         return [self._score(prompt.answer, chosen(text)) for prompt, text in zip(prompts, texts, strict=True)]
 
     def _score(self, reference: str, choice: str | None) -> Score:
@@ -101,7 +101,7 @@ class ChoiceReward(Reward):
             return Score(0.0, "no option is chosen")
         return Score(float(choice == wanted), "correct" if choice == wanted else f"{choice} is wrong")
 
-    def answer(self, prompt: Row, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         return chosen(text)
 
 
@@ -113,7 +113,7 @@ class FormatReward(Reward):
     def __init__(self, tags: list[str]):
         self.tags = tags
 
-    def __call__(self, prompts: list[Row], texts: list[str]) -> list[Score]:
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         wanted = " ".join(f"<{tag}>...</{tag}>" for tag in self.tags)
         right, wrong = Score(1.0, "format followed"), Score(0.0, f"the format is not {wanted}")
         return [right if has_sections(text, self.tags) else wrong for text in texts]

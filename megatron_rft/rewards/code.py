@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from megatron_rft.responses import Score
-from megatron_rft.rewards.base import Reward, Row
+from megatron_rft.responses import Prompt, Score
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server, describe
 from megatron_rft.rewards.sandbox.pool import Sandbox, strongest
 from megatron_rft.rewards.sandbox.runner import CALL_LATE, COMPILE_ERROR, Limits, ProgramResult, run_script, run_tests
@@ -73,7 +73,7 @@ class CodeReward(Reward):
     def isolation(self) -> str:
         return describe(self.sandbox.mode)
 
-    def __call__(self, prompts: list[Row], texts: list[str]) -> list[Score]:
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
         tests = list(map(tests_of, prompts))
         names = {each: tested_names(each) for each in set(tests)}
@@ -128,7 +128,7 @@ class Interpreter:
         return f"{ran.output}error: {ended}" if ended else ran.output
 
 
-def tests_of(prompt: Row) -> str:
+def tests_of(prompt: Prompt) -> str:
     """Return a row's tests as JSON."""
     tests = prompt.fields.get("tests", prompt.answer)
     return tests if isinstance(tests, str) else json.dumps(tests)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rft.records import Prompt, Score
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
 

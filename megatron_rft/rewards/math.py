@@ -6,9 +6,9 @@ which it fails is wrong; a reference on which it fails is an error.
 
 import re
 
-from megatron_rft.records import Score
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.answers import final_answer
-from megatron_rft.rewards.base import Reward, Row
+from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.choice import option
 from megatron_rft.rewards.equivalence import values
 from megatron_rft.rewards.equivalence.compare import ASKS_PERCENT, counted, members, parameters, same
@@ -31,11 +31,11 @@ class MathReward(Reward):
     def __init__(self, answer: str = "marked"):
         self.how = answer
 
-    def __call__(self, prompts: list[Row], texts: list[str]) -> list[Score]:
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         return [self._score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     @time_limit()
-    def answer(self, prompt: Row, text: str) -> str | None:
+    def answer(self, prompt: Prompt, text: str) -> str | None:
         """Return the response's answer, in the same form for equal answers; None if it takes too long."""
         try:
             found = final_answer(text, self.how, problem(prompt))
@@ -44,7 +44,7 @@ class MathReward(Reward):
             return None
 
     @time_limit()
-    def _score(self, prompt: Row, text: str) -> Score:
+    def _score(self, prompt: Prompt, text: str) -> Score:
         """Grade a response. If the grader fails on its answer and grades another one, the answer is at fault and wrong:
         as an error it would be a way out of training. Half of the time is left to find that out."""
         reference, asked = reference_form(prompt.answer), problem(prompt)
@@ -73,7 +73,7 @@ def reference_form(reference: str) -> str:
     return (final_answer(reference) if "boxed" in reference or "####" in reference else None) or reference.strip()
 
 
-def problem(prompt: Row) -> str:
+def problem(prompt: Prompt) -> str:
     return (prompt.question or prompt.text)[-LONGEST_QUESTION:]
 
 

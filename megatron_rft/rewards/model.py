@@ -8,7 +8,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any
 
-from megatron_rft.records import Prompt, Score
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import one_of_node

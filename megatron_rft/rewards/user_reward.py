@@ -5,7 +5,7 @@ import math
 from collections.abc import Sized
 from typing import Any
 
-from megatron_rft.records import Prompt, Score
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.utils import user_code
 from megatron_rft.utils.errors import ConfigError

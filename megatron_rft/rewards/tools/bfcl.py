@@ -10,8 +10,7 @@ import json
 import re
 from typing import Any
 
-from megatron_rft.records import Score
-from megatron_rft.rewards.base import Row
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, equal, tool_calls
 
 TYPES = {
@@ -22,7 +21,7 @@ ANY = "any"  # the reference of relevance rows: any call is right
 LOOSE = re.compile(r"[ ,./\-_*^]")  # what the leaderboard ignores in texts
 
 
-def bfcl(prompt: Row, text: str) -> Score:
+def bfcl(prompt: Prompt, text: str) -> Score:
     wanted = _reference(prompt)
     functions = _described(prompt)
     try:
@@ -49,7 +48,7 @@ def _verdict(problem: str | None) -> Score:
     return Score(1.0, "correct", correct=True) if problem is None else Score(0.0, problem, correct=False)
 
 
-def _reference(prompt: Row) -> list[tuple[str, dict[str, list]]] | str:
+def _reference(prompt: Prompt) -> list[tuple[str, dict[str, list]]] | str:
     """Return [{function: {argument: accepted values}}] as pairs, or ANY."""
     try:
         calls = json.loads(prompt.answer)
@@ -62,7 +61,7 @@ def _reference(prompt: Row) -> list[tuple[str, dict[str, list]]] | str:
     return pairs
 
 
-def _described(prompt: Row) -> dict[str, dict]:
+def _described(prompt: Prompt) -> dict[str, dict]:
     """Return the parameters of each function as JSON Schema, by its name."""
     functions = prompt.fields.get("tools") or prompt.fields.get("function") or []
     try:

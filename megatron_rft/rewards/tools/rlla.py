@@ -11,15 +11,14 @@ equal arguments. The format is the reference's: <think>, then <tool_call> and/or
 import math
 from collections import Counter
 
-from megatron_rft.records import Score
-from megatron_rft.rewards.base import Row
+from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.tools.calls import Call, both_calls, equal
 
 MOST_CALLS = 32  # of a response: more are no answer, and would make the assignment slow
 TAGS = ("think", "tool_call", "response")
 
 
-def rlla(prompt: Row, text: str) -> Score:
+def rlla(prompt: Prompt, text: str) -> Score:
     wanted, made, problem = both_calls(prompt.answer, text)
     shape = follows_format(text, prompt.answer)
     correctness, why = (-3.0, problem) if made is None else _correctness(wanted, made)

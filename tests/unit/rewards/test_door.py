@@ -5,12 +5,7 @@ import importlib
 from tests.unit.test_imports import MODULES, PACKAGE, imports, module_of
 
 ROOM = ("answers", "math", "choice", "code", "equivalence", "tools", "sandbox")
-OUTSIDE = {
-    "megatron_rft.records.Score",
-    "megatron_rft.responses.Score",
-    "megatron_rft.utils.errors",
-    "megatron_rft.rewards.base",
-}
+OUTSIDE = {"megatron_rft.responses", "megatron_rft.utils.errors", "megatron_rft.rewards.base"}
 OUTSIDE |= {"megatron_rft.utils.processes.start_helper"}  # every process of a run is started there
 DOOR = {
     "math.MathReward",
