@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
-from megatron_rft.report.runs import Curves, read, smooth
+from megatron_rft.report.runs import RecordedRun, read, smooth
 
 KIND_COLORS = {"static": BLUE, "none": RED, "dynamic": ORANGE}  # the paper's
 MORE_COLORS = (GREEN, PURPLE, SKY, GREY)
@@ -33,7 +33,7 @@ class Line:
 
     name: str
     color: str
-    runs: list[Curves]
+    runs: list[RecordedRun]
 
     def of(self, metric: str) -> tuple[list[int], list[float], list[float], list[float]]:
         """The steps at which all runs with the metric have it, and its smoothed mean, minimum and maximum there."""
@@ -49,9 +49,9 @@ def lines_of(folders: list[Path]) -> list[Line]:
     runs = [read(Path(folder)) for folder in folders]
     options = [run.recipe.get("constraint") or {} for run in runs]
     etas = {each.get("eta") for each in options if each.get("kind") == "dynamic"}
-    joined: dict[str, list[Curves]] = {}
+    joined: dict[str, list[RecordedRun]] = {}
     for run, each in zip(runs, options, strict=True):
-        joined.setdefault(_name(each, len(etas) > 1), []).append(run.curves)
+        joined.setdefault(_name(each, len(etas) > 1), []).append(run)
     more = iter(MORE_COLORS * len(joined))
     return [Line(name, KIND_COLORS.get(name) or next(more), runs) for name, runs in joined.items()]
 

@@ -24,7 +24,7 @@ from matplotlib.ticker import NullLocator
 from examples.grids.collect import mean, results
 from megatron_rft.report.groups import grouped
 from megatron_rft.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
-from megatron_rft.report.runs import Curves, RecordedRun, read, smooth
+from megatron_rft.report.runs import RecordedRun, read, smooth
 from megatron_rft.utils.errors import DataError
 
 COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, GREY)
@@ -34,7 +34,7 @@ SIDES = (("correct", "-"), ("incorrect", "--"))
 @dataclass(frozen=True)
 class OfflineRun:
     name: str
-    curves: Curves
+    recorded: RecordedRun
     extrapolation: float | None  # lambda of FPA on all trajectories; Off-RL's is 0, other methods have none
     looks_ahead: frozenset[str] = frozenset()  # sides that are weighted by the predicted policy, pi_hat
     tested: tuple[float, float] | None = None  # pass@1 on data.test when it was finished, and its standard error
@@ -43,7 +43,7 @@ class OfflineRun:
     @classmethod
     def of(cls, run: RecordedRun, name: str) -> "OfflineRun":
         algorithm = run.recipe.get("algorithm") or {"name": None}
-        return cls(name, run.curves, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run), _average(run))
+        return cls(name, run, _extrapolation(algorithm), _looks_ahead(algorithm), _tested(run), _average(run))
 
     def weight(self, side: str) -> str:
         """The metric with the gradient weight of that side."""
@@ -54,7 +54,7 @@ class OfflineRun:
         """The best pass@1 on the held-out problems after the first step, and its standard error."""
         points = [
             (record["evaluation/pass@1"], record.get("evaluation/pass@1_se") or 0.0)
-            for record in self.curves.records
+            for record in self.recorded.records
             if record["step"] and record.get("evaluation/pass@1") is not None
         ]
         return max(points, default=None)
@@ -93,7 +93,7 @@ def draw(folders: list[Path], path: Path) -> Path:
     """
     groups = grouped([read(Path(folder)) for folder in folders])
     runs = [OfflineRun.of(run, group.name) for group in groups for run in group.runs]
-    if not any(name.startswith("dynamics/") for run in runs for record in run.curves.records for name in record):
+    if not any(name.startswith("dynamics/") for run in runs for record in run.recorded.records for name in record):
         raise DataError(
             f"no offline run is among {', '.join(map(str, folders))}: `megatron-rft report` draws all others"
         )
@@ -135,7 +135,7 @@ def _dress(axes: Axes, title: str, unit: str, over: str) -> None:
 
 
 def _line(axes: Axes, run: OfflineRun, metric: str, color: str, style: str = "-", label: str | None = None) -> None:
-    steps, values = run.curves.of(metric)
+    steps, values = run.recorded.of(metric)
     if steps:
         axes.plot(steps, smooth(values), style, color=color, label=label, linewidth=1.5)
 
@@ -172,8 +172,8 @@ def ahead_of(base: OfflineRun, run: OfflineRun) -> list[tuple[int, float]]:
     figure 2, right)."""
     if "incorrect" not in run.looks_ahead:
         return []
-    weights = dict(zip(*base.curves.of("dynamics/weight_incorrect"), strict=True))
-    points = zip(*run.curves.of("dynamics/future_weight_incorrect"), strict=True)
+    weights = dict(zip(*base.recorded.of("dynamics/weight_incorrect"), strict=True))
+    points = zip(*run.recorded.of("dynamics/future_weight_incorrect"), strict=True)
     return [(step, value / weights[step]) for step, value in points if weights.get(step)]
 
 
@@ -191,7 +191,7 @@ def _norm(axes: Axes, run: OfflineRun, color: str) -> None:
 
 
 def _accuracy(axes: Axes, run: OfflineRun, color: str) -> None:
-    axes.plot(*run.curves.of("evaluation/pass@1"), color=color, marker="o", markersize=3, linewidth=1.3)
+    axes.plot(*run.recorded.of("evaluation/pass@1"), color=color, marker="o", markersize=3, linewidth=1.3)
 
 
 def _sweep(axes: Axes, runs: list[OfflineRun]) -> None:

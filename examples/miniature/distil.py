@@ -42,8 +42,8 @@ def warm_start(name: str, out: Path) -> Path:
 
 def until(run: RecordedRun, level: float) -> tuple[int, float] | None:
     """The steps and seconds until the mean reward of the last five steps is at `level`, or None."""
-    steps, rewards = run.curves.of("reward/mean")
-    whole, evaluations = (dict(zip(*run.curves.of(f"seconds/{name}"), strict=True)) for name in ("step", "evaluation"))
+    steps, rewards = run.of("reward/mean")
+    whole, evaluations = (dict(zip(*run.of(f"seconds/{name}"), strict=True)) for name in ("step", "evaluation"))
     seconds = list(accumulate(whole[step] - evaluations.get(step, 0.0) for step in steps))
     for i in range(WIDTH, len(steps) + 1):
         if fmean(rewards[i - WIDTH : i]) >= level:

@@ -81,7 +81,7 @@ def steadiness(run: RecordedRun) -> tuple[float, ...]:
     from examples.pipo.scaling import scaling
 
     size = run.options["rollout.group_size"]
-    rewards, norms = (run.curves.of(name)[1] for name in ("reward/mean", "policy/grad_norm"))
+    rewards, norms = (run.of(name)[1] for name in ("reward/mean", "policy/grad_norm"))
     inside = torch.tensor([reward for reward in rewards if 0 < reward < 1])
     scale = float(scaling(inside, size).mean()) if size > 1 and len(inside) else float("nan")
     smoothed = smooth(rewards)

@@ -41,7 +41,7 @@ class Line:
     def of(self, panel: str) -> list[Points]:
         """Of each run."""
         if metric := METRICS.get(panel):
-            found = [run.curves.of(metric) for run in self.group.runs]
+            found = [run.of(metric) for run in self.group.runs]
             return [dict(zip(steps, smooth(values), strict=True)) for steps, values in found if steps]
         points = [accuracy(run) for run in self.group.runs]
         if panel == "Accuracy over time":
@@ -59,12 +59,12 @@ def accuracy(run: RecordedRun) -> Points:
         found[int(path.parent.name.rpartition("_")[2])] = fmean(
             each["pass_at_1"] for each in json.loads(path.read_text()) if each["pass_at_1"] is not None
         )
-    return found or dict(zip(*run.curves.of("evaluation/pass@1"), strict=True))
+    return found or dict(zip(*run.of("evaluation/pass@1"), strict=True))
 
 
 def hours(run: RecordedRun) -> Points:
     """Hours since the start, by step."""
-    return clock(run.curves.records)
+    return clock(run.records)
 
 
 def lines_of(folders: list[Path]) -> list[Line]:

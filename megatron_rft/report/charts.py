@@ -187,7 +187,7 @@ def phases(groups: list[RunGroup]) -> list[str]:
     for group in groups:
         names = sorted(name for name in group.metrics if name.startswith("seconds/") and name != "seconds/step")
         for run in group.runs:
-            whole = sum(run.curves.of("seconds/step")[1]) or 1.0
+            whole = sum(run.of("seconds/step")[1]) or 1.0
             for name in names:
-                total[name] = total.get(name, 0.0) + sum(run.curves.of(name)[1]) / whole
+                total[name] = total.get(name, 0.0) + sum(run.of(name)[1]) / whole
     return sorted(total, key=total.get, reverse=True)

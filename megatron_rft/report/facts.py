@@ -47,7 +47,7 @@ def _tested(run: RecordedRun) -> list[tuple[float, float | None]]:
 
 
 def _validated(run: RecordedRun) -> list[tuple[float, float | None]]:
-    records = [record for record in run.curves.records if record.get("evaluation/pass@1") is not None]
+    records = [record for record in run.records if record.get("evaluation/pass@1") is not None]
     return [(record["evaluation/pass@1"], record.get("evaluation/pass@1_se")) for record in records]
 
 
@@ -73,7 +73,7 @@ def reward(group: RunGroup) -> Headline | None:
     """Return the mean reward of the first and of the last tenth of the steps."""
     pairs = []
     for run in group.runs:
-        values = run.curves.of("reward/mean")[1]
+        values = run.of("reward/mean")[1]
         tenth = max(len(values) // 10, 1)
         if values:
             pairs.append((sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth))
@@ -89,14 +89,14 @@ def pace(group: RunGroup) -> list[Headline]:
     planned = {run.options.get("run.steps") for run in group.runs} - {None}
     of = f"of {max(planned)}" if planned and max(planned) != min(done) else ""
     numbers = [Headline("steps", _range(done), of)]
-    seconds = [sum(run.curves.of("seconds/step")[1]) for run in group.runs]
+    seconds = [sum(run.of("seconds/step")[1]) for run in group.runs]
     if any(seconds):
-        each = [value for run in group.runs for value in run.curves.of("seconds/step")[1][1:]] or [0.0]
+        each = [value for run in group.runs for value in run.of("seconds/step")[1][1:]] or [0.0]
         numbers.append(Headline("time", clock(sum(seconds) / len(seconds)), f"{sum(each) / len(each):.1f} s a step"))
-    tokens = [value for run in group.runs for value in run.curves.of("tokens/per_second")[1]]
+    tokens = [value for run in group.runs for value in run.of("tokens/per_second")[1]]
     if tokens:
         numbers.append(Headline("tokens/s", f"{sum(tokens) / len(tokens):,.0f}", "generated"))
-    skipped = sum(sum(run.curves.of("faults/skipped_steps")[1][-1:]) for run in group.runs)
+    skipped = sum(sum(run.of("faults/skipped_steps")[1][-1:]) for run in group.runs)
     if skipped:
         numbers.append(Headline("skipped", f"{skipped:.0f}", "optimizer steps that were not finite"))
     return numbers
@@ -104,7 +104,7 @@ def pace(group: RunGroup) -> list[Headline]:
 
 def straggler(group: RunGroup) -> Headline | None:
     """Return the rank that was slow in the most steps, if there are `SLOW_STEPS` of them."""
-    steps = [record for run in group.runs for record in run.curves.records if "ranks/slowest" in record]
+    steps = [record for run in group.runs for record in run.records if "ranks/slowest" in record]
     slow = Counter(int(record["ranks/slowest"]) for record in steps if slow_rank(record))
     rank, count = max(slow.items(), key=lambda item: item[1], default=(0, 0))
     if count < SLOW_STEPS:

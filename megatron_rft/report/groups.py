@@ -41,7 +41,7 @@ class RunGroup:
     @cached_property
     def bins(self) -> list[int]:
         """The indices of the bins of steps for which any run has a record; step 0 has its own bin."""
-        return sorted({self._bin(record["step"]) for run in self.runs for record in run.curves.records})
+        return sorted({self._bin(record["step"]) for run in self.runs for record in run.records})
 
     def _bin(self, step: int) -> int:
         return -(-step // self.width)
@@ -54,14 +54,14 @@ class RunGroup:
     @cached_property
     def metrics(self) -> list[str]:
         """The names of all metrics, in the order of the files."""
-        return list(dict.fromkeys(name for run in self.runs for record in run.curves.records for name in record))
+        return list(dict.fromkeys(name for run in self.runs for record in run.records for name in record))
 
     def has(self, name: str) -> bool:
-        return any(run.curves.has(name) for run in self.runs)
+        return any(run.of(name)[0] for run in self.runs)
 
     def series(self, name: str) -> Series:
         """Return one metric. Evaluations of a single run have the standard error from its metrics file."""
-        over_seeds = self._over_seeds(lambda run: zip(*run.curves.of(name), strict=True))
+        over_seeds = self._over_seeds(lambda run: zip(*run.of(name), strict=True))
         if len(self.runs) == 1 and self.has(f"{name}_se"):
             return Series(over_seeds.mean, self.series(f"{name}_se").mean)
         return over_seeds
@@ -71,7 +71,7 @@ class RunGroup:
 
         def sums(run: RecordedRun):
             total = 0.0
-            for record in run.curves.records:
+            for record in run.records:
                 total += record.get(name) or 0.0
                 yield record["step"], total
 

@@ -91,7 +91,7 @@ def draw_phases(axes: Axes, group: RunGroup) -> None:
     names = phases([group])
     shown_alone = names if len(names) <= 7 else names[:6]
     parts = {name.removeprefix("seconds/"): [name] for name in shown_alone} | {"others": names[len(shown_alone) :]}
-    records = [record for run in group.runs for record in run.curves.records if record.get("seconds/step") is not None]
+    records = [record for run in group.runs for record in run.records if record.get("seconds/step") is not None]
     width = -(-len(records) // MOST_BARS)
     bins = [records[i : i + width] for i in range(0, len(records), width)]
     steps = [(many[0]["step"] + many[-1]["step"]) / 2 for many in bins]

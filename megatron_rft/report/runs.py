@@ -1,7 +1,7 @@
 """Reads the files in a run's folder, also while it runs, or after a kill in the middle of a line."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,27 +9,11 @@ from typing import Any
 import yaml
 
 from megatron_rft.config.resume import flat
-from megatron_rft.tracking.metrics import NOTES_FILE, SAMPLES_FILE, Sample, read_metrics, read_samples, shortened
+from megatron_rft.tracking.metrics import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, Sample, read_metrics, shortened
 from megatron_rft.utils.errors import UserError, did_you_mean
 from megatron_rft.utils.files import read_json_lines
 
-METRICS, RECIPE, REFINEMENTS = "metrics.jsonl", "recipe.yaml", "refinements.jsonl"
-
-
-@dataclass(frozen=True)
-class Curves:
-    """A run's metrics, by name."""
-
-    records: list[dict[str, Any]]
-
-    def has(self, *names: str) -> bool:
-        """Return whether any step has any of the metrics."""
-        return any(record.get(name) is not None for record in self.records for name in names)
-
-    def of(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps that have the metric and its values. Null, which stands for NaN, counts as no value."""
-        points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
-        return [step for step, _ in points], [value for _, value in points]
+RECIPE, REFINEMENTS = "recipe.yaml", "refinements.jsonl"
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -43,7 +27,7 @@ def smooth(values: list[float]) -> list[float]:
 class RecordedRun:
     folder: Path
     recipe: dict[str, Any]
-    curves: Curves
+    records: list[dict[str, Any]]  # the metrics of each step
     samples: list[dict[str, Any]] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
 
@@ -62,7 +46,12 @@ class RecordedRun:
 
     @property
     def steps(self) -> int:
-        return max((record["step"] for record in self.curves.records), default=0)
+        return max((record["step"] for record in self.records), default=0)
+
+    def of(self, name: str) -> tuple[list[int], list[float]]:
+        """Return the steps that have the metric and its values. Null, which stands for NaN, counts as no value."""
+        points = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
 
     def evaluated(self, part: str) -> list[tuple[int, dict[str, Any]]]:
         """Return (step, result) of every evaluation on a part, "test" or "validation", in order."""
@@ -88,10 +77,10 @@ def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
             raise UserError(f"{path} is given twice")
     for folder in folders:
         run = read(Path(folder))
-        if run.curves.records:
+        if run.records:
             runs.append(run)
         else:
-            notices.append(f"{run.folder} has no finished step yet: its {METRICS} has no complete line.")
+            notices.append(f"{run.folder} has no finished step yet: its {METRICS_FILE} has no complete line.")
     if not runs:
         raise UserError(f"there is nothing to report: {' '.join(notices)}")
     kinds = sorted({str(run.recipe.get("trainer", "unknown")) for run in runs})
@@ -102,7 +91,7 @@ def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
 
 def read(folder: Path) -> RecordedRun:
     """Read the run in a folder. Raises UserError if there is none."""
-    if not (folder / METRICS).is_file():
+    if not (folder / METRICS_FILE).is_file():
         raise UserError(_no_run(folder))
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
@@ -111,7 +100,7 @@ def read(folder: Path) -> RecordedRun:
     except yaml.YAMLError as error:
         raise UserError(f"{folder / RECIPE} is not valid YAML: {error}") from None
     recipe = recipe if isinstance(recipe, dict) else {}
-    return RecordedRun(folder, recipe, Curves(read_metrics(folder / METRICS)), samples_of(folder), alarms_of(folder))
+    return RecordedRun(folder, recipe, read_metrics(folder / METRICS_FILE), samples_of(folder), alarms_of(folder))
 
 
 def alarms_of(folder: Path) -> list[str]:
@@ -122,9 +111,9 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
     """Return {"step": 10, "samples": [...]} for each recorded step: responses, and pairs of a response and its
     refinement."""
     by_step: dict[int, list[dict[str, Any]]] = {}
-    for line in read_samples(folder / SAMPLES_FILE):
+    for line in read_json_lines(folder / SAMPLES_FILE):
         by_step.setdefault(line["step"], []).extend(line["samples"])
-    for line in read_samples(folder / REFINEMENTS):
+    for line in read_json_lines(folder / REFINEMENTS):
         pairs = [side(example, name) for example in line["examples"] for name in ("response", "refined")]
         by_step.setdefault(line["step"], []).extend(pairs)
     return [{"step": step, "samples": by_step[step]} for step in sorted(by_step)]
@@ -141,7 +130,7 @@ def side(example: dict[str, Any], name: str) -> dict[str, Any]:
         problem=example["problem"],
         kind="refined" if refined else "to be refined",
     )
-    return asdict(shortened(sample))
+    return shortened(sample)
 
 
 def _no_run(folder: Path) -> str:
@@ -149,7 +138,7 @@ def _no_run(folder: Path) -> str:
         beside = [str(path) for path in folder.parent.glob("*") if path.is_dir()] if folder.parent.is_dir() else []
         return f"there is no folder {folder}.{did_you_mean(str(folder), beside)}"
     if (folder / "index.json").is_file():
-        return f"{folder} is a store of trajectories, not the folder of a run: it has no {METRICS}"
-    inside = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
+        return f"{folder} is a store of trajectories, not the folder of a run: it has no {METRICS_FILE}"
+    inside = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS_FILE}"))
     hint = f". There are runs in it: {' '.join(inside[:8])}" if inside else ""
-    return f"{folder} is not the folder of a run: it has no {METRICS}{hint}"
+    return f"{folder} is not the folder of a run: it has no {METRICS_FILE}{hint}"

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from megatron_rft.report import page, status
 from megatron_rft.report.groups import grouped
-from megatron_rft.report.runs import METRICS, read_all
+from megatron_rft.report.runs import METRICS_FILE, read_all
 from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.utils.errors import ConfigError, UserError
 
@@ -39,7 +39,7 @@ class LiveReport:
 
     def version(self) -> str:
         """Changes when a run has written something that the page shows."""
-        files = [folder / name for folder in self.folders for name in (METRICS, NOTES_FILE)]
+        files = [folder / name for folder in self.folders for name in (METRICS_FILE, NOTES_FILE)]
         return " ".join(str(path.stat().st_size if path.is_file() else 0) for path in files)
 
     def html(self) -> str:

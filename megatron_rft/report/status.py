@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_rft.report.runs import METRICS, RECIPE, RecordedRun, read
+from megatron_rft.report.runs import METRICS_FILE, RECIPE, RecordedRun, read
 from megatron_rft.tracking.metrics import NOTES_FILE
 from megatron_rft.tracking.progress import accuracy, clock_time, phase_seconds, shown, slow_rank
 from megatron_rft.utils import run_lock
@@ -26,7 +26,7 @@ def lines(folder: Path, now: float | None = None) -> list[str]:
     lives = holder is not None and run_lock.alive(folder, holder)
     killed = f"{holder}, ended without saying why" if holder else "nothing runs here"
     state = [str(holder), *_nodes(folder, now)] if lives else [f"no process: {killed}. The same command resumes"]
-    if not (folder / METRICS).is_file() and (folder / RECIPE).is_file() and (folder / "launch").is_dir():
+    if not (folder / METRICS_FILE).is_file() and (folder / RECIPE).is_file() and (folder / "launch").is_dir():
         return [f"{folder}: no step has finished yet", *state]
     run = read(folder)
     finished = _finished(run)
@@ -44,11 +44,11 @@ def ended(folder: Path) -> bool:
 def _finished(run: RecordedRun) -> bool:
     """Whether the model was exported after the last step. A run that goes on with more steps has an older export."""
     export = run.folder / "export"
-    return bool(run.curves.records) and export.is_dir() and export.stat().st_mtime >= _last(run)["time"]
+    return bool(run.records) and export.is_dir() and export.stat().st_mtime >= _last(run)["time"]
 
 
 def _last(run: RecordedRun) -> dict[str, Any]:
-    return run.curves.records[-1] if run.curves.records else {"step": 0, "time": 0.0}
+    return run.records[-1] if run.records else {"step": 0, "time": 0.0}
 
 
 def _head(run: RecordedRun, finished: bool, lives: bool, now: float) -> str:
@@ -58,7 +58,7 @@ def _head(run: RecordedRun, finished: bool, lives: bool, now: float) -> str:
         parts.append(f"its last step ended {clock_time(max(now - last['time'], 0))} ago")
     if finished:
         return ", ".join([*parts, "finished"])
-    recent = run.curves.records[-PACE_STEPS - 1 :]
+    recent = run.records[-PACE_STEPS - 1 :]
     if lives and len(recent) > 1 and total and last["step"] < total:
         pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
         parts += [f"{pace:.1f} s per step", f"{clock_time(pace * (total - last['step']))} left"]
@@ -73,7 +73,7 @@ def _numbers(run: RecordedRun) -> list[str]:
         rows.append("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
     if slow := slow_rank(last):
         rows.append(slow)
-    evaluated = [record for record in run.curves.records if record.get("evaluation/pass@1") is not None]
+    evaluated = [record for record in run.records if record.get("evaluation/pass@1") is not None]
     if evaluated:
         rows.append(f"last evaluation, step {evaluated[-1]['step']}: pass@1 {accuracy(evaluated[-1])}")
     return rows

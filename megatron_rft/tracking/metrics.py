@@ -1,9 +1,12 @@
-"""Writes and reads a run's metrics: one JSON line per step, {"step": 12, "time": 1700000000.0, "reward/mean": 0.41,
-...}.
+"""Writes and reads a run's files of one JSON line per step: metrics, samples, and loads of experts.
 
-The file has every step exactly once, however often the run was killed: a resume drops an incomplete last line and the
-steps that will run again. NaN and infinities, which JSON does not have, are written as null. docs/metrics.md explains
-the names.
+    metrics.jsonl    {"step": 12, "time": 1700000000.0, "reward/mean": 0.41, ...}; docs/metrics.md explains the names
+    samples.jsonl    {"step": 10, "time": 1700000000.0, "samples": [{"prompt": "2+2=", "tokens": ["4", "\\n"],
+                     "reward": 1.0, "values": {"rollout_logprobs": [-0.1, -0.02]}, ...}]}
+
+A file has every step exactly once, however often the run was killed: a resume drops an incomplete last line and the
+steps that will run again. The size of the samples is bounded: a number of steps, a few responses each, and both ends of
+a long response.
 """
 
 import json
@@ -11,13 +14,15 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megatron_rft.utils.files import write_atomically
 
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 NOTES_FILE = "notes.jsonl"
 EXPERTS_FILE = "experts.jsonl"
 
@@ -80,8 +85,11 @@ class StepFile:
         self.last_step = max(self.steps, default=-1)
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
+        """NaN and infinities, which JSON does not have, are written as null."""
         assert step > self.last_step, f"step {step} is already written: the last one is {self.last_step}"
-        record = {"step": step, "time": round(time.time(), 3), **content}
+        record: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        for name, value in content.items():
+            record[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         self.last_step = step
@@ -93,12 +101,6 @@ class StepFile:
         self._file.close()
 
 
-class MetricsFile(StepFile):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
-
-
-SAMPLES_FILE = "samples.jsonl"
 HEAD, TAIL = 384, 128  # tokens of a long response that are kept
 MOST_TEXT = 4000  # characters of a prompt, an answer, a reason
 
@@ -128,12 +130,12 @@ def due(step: int, total_steps: int, count: int) -> bool:
     return count > 0 and (step in (1, total_steps) or step % math.ceil(total_steps / count) == 0)
 
 
-def shortened(sample: Sample) -> Sample:
-    """Return the sample for the file, with long texts and responses shortened."""
+def shortened(sample: Sample) -> dict[str, Any]:
+    """Return the sample as JSON for the file, with long texts and responses shortened."""
     texts = {name: short(getattr(sample, name)) for name in ("prompt", "answer", "reason")}
     values = {name: [rounded(v) for v in ends(many)] for name, many in sample.values.items()}
     omitted = max(len(sample.tokens) - HEAD - TAIL, 0)
-    return replace(sample, tokens=ends(sample.tokens), values=values, omitted=omitted, **texts)
+    return asdict(sample) | {"tokens": ends(sample.tokens), "values": values, "omitted": omitted} | texts
 
 
 def ends(many: list) -> list:
@@ -147,21 +149,3 @@ def short(text: str) -> str:
 
 def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 4)
-
-
-class SamplesFile(StepFile):
-    """A few responses of some steps, token by token, for the report: RUN/samples.jsonl, one line per step.
-
-        {"step": 10, "time": 1700000000.0, "samples": [{"prompt": "2+2=", "tokens": ["4", "\\n"], "reward": 1.0,
-         "values": {"rollout_logprobs": [-0.1, -0.02]}, ...}]}
-
-    The file's size is bounded: a number of steps, a few responses each, and both ends of a long response.
-    """
-
-    def log(self, step: int, samples: list[Sample]) -> None:
-        self.write(step, {"samples": [asdict(shortened(sample)) for sample in samples]})
-
-
-def read_samples(path: Path) -> list[Mapping[str, Any]]:
-    """Return the records of the complete lines; none if there is no file."""
-    return read_metrics(path) if Path(path).is_file() else []

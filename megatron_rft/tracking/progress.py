@@ -31,7 +31,7 @@ SHOWN = (
     ("memory/peak_gib", "peak GiB", "{:.1f}"),
     ("reward/grader_errors", "grader errors", "{:.0f}"),
 )
-FAULTS = ("reward/grader_errors",)  # shown where they are not 0
+FAULTS = "reward/grader_errors"  # shown where they are not 0
 # The display draws a sparkline of the first one that the run has
 TREND = ("reward/mean", "policy/loss")
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -42,8 +42,20 @@ SLOWER = 1.2  # a rank that works longer than this multiple of the median is slo
 class Progress:
     """A display. This one shows nothing."""
 
+    def __init__(self, total_steps: int = 0):
+        self.total_steps = total_steps
+        self._ends: deque[tuple[int, float]] = deque([], maxlen=PACE_STEPS + 1)  # (step, seconds at its end)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step. `metrics` may consist of an evaluation only."""
+        self._ends.append((step, time.monotonic()))
+
+    def left(self) -> float | None:
+        """Return the seconds left by the mean wall time of the last steps, including evaluations and checkpoints."""
+        if len(self._ends) < 2:
+            return None
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        return (ended - began) / max(last - first, 1) * (self.total_steps - last)
 
     def example(self, text: str) -> None:
         """Show one response of the model."""
@@ -58,7 +70,7 @@ class Progress:
 def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return (label, number) of each metric of SHOWN that a step has."""
     there = [each for each in SHOWN if metrics.get(each[0]) is not None]
-    return [(label, form.format(metrics[name])) for name, label, form in there if metrics[name] or name not in FAULTS]
+    return [(label, form.format(metrics[name])) for name, label, form in there if metrics[name] or name != FAULTS]
 
 
 def accuracy(metrics: Mapping[str, float]) -> str | None:
@@ -99,36 +111,15 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class Pace:
-    """Estimates the time left from the mean wall time of the last steps, including evaluations and checkpoints."""
-
-    def __init__(self, total_steps: int):
-        self.total_steps = total_steps
-        self._ends: deque[tuple[int, float]] = deque([], maxlen=PACE_STEPS + 1)
-
-    def step_done(self, step: int) -> None:
-        self._ends.append((step, time.monotonic()))
-
-    def left(self) -> float | None:
-        if len(self._ends) < 2:
-            return None
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        return (ended - began) / max(last - first, 1) * (self.total_steps - last)
-
-
 class PlainProgress(Progress):
     """Prints one line per step, for logs and pipes; a log shows numbers only:
 
     step 12/200  reward 0.412  KL 0.0012  PIPO xi +0.82  3.1 s (generation 1.6, training 1.2)  left 9:43
     """
 
-    def __init__(self, total_steps: int):
-        self._pace = Pace(total_steps)
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pace.step_done(step)
-        width = len(str(self._pace.total_steps))
-        parts = [f"step {step:>{width}}/{self._pace.total_steps}"]
+        super().log(step, metrics)
+        parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
         parts += [f"{label} {number}" for label, number in shown(metrics)]
         if (held_out := accuracy(metrics)) is not None:
             parts.append(f"held-out pass@1 {held_out}")
@@ -137,7 +128,7 @@ class PlainProgress(Progress):
             parts.append(f"{metrics['seconds/step']:.1f} s ({longest})")
         if (slow := slow_rank(metrics)) is not None:
             parts.append(slow)
-        if (left := self._pace.left()) is not None:
+        if (left := self.left()) is not None:
             parts.append(f"left {clock_time(left)}")
         print("  ".join(parts), flush=True)
 
@@ -149,8 +140,8 @@ class RichProgress(Progress):
     """Shows a live display at the bottom of a terminal; notes and other output scroll above it."""
 
     def __init__(self, total_steps: int, title: str, console: Console | None = None):
+        super().__init__(total_steps)
         self._title = title
-        self._pace = Pace(total_steps)
         self._step = 0
         self._metrics: dict[str, float] = {}  # of the last step
         self._trends: dict[str, list[float]] = {name: [] for name in TREND}
@@ -160,7 +151,7 @@ class RichProgress(Progress):
         self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pace.step_done(step)
+        super().log(step, metrics)
         self._step = step
         self._metrics = dict(metrics)
         for name, values in self._trends.items():
@@ -185,14 +176,12 @@ class RichProgress(Progress):
         return Panel(Group(*(row for row in rows if row is not None)), title=Text(self._title), title_align="left")
 
     def _draw_bar(self) -> Table:
-        left = self._pace.left()
+        left = self.left()
         row = Table.grid(expand=True, padding=(0, 1))
         for ratio in (None, 1, None):
             row.add_column(ratio=ratio, no_wrap=True)
-        bar = ProgressBar(total=self._pace.total_steps, completed=self._step)
-        row.add_row(
-            f"step {self._step}/{self._pace.total_steps}", bar, "" if left is None else f"{clock_time(left)} left"
-        )
+        bar = ProgressBar(total=self.total_steps, completed=self._step)
+        row.add_row(f"step {self._step}/{self.total_steps}", bar, "" if left is None else f"{clock_time(left)} left")
         return row
 
     def _draw_numbers(self) -> Columns:
@@ -229,8 +218,7 @@ class RichProgress(Progress):
         if not self._example:
             return None
         example = Text(self._example.strip(), style="italic", overflow="ellipsis")
-        lines = example.split("\n")[:6]
-        return Text("\n").join(lines)
+        return Text("\n").join(example.split("\n")[:6])
 
 
 def make_progress(kind: str, total_steps: int, title: str) -> Progress:
@@ -239,4 +227,4 @@ def make_progress(kind: str, total_steps: int, title: str) -> Progress:
         kind = "rich" if sys.stdout.isatty() and not Console().is_dumb_terminal else "plain"
     if kind == "rich":
         return RichProgress(total_steps, title)
-    return {"plain": lambda: PlainProgress(total_steps), "none": Progress}[kind]()
+    return {"plain": PlainProgress, "none": Progress}[kind](total_steps)

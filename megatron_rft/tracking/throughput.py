@@ -125,13 +125,10 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_tflops(device: str | None) -> float | None:
-    """Return the peak of a device of that name; None if it is unknown."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if device and name in device), None)
-
-
-def device_name() -> str | None:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+def peak_tflops() -> float | None:
+    """Return the peak of this process's device; None if it is unknown."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
 @dataclass

@@ -7,19 +7,17 @@ from typing import Any, Protocol
 from megatron_rft.config.sections import Tracking
 from megatron_rft.tracking.metrics import (
     EXPERTS_FILE,
+    METRICS_FILE,
     NOTES_FILE,
     SAMPLES_FILE,
-    MetricsFile,
     Sample,
-    SamplesFile,
     StepFile,
     add_note,
     due,
     ranges,
+    shortened,
 )
 from megatron_rft.tracking.progress import Progress, make_progress
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Logger(Protocol):
@@ -47,27 +45,24 @@ class Tracker:
         name: str | None = None,
         resolved: Mapping[str, Any] | None = None,
     ):
-        self._metrics_file: MetricsFile | None = None
-        self._samples_file: SamplesFile | None = None
-        self._experts_file: StepFile | None = None
+        self._files: dict[str, StepFile] = {}  # none on other ranks, and after the end
         self._progress, self._loggers = Progress(), []
         if not is_main:
             return
         self._folder = output_dir = Path(output_dir)
         name = name or output_dir.resolve().name
         self._loggers = optional_loggers(output_dir, config, resume_step, name, resolved)
-        self._metrics_file = MetricsFile(output_dir / METRICS_FILE, resume_step)
-        self._samples_file = SamplesFile(output_dir / SAMPLES_FILE, resume_step)
+        self._files = {file: StepFile(output_dir / file, resume_step) for file in (METRICS_FILE, SAMPLES_FILE)}
         self._sampled_steps, self._total_steps = config.sampled_steps, total_steps
         self._progress = make_progress(config.progress, total_steps, title=name)
-        if lost := set(range(1, resume_step)) - self._metrics_file.steps:
+        if lost := set(range(1, resume_step)) - self._files[METRICS_FILE].steps:
             self.note(f"{METRICS_FILE} has no lines of steps {ranges(lost)}: something else has changed the file")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._metrics_file is None:
+        if not self._files:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
-        self._metrics_file.log(step, numbers)
+        self._files[METRICS_FILE].write(step, numbers)
         self._show(lambda logger: logger.log(step, numbers))
         self._progress.log(step, numbers)
 
@@ -83,40 +78,36 @@ class Tracker:
 
     def experts(self, step: int, loads: Mapping[int, list[int]]) -> None:
         """Write the tokens of each expert by layer; call this before `log` of that step."""
-        if self._metrics_file is None:
+        if not self._files:
             return
-        if self._experts_file is None:
-            self._experts_file = StepFile(self._folder / EXPERTS_FILE, step)
-        self._experts_file.write(step, {"layers": loads})
+        if EXPERTS_FILE not in self._files:
+            self._files[EXPERTS_FILE] = StepFile(self._folder / EXPERTS_FILE, step)
+        self._files[EXPERTS_FILE].write(step, {"layers": loads})
 
     def samples(self, step: int, make: Callable[[], list[Sample]]) -> None:
         """Write samples of the step if they are due; call this before `log` of that step."""
-        if self._samples_file is not None and due(step, self._total_steps, self._sampled_steps):
-            self._samples_file.log(step, make())
+        if self._files and due(step, self._total_steps, self._sampled_steps):
+            self._files[SAMPLES_FILE].write(step, {"samples": [shortened(sample) for sample in make()]})
 
     def example(self, text: str) -> None:
         self._progress.example(text)
 
     def note(self, text: str, alarm: bool = False) -> None:
-        if self._metrics_file is not None:
+        if self._files:
             self._progress.note(text)
             add_note(self._folder / NOTES_FILE, text, alarm)
 
     def sync(self) -> None:
         """Flush the files to the disk. Call this before a checkpoint is marked complete."""
-        for file in self._files():
+        for file in self._files.values():
             file.sync()
 
     def close(self) -> None:
         """May be called twice."""
         self._show(lambda logger: logger.close())
-        for part in (self._progress, *self._files()):
+        for part in (self._progress, *self._files.values()):
             part.close()
-        self._metrics_file = self._samples_file = self._experts_file = None
-        self._progress, self._loggers = Progress(), []
-
-    def _files(self) -> list[StepFile]:
-        return [file for file in (self._metrics_file, self._samples_file, self._experts_file) if file]
+        self._files, self._progress, self._loggers = {}, Progress(), []
 
 
 def optional_loggers(

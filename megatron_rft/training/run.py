@@ -21,7 +21,7 @@ from megatron_rft.objectives.base import State, Update
 from megatron_rft.plan.memory import gathers
 from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.records import Batch
-from megatron_rft.tracking.throughput import Phases, Throughput, device_name, peak_tflops
+from megatron_rft.tracking.throughput import Phases, Throughput, peak_tflops
 from megatron_rft.tracking.tracker import Tracker
 from megatron_rft.training import adapters
 from megatron_rft.training.build import tokenizer_folder
@@ -81,7 +81,7 @@ class TrainingRun:
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
         sizes, given = read_shape(model_folder(recipe.model.path)), recipe.tracking.peak_tflops
-        throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops(device_name()))
+        throughput = Throughput(sizes, dist.get_world_size(), given or peak_tflops())
         on_policy = not recipe.rollout.staleness
         self.monitor = Monitor(self.folder, recipe.faults, throughput, recipe.tracking.alarms, on_policy)
         self.best: BestModel | None = None

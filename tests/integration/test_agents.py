@@ -12,8 +12,9 @@ import pytest
 from examples.agents import make_numbers, make_products, number_game
 from megatron_rft.environments import Prompt
 from megatron_rft.plan.vllm import unusable
-from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
+from megatron_rft.tracking.metrics import SAMPLES_FILE
 from megatron_rft.utils import bf16
+from megatron_rft.utils.files import read_json_lines
 from tests.integration.tiny import ROOT, kill, metrics, start, train, wait_until, write_recipe
 from tests.smollm2 import smollm2
 
@@ -88,7 +89,7 @@ def check_turns(lines: list[dict]) -> dict:
 
 
 def test_samples_have_the_turns(run):
-    samples = [sample for line in read_samples(run("pipo") / "run" / SAMPLES_FILE) for sample in line["samples"]]
+    samples = [sample for line in read_json_lines(run("pipo") / "run" / SAMPLES_FILE) for sample in line["samples"]]
     several = [sample for sample in samples if len(sample["turns"]) == 2]
     assert several
     for sample in several:

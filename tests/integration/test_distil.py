@@ -14,7 +14,8 @@ from megatron_rft.commands.main import main
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.data import arithmetic
 from megatron_rft.megatron import weights
-from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
+from megatron_rft.tracking.metrics import SAMPLES_FILE
+from megatron_rft.utils.files import read_json_lines
 from tests.integration.test_agents import ENVIRONMENT, ROLLOUT
 from tests.integration.test_kill_and_resume import assert_same_run, killed
 from tests.integration.test_online_algorithms import recipe_of
@@ -137,7 +138,7 @@ def test_turns_of_an_environment_are_distilled_from_the_teacher_of_their_row(tru
     given = f"algorithm.teacher={{a: {teachers['a']}, b: {teachers['b']}}}"
     status, output = train(recipe, given, "data.teacher_field=kind", "model.initialise=pretrained")
     assert status == 0, output[-3000:]
-    (line,) = (each for each in read_samples(tmp_path / "run" / SAMPLES_FILE) if each["step"] == 1)
+    (line,) = (each for each in read_json_lines(tmp_path / "run" / SAMPLES_FILE) if each["step"] == 1)
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     models = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in teachers.items()}
     written, whole = [], []

@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megatron_rft.launching.hangs import descendants
-from megatron_rft.tracking.metrics import SAMPLES_FILE, read_samples
+from megatron_rft.tracking.metrics import SAMPLES_FILE
 from megatron_rft.utils.checkpoint_files import damage, latest
+from megatron_rft.utils.files import read_json_lines
 from megatron_rft.utils.processes import STOP_SIGNALS
 from tests.integration.tiny import freeze, kill, make_mixture, metrics, start, train, wait_until, write_recipe
 
@@ -55,7 +56,7 @@ def assert_same_run(run, other):
 
 def samples(run) -> list[tuple]:
     """The samples of each step, without duplicates."""
-    return [(line["step"], line["samples"]) for line in read_samples(run / SAMPLES_FILE)]
+    return [(line["step"], line["samples"]) for line in read_json_lines(run / SAMPLES_FILE)]
 
 
 def test_the_run_has_verification_steps_of_both_signs(undisturbed):

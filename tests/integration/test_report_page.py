@@ -5,7 +5,7 @@ import pytest
 from megatron_rft.report import page
 from megatron_rft.report.groups import grouped
 from megatron_rft.report.runs import read_all
-from megatron_rft.tracking.metrics import Sample, SamplesFile
+from megatron_rft.tracking.metrics import Sample, StepFile, shortened
 from tests.integration.browser import Browser, install
 from tests.integration.tiny import wait_until
 from tests.unit.report.made import EVIL, write_run
@@ -141,7 +141,7 @@ def test_a_conversation_can_be_folded(browser, tmp_path):
     run = write_run(tmp_path / "run", steps=9)
     values, turns = {"rollout_logprobs": [-3.0] * 4}, [(0, 1, 0.0), (2, 4, 0.5)]
     sample = Sample("Guess.", ["3", "<", "1", "!"], 1.5, values, turns=turns)
-    SamplesFile(run / "samples.jsonl").log(9, [sample])
+    StepFile(run / "samples.jsonl").write(9, {"samples": [shortened(sample)]})
     browser.open(page.write(grouped(read_all([run])[0]), [], tmp_path)[0])
     assert texts(browser, ".sample summary") == ["turn 1", "environment", "turn 2, reward 0.500"]
     assert texts(browser, ".sample .turn span") == ["3", "1", "!"] and texts(browser, ".sample .said span") == ["<"]

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from megatron_rft.report.server import start
-from megatron_rft.tracking.metrics import MetricsFile
+from megatron_rft.tracking.metrics import StepFile
 from tests.integration.browser import Browser, install
 from tests.integration.tiny import wait_until
 from tests.unit.report.made import step_of, write_run
@@ -61,7 +61,7 @@ def test_the_page_follows_the_run(url, run):
                 return "run: step 11 of 30" in browser.ask(status) and browser.ask(drawn) == 22
             return False
 
-        file = MetricsFile(run / "metrics.jsonl", 11)
-        file.log(11, step_of(11, 0, False))
+        file = StepFile(run / "metrics.jsonl", 11)
+        file.write(11, step_of(11, 0, False))
         file.close()
         assert wait_until(follows) and browser.console() == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rft.tracking.metrics import MetricsFile, Sample, SamplesFile
+from megatron_rft.tracking.metrics import Sample, StepFile, shortened
 
 EVIL = '</script><script>document.title="taken over"</script><!--data--><b>'
 
@@ -49,13 +49,14 @@ def step_of(step: int, seed: int, pipo: bool) -> dict[str, float]:
 def write_run(folder: Path, seed: int = 0, pipo: bool = False, steps: int = 30, **run) -> Path:
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(seed, pipo, **run)))
-    metrics, samples = MetricsFile(folder / "metrics.jsonl"), SamplesFile(folder / "samples.jsonl")
-    metrics.log(0, {"evaluation/pass@1": 0.3, "evaluation/pass@1_se": 0.02, "seconds/step": 5.0})
+    metrics, samples = StepFile(folder / "metrics.jsonl"), StepFile(folder / "samples.jsonl")
+    metrics.write(0, {"evaluation/pass@1": 0.3, "evaluation/pass@1_se": 0.02, "seconds/step": 5.0})
     for step in range(1, steps + 1):
-        metrics.log(step, step_of(step, seed, pipo))
+        metrics.write(step, step_of(step, seed, pipo))
         if step % 10 == 0:
             values = {"rollout_logprobs": [-0.1, -3.0], "old_logprobs": [-0.1, -3.01], "ref_logprobs": [-0.2, -1.0]}
-            samples.log(step, [Sample("2+2=", ["4", EVIL], 1.0, values, answer="4", reason="correct", problem=step)])
+            sample = Sample("2+2=", ["4", EVIL], 1.0, values, answer="4", reason="correct", problem=step)
+            samples.write(step, {"samples": [shortened(sample)]})
     for step, accuracy in ((0, 0.31), (steps, 0.62)):
         result = folder / f"evaluation/test_step_{step:06d}/results.json"
         result.parent.mkdir(parents=True)

@@ -1,8 +1,10 @@
+from pathlib import Path
+
 from megatron_rft.report.charts import shown
 from megatron_rft.report.groups import grouped
 from megatron_rft.report.pictures import draw_run
-from megatron_rft.report.runs import Curves, read, smooth
-from megatron_rft.tracking.metrics import MetricsFile
+from megatron_rft.report.runs import RecordedRun, read, smooth
+from megatron_rft.tracking.metrics import StepFile
 
 RL_STEP = {
     "reward/mean": 0.5,
@@ -19,9 +21,9 @@ RL_STEP = {
 
 
 def write(run_dir, steps: list[dict]) -> None:
-    file = MetricsFile(run_dir / "metrics.jsonl")
+    file = StepFile(run_dir / "metrics.jsonl")
     for step, metrics in enumerate(steps):
-        file.log(step, metrics)
+        file.write(step, metrics)
     file.close()
 
 
@@ -33,9 +35,11 @@ def test_a_constant_stays_and_a_line_keeps_its_middle():
 
 
 def test_null_and_missing_leave_gaps():
-    curves = Curves([{"step": 0, "a": 1.0}, {"step": 1, "a": None}, {"step": 2}, {"step": 3, "a": 2.0}])
-    assert curves.of("a") == ([0, 3], [1.0, 2.0])
-    assert curves.has("a", "b") and not curves.has("b")
+    records = [{"step": 0, "a": 1.0}, {"step": 1, "a": None}, {"step": 2}, {"step": 3, "a": 2.0}]
+    run = RecordedRun(Path("run"), {}, records)
+    assert run.of("a") == ([0, 3], [1.0, 2.0])
+    (group,) = grouped([run])
+    assert group.has("a") and not group.has("b")
 
 
 def charts_of(run_dir, step: dict) -> list[str]:

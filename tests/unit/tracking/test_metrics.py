@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rft.tracking.metrics import MetricsFile, read_metrics
+from megatron_rft.tracking.metrics import StepFile, read_metrics
 
 
 def write_steps(path: Path, first: int, last: int) -> None:
-    file = MetricsFile(path, first)
+    file = StepFile(path, first)
     for step in range(first, last):
-        file.log(step, {"reward/mean": step / 10})
+        file.write(step, {"reward/mean": step / 10})
     file.close()
 
 
@@ -36,14 +36,14 @@ def test_one_line_per_step(tmp_path):
 
 def test_a_step_cannot_be_written_twice(tmp_path):
     write_steps(tmp_path / "m.jsonl", 0, 3)
-    file = MetricsFile(tmp_path / "m.jsonl", 3)
+    file = StepFile(tmp_path / "m.jsonl", 3)
     with pytest.raises(AssertionError, match="step 2 is already written"):
-        file.log(2, {})
+        file.write(2, {})
 
 
 def test_not_finite_is_null_and_the_line_is_valid_json(tmp_path):
-    file = MetricsFile(tmp_path / "m.jsonl")
-    file.log(1, {"nan": math.nan, "inf": math.inf, "half": 0.5, "many": 2**40})
+    file = StepFile(tmp_path / "m.jsonl")
+    file.write(1, {"nan": math.nan, "inf": math.inf, "half": 0.5, "many": 2**40})
     (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
 
     def refuse(constant):
@@ -55,7 +55,7 @@ def test_not_finite_is_null_and_the_line_is_valid_json(tmp_path):
 
 def test_a_new_run_begins_the_file_anew(tmp_path):
     write_steps(tmp_path / "m.jsonl", 0, 5)
-    MetricsFile(tmp_path / "m.jsonl", 0)
+    StepFile(tmp_path / "m.jsonl", 0)
     assert steps_of(tmp_path / "m.jsonl") == []
 
 
@@ -79,7 +79,7 @@ def test_damage_before_the_resumed_step_does_not_take_good_lines_along(tmp_path)
     write_steps(path, 0, 4)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"\0\0\0\n" + b"[1]\n" + lines[1] + lines[1] + lines[2] + lines[3])
-    MetricsFile(path, 3)
+    StepFile(path, 3)
     assert path.read_bytes() == lines[0] + lines[1] + lines[2]
 
 
@@ -87,10 +87,10 @@ def test_kill_9_loses_no_step_that_was_logged(tmp_path):
     path = tmp_path / "m.jsonl"
     script = (
         "import sys, itertools\n"
-        "from megatron_rft.tracking.metrics import MetricsFile\n"
-        "file = MetricsFile(sys.argv[1])\n"
+        "from megatron_rft.tracking.metrics import StepFile\n"
+        "file = StepFile(sys.argv[1])\n"
         "for step in itertools.count():\n"
-        "    file.log(step, {'reward/mean': 0.5})\n"
+        "    file.write(step, {'reward/mean': 0.5})\n"
         "    print(step, flush=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)

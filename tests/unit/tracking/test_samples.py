@@ -3,7 +3,11 @@ import math
 
 import pytest
 
-from megatron_rft.tracking.metrics import HEAD, TAIL, Sample, SamplesFile, due, read_samples, short
+from megatron_rft.tracking.metrics import HEAD, TAIL, Sample, StepFile, due, read_metrics, short, shortened
+
+
+def write(file: StepFile, step: int, *samples: Sample) -> None:
+    file.write(step, {"samples": [shortened(sample) for sample in samples]})
 
 
 def of_length(tokens: int, **rest) -> Sample:
@@ -22,9 +26,8 @@ def test_a_bounded_number_of_steps_with_both_ends(total):
 def test_a_long_response_keeps_its_ends(tmp_path):
     tokens = [str(i) for i in range(10_000)]
     numbers = [float(i) for i in range(10_000)]
-    file = SamplesFile(tmp_path / "samples.jsonl")
-    file.log(1, [Sample("p" * 9000, tokens, 0.5, {"rollout_logprobs": numbers})])
-    (line,) = read_samples(tmp_path / "samples.jsonl")
+    write(StepFile(tmp_path / "samples.jsonl"), 1, Sample("p" * 9000, tokens, 0.5, {"rollout_logprobs": numbers}))
+    (line,) = read_metrics(tmp_path / "samples.jsonl")
     (kept,) = line["samples"]
     assert kept["tokens"] == tokens[:HEAD] + tokens[-TAIL:] and kept["omitted"] == 10_000 - HEAD - TAIL
     assert kept["values"]["rollout_logprobs"] == numbers[:HEAD] + numbers[-TAIL:]
@@ -32,8 +35,8 @@ def test_a_long_response_keeps_its_ends(tmp_path):
 
 
 def test_numbers_are_short_and_valid(tmp_path):
-    file = SamplesFile(tmp_path / "samples.jsonl")
-    file.log(1, [of_length(1), Sample("", ["a", "b"], None, {"advantages": [math.nan, None]})])
+    file = StepFile(tmp_path / "samples.jsonl")
+    write(file, 1, of_length(1), Sample("", ["a", "b"], None, {"advantages": [math.nan, None]}))
     first, second = json.loads((tmp_path / "samples.jsonl").read_text())["samples"]
     assert first["values"]["rollout_logprobs"] == [-0.1235] and second["values"]["advantages"] == [None, None]
 
@@ -41,14 +44,10 @@ def test_numbers_are_short_and_valid(tmp_path):
 def test_a_resume_writes_each_step_once(tmp_path):
     path = tmp_path / "samples.jsonl"
     for first, last in ((0, 6), (3, 8)):
-        file = SamplesFile(path, resume_step=first)
+        file = StepFile(path, resume_step=first)
         for step in range(first, last):
-            file.log(step, [of_length(2, answer=f"begun at {first}")])
+            write(file, step, of_length(2, answer=f"begun at {first}"))
         file.close()
-    lines = read_samples(path)
+    lines = read_metrics(path)
     assert [line["step"] for line in lines] == list(range(8))
     assert [line["samples"][0]["answer"][-1] for line in lines] == list("00033333")
-
-
-def test_no_file_is_no_samples(tmp_path):
-    assert read_samples(tmp_path / "samples.jsonl") == []

@@ -1,6 +1,7 @@
 """Model FLOPs by hand, and the peak of a device by its name."""
 
 import pytest
+import torch
 
 from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.records import Batch
@@ -57,5 +58,7 @@ def test_tokens_per_second_and_device():
         (None, None),
     ],
 )
-def test_the_peak_of_a_device(device, peak):
-    assert peak_tflops(device) == peak
+def test_the_peak_of_a_device(device, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert peak_tflops() == peak
