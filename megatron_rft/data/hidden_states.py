@@ -75,7 +75,10 @@ class HiddenCache:
 
     def __init__(self, folder: Path, facts: dict[str, Any]):
         self.folder = folder
-        self.index = _read_index(folder)
+        self.index = read_json(folder / INDEX)
+        if self.index is None:
+            problem = f"{folder} is no whole cache of hidden states: no readable {INDEX}"
+            raise DataError(f"algorithm.reference_cache: {problem}")
         for name, wanted in facts.items():
             made_of = self.index["facts"].get(name)
             if made_of != wanted:
@@ -93,10 +96,6 @@ class HiddenCache:
 
     def _files(self) -> dict[str, dict[str, Any]]:
         return self.index["shards"] | {OUTPUT: self.index["output"]}
-
-    @property
-    def tokens(self) -> int:
-        return self.index["tokens"]
 
     def verify(self, rank: int = 0, world: int = 1) -> str | None:
         """The first file in this rank's share whose checksum does not match the index, else None."""
@@ -117,12 +116,6 @@ class HiddenCache:
     def output_weight(self) -> Tensor:
         """[V, H]"""
         return _tensor(self.folder / OUTPUT, "weight")
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    if (index := read_json(folder / INDEX)) is None:
-        raise DataError(f"algorithm.reference_cache: {folder} is no whole cache of hidden states: no readable {INDEX}")
-    return index
 
 
 def _tensor(path: Path, name: str) -> Tensor:

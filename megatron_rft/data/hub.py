@@ -26,11 +26,17 @@ def download(path: str, choice: Choice) -> list[Path]:
     Raises:
         DataError: the hub cannot be reached and the cache lacks some of the files, or no file matches.
     """
+    from huggingface_hub import snapshot_download
+
     named = HUB_NAME.fullmatch(path)
     where = {"repo_id": named["repository"], "repo_type": "dataset", "revision": named["revision"]}
     try:
         with one_of_node(f"{path} {choice}") as ask:
-            return _fetched(where, choice, ask)
+            names, copy = _file_names(where, ask)
+            names = select(names, choice, f"{where['repo_id']} (its copy in {copy})" if copy else where["repo_id"])
+            folders = sorted({escape(str(Path(name).parent)) for name in names})
+            wanted = [*map(escape, names), *(f"{folder}/{each}" for folder in folders for each in BESIDE)]
+            folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
     except DataError:
         raise
     except Exception as error:  # of several HTTP libraries, by version
@@ -38,17 +44,6 @@ def download(path: str, choice: Choice) -> list[Path]:
             f"{named['repository']} could not be downloaded from the Hugging Face hub ({_reason(error)}): without "
             "network, copy its files here and give their file or folder as the path, with the same adapter"
         ) from None
-
-
-def _fetched(where: dict[str, str | None], choice: Choice, ask: bool) -> list[Path]:
-    """`ask`: the hub, else only the cache."""
-    from huggingface_hub import snapshot_download
-
-    names, copy = _file_names(where, ask)
-    names = select(names, choice, f"{where['repo_id']} (its copy in {copy})" if copy else where["repo_id"])
-    folders = {escape(str(Path(name).parent)) for name in names}
-    wanted = [*(escape(name) for name in names), *(f"{folder}/{each}" for folder in sorted(folders) for each in BESIDE)]
-    folder = Path(snapshot_download(**where, allow_patterns=wanted, local_files_only=copy is not None))
     return [folder / name for name in names]
 
 

@@ -20,7 +20,6 @@ from megatron_rft.utils.errors import DataError
 
 WHITESPACE = re.compile(r"[ \t\r\n]*")
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
-AS_WRITTEN = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # bytes that are not UTF-8 become lone surrogates
 
 
 class _Duplicate(ValueError):
@@ -40,32 +39,29 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 def json_lines(file: Path) -> Iterator[tuple[str, Row]]:
     """(place, row) of each line that is not blank."""
-    with file.open(**AS_WRITTEN) as lines:
-        yield from _rows_of(_checked(lines, file), file)
+    return _rows_of(_lines(file), file)
 
 
 def csv_file(file: Path) -> Iterator[tuple[str, Row]]:
     """(place, row) of each row under the header. Every cell is text: an empty one is "", and "NA" is not null."""
     csv.field_size_limit(sys.maxsize)
-    with file.open(newline="", **AS_WRITTEN) as lines:
-        reader = csv.reader(_checked(lines, file), strict=True)
-        try:
-            names = next(reader, [])
-            if len(set(names)) < len(names):
-                raise DataError(f"{file}:1: two columns have one name: {', '.join(names)}")
-            for cells in filter(None, reader):
-                place = f"{file}:{reader.line_num}"
-                if len(cells) != len(names):
-                    raise DataError(f"{place}: {len(cells)} cells under {len(names)} columns ({', '.join(names)})")
-                yield place, dict(zip(names, cells, strict=True))
-        except csv.Error as error:
-            raise DataError(f"{file}:{reader.line_num}: not CSV ({error})") from None
+    reader = csv.reader(_lines(file, newline=""), strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            raise DataError(f"{file}:1: two columns have one name: {', '.join(names)}")
+        for cells in filter(None, reader):
+            place = f"{file}:{reader.line_num}"
+            if len(cells) != len(names):
+                raise DataError(f"{place}: {len(cells)} cells under {len(names)} columns ({', '.join(names)})")
+            yield place, dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{file}:{reader.line_num}: not CSV ({error})") from None
 
 
 def json_file(file: Path) -> Iterator[tuple[str, Row]]:
     """(place, row) of one list of objects, or (as some published .json files are) of one object per line."""
-    text = file.read_text(**AS_WRITTEN)
-    _check_encoding(text, file)
+    text = "".join(_lines(file))
     start = _skip(text, 0)
     if text.startswith("[", start):
         yield from _listed(text, start + 1, file)
@@ -139,24 +135,22 @@ def _no_rows(file: Path) -> DataError:
     return DataError(f"{file}: a .json data set is a list of objects, or one object per line")
 
 
-def _checked(lines: Iterable[str], file: Path) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        _check_encoding(line, file, number)
-        yield line
-
-
-def _check_encoding(text: str, file: Path, line: int = 1) -> None:
+def _lines(file: Path, newline: str | None = None) -> Iterator[str]:
     """Refuses bytes that are not UTF-8, and UTF-16 without a byte order mark, whose first letter has a byte of 0."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _not_utf_8(text, error.start, file, line) from None
-    if line == 1 and "\0" in text[:2]:
-        raise _not_utf_8(text, text.index("\0"), file, line)
+    # Bytes that are not UTF-8 become lone surrogates.
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline) as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.encode()
+            except UnicodeEncodeError as error:
+                raise _not_utf_8(line, error.start, file, number) from None
+            if number == 1 and "\0" in line[:2]:
+                raise _not_utf_8(line, line.index("\0"), file, number)
+            yield line
 
 
 def _not_utf_8(text: str, at: int, file: Path, line: int) -> DataError:
-    """The error about the character at a position of `text`, which begins at `line` of the file."""
+    """The error about the character at a position of a line."""
     start = text[:8].encode(errors="surrogateescape") if line == 1 else b""
     for mark, program in COMPRESSED.items():
         if start.startswith(mark):
@@ -165,7 +159,6 @@ def _not_utf_8(text: str, at: int, file: Path, line: int) -> DataError:
     marked = start[:1] in (b"\xfe", b"\xff")
     guess = "UTF-16" if marked else "UTF-16LE" if little else "UTF-16BE" if big else "LATIN1"
     byte = text[at].encode(errors="surrogateescape")[0]
-    line += text.count("\n", 0, at)
     return DataError(
         f"{file}:{line}: not UTF-8 text (byte 0x{byte:02x}): save it as UTF-8, for example by `iconv -f {guess} "
         f"-t UTF-8` if it is {guess}"

@@ -137,18 +137,7 @@ def evaluate(
     todo = [prompt for prompt in mine if prompt.index not in done]
     most = len(todo) if cache else -(-len(prompts) // world)
     for start in range(0, most, batch):  # equally often on every rank: replacing a lost engine is collective
-        part = todo[start : start + batch]
-        new = [
-            _completion(
-                prompt,
-                number,
-                response,
-                sampler.decode(response.token_ids) if len(response.turns) > 1 else text,
-                score,
-                sampler.reward.answer(prompt, text),
-            )
-            for prompt, number, response, text, score in sampler(part, name)
-        ]
+        new = [_completion(sampler, *each) for each in sampler(todo[start : start + batch], name)]
         if cache:
             cache.add([asdict(each) for each in new])
         completions += new
@@ -188,15 +177,15 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
 
 
 def _completion(
-    prompt: Prompt, number: int, response: Response, text: str, score: Score, answer: str | None
+    sampler: GradedSampler, prompt: Prompt, number: int, response: Response, text: str, score: Score
 ) -> Completion:
     return Completion(
         problem=prompt.index,
         sample=number,
         prompt=prompt.text,
-        text=text,
+        text=sampler.decode(response.token_ids) if len(response.turns) > 1 else text,
         reference=prompt.answer,
-        answer=answer,
+        answer=sampler.reward.answer(prompt, text),
         reward=None if score.error else score.reward,
         correct=None if score.error else float(score.reward if score.correct is None else score.correct),
         error=score.error,

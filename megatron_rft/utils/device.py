@@ -84,6 +84,4 @@ def return_free_pages() -> None:
 
     Batches of all lengths leave gaps of a megabyte between blocks, which glibc would keep for itself.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)

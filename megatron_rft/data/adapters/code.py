@@ -370,13 +370,8 @@ def _cases(fields: Fields, name: str) -> list[dict[str, str]]:
             value = _Text(io.BytesIO(zlib.decompress(base64.b64decode(value)))).load()
         except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
             raise fields.wrong(f"{name} cannot be decoded ({error})") from None
-    try:
-        cases = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise fields.wrong(f"{name} is not JSON ({error}): {value[:60]!r}") from None
-    if not isinstance(cases, list) or not all(
-        isinstance(case, dict) and {"input", "output"} <= set(case) for case in cases
-    ):
+    cases = Fields(fields.row | {name: value}, fields.place, fields.file).items(name)
+    if not all(isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases):
         raise fields.wrong(f"{name} is no list of tests with input and output")
     return cases
 

@@ -26,7 +26,7 @@ def written(folder, dtype=torch.bfloat16, sizes=(5, 1, 7)):
 def test_any_rows_in_any_order(tmp_path, dtype):
     hidden, weight = written(tmp_path, dtype)
     cache = HiddenCache(tmp_path, FACTS)
-    assert cache.tokens == 13 and cache.verify() is None
+    assert cache.index["tokens"] == 13 and cache.verify() is None
     for places in (torch.arange(13), torch.tensor([12, 0, 5, 5, 4, 6]), torch.tensor([], dtype=torch.long)):
         assert torch.equal(cache.rows(places), hidden[places])
     assert torch.equal(cache.output_weight(), weight)
