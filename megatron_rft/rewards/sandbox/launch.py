@@ -88,7 +88,7 @@ class Server:
 def command(mode: str, fd: int) -> list[str]:
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     folders = [str(INSIDE), *(path for path in {sys.base_prefix, sys.base_exec_prefix} if path.split("/")[1] != "usr")]
-    server = [python, "-s", "-S", "-B", str(INSIDE / "server.py"), mode, str(fd), *folders]
+    server = [python, "-s", "-S", "-B", str(INSIDE / "server.py"), mode, str(fd), *SYSTEM, *folders]
     return [*_bubblewrap(folders), *server] if mode == "bubblewrap" else server
 
 

@@ -10,10 +10,9 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server
 
@@ -77,8 +76,8 @@ def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits)
         empty, out, err, payload, tests, report, mute = (
             stack.enter_context(_file(each)) for each in ("", "", "", source, json.dumps(task), "", "")
         )
-        _order(server, 0, "module", limits, [empty, out, err, payload, ends[0].fileno()])
-        _order(server, 1, "tests", ours, [empty, report, mute, tests, ends[1].fileno()])
+        _order(server, 0, "module", limits, [empty, out, err, payload, ends[0]])
+        _order(server, 1, "tests", ours, [empty, report, mute, tests, ends[1]])
         for end in ends:
             end.close()  # so that each side sees when the other one ends
         ended = _collect(server, {0, 1}, ours.wall_s)
@@ -89,24 +88,18 @@ def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits)
         return Tested(ran, _outcomes(judged), judged.timeout and not late)
 
 
-@contextmanager
-def _file(text: str) -> Iterator[int]:
-    """Yield the descriptor of a file in memory with `text`."""
-    fd = os.memfd_create("cell")
-    try:
-        data = text.encode("utf-8", "surrogatepass")
-        while data:
-            data = data[os.write(fd, data) :]
-        os.lseek(fd, 0, os.SEEK_SET)
-        yield fd
-    finally:
-        os.close(fd)
+def _file(text: str) -> BinaryIO:
+    """Return a file in memory with `text`."""
+    file = os.fdopen(os.memfd_create("cell"), "w+b")
+    file.write(text.encode("utf-8", "surrogatepass"))
+    file.seek(0)
+    return file
 
 
-def _order(server: Server, number: int, role: str, limits: Limits, fds: list[int]) -> None:
+def _order(server: Server, number: int, role: str, limits: Limits, files: list[BinaryIO | socket.socket]) -> None:
     message = json.dumps({"id": number, "role": role, **asdict(limits)}).encode()
     try:
-        socket.send_fds(server.socket, [message], fds)
+        socket.send_fds(server.socket, [message], [file.fileno() for file in files])
     except OSError as error:
         raise SandboxError(f"the sandbox's server is gone: {error}") from None
 
@@ -126,13 +119,14 @@ def _collect(server: Server, numbers: set[int], wall_s: float) -> dict[int, dict
     return ended
 
 
-def _read(ended: dict, out: int, err: int, limits: Limits) -> ProgramResult:
+def _read(ended: dict, out: BinaryIO, err: BinaryIO, limits: Limits) -> ProgramResult:
     # The kernel counts CPU time against the limit in ticks. Where the machine, or its host, is busy, a tick may count
     # for far more than the process had of it, and far more than the reported time.
     late = ended["timeout"] or (ended["code"] == -9 and ended["cpu_s"] >= 0.25 * math.ceil(limits.cpu_s))
-    size = os.fstat(err).st_size
-    errors = os.pread(err, MAX_ERROR_CHARS, max(size - MAX_ERROR_CHARS, 0)).decode(errors="replace")
-    output = os.pread(out, limits.output_mb << 20, 0).decode(errors="replace")
+    # At places of our own: the program has moved the one that it shares with us.
+    size = os.fstat(err.fileno()).st_size
+    errors = os.pread(err.fileno(), MAX_ERROR_CHARS, max(size - MAX_ERROR_CHARS, 0)).decode(errors="replace")
+    output = os.pread(out.fileno(), limits.output_mb << 20, 0).decode(errors="replace")
     return ProgramResult(ended["code"], late, output, errors, ended["cpu_s"])
 
 

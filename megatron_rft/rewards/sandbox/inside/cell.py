@@ -105,8 +105,7 @@ def _isolate(order: dict, user: tuple[int, int]) -> None:
         _private_files(order["disk_mb"] << 20)
     _limit(order)
     kernel.drop_capabilities()
-    if kernel.can_filter():
-        kernel.filter_system_calls()
+    kernel.filter_system_calls()
     random.seed(0)
 
 

@@ -10,7 +10,6 @@ import stat
 
 import kernel
 
-SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 KEPT = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC  # a remount must repeat a mount's locked flags
 
@@ -32,7 +31,7 @@ def enter(read_only: list[str]) -> None:
 
 def _mount_root(read_only: list[str]) -> None:
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    paths = [path for path in (*SYSTEM, *read_only, *DEVICES) if os.path.exists(path)]
+    paths = [path for path in (*read_only, *DEVICES) if os.path.exists(path)]
     links = {path: os.readlink(path) for path in paths if os.path.islink(path)}
     handles = {path: os.open(path, os.O_PATH) for path in paths if path not in links}
     kernel.mount("root", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")

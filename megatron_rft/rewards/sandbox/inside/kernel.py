@@ -119,10 +119,6 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/b
 NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 
-def can_filter() -> bool:
-    return platform.machine() in FORBIDDEN
-
-
 def filter_system_calls() -> None:
     """Install the filter: threads may start, but no processes, sockets, or signals and traces to other processes."""
     program = compiled_filter(os.getpid())
@@ -139,17 +135,13 @@ def compiled_filter(pid: int) -> bytes:
 
 def _filter(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
     """Return (code, skip if true, skip if false, operand) of each instruction."""
-
-    def answer(number: int, result: int) -> list[tuple[int, int, int, int]]:
-        return [(EQUAL, 0, 1, number), (RETURN, 0, 0, result)]
-
     program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL)]
     program += [(LOAD, 0, 0, NUMBER)]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the x32 calling convention
-    for number in FORBIDDEN[machine].values():
-        program += answer(number, EPERM)
-    program += answer(CLONE3, ENOSYS)  # a filter cannot read its flags in memory; libc falls back to clone
+    # A filter cannot read the flags of clone3 in memory; libc falls back to clone.
+    for number, result in [*((each, EPERM) for each in FORBIDDEN[machine].values()), (CLONE3, ENOSYS)]:
+        program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, result)]
     program += [(EQUAL, 0, 4, CLONE[machine]), (LOAD, 0, 0, ARGUMENT), (ANY_BIT, 1, 0, CLONE_THREAD)]
     program += [(RETURN, 0, 0, EPERM), (RETURN, 0, 0, ALLOW)]
     for number in ON_ITSELF[machine]:

@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import ctypes
 import linecache
+import operator
 import os
 import signal
 import socket
@@ -232,19 +233,8 @@ class _Callback:
     __next__ = __call__
 
 
-SPECIAL = {
-    "getattr": getattr,
-    "setattr": setattr,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "str": str,
-    "repr": repr,
-    "getitem": lambda value, key: value[key],
-    "setitem": lambda value, key, item: value.__setitem__(key, item),
-    "delitem": lambda value, key: value.__delitem__(key),
-    "isinstance": lambda kind, value: isinstance(value, kind),
-}
+PLAIN = (getattr, setattr, len, iter, next, str, repr, operator.getitem, operator.setitem, operator.delitem)
+SPECIAL = {each.__name__: each for each in PLAIN} | {"isinstance": lambda kind, value: isinstance(value, kind)}
 
 
 def _changes(value: Any) -> bool:
