@@ -18,7 +18,9 @@ and any kind may have a `preamble`: Python that precedes the program (imports an
 
 import ast
 import json
+import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from itertools import islice
@@ -31,17 +33,14 @@ from megatron_rft.rewards.sandbox.pool import Sandbox, strongest
 from megatron_rft.rewards.sandbox.runner import CALL_LATE, COMPILE_ERROR, Limits, ProgramResult, run_script, run_tests
 from megatron_rft.utils.errors import ConfigError
 
-DOES_NOT_COMPILE, RUNTIME_ERROR, NONE_PASSED = -1.0, -0.6, -0.3
+NONE_PASSED = -0.3
+TIERS = {"does not compile": -1.0, "runtime error": -0.6, "time-out": -0.6}
 FIELDS = {"stdin": ("inputs", "outputs"), "call": ("name", "inputs", "outputs"), "assert": ("code",)}
 PYTHON = ("python", "python3", "py", "py3")
 # Possessive, and with a bound, because the time of a search may not grow with the square of the line's length.
 OPENING = re.compile(r"^(?P<indent>[ \t>]*+).{0,1000}?(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+#.-]*+)[^`\n]*+$")
 MOST_ENDS = 20  # fences that are tried as the end of a block
 SHOWN = 400  # characters of an input or output in a reason
-
-
-class BrokenTests(ValueError):
-    """A row's tests cannot be read: an error of the data, not of the program."""
 
 
 class CodeReward(Reward):
@@ -68,19 +67,17 @@ class CodeReward(Reward):
                 "allow user namespaces; to run model-written code with access to this machine's files all the same, "
                 "set reward.without_container=true"
             ) from None
-
-    @property
-    def isolation(self) -> str:
-        return describe(self.sandbox.mode)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"programs run in {describe(self.sandbox.mode)}", file=sys.stderr, flush=True)
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
         tests = list(map(tests_of, prompts))
-        names = {each: tested_names(each) for each in set(tests)}
-        jobs = [(extract_code(text, names[each]), each) for text, each in zip(texts, tests, strict=True)]
+        tables = {each: read_tests(each) for each in set(tests)}
+        jobs = [(extract_code(text, tested_names(tables[each])), each) for text, each in zip(texts, tests, strict=True)]
         # A group's responses are sometimes the same program: it runs once.
         different = list(dict.fromkeys(jobs))
-        results = self.sandbox.map(self._grade, different)
+        results = self.sandbox.map(lambda server, job: self._grade(server, job[0], tables[job[1]]), different)
         scores = {
             job: Score(0.0, error=f"sandbox: {result}") if isinstance(result, SandboxError) else result
             for job, result in zip(different, results, strict=True)
@@ -90,12 +87,9 @@ class CodeReward(Reward):
     def close(self) -> None:
         self.sandbox.close()
 
-    def _grade(self, server: Server, job: tuple[str, str]) -> Score:
-        source, tests = job
-        try:
-            table = read_tests(tests)
-        except BrokenTests as error:
-            return Score(0.0, error=str(error))
+    def _grade(self, server: Server, source: str, table: dict[str, Any] | str) -> Score:
+        if isinstance(table, str):
+            return Score(0.0, error=table)
         source = f"{table['preamble']}\n{source}" if table.get("preamble") else source
         grade = _grade_script if table["kind"] == "stdin" else _grade_module
         return grade(server, source, table, self.limits, self.row_limits)
@@ -134,25 +128,24 @@ def tests_of(prompt: Prompt) -> str:
     return tests if isinstance(tests, str) else json.dumps(tests)
 
 
-def read_tests(text: str) -> dict[str, Any]:
+def read_tests(text: str) -> dict[str, Any] | str:
+    """Return a row's tests, or why they cannot be read: an error of the data, not of the program."""
     try:
         table = json.loads(text)
         kind = table["kind"]
         missing = [name for name in FIELDS[kind] if name not in table]
     except (ValueError, TypeError, KeyError) as error:
-        raise BrokenTests(f"the tests of the row cannot be read: {error!r} in {text[:80]!r}") from None
+        return f"the tests of the row cannot be read: {error!r} in {text[:80]!r}"
     if missing:
-        raise BrokenTests(f"the tests of the row lack {', '.join(missing)}")
+        return f"the tests of the row lack {', '.join(missing)}"
     if "inputs" in table and (not table["inputs"] or len(table["inputs"]) != len(table["outputs"])):
-        raise BrokenTests(f"the row has {len(table['inputs'])} inputs and {len(table['outputs'])} outputs")
+        return f"the row has {len(table['inputs'])} inputs and {len(table['outputs'])} outputs"
     return table
 
 
-def tested_names(tests: str) -> list[str]:
+def tested_names(table: dict[str, Any] | str) -> list[str]:
     """Return the names that a row's tests take from the program, if the row lists them."""
-    try:
-        table = read_tests(tests)
-    except BrokenTests:
+    if isinstance(table, str):
         return []
     return [table["name"]] if "name" in table else table.get("names", [])
 
@@ -220,12 +213,11 @@ def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Li
         given, expected = _lines(given), _lines(expected)
         ended = run_script(server, source, given, limits)
         where = f"input:\n{_short(given)}\n"
-        score = _failure(ended, limits, where, outcomes)
-        if score is not None:
-            return score
+        if ended.status or ended.timeout:
+            return _failure(ended, limits, where, outcomes)
         used_s += ended.cpu_s
         if used_s > row.cpu_s:
-            return _tier(RUNTIME_ERROR, "time-out", f"{where}not all tests ended {row}", outcomes)
+            return _tier("time-out", f"{where}not all tests ended {row}", outcomes)
         passed = same_output(ended.output, expected)
         outcomes.append(
             "" if passed else f"{where}expected output:\n{_short(expected)}\noutput:\n{_short(ended.output)}"
@@ -239,6 +231,7 @@ def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Li
     else:
         task = {"code": table["code"], "setup": table.get("setup", ""), "names": table.get("names", [])}
     tested = run_tests(server, source, task, row)
+    ended = tested.run
     outcomes = [f"{test}\n{detail}".strip() if what == "fail" else "" for what, test, detail in tested.tests]
     if not tested.tests and "assert" in table.get("code", ""):
         return _share_passed(["no assert of the tests ran"])
@@ -246,35 +239,31 @@ def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Li
     if what == "broken":
         return Score(0.0, error=f"the row's tests: {detail}")
     if what == "error":
-        return _tier(RUNTIME_ERROR, "runtime error", detail, outcomes[:-1])
-    if what == "gone" and tested.judge_late:
-        reason = f"its results take more than {row.cpu_s:g} s to judge"
-        return _tier(RUNTIME_ERROR, "time-out", reason, outcomes[:-1])
-    if what == "gone" and tested.run.timeout and tested.run.status not in CALL_LATE:
-        return _tier(RUNTIME_ERROR, "time-out", f"not all tests ended {row}", outcomes[:-1])
-    if what == "gone":
-        ended = tested.run
-        if not (ended.status or ended.timeout):
-            ended = ProgramResult(1, False, "", "it ended before its tests did")
-        return _failure(ended, limits, "", outcomes[:-1]) or _share_passed(outcomes)
-    return _share_passed(outcomes)
+        return _tier("runtime error", detail, outcomes[:-1])
+    if what != "gone":
+        return _share_passed(outcomes)
+    if tested.judge_late:
+        return _tier("time-out", f"its results take more than {row.cpu_s:g} s to judge", outcomes[:-1])
+    if ended.timeout and ended.status not in CALL_LATE:
+        return _tier("time-out", f"not all tests ended {row}", outcomes[:-1])
+    if ended.timeout or ended.status:
+        return _failure(ended, limits, "", outcomes[:-1])
+    return _tier("runtime error", "it ended before its tests did", outcomes[:-1])
 
 
-def _failure(ended: ProgramResult, limits: Limits, where: str, outcomes: list[str]) -> Score | None:
+def _failure(ended: ProgramResult, limits: Limits, where: str, outcomes: list[str]) -> Score:
     """The tier of a run that did not end well."""
     if ended.status == COMPILE_ERROR:
-        return _tier(DOES_NOT_COMPILE, "does not compile", ended.errors, outcomes)
+        return _tier("does not compile", ended.errors, outcomes)
     if ended.timeout:
-        return _tier(RUNTIME_ERROR, "time-out", f"{where}no result {limits}", outcomes)
-    if ended.status:
-        how = f"killed by signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
-        return _tier(RUNTIME_ERROR, "runtime error", where + (ended.errors.strip() or how), outcomes)
-    return None
+        return _tier("time-out", f"{where}no result {limits}", outcomes)
+    how = f"killed by signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
+    return _tier("runtime error", where + (ended.errors.strip() or how), outcomes)
 
 
-def _tier(reward: float, tier: str, reason: str, outcomes: list[str]) -> Score:
+def _tier(tier: str, reason: str, outcomes: list[str]) -> Score:
     details = {"tier": tier, "tests": [not each for each in outcomes]}
-    return Score(reward, f"{tier}: {reason.strip()}", correct=False, details=details)
+    return Score(TIERS[tier], f"{tier}: {reason.strip()}", correct=False, details=details)
 
 
 def _share_passed(outcomes: list[str]) -> Score:
@@ -291,9 +280,8 @@ def _share_passed(outcomes: list[str]) -> Score:
 def same_output(got: str, expected: str) -> bool:
     """Compare outputs: equal lines except for trailing white space, or equal words, where decimals may differ by
     1e-6."""
-    if [line.rstrip() for line in got.strip().splitlines()] == [
-        line.rstrip() for line in expected.strip().splitlines()
-    ]:
+    ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (got, expected))
+    if ours == theirs:
         return True
     ours, theirs = got.split(), expected.split()
     return len(ours) == len(theirs) and "." in expected and all(map(_same_word, ours, theirs))

@@ -1,8 +1,6 @@
 """Builds a reward from a recipe's section `reward`. `REWARDS` in config/rewards.py is the table of all kinds."""
 
 import importlib
-import os
-import sys
 from typing import Any
 
 from megatron_rft.config.rewards import REWARDS, RewardOptions
@@ -16,8 +14,6 @@ def build(section: RewardOptions) -> Reward:
     own = type(section).model_fields.keys() - RewardOptions.model_fields.keys()
     reward = make(**{option: _option(section, option) for option in own})
     reward.on_error, reward.on_nonfinite = section.on_error, section.on_nonfinite
-    if (isolation := getattr(reward, "isolation", None)) and os.environ.get("RANK", "0") == "0":
-        print(f"programs run in {isolation}", file=sys.stderr, flush=True)
     return reward
 
 
