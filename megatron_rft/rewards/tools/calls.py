@@ -75,7 +75,7 @@ LONGEST = 20_000  # characters that are read as calls
 MOST_STARTS = 20  # places in prose from which calls are read
 
 
-class Malformed(ValueError):
+class Malformed(Exception):
     """The text attempts a call that cannot be read."""
 
 
@@ -206,7 +206,7 @@ def _value(text: str, kind: Any = None) -> Any:
         return str(text)
     try:
         return json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError):
+    except (Malformed, ValueError, RecursionError):
         return str(text)
 
 
@@ -284,18 +284,14 @@ def _json_values(text: str, most: int = 1000) -> tuple[list[Any], str]:
     """Return the JSON values, objects and lists, that begin a text, and what follows them. A text that is a Python
     literal alone is one value too."""
     decoder, place, values = json.JSONDecoder(object_pairs_hook=_unique), 0, []
-    try:
+    with suppress(ValueError, RecursionError):
         while place < len(text) and text[place] in "[{" and len(values) < most:
             value, place = decoder.raw_decode(text, place)
             values.append(value)
             while place < len(text) and text[place] in " \t\r\n,;":
                 place += 1
-    except Malformed:
-        raise
-    except (ValueError, RecursionError):
-        pass
     if not values and text[:1] in ("[", "{"):
-        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        with suppress(Malformed, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value, place = _evaluated(ast.parse(text.strip(" `\n"), mode="eval")), len(text)
             values = [value] if _is_json(value) else []
     return values, text[place:]
@@ -314,7 +310,7 @@ def _call(value: Any) -> Call:
         if isinstance(arguments, str):  # some write the arguments as JSON in a string
             try:
                 arguments = json.loads(arguments or "{}", object_pairs_hook=_unique)
-            except ValueError as error:
+            except (Malformed, ValueError) as error:
                 raise Malformed(f"arguments of {value[key]}: {error}") from None
         if isinstance(arguments, dict):
             return Call(value[key], arguments)
@@ -332,21 +328,11 @@ def _python_calls(text: str) -> list[Call] | None:
         lines = ast.parse(text).body
         values = [line.value for line in lines if isinstance(line, ast.Expr | ast.Assign)]
         nodes = [node for each in values for node in (each.elts if isinstance(each, ast.List | ast.Tuple) else [each])]
-        if (
-            not nodes
-            or len(values) < len(lines)
-            or not all(isinstance(node, ast.Call) and not node.args for node in nodes)
-        ):
+        are_calls = all(isinstance(node, ast.Call) and not node.args for node in nodes)
+        if not nodes or len(values) < len(lines) or not are_calls:
             return None
-        return [
-            Call(
-                ast.unparse(node.func),
-                _unique([(word.arg, _literal(word.value)) for word in node.keywords if word.arg]),
-            )
-            for node in nodes
-        ]
-    except Malformed:
-        raise
+        words = [[(word.arg, _literal(word.value)) for word in node.keywords if word.arg] for node in nodes]
+        return [Call(ast.unparse(node.func), _unique(each)) for node, each in zip(nodes, words, strict=True)]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 
@@ -362,8 +348,6 @@ def _literal(node: ast.expr) -> Any:
     """Return the value of a literal that JSON supports; anything else, such as a name or a set, as its source text."""
     try:
         value = _evaluated(node)
-    except Malformed:
-        raise
     except ValueError:
         return ast.unparse(node)
     return value if _is_json(value) else ast.unparse(node)

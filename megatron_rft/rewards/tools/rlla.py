@@ -4,7 +4,8 @@
 
 over the best assignment of predicted to reference calls G: `names` is the overlap of the two collections of names
 (intersection over union), `keys` the sum over calls of the overlap of their argument names, `values` the number of
-equal arguments. The format is the reference's: <think>, then <tool_call> and/or <response>, as the reference has them.
+equal arguments. The format is the reference's: <think>, then <tool_call> and/or <response>, as the reference has them,
+once each and in this order, with nothing around them. A reference without tags requires none.
 *Decision*: where the reference makes no call, correctness is 3 for making none and -3 for making one.
 """
 
@@ -20,18 +21,12 @@ TAGS = ("think", "tool_call", "response")
 
 def rlla(prompt: Prompt, text: str) -> Score:
     wanted, made, problem = both_calls(prompt.answer, text)
-    shape = follows_format(text, prompt.answer)
+    tags = [tag for tag in TAGS if f"<{tag}>" in prompt.answer]
+    shape = float(not tags or has_sections(text, tags))
     correctness, why = (-3.0, problem) if made is None else _correctness(wanted, made)
     correct = correctness == 3.0 and made is not None
     reason = f"{'format followed' if shape else 'format not followed'}; {why}"
     return Score(shape + correctness, reason, correct=correct, details={"format": shape, "calls": correctness})
-
-
-def follows_format(text: str, reference: str) -> float:
-    """Return 1.0 if the response has exactly the tags of the reference, once each and in order, with nothing around
-    them. A reference without tags requires none."""
-    tags = [tag for tag in TAGS if f"<{tag}>" in reference]
-    return float(not tags or has_sections(text, tags))
 
 
 def has_sections(text: str, tags: list[str]) -> bool:

@@ -6,7 +6,7 @@ import json
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
 from megatron_rft.rewards.tools.bfcl import bfcl
-from megatron_rft.rewards.tools.calls import BrokenReference, Call, Malformed, both_calls, equal, tool_calls
+from megatron_rft.rewards.tools.calls import BrokenReference, Malformed, both_calls, equal, tool_calls
 from megatron_rft.rewards.tools.rlla import rlla
 
 
@@ -40,12 +40,8 @@ def exact(prompt: Prompt, text: str) -> Score:
     if len(left) != len(wanted):
         return Score(0.0, f"{len(left)} calls, expected {len(wanted)}", correct=False)
     for call in wanted:
-        found = next((k for k, made in enumerate(left) if _same(call, made)), None)
-        if found is None:
+        same = [each.name == call.name and equal(call.arguments, each.arguments) for each in left]
+        if True not in same:
             return Score(0.0, f"no call {call.name} with {call.arguments}", correct=False)
-        left.pop(found)
+        left.pop(same.index(True))
     return Score(1.0, "all calls right", correct=True)
-
-
-def _same(call: Call, made: Call) -> bool:
-    return made.name == call.name and equal(call.arguments, made.arguments)
