@@ -3,10 +3,8 @@
 import json
 import math
 import time
-import urllib.error
 import urllib.request
 from http.client import HTTPException
-from typing import Any
 
 from megatron_rft.responses import Prompt, Score
 from megatron_rft.rewards.base import Reward
@@ -85,23 +83,20 @@ class ServerReward(Reward):
 
     def _ask(self, prompts: list[str], responses: list[str]) -> list[Score]:
         """Send a batch. A failing server is asked again with doubling pauses; then all responses get an error."""
+        body = json.dumps({"prompts": prompts, "responses": responses}).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         for attempt in range(ATTEMPTS):
             try:
-                rewards = self._post({"prompts": prompts, "responses": responses})
+                with self.opener.open(request, timeout=self.timeout_s) as answer:
+                    rewards = json.load(answer)["rewards"]
+                if len(rewards) != len(responses):
+                    raise ValueError(f"{len(rewards)} rewards for {len(responses)} responses")
                 return [as_score(float(reward)) for reward in rewards]
             except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
                 problem = f"{self.url}: {type(error).__name__}: {error}"
             if attempt + 1 < ATTEMPTS:
                 time.sleep(0.1 * 2**attempt)
         return [Score(0.0, error=problem)] * len(responses)
-
-    def _post(self, body: dict[str, Any]) -> list[float]:
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with self.opener.open(request, timeout=self.timeout_s) as response:
-            rewards = json.load(response)["rewards"]
-        if len(rewards) != len(body["responses"]):
-            raise ValueError(f"{len(rewards)} rewards for {len(body['responses'])} responses")
-        return rewards
 
 
 def as_score(value: float) -> Score:

@@ -21,8 +21,6 @@ class UserReward(Reward):
     def __init__(self, function: str, maximum: float | None = None):
         self.name, self.function = function, user_code.load(function, OPTION)
         self.maximum = math.inf if maximum is None else maximum
-        if not callable(self.function):
-            raise ConfigError(f"{OPTION}: {function} is a {type(self.function).__name__}, not a function")
         if any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__))):
             raise ConfigError(
                 f"{OPTION}: {function} is async, and nothing awaits it. A function of lists (prompts, texts) can call "

@@ -80,7 +80,7 @@ def test_as_a_part_of_a_sum(rewards):
     ("name", "problem"),
     [
         ("rigth", "Did you mean 'right'"),
-        ("calls", "is a list, not a function"),
+        ("calls", "is not a callable object"),
         ("one", "called with (prompt, text)"),
         ("later", "is async, and nothing awaits it"),
         ("later_too", "is async"),
