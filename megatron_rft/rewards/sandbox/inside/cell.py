@@ -142,4 +142,4 @@ def _work(order: dict) -> int:
     channel = socket.socket(fileno=CHANNEL)
     if order["role"] == "module":
         return program.serve(text, channel, order["test_s"])
-    return tester.main(json.loads(text), channel, output=1)
+    return tester.main(json.loads(text), channel)

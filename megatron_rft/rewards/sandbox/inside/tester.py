@@ -66,33 +66,31 @@ class RemoteIterator:
     """An iterator of the program, such as a generator. Comparisons use the list of its values."""
 
     def __init__(self, target: int, client: "Client"):
-        self._target, self._client = target, client
-        self._ready: list = []
-        self._then: RemoteError | None = None
-        self._ended, self._count, self._total = False, 1, 0
+        self._target, self._values = target, _values(target, client)
 
     def __iter__(self):
         return self
+
+    def __next__(self):
+        return next(self._values)
 
     def __eq__(self, other: Any):
         return settled(self) == other
 
     __hash__ = object.__hash__
 
-    def __next__(self):
-        if not self._ready and not self._ended:
-            values, then = self._client.next(self._target, self._count)
-            self._ready, self._then = values[::-1], then
-            self._ended, self._count = len(values) < self._count, min(2 * self._count, BATCH)
-            self._total += len(values)
-            if self._total > LONGEST:
-                raise _unreadable(ValueError(f"an iterator of more than {LONGEST} values"))
-        if self._ready:
-            return self._ready.pop()
-        if self._then is not None:
-            error, self._then = self._then, None
-            raise error
-        raise StopIteration
+
+def _values(target: int, client: "Client") -> Iterator[Any]:
+    """Yield the values of an iterator of the program, which sends them in growing batches."""
+    count, total, ended = 1, 0, False
+    while not ended:
+        values, then = client.next(target, count)
+        ended, count, total = len(values) < count, min(2 * count, BATCH), total + len(values)
+        if total > LONGEST:
+            raise _unreadable(ValueError(f"an iterator of more than {LONGEST} values"))
+        yield from values
+        if then is not None:
+            raise then
 
 
 def _ask(remote: Remote, name: str, *args) -> Any:
@@ -172,9 +170,7 @@ class Client:
         except wire.Closed:
             raise
         except Exception as error:
-            known = next(
-                (each.__name__ for each in type(error).__mro__ if hasattr(builtins, each.__name__)), "Exception"
-            )
+            known = next(each.__name__ for each in type(error).__mro__ if hasattr(builtins, each.__name__))
             return {"returned": None, "error": known, "message": str(error)[:500]}
 
     def _object(self, what: Any) -> Any:
@@ -318,18 +314,14 @@ def run_cases(name: str, cases: list[list], client: Client, report: Report) -> N
     for args, expected in cases:
         text = f"{name}({', '.join(_short(arg) for arg in args)})"
         got = settled(client.call(name, tuple(args), {}))
-        if _judged(got, expected):
+        try:
+            alike = same(got, expected)
+        except (ValueError, OverflowError, RecursionError):  # it cannot be compared, such as a key of 5,000 digits
+            alike = False
+        if alike:
             report.add("pass")
         else:
             report.add("fail", text, f"got {_short(got)}, expected {_short(expected)}")
-
-
-def _judged(got: Any, expected: Any) -> bool:
-    """Compare a result. One that cannot be compared, such as a key of 5,000 digits, is wrong."""
-    try:
-        return same(got, expected)
-    except (ValueError, OverflowError, RecursionError):
-        return False
 
 
 def settled(value: Any) -> Any:
@@ -370,9 +362,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def main(task: dict, channel, output: int) -> int:
-    """Run a task: either `code`, `setup` and `names`, or `name` and `cases`. `output`: descriptor for the report."""
-    report = Report(os.fdopen(os.dup(output), "w"))
+def main(task: dict, channel) -> int:
+    """Run a task: either `code`, `setup` and `names`, or `name` and `cases`. The report goes to standard output."""
+    report = Report(os.fdopen(os.dup(1), "w"))
     sys.set_int_max_str_digits(300_000)  # some tests have such integers; longer ones take seconds to parse
     sys.stdout = sys.stderr = io.StringIO()  # discards what tests print
     client = None
