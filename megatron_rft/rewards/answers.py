@@ -78,7 +78,7 @@ def _kind(text: str) -> str:
 def _last_box(text: str) -> tuple[int, str | None] | None:
     """Where the last box begins, and what it and the boxes of its list hold; None for a box that is left open."""
     found = [(match.start(), *_content(text, match)) for match in list(BOX.finditer(text))[-20:]]
-    found = [each for k, each in enumerate(found) if not (k and found[k - 1][2] and each[0] < found[k - 1][2])]
+    found = [each for k, each in enumerate(found) if not (k and each[0] < found[k - 1][2])]
     if not found:
         return None
     place, content, _ = found[-1]

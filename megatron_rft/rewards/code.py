@@ -4,7 +4,7 @@
     -0.6                      it raises, exits with an error, is killed, or exceeds its time or memory, in any test
     -0.3 + 1.3 * p / (p + f)  p tests passed, f failed
 
-A time-out has the tier of runtime errors, as the judges of those data sets have it. The tests of a row are a table (or
+A time-out counts as a runtime error, as in those data sets. The tests of a row are a table (or
 its JSON) in the field `tests`, else the reference answer itself. Its `kind` is one of
 
     stdin    inputs, outputs: texts; the program reads standard input and writes standard output
@@ -71,7 +71,6 @@ class CodeReward(Reward):
             print(f"programs run in {describe(self.sandbox.mode)}", file=sys.stderr, flush=True)
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
         tests = list(map(tests_of, prompts))
         tables = {each: read_tests(each) for each in set(tests)}
         jobs = [(extract_code(text, tested_names(tables[each])), each) for text, each in zip(texts, tests, strict=True)]

@@ -38,26 +38,25 @@ class UserReward(Reward):
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
         if not self.takes_lists:
-            return [self._score(*self._called(prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
-        results, problem = self._called(prompts, texts)
-        if problem is None and (not isinstance(results, Sized) or len(results) != len(texts)):
+            return [self._score(self._called(prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
+        results = self._called(prompts, texts)
+        if isinstance(results, Score) and results.error is not None:
+            return [results] * len(texts)
+        if not isinstance(results, Sized) or len(results) != len(texts):
             problem = f"{self.name}: gave {results!r:.80} for {len(texts)} responses, not a list of as many"
-        if problem is not None:
-            return [Score(0.0, error=problem) for _ in texts]
+            return [Score(0.0, error=problem)] * len(texts)
         return [self._score(result) for result in results]
 
-    def _called(self, *arguments: Any) -> tuple[Any, str | None]:
-        """Return the function's result, or what it raised."""
+    def _called(self, *arguments: Any) -> Any:
+        """Return the function's result, or a score with what it raised as the error."""
         for _ in range(ATTEMPTS):
             try:
-                return self.function(*arguments), None
+                return self.function(*arguments)
             except Exception as error:
-                problem = f"{self.name}: {type(error).__name__}: {error}"
-        return None, problem
+                failed = Score(0.0, error=f"{self.name}: {type(error).__name__}: {error}")
+        return failed
 
-    def _score(self, result: Any, problem: str | None = None) -> Score:
-        if problem is not None:
-            return Score(0.0, error=problem)
+    def _score(self, result: Any) -> Score:
         if isinstance(result, Score):
             return result
         try:

@@ -1,1 +1,1 @@
-"""Decides whether a final answer is equivalent to the reference, and no question in disguise (judge.py)."""
+"""Decides whether a final answer is equivalent to the reference, and no question in disguise (`judge` of math.py)."""

@@ -15,7 +15,6 @@ class ToolReward(Reward):
         self.grade, self.maximum = {"rlla": (rlla, 4.0), "bfcl": (bfcl, 1.0), "exact": (exact, 1.0)}[rules]
 
     def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[Score]:
-        assert len(prompts) == len(texts), f"{len(prompts)} prompts, {len(texts)} texts"
         return [self._score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def _score(self, prompt: Prompt, text: str) -> Score:
