@@ -120,6 +120,8 @@ class Update:
 
     batch.sequences["no_gradient"], if present, marks sequences on which `loss` has a gradient of zero. They count in
     the denominators, but the trainer may leave them out (`with_gradient`).
+
+    parts: name of the metric for the gradient norm of a part of the loss -> what restricts a loss to that part.
     """
 
     name: str  # "policy", "verification", "value": prefix of its metrics
@@ -133,6 +135,7 @@ class Update:
     second: SecondDistribution | None = None
     counts: Callable[[Batch], dict[str, float]] = counts  # the denominators that `loss` names
     moments: str = "own"  # the optimizer's moments for these steps: the model's own, or a separate named set
+    parts: dict[str, Callable[[LossFunction], LossFunction]] = field(default_factory=dict)
     scale: float = 1.0  # positive factor of loss and gradient, applied after the backward pass
 
     def computed(self, mini_batch: Batch, skip: bool = False) -> tuple[Batch, dict[str, float]]:

@@ -1,9 +1,8 @@
-"""Builds the refiner of a dynamic constraint, measures its gradient norms, and writes examples for the report."""
+"""Builds the refiner of a dynamic constraint, and writes examples for the report."""
 
 import json
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from megatron_rft.config.constraint import DynamicOptions
 from megatron_rft.inference.engine import request_seed
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.objectives.base import Loss, LossFunction
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.rollout.refiner import Refiner
 from megatron_rft.rollout.sampler import ScoredResponse
@@ -22,7 +20,7 @@ from megatron_rft.tracking.metrics import drop_from
 from megatron_rft.training import build
 from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.models import LOGPROBS, Models
-from megatron_rft.training.monitor import GradientNorms, due
+from megatron_rft.training.monitor import due
 
 REFINER_STREAM = 1  # a stream of sampling seeds other than the policy's
 EXAMPLES_FILE = "refinements.jsonl"
@@ -56,29 +54,6 @@ def build_refiner(
         options.drafts(engines.kind(hf_config)),
         engines.longest_refinement_of(hf_config),
     )
-
-
-def gradient_norms(options: DynamicOptions) -> GradientNorms:
-    """Gradient norms of the base loss and of the constraint, for mini-batches with pairs."""
-    return GradientNorms(
-        options.norms_every,
-        "constraint/grad_norm_",
-        ("base", "constraint"),
-        part_of,
-        wanted=lambda update: "refined_mask" in update.batch.tokens,
-    )
-
-
-def part_of(loss: LossFunction, part: str) -> LossFunction:
-    """The loss with only the terms of `part`: "constraint", or "base" for all others."""
-
-    def only(outputs: dict[str, torch.Tensor], batch: Batch) -> Loss:
-        whole = loss(outputs, batch)
-        return replace(
-            whole, terms={k: v for k, v in whole.terms.items() if (k == "constraint") == (part == "constraint")}
-        )
-
-    return only
 
 
 class Examples:

@@ -21,7 +21,7 @@ from megatron_rft.objectives.plugins.pipo import PIPO
 from megatron_rft.objectives.surrogates import k3
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Phases
-from megatron_rft.training.monitor import GradientNorms, due
+from megatron_rft.training.monitor import due
 from megatron_rft.training.teacher import Teachers
 
 
@@ -69,7 +69,6 @@ class Models:
 
     actor: Actor
     needs: frozenset[str] = frozenset()  # Objective.needs
-    norms: GradientNorms | None = None
     verification: EarlyVerification | None = None  # PIPO's
     distilled: Teachers | None = None  # the other models of a distillation
     critic: Actor | None = None
@@ -77,6 +76,7 @@ class Models:
     teacher: MovingAverage | None = None
     old_logprobs: str = "recompute"  # algorithm.old_logprobs
     kl_every: int = 0  # constraint.kl_every
+    norms_every: int = 0  # steps between measurements of the gradient norms of `Update.parts`
 
     @property
     def trained(self) -> dict[str, Actor]:
@@ -154,6 +154,16 @@ class Models:
         gradient = self.verification and self.verification.take(update)
         gradient = gradient or actor.backward(batch, update.loss, counts, update.outputs, second)
         return actor.apply(gradient, update.learning_rate, update.moments, update.scale)
+
+    def part_norms(
+        self, update: Update, batch: Batch, counts: dict[str, float], second: Second | None
+    ) -> dict[str, float]:
+        """Gradient norms of the parts of the loss, each by a backward pass; the weights do not change. Collective."""
+        norms = {}
+        for name, part_of in update.parts.items():
+            self.actor.backward(batch, part_of(update.loss), counts, update.outputs, second)
+            norms[name] = self.actor.optimizer.grad_norm()
+        return norms
 
     def end_of_step(self) -> None:
         if self.teacher:

@@ -1,4 +1,4 @@
-"""Observes a run: averages over a step, non-finite steps, slow ranks, alarms, gradient norms of the parts of a loss.
+"""Observes a run: averages over a step, non-finite steps, slow ranks, alarms.
 
 Alarms are about known failures of the algorithms (`tracking.alarms` turns them off) and about the train-inference
 mismatch, which has bounds in the section `faults`. Nothing here changes a number that is trained on.
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,7 @@ from safetensors.torch import save_file
 
 from megatron_rft.config.sections import Faults
 from megatron_rft.megatron import parallel
-from megatron_rft.megatron.actor import Actor
-from megatron_rft.objectives.base import LossFunction, Update
+from megatron_rft.objectives.base import Update
 from megatron_rft.records import Batch
 from megatron_rft.tracking.progress import SLOWER
 from megatron_rft.tracking.throughput import Phases, Throughput
@@ -302,34 +300,6 @@ class Stragglers:
         )
 
 
-Parts = Callable[[LossFunction, str], LossFunction]
-
-
 def due(every: int, step: int) -> bool:
     """True in the first step and every `every`-th step; never if `every` is 0."""
     return bool(every) and (step == 1 or step % every == 0)
-
-
-@dataclass(frozen=True)
-class GradientNorms:
-    """`part_of(loss, name)` is the loss restricted to one part; its gradient norm is the metric `prefix` + name."""
-
-    every: int
-    prefix: str
-    names: tuple[str, ...]
-    part_of: Parts
-    wanted: Callable[[Update], bool]  # whether an update has these parts
-
-    def due(self, update: Update, step: int) -> bool:
-        return update.model == "actor" and due(self.every, step) and self.wanted(update)
-
-    def measure(
-        self, actor: Actor, update: Update, batch: Batch, counts: dict[str, float], second: Any
-    ) -> dict[str, float]:
-        """Collective. One backward pass for each part; the weights do not change."""
-        norms = {}
-        for name in self.names:
-            loss = self.part_of(update.loss, name)
-            actor.backward(batch, loss, counts, update.outputs, second)
-            norms[self.prefix + name] = actor.optimizer.grad_norm()
-        return norms

@@ -36,12 +36,10 @@ from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.balance import Costs
 from megatron_rft.megatron.two_distributions import Second
 from megatron_rft.objectives.base import Update
-from megatron_rft.objectives.offline.base import part_of
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.training import adapters, build
 from megatron_rft.training.engines import DTYPES
 from megatron_rft.training.models import LOGPROBS, Models
-from megatron_rft.training.monitor import GradientNorms
 from megatron_rft.training.stored import train_stored
 from megatron_rft.training.teacher import by_row, teachers_of
 from megatron_rft.utils.errors import DataError
@@ -231,8 +229,8 @@ def train(recipe: Recipe) -> int:
     models = OfflineModels(
         actor,
         objective.needs,
-        gradient_norms(options.part_norms_every),
         distilled=teachers_of(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision),
+        norms_every=options.part_norms_every,
         of_data=reference,
     )
     return train_stored(recipe, tokenizer, models, objective, stream, size, steps, partial(draw, data), given=own)
@@ -277,9 +275,3 @@ def draw(data: Batch, examples: list[tuple[int, ...]]) -> Batch:
     index = torch.tensor([position for example in examples for position in example])
     unit = torch.tensor([number for number, example in enumerate(examples) for _ in example])
     return data.select(index).with_sequences(unit=unit)
-
-
-def gradient_norms(every: int) -> GradientNorms:
-    """Gradient norms of right and of wrong trajectories (fpa.txt, figure 8)."""
-    names = ("correct", "incorrect")
-    return GradientNorms(every, "dynamics/grad_norm_", names, part_of, wanted=lambda update: True)

@@ -138,7 +138,6 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: d
     return Models(
         actor,
         objective.needs,
-        norms=dynamic_constraint.gradient_norms(recipe.constraint) if recipe.refines else None,
         verification=EarlyVerification(objective, actor) if recipe.pipo else None,
         critic=critic,
         reference=reference,
@@ -146,6 +145,7 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: d
         distilled=teachers_of(recipe.teaching, of_row or {}, actor, recipe.megatron, recipe.model.precision),
         old_logprobs=recipe.algorithm.old_logprobs,
         kl_every=kl_every,
+        norms_every=recipe.constraint.norms_every if recipe.refines else 0,
     )
 
 

@@ -27,7 +27,7 @@ from megatron_rft.training import adapters
 from megatron_rft.training.build import tokenizer_folder
 from megatron_rft.training.evaluator import BestModel, Evaluator, headline
 from megatron_rft.training.models import Models
-from megatron_rft.training.monitor import Monitor
+from megatron_rft.training.monitor import Monitor, due
 from megatron_rft.utils.device import has_cuda_device, return_free_pages
 from megatron_rft.utils.position import here
 from megatron_rft.utils.processes import FIRST_INTERRUPT, STOP_SIGNALS, Interrupts
@@ -166,9 +166,9 @@ class TrainingRun:
         models, norms = self.models, {}
         batch, counts = update.computed(mini_batch, models.skips_zero_advantages)
         second = models.second(update, batch)
-        if models.norms and models.norms.due(update, step):
+        if update.parts and due(models.norms_every, step):
             with self.phases("part_norms"):
-                norms = models.norms.measure(models.actor, update, batch, counts, second)
+                norms = models.part_norms(update, batch, counts, second)
         with self.phases("verification" if update.name == "verification" else "training"):
             metrics = models.step(update, batch, counts, second)
         self.monitor.trained(update, mini_batch, batch, models.actor.layout.share_prompts, metrics, step)

@@ -5,6 +5,7 @@ Every method logs the same dynamics, separately for right and wrong trajectories
 """
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class Offline(Objective):
         return Loss(self.terms(outputs, batch), dynamics(outputs, batch))
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        return Prepared([Update("policy", batch, self.loss, self.outputs, counts=counts, second=self.second)], state)
+        own = {"counts": counts, "second": self.second, "parts": PARTS}
+        return Prepared([Update("policy", batch, self.loss, self.outputs, **own)], state)
 
 
 def counts(batch: Batch) -> dict[str, float]:
@@ -112,14 +114,17 @@ def dynamics(outputs: Outputs, batch: Batch) -> dict[str, Sum]:
 
 
 def part_of(loss: LossFunction, part: str) -> LossFunction:
-    """The same loss with only the gradient of the "correct" or the "incorrect" trajectories.
+    """The same loss with only the gradient of the "correct" or the "incorrect" trajectories (fpa.txt figure 8).
 
     The two gradients add up to the whole gradient.
     """
 
-    def partial(outputs: Outputs, batch: Batch) -> Loss:
+    def only(outputs: Outputs, batch: Batch) -> Loss:
         own = ((batch.sequences["rewards"] > 0) == (part == "correct"))[batch.sequence_ids]
         kept = {name: torch.where(send(own, value.device), value, value.detach()) for name, value in outputs.items()}
         return loss(kept, batch)
 
-    return partial
+    return only
+
+
+PARTS = {f"dynamics/grad_norm_{part}": partial(part_of, part=part) for part in ("correct", "incorrect")}

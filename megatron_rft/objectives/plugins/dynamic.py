@@ -13,6 +13,7 @@ Without pairs, or with eta 0, the base's updates are returned unchanged.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,6 +99,20 @@ def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
     return total / mask.new_zeros(len(batch)).index_add(0, ids, mask).clamp(min=1)
 
 
+def part_of(loss: LossFunction, part: str) -> LossFunction:
+    """The loss with only the terms of `part`: "constraint", or "base" for all others."""
+
+    def only(outputs: Outputs, batch: Batch) -> Loss:
+        whole = loss(outputs, batch)
+        kept = {k: v for k, v in whole.terms.items() if (k == "constraint") == (part == "constraint")}
+        return replace(whole, terms=kept)
+
+    return only
+
+
+PARTS = {f"constraint/grad_norm_{part}": partial(part_of, part=part) for part in ("base", "constraint")}
+
+
 class DynamicConstraint(Plugin):
     options: DynamicOptions
 
@@ -155,7 +170,7 @@ class DynamicConstraint(Plugin):
             # refined_tokens is the mean per mini-batch, so one without pairs does not lower the step's cross-entropy
             return base | {"constrained": constrained, "refined_tokens": each_step}
 
-        return replace(update, batch=batch, loss=self._with_constraint(update.loss), counts=counts)
+        return replace(update, batch=batch, loss=self._with_constraint(update.loss), counts=counts, parts=PARTS)
 
     def _with_constraint(self, base_loss: LossFunction) -> LossFunction:
         def loss(outputs: Outputs, batch: Batch) -> Loss:
