@@ -181,7 +181,7 @@ class Step:
         from megatron_rft import objectives
         from megatron_rft.training import build
         from megatron_rft.training.models import Models
-        from megatron_rft.training.teacher import teachers_of
+        from megatron_rft.training.teacher import Teachers
 
         recipe, objective = self.recipe, objectives.build(self.recipe.algorithm)
 
@@ -190,7 +190,7 @@ class Step:
             networks = build.Networks(self.hf_config, *sections, recipe.run.seed)
             actor = networks.actor(1000, recipe.rollout.temperature)
             shared = actor, recipe.megatron, recipe.model.precision
-            return Models(actor, distilled=teachers_of(recipe.teaching, self._teachers(), *shared))
+            return Models(actor, given=recipe.teaching and Teachers(recipe.teaching, self._teachers(), *shared))
 
         models = self._built(new)
         offline, count = recipe.trainer == "offline", recipe.algorithm.batch_sequences
@@ -219,7 +219,7 @@ class Step:
             batch = batch.with_tokens(old_logprobs=actor.outputs(batch, LOGPROBS)["logprobs"])
 
         def second(update: Any, mini_batch: Any) -> Any:
-            if update.second is None or models.distilled:
+            if update.second is None or models.given:
                 return models.second(update, mini_batch)
             extrapolation = update.second.extrapolation
             if getattr(options, "reference", None) != "cached_hidden":

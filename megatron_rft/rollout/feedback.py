@@ -20,12 +20,11 @@ class Feedback:
 
     Args:
         encode: (problem, text of the prompt) -> token ids, through the chat template where prompts go through it.
-        cut: truncates a text to the most tokens that feedback may have.
     """
 
     options: SDPO
     encode: Callable[[Prompt, str], list[int]]
-    cut: Callable[[str], str]
+    tokenizer: Any
 
     def __call__(self, group: list[ScoredResponse]) -> list[ScoredResponse]:
         """The responses with their contexts. What an environment said comes before the verifier's reason."""
@@ -42,6 +41,11 @@ class Feedback:
         asked = self.options.teacher_template.format(prompt=prompt.question, feedback=feedback)
         return tuple(self.encode(prompt, asked))
 
+    def cut(self, text: str) -> str:
+        """The text up to the most tokens that feedback may have."""
+        ids, limit = self.tokenizer.encode(text, add_special_tokens=False), self.options.max_feedback_tokens
+        return text if len(ids) <= limit else self.tokenizer.decode(ids[:limit])
+
     def _parts(self, prompt: Prompt, index: int, texts: list[str], scores: list[Score]) -> list[str]:
         """Return the parts of the feedback on response `index`. Its sibling is the next correct one in sample order."""
         right = [i for i, score in enumerate(scores) if score.error is None and score.right]
@@ -55,13 +59,3 @@ class Feedback:
         if "error" in options.feedback and index not in right and scores[index].reason:
             parts.append(options.error_template.format(scores[index].reason.strip()))
         return parts
-
-
-def cutter(tokenizer: Any, limit: int) -> Callable[[str], str]:
-    """Return a function that truncates texts to `limit` tokens."""
-
-    def cut(text: str) -> str:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return text if len(ids) <= limit else tokenizer.decode(ids[:limit])
-
-    return cut

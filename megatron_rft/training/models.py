@@ -6,6 +6,7 @@ distillation is a model of its own.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from megatron_rft.objectives.surrogates import k3
 from megatron_rft.records import Batch
 from megatron_rft.tracking.throughput import Phases
 from megatron_rft.training.monitor import due
-from megatron_rft.training.teacher import Teachers
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Models:
     actor: Actor
     needs: frozenset[str] = frozenset()  # Objective.needs
     verification: EarlyVerification | None = None  # PIPO's
-    distilled: Teachers | None = None  # the other models of a distillation
+    given: Any = None  # what has the second distributions: a distillation's teachers, or an offline run's reference
     critic: Actor | None = None
     reference: list[Tensor] | None = None
     teacher: MovingAverage | None = None
@@ -131,8 +131,8 @@ class Models:
         other = update.second
         if other is None:
             return None
-        if other.weights == "distil":
-            return self.distilled.second(mini_batch, other.mixture)
+        if self.given:
+            return self.given.second(mini_batch, other)
         teacher = self.teacher.weights if self.teacher else None
         weights = {"reference": self.reference, "teacher": teacher, "actor": None}[other.weights]
         return Second(mini_batch.in_context() if other.in_context else mini_batch, weights, other.extrapolation)

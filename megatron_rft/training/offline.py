@@ -6,7 +6,6 @@ data.validation, or the store's held-out problems; the run exports the model wit
 
 import json
 import math
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,13 @@ from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.balance import Costs
 from megatron_rft.megatron.two_distributions import Second
-from megatron_rft.objectives.base import Update
+from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch, Prompt
 from megatron_rft.training import adapters, build
 from megatron_rft.training.engines import DTYPES
 from megatron_rft.training.models import LOGPROBS, Models
 from megatron_rft.training.stored import train_stored
-from megatron_rft.training.teacher import by_row, teachers_of
+from megatron_rft.training.teacher import Teachers, by_row
 from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import replacing
 
@@ -63,6 +62,7 @@ class Reference:
 
     def __init__(self, model: Model, run: Run, options: Offline, digest: str):
         self.model, self.seed, self.weights, self.cache = model, run.seed, None, None
+        self.dtype = DTYPES[model.precision]
         self.compares = options.compares_distributions and not isinstance(options, Teaching)
         self.cached = self.compares and options.reference == "cached_hidden"
         self.logprobs_file = Path(run.output_dir) / LOGPROBS_FILE
@@ -72,7 +72,7 @@ class Reference:
             if model.reference
             else adapters.base_of(model, run.seed),
             "tokenizer": tokenizer_fingerprint(build.tokenizer_folder(model)),
-            "dtype": str(DTYPES[model.precision]).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
         }
         if self.cached:
             self.folder = Path(options.reference_cache or Path(run.output_dir) / "reference_cache")
@@ -83,7 +83,6 @@ class Reference:
         """Return the whole data set with the reference's log-probs and each token's index in it. The actor has the
         initial weights."""
         self.actor = actor
-        assert self.facts["dtype"] == str(_dtype(actor)).removeprefix("torch."), self.facts
         kept = _kept_logprobs(self.logprobs_file, self.facts)
         missing = self.cached and not parallel.on_main((self.folder / INDEX).is_file)
         recomputed = self.compares and not self.cached
@@ -98,16 +97,14 @@ class Reference:
             self.weights = None
         return data.with_tokens(ref_logprobs=logprobs, data_index=torch.arange(len(data.response_ids)))
 
-    def second(self, update: Update, batch: Batch) -> Second | None:
-        """The reference's distribution, if `update` compares with it."""
-        if update.second is None:
-            return None
+    def second(self, batch: Batch, other: SecondDistribution) -> Second:
+        """The reference's distribution over the response tokens of `batch`."""
         if self.cache is None:
-            return Second(batch, self.weights, update.second.extrapolation)
+            return Second(batch, self.weights, other.extrapolation)
         index = batch.tokens["data_index"]
         return Second(
             batch,
-            extrapolation=update.second.extrapolation,
+            extrapolation=other.extrapolation,
             rows=lambda tokens: self.cache.rows(index[tokens]),
             output_weight=self.output,
         )
@@ -131,8 +128,14 @@ class Reference:
                 if writer:
                     writer.add(hidden)
         if writer:
-            writer.finish(self._output_weight().to(_dtype(self.actor)), self.facts)
-            print(describe(writer.tokens, self.actor.hf_config, _dtype(self.actor), self.folder), flush=True)
+            writer.finish(self._output_weight().to(self.dtype), self.facts)
+            hf_config, tokens = self.actor.hf_config, writer.tokens
+            each, logits = (size * self.dtype.itemsize for size in (hf_config.hidden_size, hf_config.vocab_size))
+            print(
+                f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {self.folder}; "
+                f"logits would take {logits} bytes a token, {logits / each:.0f} times as much",
+                flush=True,
+            )
         dist.barrier()
 
     def _output_weight(self) -> Tensor:
@@ -164,19 +167,6 @@ def chunks(data: Batch) -> list[Tensor]:
     return list(torch.arange(len(data)).split(sizes.tolist()))
 
 
-def describe(tokens: int, hf_config: Any, dtype: torch.dtype, folder: Path) -> str:
-    """A line with the size of the cache, compared with logits."""
-    each, logits = hf_config.hidden_size * dtype.itemsize, hf_config.vocab_size * dtype.itemsize
-    return (
-        f"reference cache: {tokens} tokens of {each} bytes, {tokens * each / 2**20:.1f} MiB in {folder}; "
-        f"logits would take {logits} bytes a token, {logits / each:.0f} times as much"
-    )
-
-
-def _dtype(actor: Actor) -> torch.dtype:
-    return next(actor.models[-1].parameters()).dtype
-
-
 def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
     """Log-probs stored by an earlier start of this run; None if there are none. Collective."""
     if not parallel.on_main(path.is_file):
@@ -190,16 +180,6 @@ def _kept_logprobs(path: Path, facts: dict[str, Any]) -> Tensor | None:
     if changed:
         raise DataError(f"{path} is of another {changed[0]}, which has changed since this run's first start")
     return logprobs
-
-
-@dataclass
-class OfflineModels(Models):
-    """The actor and the frozen reference, which knows its log-probs of the data."""
-
-    of_data: Reference | None = None
-
-    def second(self, update: Update, mini_batch: Batch) -> Second | None:
-        return super().second(update, mini_batch) if self.distilled else self.of_data.second(update, mini_batch)
 
 
 def train(recipe: Recipe) -> int:
@@ -226,14 +206,12 @@ def train(recipe: Recipe) -> int:
     sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
     actor = build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature)
     data = reference.join(actor, data)
-    models = OfflineModels(
-        actor,
-        objective.needs,
-        distilled=teachers_of(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision),
-        norms_every=options.part_norms_every,
-        of_data=reference,
-    )
-    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, partial(draw, data), given=own)
+    if recipe.teaching:
+        given = Teachers(recipe.teaching, of_row, actor, recipe.megatron, recipe.model.precision)
+    else:
+        given = reference
+    models = Models(actor, objective.needs, given=given, norms_every=options.part_norms_every)
+    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, partial(draw, data), {}, own)
 
 
 def check_store(stored: Stored, path: str, tokenizer: str, held_out: list[Prompt] | None, kind: str | None) -> None:

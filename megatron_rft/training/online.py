@@ -23,7 +23,7 @@ from megatron_rft.plan.model_shape import ModelShape
 from megatron_rft.plan.routes import why_not_replayed
 from megatron_rft.plan.vllm import choose_for
 from megatron_rft.rewards.registry import build as build_reward
-from megatron_rft.rollout.feedback import Feedback, cutter
+from megatron_rft.rollout.feedback import Feedback
 from megatron_rft.rollout.routes import RouteStore
 from megatron_rft.rollout.sampler import Sampler
 from megatron_rft.training import build, dynamic_constraint, loop, user_algorithm
@@ -35,7 +35,7 @@ from megatron_rft.training.monitor import check_mismatch_bounds
 from megatron_rft.training.online_batches import OnlineBatches
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.run import TrainingRun
-from megatron_rft.training.teacher import by_row, teachers_of
+from megatron_rft.training.teacher import Teachers, by_row
 from megatron_rft.utils.errors import DataError
 
 
@@ -117,7 +117,7 @@ def mini_batches(rollout: Rollout, algorithm: Algorithm) -> int:
     return rollout.prompts_per_step // (algorithm.mini_batch_prompts or rollout.prompts_per_step)
 
 
-def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: dict[int, str] | None = None) -> Models:
+def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: dict[int, str]) -> Models:
     """The actor and the other networks that the objective needs. `of_row`: teachers' names, of several."""
     # A learning rate schedule spans all optimizer steps of the run.
     optimizer_steps = mini_batches(recipe.rollout, recipe.algorithm) * recipe.algorithm.epochs
@@ -134,7 +134,7 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: d
     kl_every = recipe.constraint.kl_every if recipe.constraint else 0
     if objective.needs & {"ref_logprobs", "ref_kl", "reference"} or kl_every or recipe.refines:
         reference = build.reference_weights(recipe.model, recipe.run.seed, actor)
-    rate = recipe.algorithm.teacher_average
+    rate, teaching = recipe.algorithm.teacher_average, recipe.teaching
     return Models(
         actor,
         objective.needs,
@@ -142,7 +142,7 @@ def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: d
         critic=critic,
         reference=reference,
         teacher=MovingAverage(actor, rate) if rate else None,
-        distilled=teachers_of(recipe.teaching, of_row or {}, actor, recipe.megatron, recipe.model.precision),
+        given=teaching and Teachers(teaching, of_row, actor, recipe.megatron, recipe.model.precision),
         old_logprobs=recipe.algorithm.old_logprobs,
         kl_every=kl_every,
         norms_every=recipe.constraint.norms_every if recipe.refines else 0,
@@ -168,4 +168,4 @@ def build_feedback(options: Algorithm, tokenizer: Any, encode: Callable, prompts
             f"algorithm.feedback: no row of data.train has a solution in its field {field!r} "
             f"(algorithm.solution_field); the first has {names}"
         )
-    return Feedback(options, encode, cutter(tokenizer, options.max_feedback_tokens))
+    return Feedback(options, encode, tokenizer)

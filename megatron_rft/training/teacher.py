@@ -22,6 +22,7 @@ from megatron_rft.data.hub import model_folder
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
 from megatron_rft.megatron.two_distributions import Second
+from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch
 from megatron_rft.utils.errors import DataError
 
@@ -32,20 +33,20 @@ class Teachers:
     """The teacher of each sequence: the only one, or that of the sequence's row in data.train."""
 
     def __init__(self, options: Teaching, of_row: dict[int, str], *shared: Any):
-        """`of_row`: row -> name, without rows if there is one teacher. `shared`: as of `Teacher`."""
-        self.teachers = [Teacher(path, *shared) for path in options.teachers.values()]
+        """`of_row`: row -> name, without rows if there is one teacher. `shared`: as of `load_teacher`."""
+        self.teachers = [load_teacher(path, *shared) for path in options.teachers.values()]
         numbers = {name: number for number, name in enumerate(options.teachers)}
-        self.of_row = torch.full((max(of_row, default=-1) + 1,), -1)
-        for row, name in of_row.items():
-            self.of_row[row] = numbers[name]
+        self.of_row = {row: numbers[name] for row, name in of_row.items()}
 
-    def second(self, batch: Batch, mixture: float) -> Second:
+    def second(self, batch: Batch, other: SecondDistribution) -> Second:
         """The teachers' distributions over the response tokens of `batch`."""
-        if not len(self.of_row):
-            return self.teachers[0].second(batch, mixture)
-        number = self.of_row[batch.sequences.get("prompt_index", batch.groups)]  # a store's groups are its problems
-        parts = ((number == i, teacher.second(batch, mixture)) for i, teacher in enumerate(self.teachers))
-        return Second(batch, parts=tuple(replace(second, only=only) for only, second in parts if only.any()))
+        seconds = [Second(batch, kept, mixture=other.mixture, actor=actor) for actor, kept in self.teachers]
+        if not self.of_row:
+            return seconds[0]
+        rows = batch.sequences.get("prompt_index", batch.groups)  # a store's groups are its problems
+        number = torch.tensor([self.of_row[row] for row in rows.tolist()])
+        parts = [replace(second, only=number == i) for i, second in enumerate(seconds)]
+        return Second(batch, parts=tuple(part for part in parts if part.only.any()))
 
 
 def by_row(options: Teaching, field: str | None, rows: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, str]:
@@ -60,32 +61,24 @@ def by_row(options: Teaching, field: str | None, rows: Iterable[tuple[int, dict[
     return teacher_of
 
 
-def teachers_of(options: Teaching | None, of_row: dict[int, str], *shared: Any) -> Teachers | None:
-    """The teachers of a run, if it has any. `of_row`, `shared`: as of `Teachers`."""
-    return Teachers(options, of_row, *shared) if options else None
-
-
-class Teacher:
-    def __init__(self, path: str, student: Actor, megatron: Megatron, precision: str):
-        folder, rows = model_folder(path, "teacher"), student.hf_config.vocab_size
-        own = load_config(folder)
-        if own.vocab_size < rows:
-            raise DataError(f"teacher: {path} has {own.vocab_size} rows in its vocabulary, and the model {rows}")
-        if own.vocab_size > rows and parallel.rank() == 0:
-            beyond = f"rows {rows} to {own.vocab_size - 1} of its vocabulary, which the model does not have"
-            print(f"teacher: {beyond}, are left out", flush=True)
-        cut = copy.deepcopy(own)
-        cut.vocab_size = rows
-        self.actor = Actor(cut, megatron, student.batching, precision, temperature=student.temperature)
-        lookup = weights.open_folder(folder, own)
-        self.actor.load(lambda name: lookup(name)[:rows] if name in VOCABULARY else lookup(name))
-        self.weights: list[Tensor] = self.actor.snapshot()
-        for tensor in self.actor.tensors():
-            tensor.data = tensor.data.new_empty(0)
-
-    def second(self, batch: Batch, mixture: float) -> Second:
-        """The teacher's distribution over the response tokens of `batch`."""
-        return Second(batch, self.weights, mixture=mixture, actor=self.actor)
+def load_teacher(path: str, student: Actor, megatron: Megatron, precision: str) -> tuple[Actor, list[Tensor]]:
+    """The model in `path` without its weights, and these in host memory."""
+    folder, rows = model_folder(path, "teacher"), student.hf_config.vocab_size
+    own = load_config(folder)
+    if own.vocab_size < rows:
+        raise DataError(f"teacher: {path} has {own.vocab_size} rows in its vocabulary, and the model {rows}")
+    if own.vocab_size > rows and parallel.rank() == 0:
+        beyond = f"rows {rows} to {own.vocab_size - 1} of its vocabulary, which the model does not have"
+        print(f"teacher: {beyond}, are left out", flush=True)
+    cut = copy.deepcopy(own)
+    cut.vocab_size = rows
+    actor = Actor(cut, megatron, student.batching, precision, temperature=student.temperature)
+    lookup = weights.open_folder(folder, own)
+    actor.load(lambda name: lookup(name)[:rows] if name in VOCABULARY else lookup(name))
+    kept = actor.snapshot()
+    for tensor in actor.tensors():
+        tensor.data = tensor.data.new_empty(0)
+    return actor, kept
 
 
 def check_tokenizer(path: str, tokenizer: Any, folder: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from megatron_rft.config.algorithms.online import SDPO
 from megatron_rft.data import arithmetic
 from megatron_rft.records import Prompt, Response, Score
-from megatron_rft.rollout.feedback import Feedback, cutter
+from megatron_rft.rollout.feedback import Feedback
 from megatron_rft.rollout.sampler import ScoredResponse
 
 PROMPT = Prompt(0, (1,), "<chat>2+2?</chat>", "4", {"solution": "the sum is 4"}, "2+2?")
@@ -13,13 +13,23 @@ TEXTS = ["5 ", "four", "4", "banana"]
 SCORES = [Score(0.0, "5 is not 4"), Score(1.0), Score(1.0), Score(0.0)]
 
 
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text, add_special_tokens):
+        return list(text)
+
+    def decode(self, ids):
+        return "".join(ids)
+
+
 def told(texts=TEXTS, scores=SCORES, prompt=PROMPT, sources=("sibling", "error", "solution"), limit=100, said=()):
     """The contexts as text: this encoder returns code points."""
     texts_around = {"solution_template": "right: {}", "error_template": "wrong: {}"}
     used = {"solution_template": {"solution", "sibling"}, "error_template": {"error"}}
     options = {name: text for name, text in texts_around.items() if used[name] & set(sources)}
-    section = SDPO(feedback=list(sources), teacher_template="{feedback} / {prompt}", **options)
-    feedback = Feedback(section, lambda _, text: [ord(c) for c in text], lambda text: text[:limit])
+    options |= {"max_feedback_tokens": limit, "teacher_template": "{feedback} / {prompt}"}
+    feedback = Feedback(SDPO(feedback=list(sources), **options), lambda _, text: [ord(c) for c in text], Letters())
     response = Response((), (), "stop", 0, said=said)
     group = [ScoredResponse(0, i, prompt, response, *each) for i, each in enumerate(zip(texts, scores, strict=True))]
     return ["".join(map(chr, each.context)) for each in feedback(group)]
@@ -55,8 +65,9 @@ def test_what_the_environment_said_comes_before_the_reason():
 
 def test_what_is_told_is_cut():
     assert told(limit=9)[0] == "right: fo / 2+2?"
-    tokenizer = arithmetic.tokenizer()
-    assert cutter(tokenizer, 3)("3 (1) +5=8") == "3 (1) +5" and cutter(tokenizer, 9)("3 (1) +5=8") == "3 (1) +5=8"
+    for limit, expected in ((3, "3 (1) +5"), (9, "3 (1) +5=8")):
+        feedback = Feedback(SDPO(max_feedback_tokens=limit), lambda *_: [], arithmetic.tokenizer())
+        assert feedback.cut("3 (1) +5=8") == expected
 
 
 @pytest.mark.parametrize("sources", [("sibling",), ("error",), ("solution",)])

@@ -10,6 +10,7 @@ from megatron_rft.config.plugins import Teaching
 from megatron_rft.conversion import hf_shapes
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
+from megatron_rft.objectives.base import SecondDistribution
 from megatron_rft.records import Batch
 from megatron_rft.training.teacher import Teachers
 from tests.shapes import SMALL
@@ -37,13 +38,13 @@ def test_it_is_empty_while_idle_and_its_states_are_never_reduced(one_rank, tmp_p
     student = Actor(STUDENT, Megatron(), Batching(), "fp32")
     student.load(weights.random_tensors(STUDENT, seed=0))
     teachers = Teachers(Teaching(teacher=str(tmp_path / "teacher")), {}, student, Megatron(), "fp32")
-    (teacher,) = teachers.teachers
+    ((teacher, kept),) = teachers.teachers
     reduced, plain = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, *args, **options: reduced.append(t) or plain(t, *args, **options))
     batch = Batch.of([[1, 2]] * 2, [[3, 4], [5]])
     names = frozenset({"logprobs", "reverse_kl"})
-    assert not any(tensor.numel() for tensor in teacher.actor.tensors())
-    found = student.outputs(batch, names, teachers.second(batch, 0.5))["reverse_kl"]
-    assert (found > 0).all() and not any(tensor.numel() for tensor in teacher.actor.tensors())
-    assert sum(map(torch.numel, teacher.weights)) == sum(lookup(name).numel() for name in hf_shapes(TEACHER))
+    assert not any(tensor.numel() for tensor in teacher.tensors())
+    found = student.outputs(batch, names, teachers.second(batch, SecondDistribution("distil")))["reverse_kl"]
+    assert (found > 0).all() and not any(tensor.numel() for tensor in teacher.tensors())
+    assert sum(map(torch.numel, kept)) == sum(lookup(name).numel() for name in hf_shapes(TEACHER))
     assert [tuple(tensor.shape) for tensor in reduced] == [(len(names), 3)]  # values alone
