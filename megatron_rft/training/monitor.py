@@ -7,11 +7,11 @@ mismatch, which has bounds in the section `faults`. Nothing here changes a numbe
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -36,14 +36,33 @@ CAUSES_OF_MISMATCH = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Alarm:
-    """`holds(steps, first)` gets the last STEPS steps that have the metric `needs`, and its mean over the first."""
+    """`condition(steps, first)` gets the last STEPS steps that have the metric `needs`, and its mean over the first. An
+    alarm is told when its condition becomes true, and again only after the condition was false. A resumed run begins
+    its windows again.
+    """
 
     needs: str
-    holds: Callable[[list[Metrics], float], bool]
+    condition: Callable[[list[Metrics], float], bool]
     sentence: str
     page: str
+    first: list[float] = field(default_factory=list)
+    last: deque[Metrics] = field(default_factory=lambda: deque(maxlen=STEPS))
+    holds: bool = False
+
+    def check(self, metrics: Metrics, step: int) -> str:
+        """Return a sentence if the condition becomes true in this step."""
+        if self.needs not in metrics:
+            return ""
+        if len(self.first) < FIRST:
+            self.first.append(metrics[self.needs])
+        self.last.append(metrics)
+        before, mean = self.holds, sum(self.first) / len(self.first)
+        self.holds = len(self.last) == STEPS and self.condition(list(self.last), mean)
+        if before or not self.holds:
+            return ""
+        return f"step {step}: for {STEPS} steps {self.sentence}. See {self.page}"
 
 
 def _all(name: str, condition: Callable[[float], bool]) -> Callable[[list[Metrics], float], bool]:
@@ -103,34 +122,6 @@ ALARMS = (
         "docs/offline.md",
     ),
 )
-
-
-class Alarms:
-    """The alarms of one run, from the last steps' metrics. One is told when its condition becomes true, and again only
-    after the condition was false. A resumed run begins its windows again.
-    """
-
-    def __init__(self) -> None:
-        self._last: list[deque[Metrics]] = [deque(maxlen=STEPS) for _ in ALARMS]
-        self._first: list[list[float]] = [[] for _ in ALARMS]
-        self._holds = [False for _ in ALARMS]
-
-    def check(self, metrics: Metrics, step: int) -> list[str]:
-        """Return a sentence for each alarm whose condition becomes true in this step."""
-        return [told for number, alarm in enumerate(ALARMS) if (told := self._check(number, alarm, metrics, step))]
-
-    def _check(self, number: int, alarm: Alarm, metrics: Metrics, step: int) -> str:
-        if alarm.needs not in metrics:
-            return ""
-        first, last = self._first[number], self._last[number]
-        if len(first) < FIRST:
-            first.append(metrics[alarm.needs])
-        last.append(metrics)
-        before, mean = self._holds[number], sum(first) / len(first)
-        self._holds[number] = len(last) == STEPS and alarm.holds(list(last), mean)
-        if before or not self._holds[number]:
-            return ""
-        return f"step {step}: for {STEPS} steps {alarm.sentence}. See {alarm.page}"
 
 
 def load_metrics(loads: Loads) -> Metrics:
@@ -201,7 +192,7 @@ class Monitor:
         self.guard = NonFiniteGuard(folder, faults.max_skipped_steps)
         self.values: dict[str, list[float]] = defaultdict(list)  # of the optimizer steps of this training step
         self.stragglers = Stragglers(parallel.from_all_ranks(socket.gethostname(), "start"))
-        self.alarms, self.dead_experts = Alarms() if alarms else None, DeadExperts()
+        self.alarms, self.dead_experts = deepcopy(ALARMS) if alarms else (), DeadExperts()
 
     def trained(
         self, update: Update, mini_batch: Batch, computed: Batch, shared: bool, metrics: dict[str, float], step: int
@@ -226,7 +217,7 @@ class Monitor:
         metrics = metrics | ranks | means | {"faults/skipped_steps": self.guard.total} | phases.take()
         metrics |= self.throughput.take(metrics) | (load_metrics(loads) if loads else {})
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
-        alarms = self.alarms.check(metrics, step) if self.alarms else []
+        alarms = [alarm.check(metrics, step) for alarm in self.alarms]
         dead = self.dead_experts.check(loads, step) if self.alarms and loads else ""
         return metrics, [warning for warning in (mismatch, slow, *alarms, dead) if warning]
 
@@ -255,7 +246,7 @@ class NonFiniteGuard:
 
 
 class Stragglers:
-    """Compares the ranks after each step, with one small all_gather on the host. All ranks call it together.
+    """Compares the ranks after each step. All ranks call it together.
 
     Work is wall time outside waits for collectives. On GPUs the host does not wait for a collective, so that the wait
     is part of the work there: `training` of all ranks is then about equal, and generation and grading tell them apart.
@@ -271,10 +262,7 @@ class Stragglers:
         phase of this rank."""
         if len(self.hosts) == 1:
             return {}, ""
-        own = torch.tensor([work.get(phase, 0.0) for phase in PHASES])
-        rows = [torch.empty_like(own) for _ in self.hosts]
-        dist.all_gather(rows, own, group=parallel.host_group("generation"))
-        return self.compare(torch.stack(rows).tolist(), step)
+        return self.compare(parallel.gather([[work.get(phase, 0.0) for phase in PHASES]]), step)
 
     def compare(self, rows: list[list[float]], step: int) -> tuple[dict[str, float], str]:
         """`rows`: for each rank the seconds of PHASES."""

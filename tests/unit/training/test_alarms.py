@@ -1,12 +1,14 @@
 """Each alarm on the metrics of a run that has its failure, and of one that has not."""
 
+from copy import deepcopy
+
 import pytest
 
 from megatron_rft.config import Faults
 from megatron_rft.training.monitor import (
     ALARMS,
     STEPS,
-    Alarms,
+    Alarm,
     DeadExperts,
     check_mismatch,
     check_mismatch_bounds,
@@ -40,25 +42,29 @@ FAILURES = {
 }
 
 
+def check(alarms: list[Alarm], metrics: dict[str, float], step: int) -> list[str]:
+    return [told for alarm in alarms if (told := alarm.check(metrics, step))]
+
+
 def test_a_healthy_run_has_none():
-    alarms = Alarms()
-    assert not [told for step in range(1, 60) for told in alarms.check(HEALTHY, step)]
-    assert not [told for step in range(60, 90) for told in alarms.check({"policy/nll": 1.0}, step)]
+    alarms = deepcopy(ALARMS)
+    assert not [told for step in range(1, 60) for told in check(alarms, HEALTHY, step)]
+    assert not [told for step in range(60, 90) for told in check(alarms, {"policy/nll": 1.0}, step)]
 
 
 def test_groups_of_one_response_always_agree():
     alone = HEALTHY | FAILURES["in every group"]
     del alone["reward/group_std"]
-    alarms = Alarms()
-    assert not [told for step in range(1, 30) for told in alarms.check(alone, step)]
+    alarms = deepcopy(ALARMS)
+    assert not [told for step in range(1, 30) for told in check(alarms, alone, step)]
 
 
 @pytest.mark.parametrize("sentence", FAILURES)
 def test_a_failure_is_told_once_until_it_has_ceased(sentence):
-    alarms, told = Alarms(), []
+    alarms, told = deepcopy(ALARMS), []
     kinds = [HEALTHY] * 25 + [HEALTHY | FAILURES[sentence]] * 15 + [HEALTHY] * 3 + [HEALTHY | FAILURES[sentence]] * 15
     for step, metrics in enumerate(kinds, start=1):
-        told += [(step, each) for each in alarms.check(metrics, step)]
+        told += [(step, each) for each in check(alarms, metrics, step)]
     assert [step for step, _ in told] == [25 + STEPS, 25 + 15 + 3 + STEPS], told
     assert all(sentence in each and "See docs/" in each for _, each in told)
 
