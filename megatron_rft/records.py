@@ -32,8 +32,7 @@ __all__ = ["Batch", "Prompt", "Response", "Score"]
 def flat(lists: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.long) -> Tensor:
     """Lists or arrays of numbers, end to end."""
     arrays = [np.asarray(each) for each in lists if len(each)]
-    kind = torch.zeros(0, dtype=dtype).numpy().dtype
-    return torch.from_numpy(np.concatenate(arrays or [np.zeros(0)], dtype=kind, casting="unsafe"))
+    return torch.from_numpy(np.concatenate(arrays or [np.zeros(0)])).to(dtype)
 
 
 def segment_ids(lens: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ def _group_sums(values: Tensor, groups: Tensor, size: int) -> Tensor:
 
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """In float64: (R_i - mean, 1 where all rewards of the group are equal, group sizes, group numbers), each [B]."""
-    _, groups = group.unique(return_inverse=True)
-    size = int(groups.max()) + 1 if len(groups) else 0
-    rewards = rewards.double()
+    distinct, groups = group.unique(return_inverse=True)
+    size, rewards = len(distinct), rewards.double()
     number = _group_sums(torch.ones_like(rewards), groups, size)[groups]
     highest, lowest = (
         rewards.new_zeros(size).scatter_reduce_(0, groups, rewards, how, include_self=False) for how in ("amax", "amin")
@@ -57,10 +56,9 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 
 def group_normalised(advantages: Tensor, group: Tensor) -> Tensor:
     """a_i = G A_i / sum_j |A_j| within each group (pipo.txt 4.1); a group of zeros stays zero. [B] -> [B]"""
-    _, groups = group.unique(return_inverse=True)
-    size = int(groups.max()) + 1 if len(groups) else 0
-    number = _group_sums(torch.ones_like(advantages), groups, size)
-    total = _group_sums(advantages.abs(), groups, size)
+    distinct, groups = group.unique(return_inverse=True)
+    number = _group_sums(torch.ones_like(advantages), groups, len(distinct))
+    total = _group_sums(advantages.abs(), groups, len(distinct))
     scale = torch.where(total > 0, number / torch.where(total > 0, total, 1.0), 0.0)
     return advantages * scale[groups]
 
@@ -132,10 +130,9 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
         index = (ends - back)[alive]
         running[alive] = delta[index] + gamma * lam * running[alive]
         advantages[index] = running[alive]
-    full = [torch.zeros(len(batch.response_ids)) for _ in range(2)]
-    for target, values_of_trained in zip(full, (advantages, advantages + values), strict=True):
-        target[positions] = values_of_trained.float()
-    return full[0], full[1]
+    zeros = torch.zeros(len(batch.response_ids))
+    advantages, returns = (zeros.index_copy(0, positions, x.float()) for x in (advantages, advantages + values))
+    return advantages, returns
 
 
 def rewards_to_go(rewards: Tensor, batch: Batch, gamma: float) -> Tensor:

@@ -153,8 +153,8 @@ class Update:
         Adds `group_tokens` [B], the number of trained tokens in each sequence's group: a micro-batch may hold only a
         part of a group.
         """
-        _, group_of = self.batch.groups.unique(return_inverse=True)
-        count = int(group_of.max()) + 1 if len(group_of) else 0
+        groups, group_of = self.batch.groups.unique(return_inverse=True)
+        count = len(groups)
         trained = torch.zeros(count).index_add_(0, group_of, trained_tokens(self.batch))
         batch = self.batch.with_sequences(group_tokens=trained[group_of])
         for _ in range(self.epochs if count else 0):

@@ -70,10 +70,6 @@ class Task:
     rollout: Any  # the sampler's
     request: Request
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.rollout.prompt_index, self.rollout.sample
-
 
 @dataclass
 class Refiner:
@@ -96,7 +92,7 @@ class Refiner:
     seed: Callable[..., int]
     options: DynamicOptions
     draft: bool = True
-    most_tokens: int | None = None
+    most_tokens: float = math.inf
 
     def choose(self, group: list, step: int, trained: list[bool]) -> tuple[list[Task], dict[int, str]]:
         """Return the responses of a group (rollouts of the sampler) to refine, and by sample why others are not."""
@@ -107,7 +103,7 @@ class Refiner:
             if reason is None and (seed % 1000003 >= self.options.share * 1000003 or len(tasks) == self.options.first):
                 reason = NOT_CHOSEN
             task = None if reason else self._task(rollout, seed)
-            if reason is None and self._too_long(task):
+            if task and len(task.request.prompt_ids) + self.sampling.max_tokens > self.most_tokens:
                 reason = TOO_LONG
             if reason:
                 left[rollout.sample] = reason
@@ -137,11 +133,6 @@ class Refiner:
         ids = rollout.response.token_ids
         stops = self.sampling.stop_token_ids
         return (ids if ids and ids[-1] in stops else (*ids, *stops[:1]))[: self.sampling.max_tokens]
-
-    def _too_long(self, task: Task) -> bool:
-        return (
-            self.most_tokens is not None and len(task.request.prompt_ids) + self.sampling.max_tokens > self.most_tokens
-        )
 
     def write(self, tasks: list[Task]) -> list[Response]:
         """Generate the refined responses, in the order of the tasks."""
@@ -211,8 +202,8 @@ class Refining:
                 job.result()
         found = {}
         for tasks, job in self.graded:
-            found |= {task.key: refined for task, refined in zip(tasks, job.result(), strict=True)}
-        return [replace(each, refined=found.get((each.prompt_index, each.sample))) for each in rollouts]
+            found |= {task.rollout.key: refined for task, refined in zip(tasks, job.result(), strict=True)}
+        return [replace(each, refined=found.get(each.key)) for each in rollouts]
 
 
 def check(rollouts: list, step: int) -> None:

@@ -41,6 +41,10 @@ class ScoredResponse:
     refined: Refined | None = None
     unrefined: str = ""  # why a refiner did not refine it
 
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.prompt_index, self.sample
+
     def __str__(self) -> str:
         return f"{self.prompt.text}{self.text}   [reward {self.score.reward:g}]"
 
@@ -123,8 +127,7 @@ class Sampler:
         """Start round `number` of a step; prompt indices start at `first`. Without `background` it runs when it is
         collected."""
         requests = self._requests(prompts, first, step, number)
-        numbered = dict(enumerate(prompts, first))
-        grade = partial(self._graded, numbered, step)
+        numbered, grade = dict(enumerate(prompts, first)), partial(self._graded, step)
         if self._thread is None:
             return PendingRound(step, numbered, [partial(grade, requests, self.engine.generate)])
         left: list[Request] = []  # unfinished requests of lost engines
@@ -195,7 +198,7 @@ class Sampler:
         rollouts = [replace(r, prompt=pending.prompts[r.prompt_index]) for result in results for r in result.rollouts]
         words = dict(self.gather_on_main([words_of(r) for part in parts for r in part.rollouts]))
         rollouts = [with_words(r, words) for r in rollouts]
-        rollouts.sort(key=lambda r: (r.prompt_index, r.sample))
+        rollouts.sort(key=lambda rollout: rollout.key)
         when = f"step {step}"
         rollouts = [replace(r, score=finite(r.score, self.reward, when, r.prompt, r.sample, r.text)) for r in rollouts]
         failed = [rollout for rollout in rollouts if rollout.score.error is not None]
@@ -215,12 +218,10 @@ class Sampler:
         rollouts, differing = self.routes.take(part.rollouts, step)
         return replace(part, rollouts=rollouts, siblings_differ=differing)
 
-    def _graded(
-        self, prompts: dict[int, Prompt], step: int, requests: list[Request], generate: Generate
-    ) -> RoundResult:
+    def _graded(self, step: int, requests: list[Request], generate: Generate) -> RoundResult:
         """Generate, score and refine this rank's requests. One thread scores groups while later ones are generated;
         another refines scored groups."""
-        start = time.perf_counter()
+        start, prompts = time.perf_counter(), {request.id: request.problem for request in requests}
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as scoring:
             refining = Refining(self.refiner, self.reward, scoring, step) if self.refiner else None
             jobs = [
@@ -281,14 +282,14 @@ def packed(rollout: ScoredResponse) -> ScoredResponse:
 
 def words_of(rollout: ScoredResponse) -> tuple[tuple[int, int], tuple]:
     """(index of the prompt, sample) -> text, and the score's reason and details."""
-    return (rollout.prompt_index, rollout.sample), (rollout.text, rollout.score.reason, rollout.score.details)
+    return rollout.key, (rollout.text, rollout.score.reason, rollout.score.details)
 
 
 def with_words(rollout: ScoredResponse, words: dict[tuple[int, int], tuple]) -> ScoredResponse:
     """The response with its words where they are there."""
-    if (key := (rollout.prompt_index, rollout.sample)) not in words:
+    if rollout.key not in words:
         return rollout
-    text, reason, details = words[key]
+    text, reason, details = words[rollout.key]
     return replace(rollout, text=text, score=replace(rollout.score, reason=reason, details=details))
 
 

@@ -111,7 +111,7 @@ class Mismatch:
         found = [(group.id, number, each) for group in groups for number, each in enumerate(group.responses)]
         rollouts = [ScoredResponse(i, number, self.prompts[i], each, "", Score(0.0)) for i, number, each in found]
         rollouts = parallel.gather(routes.take(rollouts, 0)[0] if routes else rollouts)
-        rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample))
+        rollouts.sort(key=lambda rollout: rollout.key)
         if stale := {rollout.response.weight_version for rollout in rollouts} - {2}:
             wrong = f"a stale version: responses have weights of sync {min(stale)}, and sync 2 was the last"
         return to_batch(rollouts), next(filter(None, parallel.gather([wrong])), None)

@@ -172,7 +172,8 @@ class EngineBuilder:
 
     def _count(self, spare: list[str]) -> int:
         """The number of engines of the whole run, if each node has `spare` GPUs without a rank."""
-        return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes())
+        nodes = max(1, dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes)
 
     def _pool(self, hf_config: Any, build_on: Callable[[torch.device], Engine] | None) -> EnginePool:
         """The engines outside this process that this rank drives. `build_on` builds an engine in its process."""
@@ -277,10 +278,6 @@ def devices(number: int, workers: int, spare: list[str], own: str) -> list[str]:
         )
     first = number % slots * workers
     return spare[first : first + workers]
-
-
-def nodes() -> int:
-    return max(1, dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def visible_gpus() -> list[str]:

@@ -90,14 +90,20 @@ def run(recipe: Recipe) -> int:
             store.write_shard(folder, number, graded)
             right = sum(each.reward == 1 for each in graded)
             print(f"shard {number + 1} of {shards}: {len(graded)} responses, {right} of them right", flush=True)
+    options = recipe.rollout
     facts = {
         "model": recipe.model.path,
         "model_fingerprint": model_fingerprint(model_folder(recipe.model.path)),
         "tokenizer_fingerprint": tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
         "data": recipe.data.train.path,
         "problems": len(prompts),
-        **_sampled(engines, hf_config, tokenizer),
-        "dtype": recipe.rollout.dtype or recipe.model.precision,
+        "responses_per_problem": options.group_size,
+        "temperature": options.temperature,
+        "max_response_tokens": options.max_response_tokens,
+        "stop_token_ids": list(build.stop_token_ids(options.stop, tokenizer)),
+        "engine": engines.kind(hf_config),
+        "environment": recipe.environment and recipe.environment.model_dump(),
+        "dtype": options.dtype or recipe.model.precision,
         "seed": recipe.run.seed,
         "reward": recipe.reward.kind,
     }
@@ -119,19 +125,6 @@ def _sampler(
     player = around(engines.local(model_folder(model))(device), engines, tokenizer, stack)
     sampling, size = build.build_sampling(engines.rollout, tokenizer), engines.rollout.group_size
     return GradedSampler(player, sampling, tokenizer, reward, size, seed)
-
-
-def _sampled(engines: EngineBuilder, hf_config: Any, tokenizer: Any) -> dict[str, Any]:
-    """How responses are sampled, for the store's index."""
-    options = engines.rollout
-    return {
-        "responses_per_problem": options.group_size,
-        "temperature": options.temperature,
-        "max_response_tokens": options.max_response_tokens,
-        "stop_token_ids": list(build.stop_token_ids(options.stop, tokenizer)),
-        "engine": engines.kind(hf_config),
-        "environment": engines.environment and engines.environment.model_dump(),
-    }
 
 
 def _report(folder: Path, index: dict[str, Any]) -> None:

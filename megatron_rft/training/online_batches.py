@@ -15,7 +15,7 @@ them.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,23 +65,19 @@ class OnlineBatches(Batches):
     def next(self, step: int) -> Batch:
         """Collect the batch of `step`, and put the engine to sleep. Batches up to step + n are pending afterwards."""
         with self.run.phases("generation"):
-            self.sampled = self._next(step)
+            self.begin(step)
+            self._collect(step)
+            self.sampled = self.sampler.conclude(self.pending.pop(step), step)
+        if (stale := int(self.sampled.metrics["rollout/staleness"])) > self.staleness:
+            raise RunFailed(
+                f"step {step}: a response started with weights that are {stale} versions old, and rollout.staleness is "
+                f"{self.staleness}: the engine does not have the weights that it was sent"
+            )
         self.weights.sleep()
         if self.examples:
             with self.run.phases("logprobs"):
                 self.examples.write(step, self.sampled.rollouts)
         return self.sampled.batch
-
-    def _next(self, step: int) -> Sampled:
-        self.begin(step)
-        self._collect(step)
-        sampled = self.sampler.conclude(self.pending.pop(step), step)
-        if (stale := int(sampled.metrics["rollout/staleness"])) > self.staleness:
-            raise RunFailed(
-                f"step {step}: a response started with weights that are {stale} versions old, and rollout.staleness is "
-                f"{self.staleness}: the engine does not have the weights that it was sent"
-            )
-        return sampled
 
     def publish(self, version: int, asked: bool = False, verify: bool = False) -> dict[str, float]:
         """Wait for the batches that must end before the engine gets new weights, and send these."""
@@ -154,8 +150,8 @@ class OnlineBatches(Batches):
 
 
 def _to_json(result: RoundResult) -> dict:
-    rollouts = [asdict(replace(rollout, prompt=rollout.prompt.index)) for rollout in result.rollouts]
-    return {field.name: getattr(result, field.name) for field in fields(result)} | {"rollouts": rollouts}
+    rollouts = [replace(rollout, prompt=rollout.prompt.index) for rollout in result.rollouts]
+    return asdict(replace(result, rollouts=rollouts))
 
 
 def _from_json(row: dict, prompts: dict[int, Prompt]) -> RoundResult:

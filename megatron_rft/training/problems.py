@@ -26,10 +26,6 @@ class Problems:
     def source(self, part: str) -> Source:
         return self.benchmarks.get(part) or getattr(self.data, part)
 
-    def location(self, part: str) -> str:
-        """The option of a part in the recipe, for messages."""
-        return f"{'evaluation.benchmarks' if part in self.benchmarks else 'data'}.{part}"
-
     def rows(self, part: str) -> list[Row]:
         source = self.source(part)
         with self._named(part):
@@ -76,8 +72,9 @@ class Problems:
 
     @contextmanager
     def _named(self, part: str) -> Iterator[None]:
-        """Put the part's name in front of a DataError."""
+        """Put the part's option in front of a DataError."""
         try:
             yield
         except DataError as error:
-            raise DataError(f"{self.location(part)}: {error}") from None
+            section = "evaluation.benchmarks" if part in self.benchmarks else "data"
+            raise DataError(f"{section}.{part}: {error}") from None

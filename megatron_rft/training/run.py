@@ -69,14 +69,13 @@ class TrainingRun:
         models: Models,
         stream: Stream,
         total_steps: int,
-        evaluator: Evaluator | None = None,
-        dropped: dict[str, int] | None = None,
+        evaluator: Evaluator | None,
+        dropped: dict[str, int],
     ):
-        """`dropped`: reason -> rows of data.train that were left out."""
+        """`evaluator`: None if the recipe evaluates nothing. `dropped`: reason -> rows of data.train that were left
+        out."""
         self.recipe, self.models, self.stream, self.total_steps = recipe, models, stream, total_steps
-        self.evaluator, self.folder, self.dropped = evaluator, Path(recipe.run.output_dir), dropped or {}
-        self.validates = evaluator is not None and recipe.validates
-        self.tests = evaluator is not None and recipe.data.test is not None
+        self.evaluator, self.folder, self.dropped = evaluator, Path(recipe.run.output_dir), dropped
         self.done = 0
         self.inputs = inputs(recipe.model, stream) if dist.get_rank() == 0 else {}
         self.stop, self.phases = StopSignal(), Phases()
@@ -128,19 +127,19 @@ class TrainingRun:
     @property
     def evaluates_at_start(self) -> bool:
         """Whether the model is evaluated before the first step."""
-        return self.recipe.trainer != "sft" and not self.done and (self.validates or self.tests)
+        return self.recipe.trainer != "sft" and not self.done and bool(self.recipe.validates or self.recipe.data.test)
 
     def evaluate_at_start(self) -> dict[str, float] | None:
         """Validate and test before the first step. Returns the test result, on a resumed run the recorded one."""
-        if self.done and self.evaluator and self.recipe.trainer != "sft":
+        if self.done and self.evaluator:
             return self.evaluator.recorded("test", 0)
         if not self.evaluates_at_start:
             return None
         metrics, test = {}, None
         with self.phases("evaluation"):
-            if self.validates:
+            if self.recipe.validates:
                 metrics |= accuracy("evaluation", self.evaluator("validation", 0))
-            if self.tests:
+            if self.recipe.data.test:
                 test = self.evaluator("test", 0)
                 metrics |= accuracy("test", test)
         self.tracker.log(0, metrics | self.phases.take())
@@ -176,7 +175,7 @@ class TrainingRun:
 
     def evaluation_due(self, step: int) -> bool:
         every = self.recipe.evaluation.every
-        return self.validates and (step == self.total_steps or bool(every) and step % every == 0)
+        return self.recipe.validates and (step == self.total_steps or bool(every) and step % every == 0)
 
     def comparison_due(self, step: int) -> bool:
         """Whether the engine's weights are compared with the actor's bit by bit after this step."""
@@ -240,7 +239,7 @@ class TrainingRun:
             step, best = loaded
             self.tracker.note(f"the best model is that of step {step}: validation pass@1 {best:.3f}")
         after = None
-        if self.tests:
+        if self.recipe.data.test:
             publish(step, True)
             with self.phases("evaluation"):
                 after = self.evaluator("test", self.total_steps)
@@ -251,19 +250,15 @@ class TrainingRun:
         if actor.lora:
             adapters.export(actor, self.folder / "adapters", self.recipe.model, self.recipe.run.seed)
         self.checkpoints.wait()
-        if dist.get_rank() == 0:
-            self._plot()
+        if self.recipe.tracking.plot and dist.get_rank() == 0:
+            from megatron_rft.report.pictures import draw_run  # a slow import
+
+            self.tracker.note(f"curves: {draw_run(self.folder)}")
         self.tracker.note(f"model in Hugging Face format: {self.folder / 'export'}")
         if actor.lora:
             self.tracker.note(f"its adapters in PEFT's format: {self.folder / 'adapters'}")
         if after and dist.get_rank() == 0:
             print(headline(before, after), flush=True)
-
-    def _plot(self) -> None:
-        if self.recipe.tracking.plot:
-            from megatron_rft.report.pictures import draw_run  # a slow import
-
-            self.tracker.note(f"curves: {draw_run(self.folder)}")
 
     def close(self) -> None:
         self.checkpoints.close()

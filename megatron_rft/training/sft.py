@@ -7,7 +7,6 @@ from megatron_rft.config import Recipe
 from megatron_rft.data.prompts import as_batch
 from megatron_rft.data.stream import Stream
 from megatron_rft.training import build
-from megatron_rft.training.engines import EngineBuilder
 from megatron_rft.training.models import Models
 from megatron_rft.training.problems import Problems
 from megatron_rft.training.stored import train_stored
@@ -15,7 +14,6 @@ from megatron_rft.training.stored import train_stored
 
 def train(recipe: Recipe) -> int:
     """Train until run.steps, run.epochs or a signal. Returns the exit status."""
-    EngineBuilder.of(recipe).check_gpus()
     tokenizer, hf_config = build.load_model_files(recipe.model, recipe.run.seed, recipe.lora)
     problems, limit = Problems(recipe.data, recipe.environment), recipe.rollout.max_response_tokens
     answers, dropped = problems.demonstrations(tokenizer, limit)
@@ -24,4 +22,4 @@ def train(recipe: Recipe) -> int:
     sections = recipe.model, recipe.megatron, recipe.batching, recipe.optimizer, recipe.lora
     models = Models(build.Networks(hf_config, *sections, recipe.run.seed).actor(steps, recipe.rollout.temperature))
     objective = objectives.build(recipe.algorithm)
-    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, as_batch, dropped)
+    return train_stored(recipe, tokenizer, models, objective, stream, size, steps, as_batch, dropped, {})

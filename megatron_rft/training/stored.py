@@ -65,8 +65,8 @@ def train_stored(
     size: int,
     steps: int,
     make: Callable[[list], Batch],
-    dropped: dict[str, int] | None = None,
-    given: dict[str, list[Prompt]] | None = None,
+    dropped: dict[str, int],
+    given: dict[str, list[Prompt]],
 ) -> int:
     """Train with `StoredBatches` of `size` items. An engine is built for evaluations alone. `dropped`: as of
     `TrainingRun`; `given`: problems of parts without a data source in the recipe. Returns the exit status."""
@@ -80,7 +80,7 @@ def train_stored(
             options, problems = recipe.evaluation, Problems(recipe.data, recipe.environment)
             sampler = evaluation_sampler(options, recipe.rollout, player, tokenizer, reward, recipe.run.seed)
             folder = Path(recipe.run.output_dir) / "evaluation"
-            evaluator = Evaluator(options, problems, sampler, folder, parallel.gather, *player.driver(), given or {})
+            evaluator = Evaluator(options, problems, sampler, folder, parallel.gather, *player.driver(), given)
         run = stack.enter_context(closing(TrainingRun(recipe, models, stream, steps, evaluator, dropped)))
         batches = StoredBatches(stream, size, make, weights, run.phases)
         return loop.train(run, batches, models, objective)

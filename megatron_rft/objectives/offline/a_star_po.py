@@ -15,9 +15,9 @@ from megatron_rft.records import Batch, like
 
 def optimal_values(rewards: Tensor, groups: Tensor, beta: float) -> Tensor:
     """[B] V of each trajectory's problem: close to the mean reward for a large beta, to the best for a small one."""
-    _, group = groups.unique(return_inverse=True)
+    distinct, group = groups.unique(return_inverse=True)
     scaled = rewards.double() / beta
-    top = torch.full((int(group.max()) + 1,), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, scaled, "amax")
+    top = torch.full((len(distinct),), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, scaled, "amax")
     total = torch.zeros_like(top).index_add(0, group, (scaled - top[group]).exp())
     values = beta * (top + (total / group.bincount()).log())
     return values[group].float()

@@ -81,11 +81,6 @@ class Pairwise(Offline):
         return result
 
 
-def mean_logprobs(outputs: Outputs, batch: Batch) -> Tensor:
-    """[B] (1/|y|) log pi(y|x)."""
-    return sequence_means(outputs["logprobs"], batch)
-
-
 class DPO(Pairwise):
     """DPO (arXiv:2305.18290 Eq. 7; fpa.txt B.2), with r(y) = log pi(y|x) - log pi_ref(y|x):
 
@@ -107,7 +102,7 @@ class RPO(DPO):
     options: section.RPO
 
     def terms(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[float, Sum]]:
-        right, _ = split_pairs(mean_logprobs(outputs, batch), batch)
+        right, _ = split_pairs(sequence_means(outputs["logprobs"], batch), batch)
         return super().terms(outputs, batch) | {"nll": (self.options.alpha, Sum(-right.sum(), "units"))}
 
 
@@ -141,7 +136,7 @@ class SimPO(Pairwise):
     options: section.SimPO
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
-        return mean_logprobs(outputs, batch)
+        return sequence_means(outputs["logprobs"], batch)
 
     def pair_loss(self, right: Tensor, wrong: Tensor) -> Tensor:
         return -logsigmoid(self.options.beta * (right - wrong) - self.options.gamma)

@@ -83,7 +83,9 @@ class Written:
             yield Group(request.id, (Response(ids(text), (), "stop", 0),))
 
 
-def refiner(says: dict[str, str] | None = None, maximum: float = 1.0, draft=True, most_tokens=None, **named) -> Refiner:
+def refiner(
+    says: dict[str, str] | None = None, maximum: float = 1.0, draft=True, most_tokens=math.inf, **named
+) -> Refiner:
     return Refiner(
         Written(says or {}),
         Sampling(20, stop_token_ids=(EOS,)),
@@ -108,7 +110,7 @@ def test_who_is_refined():
     group = [rollout("a", r, i) for i, r in enumerate((1.0, 0.5, -1.0, 0.0, math.nan, 0.2))]
     group.append(rollout("a", 0.0, 6, error="the grader died"))
     tasks, left = refiner().choose(group, 1, [True, True, True, False, True, True, True])
-    assert [task.key for task in tasks] == [(3, 1), (3, 2), (3, 5)]
+    assert [task.rollout.key for task in tasks] == [(3, 1), (3, 2), (3, 5)]
     assert left == {0: AT_MAXIMUM, 3: NOT_TRAINED, 4: GRADER_FAILED, 6: GRADER_FAILED}
     assert TOKENIZER.decode(list(tasks[0].request.prompt_ids)) == "Q[a]0.5"
     assert (
@@ -118,7 +120,7 @@ def test_who_is_refined():
     assert len(refiner(maximum=math.inf).choose(group, 1, [True] * 7)[0]) == 5  # 1.0 may be surpassed
     assert len(refiner(filter=False).choose(group, 1, [True] * 7)[0]) == 5  # and a copy of it learnt
     tasks, left = refiner(first=2).choose(group, 1, [True] * 7)
-    assert [task.key[1] for task in tasks] == [1, 2] and left[5] == NOT_CHOSEN
+    assert [task.rollout.key[1] for task in tasks] == [1, 2] and left[5] == NOT_CHOSEN
     tasks, left = refiner(most_tokens=22).choose(group, 1, [True] * 7)
     assert not tasks and left[1] == TOO_LONG
 
@@ -126,7 +128,7 @@ def test_who_is_refined():
 def test_a_share_is_chosen_by_the_seed():
     group = [rollout("a", 0.0, i) for i in range(400)]
     found = [refiner(share=0.25).choose(group, step, [True] * 400)[0] for step in (1, 1, 2)]
-    keys = [[task.key for task in tasks] for tasks in found]
+    keys = [[task.rollout.key for task in tasks] for tasks in found]
     assert keys[0] == keys[1] != keys[2] and 70 < len(keys[0]) < 130
 
 
