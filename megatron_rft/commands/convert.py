@@ -142,7 +142,7 @@ def write_peft(source: SourceCheckpoint, args: argparse.Namespace) -> int:
     model = recipe.model.model_copy(update={"path": args.like or recipe.model.path})
     base = adapters.base_of(model, recipe.run.seed)
     with conversion.atomic_folder(args.out) as partial:
-        tensors = {name: trained(name) for name in trained.shapes}
+        tensors = {name: trained(name) for name in trained.parts}
         lora.write(partial, tensors.items(), trained.options, str(model_folder(model.path).resolve()), base)
         written = lora.read(partial, trained.options, source.hf_config, base)
         if not all(torch.equal(written(name), tensor) for name, tensor in tensors.items()):

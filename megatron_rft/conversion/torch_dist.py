@@ -13,7 +13,7 @@ Tensors are loaded with `weights_only=True`.
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, EnumType
 from functools import lru_cache
@@ -30,7 +30,7 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import lora
 from megatron_rft.conversion.folder import raise_on_problems
 from megatron_rft.conversion.mapping import LAYER, VOCABULARY, Mapping
-from megatron_rft.families.shapes import canonical_names, experts, hf_shapes
+from megatron_rft.families.shapes import canonical_shapes, experts
 from megatron_rft.utils.errors import DataError
 
 METADATA, CONFIG = ".metadata", "metadata.json"
@@ -130,7 +130,6 @@ class MegatronFolder:
         ours = tuple(self.prefix + part for part in MODEL)
         self.tensors = {key.removeprefix(self.prefix): v for key, v in tensors.items() if key.startswith(ours)}
         self.stored: dict[MetadataIndex, Any] = metadata.storage_data
-        self.shapes = self._shapes()
         self._check()
         self._parameter = lru_cache(maxsize=1)(self._read)  # q, k and v of one parameter are read one after the other
 
@@ -148,10 +147,8 @@ class MegatronFolder:
     # ---- checking
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return hf_shapes(self.hf_config)
-
-    def _names(self) -> Iterable[str]:
-        return canonical_names(self.hf_config)
+        """The shape of each unsharded parameter by its canonical name."""
+        return canonical_shapes(self.hf_config)
 
     def _check(self) -> None:
         # HF name -> (canonical name, index among that parameter's parts), several of stacked experts
@@ -159,14 +156,14 @@ class MegatronFolder:
         self.locations: dict[str, Location] = {}  # by canonical name
         missing, misshapen, used = [], [], set()
         count = experts(self.hf_config)
-        for name in self._names():
+        for name, shape in self._shapes().items():
             possible = list(locations(name, self.hf_config.num_hidden_layers, count))
             used |= {each.key for each in possible}
             location = next((each for each in possible if each.key in self.tensors), None)
             if location is None:
                 missing.append(name)
                 continue
-            size, expected = tuple(self.tensors[location.key].size), (*location.outer, *self._shape(name))
+            size, expected = tuple(self.tensors[location.key].size), (*location.outer, *shape)
             padded = name in VOCABULARY and size[0] >= expected[0] and size[1:] == expected[1:]
             if size != expected and not padded:
                 misshapen.append(f"{location.key} {size}, config.json says {expected}")
@@ -180,13 +177,6 @@ class MegatronFolder:
             "incomplete": list(self._incomplete()),
         }
         raise_on_problems(self.path, self.hf_config, problems)
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an unsharded parameter, whose HF parts are concatenated."""
-        if self.mapping.stacked_expert(name) is not None:
-            return self.shapes[self.mapping.hf_names(name)[0]][:0:-1]
-        parts = [self.shapes[hf_name] for hf_name in self.mapping.hf_names(name)]
-        return (sum(part[0] for part in parts), *parts[0][1:])
 
     def _incomplete(self) -> Iterator[str]:
         """Yield tensors with a missing chunk, a missing file or a truncated file."""
@@ -240,10 +230,10 @@ class AdapterCheckpoint(MegatronFolder):
         return "actor."
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return lora.shapes(self.hf_config, self.options)
-
-    def _names(self) -> Iterable[str]:
-        for weight in canonical_names(self.hf_config):
-            if weight.endswith(".weight"):
-                names = [f"{weight.removesuffix('.weight')}.adapter.{part}" for part in "ab"]
-                yield from (name for name in names if self.mapping.hf_names(name)[0] in self.shapes)
+        adapters, shapes = lora.shapes(self.hf_config, self.options), {}
+        weights = (name for name in canonical_shapes(self.hf_config) if name.endswith(".weight"))
+        for name in (f"{weight.removesuffix('.weight')}.adapter.{part}" for weight in weights for part in "ab"):
+            parts = [adapters[hf_name] for hf_name in self.mapping.hf_names(name) if hf_name in adapters]
+            if parts:
+                shapes[name] = (sum(part[0] for part in parts), parts[0][1])
+        return shapes

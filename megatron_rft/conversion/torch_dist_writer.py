@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rft.conversion.mapping import GATE_AND_UP, LAYER, VOCABULARY, Mapping, padded_vocab
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, Location, locations
-from megatron_rft.families.shapes import canonical_names, experts, partition_dim
+from megatron_rft.families.shapes import canonical_shapes, experts, partition_dim
 from megatron_rft.utils.errors import ConfigError
 
 # Megatron's linear layers store a state of Transformer Engine beside the weight, and require it when they are loaded.
@@ -51,7 +51,7 @@ class MegatronWriter:
 
     def write(self, lookup: Callable[[str], Tensor]) -> None:
         mapping = self.mapping
-        for name in canonical_names(self.hf_config):
+        for name in canonical_shapes(self.hf_config):
             whole = mapping.merge(name, [lookup(hf_name) for hf_name in mapping.hf_names(name)])
             if name in VOCABULARY:
                 whole = F.pad(whole, (0, 0, 0, padded_vocab(len(whole), self.tp) - len(whole)))

@@ -38,19 +38,18 @@ def check_scalar(value: Any) -> None:
         raise ValueError(f"is {KINDS.get(type(value), 'a list')}, not text or a number: {str(value)[:60]}")
 
 
-def check_characters(text: str, place: object) -> None:
-    """Refuses lone surrogates (half of a character, as \\ud83d alone): no tokenizer and no file takes them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])[1:-1]
-        raise DataError(f"{place}: its text has half of a character, {half} (a lone surrogate): remove it") from None
-
-
-def check_escapes(json_text: str, value: Any, place: str) -> None:
-    """Refuses lone surrogates that JSON's escapes have put into `value`, which was read from `json_text`."""
+def check_escapes(json_text: str, value: Any, place: object) -> None:
+    """Refuses lone surrogates (half of a character, as \\ud83d alone) that JSON's escapes have put into `value`, which
+    was read from `json_text`: no tokenizer and no file takes them. No other reader gives any."""
     if SURROGATE.search(json_text):
-        check_characters(json.dumps(value, ensure_ascii=False), place)
+        text = json.dumps(value, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(text[error.start])[1:-1]
+            raise DataError(
+                f"{place}: its text has half of a character, {half} (a lone surrogate): remove it"
+            ) from None
 
 
 class Fields:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_rft.config.datasets import TEMPLATES
 from megatron_rft.data.adapters.common import conversation
-from megatron_rft.data.fields import Fields, Row, check_characters, check_scalar, not_finite
+from megatron_rft.data.fields import Fields, Row, check_scalar, not_finite
 from megatron_rft.records import Prompt
 from megatron_rft.utils.errors import DataError, first_line
 
@@ -153,7 +153,6 @@ def field_text(row: Row, name: str, place: object) -> str:
         check_scalar(row[name])
     except ValueError as error:
         raise DataError(f"{place}: the field {name!r} {error}") from None
-    check_characters(str(row[name]), place)
     return str(row[name])
 
 
@@ -189,9 +188,7 @@ class _Formatter(string.Formatter):
 
 def _filled(template: str, row: Row, place: object) -> str:
     try:
-        text = _Formatter().vformat(template, (), row)
-        check_characters(text, place)
-        return text
+        return _Formatter().vformat(template, (), row)
     except DataError:
         raise
     except (AttributeError, LookupError, MemoryError, OverflowError, TypeError, ValueError) as error:

@@ -64,12 +64,6 @@ def find_files(path: str, choice: Choice) -> list[Path]:
     if place.is_dir():
         names = (str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
         return [place / name for name in select(names, choice, path)]
-    if not place.is_file():
-        raise DataError(
-            f"{path}: no such file or folder (a data set is a {', '.join(SUFFIXES)} file, or a folder of them)"
-        )
-    if place.suffix not in SUFFIXES:
-        raise DataError(f"{path}: a data set is a {', '.join(SUFFIXES)} file, a folder of them, or `arithmetic`")
     return [place]
 
 

@@ -252,20 +252,18 @@ def layer_parts(config: Any, layer: int) -> Iterator[Part]:
         yield part._replace(shape=shapes[0][:0:-1]) if part.stacked else part
 
 
-def canonical_names(config: Any) -> Iterator[str]:
-    """Yield the names of all tensors, as megatron-core's local spec has them, in the order of the layers."""
-    yield "embedding.word_embeddings.weight"
+def canonical_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the unsharded shape of every tensor by its name in megatron-core's local spec, in the order of the layers,
+    without a tied output matrix."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": vocabulary}
     for number in range(config.num_hidden_layers):
         for part in layer_parts(config, number):
-            name = f"decoder.layers.{number}.{part.name}"
-            if part.expert:
-                name = name.replace("experts.{e}", "experts.local_experts.{e}")
-                yield from (name.replace("{e}", str(expert)) for expert in range(experts(config)))
-            else:
-                yield name
-    yield "decoder.final_layernorm.weight"
-    if not config.tie_word_embeddings:
-        yield "output_layer.weight"
+            name = f"decoder.layers.{number}.{part.name}".replace("experts.{e}", "experts.local_experts.{e}")
+            for expert in range(experts(config)) if part.expert else (0,):
+                shapes[name.replace("{e}", str(expert))] = part.shape
+    shapes["decoder.final_layernorm.weight"] = (config.hidden_size,)
+    return shapes if config.tie_word_embeddings else shapes | {"output_layer.weight": vocabulary}
 
 
 def hf_shapes(config: Any) -> dict[str, tuple[int, ...]]:

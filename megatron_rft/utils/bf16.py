@@ -24,9 +24,7 @@ def install() -> None:
     """Replace torch's products on such a CPU, once in a process."""
     import torch
 
-    if has_instructions():
-        return
-    if not hasattr(torch.library, "get_kernel"):  # torch 2.9
+    if has_instructions() or not hasattr(torch.library, "get_kernel"):  # torch 2.9
         return
     _library.append(torch.library.Library("aten", "IMPL"))
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -14,10 +14,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when the thread of `parent` that started it ends, for any reason. Linux
-    only."""
-    if not sys.platform.startswith("linux"):
-        return
+    """Make the kernel signal this process when the thread of `parent` that started it ends, for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), number)

@@ -81,8 +81,7 @@ class Interrupts:
 def reaper(parent: int, command: list[str]) -> int:
     """Run a command, and kill all processes that it started when it ends, on END, and when `parent` ends. Returns the
     command's status. Removes vLLM's shared memory that these processes used."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become this process's children
     signal.signal(END, _leave)
     try:
         die_with(parent, END)

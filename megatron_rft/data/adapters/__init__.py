@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_rft.config.datasets import DATASETS
 from megatron_rft.data.adapters import code, mathematics, text, tools
 from megatron_rft.data.fields import Fields, Row
-from megatron_rft.utils.errors import DataError, did_you_mean, first_line
+from megatron_rft.utils.errors import DataError, first_line
 
 MODULES = {"mathematics": mathematics, "code": code, "tools": tools, "text": text}
 ADAPTERS: dict[str, Callable[[Fields], Row]] = {
@@ -28,8 +28,6 @@ ADAPTERS: dict[str, Callable[[Fields], Row]] = {
 
 def adapt(rows: Iterator[tuple[str, Row]], name: str, file: Path) -> Iterator[Row]:
     """Applies the adapter `name` to the rows of `file`."""
-    if name not in ADAPTERS:
-        raise DataError(f"there is no adapter {name!r}: {', '.join(ADAPTERS)}.{did_you_mean(name, ADAPTERS)}")
     for place, row in rows:
         place = f"{place} (adapter {name})"
         try:

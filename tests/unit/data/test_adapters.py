@@ -408,11 +408,6 @@ class TestBadRows:
             with pytest.raises(DataError, match=rf"{name}, row 2 \(adapter gsm8k\)"):
                 load_rows(tmp_path / name, adapter="gsm8k")
 
-    def test_an_unknown_adapter(self, tmp_path):
-        (tmp_path / "a.jsonl").write_text("{}\n")
-        with pytest.raises(DataError, match="there is no adapter 'maths'.*Did you mean 'math'"):
-            load_rows(tmp_path / "a.jsonl", adapter="maths")
-
     def test_minus_infinity_in_a_row_is_a_number_but_no_answer(self, tmp_path, adapt):
         (tmp_path / "a.jsonl").write_text('{"x": -Infinity}\n')
         assert load_rows(tmp_path / "a.jsonl") == [{"x": float("-inf")}]
