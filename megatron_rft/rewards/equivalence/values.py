@@ -90,7 +90,7 @@ def equal(wanted: Tree, got: Tree) -> bool:
 def proportional(reference: tuple[Tree, Tree], answer: tuple[Tree, Tree]) -> bool:
     """Whether two equations (left, right) are equivalent: their differences are multiples of each other."""
     names = set.union(*map(symbols, reference))
-    if not names or names != set.union(*map(symbols, answer)):
+    if names != set.union(*map(symbols, answer)):
         return False
     sides = [values(plus(left, times(MINUS, right)), names) for left, right in (reference, answer)]
     ratios = [number(b) / number(a) for a, b in zip(*sides, strict=True) if None not in (a, b) and a != 0]

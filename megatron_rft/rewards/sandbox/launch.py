@@ -58,9 +58,9 @@ class Server:
         finally:
             theirs.close()
         if self.receive(START_TIMEOUT_S) != b"ready":
-            reason = self._last_error()
+            lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
             self.close()
-            raise SandboxError(f"{mode}: {reason}")
+            raise SandboxError(f"{mode}: {lines[-1] if lines else 'the server ended without a message'}")
 
     def receive(self, timeout_s: float) -> bytes:
         """Return the next message, or b"" if the server has ended or sends nothing in time."""
@@ -79,10 +79,6 @@ class Server:
             self.process.kill()
             self.process.wait()
         os.close(self._errors)
-
-    def _last_error(self) -> str:
-        lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "the server ended without a message"
 
 
 def command(mode: str, fd: int) -> list[str]:

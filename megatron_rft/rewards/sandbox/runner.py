@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from megatron_rft.rewards.sandbox.launch import SandboxError, Server
 
 COMPILE_ERROR = 90  # exit status, as in inside/program.py
-MAX_WAIT_FACTOR = 3  # as in inside/cell.py
+MAX_WAIT_FACTOR = 3  # a cell may wait for a processor for at most so many times its wall limit
 GRACE_S = 5.0  # time beyond a cell's own limit after which its server is replaced
 CALL_LATE = (signal.SIGPROF, signal.SIGALRM)  # exit statuses of inside/program.py
 MAX_ERROR_CHARS = 2000  # of standard error that are read
@@ -62,9 +62,9 @@ def run_script(server: Server, source: str, text: str, limits: Limits) -> Progra
     """Run a program on one input."""
     with ExitStack() as stack:
         stdin, out, err, payload = (stack.enter_context(_file(each)) for each in (text, "", "", source))
-        _order(server, 0, "script", limits, [stdin, out, err, payload])
-        ended = _collect(server, {0}, limits.wall_s)[0]
-        return _read(ended, out, err, limits)
+        _order(server, "script", limits, [stdin, out, err, payload])
+        ended = _collect(server, {"script"}, limits.wall_s)
+        return _read(ended["script"], out, err, limits)
 
 
 def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits) -> Tested:
@@ -76,13 +76,13 @@ def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits)
         empty, out, err, payload, tests, report, mute = (
             stack.enter_context(_file(each)) for each in ("", "", "", source, json.dumps(task), "", "")
         )
-        _order(server, 0, "module", limits, [empty, out, err, payload, ends[0]])
-        _order(server, 1, "tests", ours, [empty, report, mute, tests, ends[1]])
+        _order(server, "module", limits, [empty, out, err, payload, ends[0]])
+        _order(server, "tests", ours, [empty, report, mute, tests, ends[1]])
         for end in ends:
             end.close()  # so that each side sees when the other one ends
-        ended = _collect(server, {0, 1}, ours.wall_s)
-        judged = _read(ended[1], report, mute, ours)
-        ran = _read(ended[0], out, err, limits)
+        ended = _collect(server, {"module", "tests"}, ours.wall_s)
+        judged = _read(ended["tests"], report, mute, ours)
+        ran = _read(ended["module"], out, err, limits)
         late = ran.timeout or ran.status in CALL_LATE
         ran = replace(ran, timeout=late)
         return Tested(ran, _outcomes(judged), judged.timeout and not late)
@@ -96,26 +96,26 @@ def _file(text: str) -> BinaryIO:
     return file
 
 
-def _order(server: Server, number: int, role: str, limits: Limits, files: list[BinaryIO | socket.socket]) -> None:
-    message = json.dumps({"id": number, "role": role, **asdict(limits)}).encode()
+def _order(server: Server, role: str, limits: Limits, files: list[BinaryIO | socket.socket]) -> None:
+    order = {"role": role, "max_wait_s": MAX_WAIT_FACTOR * limits.wall_s, **asdict(limits)}
     try:
-        socket.send_fds(server.socket, [message], [file.fileno() for file in files])
+        socket.send_fds(server.socket, [json.dumps(order).encode()], [file.fileno() for file in files])
     except OSError as error:
         raise SandboxError(f"the sandbox's server is gone: {error}") from None
 
 
-def _collect(server: Server, numbers: set[int], wall_s: float) -> dict[int, dict]:
+def _collect(server: Server, roles: set[str], wall_s: float) -> dict[str, dict]:
     """Wait for the reports of all cells. Raises SandboxError if a cell could not be built, or no report comes."""
-    ended: dict[int, dict] = {}
+    ended: dict[str, dict] = {}
     timeout_s = (1 + MAX_WAIT_FACTOR) * wall_s + GRACE_S
-    while ended.keys() != numbers:
+    while ended.keys() != roles:
         message = server.receive(timeout_s)
         if not message:
             raise SandboxError(f"the sandbox's server is gone, or did not answer within {timeout_s:g} s")
         report = json.loads(message)
         if "error" in report:
             raise SandboxError(f"no cell could be built: {report['error']}")
-        ended[report["id"]] = report
+        ended[report["role"]] = report
     return ended
 
 

@@ -21,7 +21,6 @@ import tester
 
 NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
 PROCESSES, FILES, STACK = 64, 64, 64 << 20  # threads count as processes
-MAX_WAIT_FACTOR = 3  # a cell may wait for a processor for at most so many times its wall limit
 PAYLOAD, CHANNEL = 3, 4  # file descriptors in a cell, after the standard three
 
 
@@ -29,7 +28,8 @@ class Cell:
     """A running cell, seen from the server."""
 
     def __init__(self, order: dict, fds: list[int], control: socket.socket):
-        self.number, self.start, self.wall_s = order["id"], time.monotonic(), order["wall_s"]
+        self.role, self.wall_s, self.max_wait_s = order["role"], order["wall_s"], order["max_wait_s"]
+        self.start = time.monotonic()
         self.deadline, self.late = self.start + self.wall_s, False
         self.built, built_writer = os.pipe()
         user = os.getuid(), os.getgid()
@@ -43,7 +43,7 @@ class Cell:
     def is_late(self) -> bool:
         """Return whether the wall time, without the time spent waiting for a processor, exceeds the limit."""
         if time.monotonic() >= self.deadline:
-            self.deadline = self.start + self.wall_s + min(self._waited(), MAX_WAIT_FACTOR * self.wall_s)
+            self.deadline = self.start + self.wall_s + min(self._waited(), self.max_wait_s)
             self.late = time.monotonic() >= self.deadline
         return self.late
 
@@ -64,9 +64,9 @@ class Cell:
         os.close(self.built)
         os.close(self.pidfd)
         if built != b"1":
-            return {"id": self.number, "error": built.decode() or "the cell ended before it was built"}
+            return {"role": self.role, "error": built.decode() or "the cell ended before it was built"}
         return {
-            "id": self.number,
+            "role": self.role,
             "code": os.waitstatus_to_exitcode(status),
             "timeout": self.late,
             "cpu_s": usage.ru_utime + usage.ru_stime,

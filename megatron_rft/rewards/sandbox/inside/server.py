@@ -63,7 +63,7 @@ def start(order: dict, fds: list[int], control: socket.socket, running: dict[int
         made = cell.Cell(order, fds, control)
         running[made.pidfd] = made
     except OSError as error:
-        control.send(json.dumps({"id": order["id"], "error": str(error)}).encode())
+        control.send(json.dumps({"role": order["role"], "error": str(error)}).encode())
     for fd in fds:
         os.close(fd)
 
