@@ -143,18 +143,14 @@ def _read(text: str) -> list[Call]:
 
 
 def _tagged(text: str) -> list[Call] | None:
-    opened, tagged = len(re.findall(TAG, text)), TAGGED.findall(text)
-    if not opened:
-        return None
-    if opened > len(tagged):
+    tagged = TAGGED.findall(text)
+    if len(re.findall(TAG, text)) > len(tagged):
         raise Malformed("a <tool_call> is not closed")
-    return [call for part in tagged for call in (_functions(part) or _keyed(part) or _several(_unfenced(part)))]
-
-
-def _unfenced(text: str) -> str:
-    """Return the content of the fence that is the whole text, or the text."""
-    fence = FENCE.fullmatch(text.strip())
-    return fence[2] if fence else text
+    calls = []
+    for part in tagged:
+        fence = FENCE.fullmatch(part.strip())  # around all of it
+        calls += _functions(part) or _keyed(part) or _several(fence[2] if fence else part)
+    return calls if tagged else None
 
 
 def _llama(text: str) -> list[Call] | None:
@@ -174,12 +170,10 @@ def _mistral(text: str) -> list[Call] | None:
 
 
 def _functions(text: str) -> list[Call] | None:
-    opened, found = len(OPENED.findall(text)), FUNCTION.findall(text)
-    if not opened:
-        return None
-    if opened > len(found):
+    found = FUNCTION.findall(text)
+    if len(OPENED.findall(text)) > len(found):
         raise Malformed("a <function=...> is not closed")
-    return [_function(name, content) for name, content in found]
+    return [_function(name, content) for name, content in found] or None
 
 
 def _function(name: str, content: str) -> Call:
@@ -299,25 +293,24 @@ def _json_values(text: str, most: int = 1000) -> tuple[list[Any], str]:
 
 def _call(value: Any) -> Call:
     """{"name": ..., "arguments": {...}} or {name: {...}}; within "function" or "function_call", as OpenAI writes it."""
-    if isinstance(value, dict) and isinstance(value.get("function") or value.get("function_call"), dict):
-        inner = value.get("function") or value.get("function_call")
-        if isinstance(inner.get("name"), str):
-            value = inner
-    key = next((key for key in NAMES if isinstance(value, dict) and isinstance(value.get(key), str)), None)
-    given = next((each for each in ARGUMENTS if key and each in value), None)
+    table = value if isinstance(value, dict) else {}
+    inner = table.get("function") or table.get("function_call")
+    if isinstance(inner, dict) and isinstance(inner.get("name"), str):
+        value = table = inner
+    key = next((key for key in NAMES if isinstance(table.get(key), str)), None)
+    given = next((each for each in ARGUMENTS if key and each in table), None)
+    name = arguments = None
     if key == "name" or given:
-        arguments = value[given] if given else {}
+        name, arguments = table[key], table[given] if given else {}
         if isinstance(arguments, str):  # some write the arguments as JSON in a string
             try:
                 arguments = json.loads(arguments or "{}", object_pairs_hook=_unique)
             except (Malformed, ValueError) as error:
-                raise Malformed(f"arguments of {value[key]}: {error}") from None
-        if isinstance(arguments, dict):
-            return Call(value[key], arguments)
-    elif isinstance(value, dict) and len(value) == 1:
-        ((name, arguments),) = value.items()
-        if isinstance(arguments, dict):
-            return Call(name, arguments)
+                raise Malformed(f"arguments of {name}: {error}") from None
+    elif len(table) == 1:
+        ((name, arguments),) = table.items()
+    if isinstance(arguments, dict):
+        return Call(name, arguments)
     raise Malformed(f"no call: {json.dumps(value)[:80]}")
 
 
