@@ -221,6 +221,8 @@ DIFFERENT = [
     ("1.6e-19", r"1.6 \cdot 10^{-18}"),
     (r"15\mbox{ cm}^2", "15 cm^3"),
     ("y = -2x", "y=2x"),
+    ("x+y=3", "2x+y=3"),
+    ("2y=4x+2", "y=2x+3"),
     ("3R^2", "3r^2"),
     (r"\text{(C)}", "(D)"),
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\left(\begin{array}{cc}1&2\\3&5\end{array}\right)"),
