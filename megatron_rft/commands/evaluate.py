@@ -145,10 +145,8 @@ def build_engine(engines: EngineBuilder, source: SourceCheckpoint) -> Engine:
             f"vllm.tensor_parallel_size: {engines.vllm.tensor_parallel_size}, but the command evaluate has one process "
             "on one device. Set it to 1"
         )
-    given = source.path if source.format == "hf" else source.hf_config
-    engine = engines.local(given)("cuda" if torch.cuda.is_available() else "cpu")
-    if source.format == "megatron":
-        weight_sync.send(source.tensors(), engine, version=0, verify=True)
+    engine = engines.local(source.hf_config)("cuda" if torch.cuda.is_available() else "cpu")
+    weight_sync.send(source.tensors(), engine, version=0, verify=True)
     return engine
 
 

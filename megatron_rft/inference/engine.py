@@ -27,19 +27,14 @@ class WeightValidator:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], model_type: str):
         """`shapes`: the HF name and shape of every tensor that a stream must have."""
         self.shapes, self.model_type = shapes, model_type
-        self.before: dict[str, tuple[torch.dtype | None, bool]] = {}  # name -> dtype, whether it was all zero
-        self._now: dict[str, torch.dtype] = {}
-        self._zero: dict[str, bool] = {}
-        self._ranges: list[Tensor] = []  # [2] least and greatest value of each tensor of the stream, on its device
+        self.before: dict[str, tuple[torch.dtype, bool]] = {}  # name -> dtype, whether it was all zero
         self.kept: frozenset[str] = frozenset()
-        self._refused: str | None = None  # the first problem of a tensor of the stream
 
     def checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Begin a stream. Yields its tensors without those that are refused for their name, shape or dtype."""
-        self._now, self._zero, self._ranges, self._refused = {}, {}, [], None
-        return self._passing(stream)
-
-    def _passing(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        self._now: dict[str, torch.dtype] = {}
+        self._ranges: list[Tensor] = []  # [2] least and greatest value of each tensor of the stream, on its device
+        self._refused: str | None = None  # the first problem of a tensor of the stream
         for name, tensor in stream:
             if problem := self._problem_of(name, tensor):
                 self._refused = self._refused or problem
@@ -63,24 +58,22 @@ class WeightValidator:
         self._ranges.append(torch.stack(torch.aminmax(tensor.detach())).float())
         return None
 
-    def problem(self) -> str | None:
-        """Return the first problem of the stream that has ended, or None. Waits for the device once."""
+    def end(self) -> str | None:
+        """Return the first problem of the stream that has ended, or None: then the next one is compared with it. Waits
+        for the device once."""
         missing = [name for name in self.shapes if name not in self._now and name not in self.kept]
         if self._refused or missing:
             absent = f"{len(missing)} of {len(self.shapes)} tensors are"
             return self._refused or f"{missing[0]} is missing ({absent})"
-        ends = torch.stack(self._ranges).tolist() if self._ranges else []
-        for name, (least, most) in zip(self._now, ends, strict=True):
+        now, ends = {}, torch.stack(self._ranges).tolist() if self._ranges else []
+        for (name, dtype), (least, most) in zip(self._now.items(), ends, strict=True):
             if not abs(least) + abs(most) < float("inf"):  # NaN included
                 return f"{name} has non-finite values"
-            self._zero[name] = least == most == 0
-            if self._zero[name] and not self.before.get(name, (None, True))[1]:
+            now[name] = dtype, least == most == 0
+            if now[name][1] and not self.before.get(name, now[name])[1]:
                 return f"{name} is all zero, and was not before"
+        self.before |= now
         return None
-
-    def accept(self) -> None:
-        """Accept the stream that has no problem: the next one is compared with it."""
-        self.before = self.before | {name: (dtype, self._zero[name]) for name, dtype in self._now.items()}
 
 
 @dataclass(frozen=True)
@@ -176,9 +169,9 @@ class Engine(ABC):
         """Called by `on_step` of an engine that `joins`: generate these too, with the same sampling."""
         raise NotImplementedError
 
-    def agree(self, flag: bool) -> bool:
-        """Return the `flag` of the engine's first rank, on all of its ranks."""
-        return flag
+    def agree(self, value: Any) -> Any:
+        """Return the `value` of the engine's first rank, on all of its ranks."""
+        return value
 
     def driver(self) -> tuple[int | None, int]:
         """Return this rank's index among the ranks that drive an engine (None: it drives none), and their number."""
@@ -214,10 +207,10 @@ class Engine(ABC):
 class EngineOptions:
     """The recipe's options for an engine in a process of the run. Each engine.py below `inference` has a function
 
-        builder(source, dtype, options) -> Callable[[device], Engine]
+        builder(config, dtype, options) -> Callable[[device], Engine]
 
-    where `source` is a configuration or a folder with weights. The result must be picklable, because it may be sent to
-    another process: a partial of a class or of a module's function.
+    where `config` is the model's, and weights are loaded before the first `generate`. The result must be picklable,
+    because it may be sent to another process: a partial of a class or of a module's function.
     """
 
     max_batch_sequences: int

@@ -18,7 +18,7 @@ from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.trainers import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
-from megatron_rft.conversion import hf_shapes, load_config
+from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
@@ -115,17 +115,16 @@ class EngineBuilder:
         return engine
 
     def local(
-        self, source: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
+        self, hf_config: Any, arguments: dict[str, Any] | None = None, gpu_share: float | None = GPU_SHARE
     ) -> Callable[[torch.device | str], Engine]:
         """A function that builds the engine of `rollout.engine` on a device. It can be pickled for another process.
 
-        `source`: a configuration, or a folder with weights. `arguments`: vLLM's, for the refiner. `gpu_share`: of the
-        device's memory; None if no other process uses the device.
+        `arguments`: vLLM's, for the refiner. `gpu_share`: of the device's memory; None if no other process uses the
+        device.
         """
-        config = source if isinstance(source, PreTrainedConfig) else load_config(source)
         options = EngineOptions(
             max_batch_sequences=self.rollout.max_batch_sequences,
-            max_model_len=self.longest(config),
+            max_model_len=self.longest(hf_config),
             options=without_predicted_output(self.vllm) if arguments is None else arguments,
             gpu_share=gpu_share,
             keep_caches=arguments is None and self.rollout.cache_after_sync == "keep",
@@ -133,8 +132,8 @@ class EngineBuilder:
             sleeps=arguments is None,  # vLLM's sleep mode supports one engine per process: the policy's
             lora=self.lora if arguments is None else None,
         )
-        engine = importlib.import_module(f"megatron_rft.inference.{self.kind(config)}.engine")
-        return engine.builder(source, self.dtype, options)
+        engine = importlib.import_module(f"megatron_rft.inference.{self.kind(hf_config)}.engine")
+        return engine.builder(hf_config, self.dtype, options)
 
     def kind(self, config: PreTrainedConfig) -> str:
         """Resolves `rollout.engine` for a local engine: a name of ENGINES."""

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from megatron_rft.config import Recipe, RewardOptions
+from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint, tokenizer_fingerprint
 from megatron_rft.data import trajectories as store
 from megatron_rft.data.hub import model_folder
 from megatron_rft.data.trajectories import Trajectory
 from megatron_rft.evaluation.evaluate import GradedSampler
+from megatron_rft.inference import weight_sync
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards import registry
 from megatron_rft.training import build
@@ -80,11 +82,13 @@ def run(recipe: Recipe) -> int:
         for reason, count in problems.dropped.items():
             print(f"data.train: {count} rows left out ({reason})", flush=True)
     engines = EngineBuilder.of(recipe)
+    path = model_folder(recipe.model.path)
     mine = [number for number in store.missing(folder, shards) if number % world == rank]
     with ExitStack() as stack:
         sampler = None
         if mine:
-            sampler = _sampler(engines, recipe.model.path, recipe.run.seed, recipe.reward, tokenizer, stack)
+            model = SourceCheckpoint(path, "hf", hf_config, path)
+            sampler = _sampler(engines, model, recipe.run.seed, recipe.reward, tokenizer, stack)
         for number in mine:
             graded = answers(sampler, prompts[number * size : (number + 1) * size])
             store.write_shard(folder, number, graded)
@@ -93,7 +97,7 @@ def run(recipe: Recipe) -> int:
     options = recipe.rollout
     facts = {
         "model": recipe.model.path,
-        "model_fingerprint": model_fingerprint(model_folder(recipe.model.path)),
+        "model_fingerprint": model_fingerprint(path),
         "tokenizer_fingerprint": tokenizer_fingerprint(build.tokenizer_folder(recipe.model)),
         "data": recipe.data.train.path,
         "problems": len(prompts),
@@ -114,7 +118,7 @@ def run(recipe: Recipe) -> int:
 
 
 def _sampler(
-    engines: EngineBuilder, model: str, seed: int, options: RewardOptions, tokenizer: Any, stack: ExitStack
+    engines: EngineBuilder, model: SourceCheckpoint, seed: int, options: RewardOptions, tokenizer: Any, stack: ExitStack
 ) -> GradedSampler:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the one that this worker sees
     reward = stack.enter_context(closing(registry.build(options)))
@@ -122,7 +126,9 @@ def _sampler(
         raise DataError(
             f"reward.kind: {options.kind} has no best reward, but trajectories are right or wrong: use a verifier"
         )
-    player = around(engines.local(model_folder(model))(device), engines, tokenizer, stack)
+    engine = engines.local(model.hf_config)(device)
+    player = around(engine, engines, tokenizer, stack)
+    weight_sync.send(model.tensors(), engine, version=0)
     sampling, size = build.build_sampling(engines.rollout, tokenizer), engines.rollout.group_size
     return GradedSampler(player, sampling, tokenizer, reward, size, seed)
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megatron_rft.megatron  # noqa: F401  prepares megatron-core for this host
 from megatron_rft.config import Batching, Megatron, load
 from megatron_rft.conversion import HFFolder, load_config
+from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.inference import weight_sync
 from megatron_rft.inference.engine import Request, Sampling
 from megatron_rft.megatron import parallel
@@ -97,7 +98,9 @@ def sampled(folder: Path, tokenizer) -> Batch:
     from megatron_rft.inference.vllm.engine import VLLMEngine
 
     prompts = [tuple(prompt) for prompt, _ in rows(tokenizer, 0)[:2]]
-    engine = VLLMEngine(folder, max_model_len=128, options={"kv_cache_memory_bytes": 1 << 26})
+    model = SourceCheckpoint(folder, "hf", load_config(folder), folder)
+    engine = VLLMEngine(model.hf_config, max_model_len=128, options={"kv_cache_memory_bytes": 1 << 26})
+    engine.load_weights(model.tensors(), version=0)
     asked = [Request(i, prompt, 4, seed=i) for i, prompt in enumerate(prompts)]
     groups = sorted(engine.generate(asked, Sampling(24)), key=lambda group: group.id)
     engine.close()

@@ -137,7 +137,7 @@ from megatron_rft.records import Response
 
 
 class EchoEngine(Engine):
-    def __init__(self, source, dtype, device):
+    def __init__(self, config, dtype, device):
         self.dtype, self.weight_version = dtype, 0
 
     def generate(self, requests, sampling):
@@ -155,8 +155,8 @@ class EchoEngine(Engine):
         pass
 
 
-def builder(source, dtype, options):
-    return partial(EchoEngine, source, dtype)
+def builder(config, dtype, options):
+    return partial(EchoEngine, config, dtype)
 """
 EVALUATED = """
 run: {output_dir: out, steps: 4}

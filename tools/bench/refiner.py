@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 from setups import actor_like, set_threads
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megatron_rft import objectives
 from megatron_rft.config.algorithms.online import GRPO
 from megatron_rft.config.constraint import DynamicOptions
+from megatron_rft.conversion import load_config
+from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.data import arithmetic
 from megatron_rft.data.prompts import prompt_set
 from megatron_rft.data.rendering import PromptFormat, ask_again
@@ -75,13 +77,19 @@ class Bench:
         self.frozen: dict[frozenset[str], Engine] = {}
 
     def engine(self, folder: Path, measures: set[str]) -> Engine:
+        model = SourceCheckpoint(folder, "hf", load_config(folder), folder)
+        engine = self.unloaded(model.hf_config, measures)
+        engine.load_weights(model.tensors(), version=0)
+        return engine
+
+    def unloaded(self, config: PreTrainedConfig, measures: set[str]) -> Engine:
         if self.args.engine == "hf":
-            return HFEngine(folder)
+            return HFEngine(config)
         from megatron_rft.inference.vllm.engine import VLLMEngine
 
         options = {"block_size": BLOCK, "enable_prefix_caching": "prefix" in measures}
         options |= {"speculative_config": PREDICTED} if "draft" in measures else {}
-        return VLLMEngine(folder, max_model_len=256, options=options)
+        return VLLMEngine(config, max_model_len=256, options=options)
 
     def refiner(self, measures: set[str]) -> Refiner:
         kind = frozenset(measures & OF_THE_ENGINE if self.args.engine == "vllm" else ())

@@ -5,17 +5,17 @@ response a copy of its prompt's keys, values and states; then each response gets
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from megatron_rft.inference.engine import Group, Request, Sampling, limit
-from megatron_rft.inference.hf.routes import Routes
 from megatron_rft.records import Response
 from megatron_rft.utils.position import here
 
@@ -71,27 +71,28 @@ class Unfinished:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[tuple[int, ...]] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)  # each [tokens, experts]: of the prompt, then of each token
+    # Each [tokens, layers, experts per token]: of the prompt, then of each token.
+    experts: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass
 class Decoder:
-    """Decodes with a transformers model, up to `most_rows` responses in a wave."""
+    """Decodes with the model of `engine`, an HFEngine, up to its `max_batch_sequences` responses in a wave."""
 
-    model: PreTrainedModel
+    engine: Any
     sampling: Sampling
-    most_rows: int
-    weight_version: Callable[[], int]
-    on_step: Callable[[], None] | None
-    routes: Routes | None  # of the model's last forward pass, if responses are to carry them
+
+    def __post_init__(self):
+        self.model = self.engine.model
 
     def run(self, requests: list[Request]) -> Iterator[Group]:
         """Rows with similar limits and prompts share a wave, so that they end together and need little padding."""
         ordered = sorted(requests, key=lambda r: (-limit(r, self.sampling), -len(r.prompt_ids), r.id))
         rows = [Unfinished(r, sample, limit(r, self.sampling)) for r in ordered for sample in range(r.n)]
         answers: dict[int, dict[int, Response]] = {r.id: {} for r in requests}
-        for first in range(0, len(rows), self.most_rows):
-            for row, response in self._wave(rows[first : first + self.most_rows]):
+        most = self.engine.max_batch_sequences
+        for first in range(0, len(rows), most):
+            for row, response in self._wave(rows[first : first + most]):
                 answer = answers[row.request.id]
                 answer[row.sample] = response
                 if len(answer) == row.request.n:
@@ -101,7 +102,7 @@ class Decoder:
         """Yield the responses as they end."""
         steps = rows[0].limit  # the largest
         u = np.stack([uniforms(row.request.seed, row.sample, steps) for row in rows])
-        u, version = torch.from_numpy(u).to(self.model.device), self.weight_version()  # [L, steps]
+        u, version = torch.from_numpy(u).to(self.model.device), self.engine.weight_version  # [L, steps]
         logits, mask, cache = self._prefill(rows)  # [L, V], [L, S]
         for step in range(steps):
             tokens = self._append(rows, logits, u[:, step])
@@ -116,12 +117,12 @@ class Decoder:
                 rows, index = [rows[place] for place in left], torch.tensor(left, device=u.device)
                 tokens, mask, u = tokens[index], mask[index], u[index]
                 cache.reorder_cache(index)
-            if self.on_step:
-                self.on_step()
+            if self.engine.on_step:
+                self.engine.on_step()
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             logits = self._logits(tokens[:, None], mask, cache)
-            if self.routes:
-                for row, experts in zip(rows, self.routes.last().numpy(force=True), strict=True):
+            if self.sampling.routes:
+                for row, experts in zip(rows, self.engine.routes.last().numpy(force=True), strict=True):
                     row.experts.append(experts[None])
             here.move()
 
@@ -135,8 +136,8 @@ class Decoder:
         cache = DynamicCache(config=self.model.config)
         for part in torch.arange(ids.shape[1]).split(max(1, PREFILL_TOKENS // len(ids))):
             logits = self._logits(ids[:, part], mask[:, : part[-1] + 1], cache)
-            if self.routes:
-                experts, real = self.routes.last().view(len(ids), len(part), -1), mask[:, part].bool()
+            if self.sampling.routes:
+                experts, real = self.engine.routes.last().unflatten(0, (len(ids), len(part))), mask[:, part].bool()
                 for row, place in zip(rows, own, strict=True):
                     row.experts.append(experts[place, real[place]].numpy(force=True))
         index = torch.tensor(own, device=ids.device)
@@ -169,5 +170,6 @@ class Decoder:
         return "length" if len(row.token_ids) == row.limit else None
 
     def _response(self, row: Unfinished, reason: str, version: int) -> Response:
-        answer = Response(tuple(row.token_ids), tuple(row.logprobs), reason, version, tuple(row.supports))
-        return replace(answer, routes=self.routes.by_layer(np.concatenate(row.experts))) if self.routes else answer
+        routes = np.concatenate(row.experts) if row.experts else None
+        tokens, logprobs, supports = tuple(row.token_ids), tuple(row.logprobs), tuple(row.supports)
+        return Response(tokens, logprobs, reason, version, supports, routes=routes)

@@ -10,15 +10,16 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from megatron_rft.config.vllm import SUPPORTED, installed
 from megatron_rft.inference.vllm.arguments import RUNNER
 from megatron_rft.utils import bf16
+from megatron_rft.utils.errors import ConfigError
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
@@ -27,7 +28,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads run in this process too
 }
-FAULTY = ("0.32.",)
 
 _live = 0  # number of engines in this process
 _created_world = False  # vLLM initialised torch.distributed, because no trainer had
@@ -47,17 +47,13 @@ def prepare() -> None:
 def preserved_process_state() -> Iterator[None]:
     """Restore the trainer's state after vLLM's start, which seeds the random generators, replaces
     torch.set_num_threads and freezes the garbage collector."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    set_num_threads = torch.set_num_threads
+    states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
     try:
-        yield
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device)
         torch.set_num_threads = set_num_threads
         gc.unfreeze()
 
@@ -66,17 +62,13 @@ def faulty() -> bool:
     """Return whether the installed vLLM is a CPU build with the bugs below."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return False
-    from megatron_rft.config.vllm import installed
-
-    name, number = installed()
-    return number.startswith(FAULTY) and version(name) == number
+    return current_platform.is_cpu() and installed()[1].startswith(f"{SUPPORTED}.")
 
 
 def repair() -> None:
-    repair_sampling()
-    repair_expert_parallelism()
+    if faulty():
+        repair_sampling()
+        repair_expert_parallelism()
 
 
 def repair_sampling() -> None:
@@ -153,7 +145,7 @@ def after_reload(model: nn.Module) -> None:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """Start vLLM's engine in this process."""
+    """Start vLLM's engine in this process. Raises ConfigError if vLLM refuses the arguments."""
     global _live, _created_world
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -164,8 +156,11 @@ def start(arguments: dict[str, Any]) -> Any:
     repair_shared_memory_name()
     if arguments.get("dtype") == "bfloat16" and not torch.cuda.is_available():
         bf16.install()
-    with preserved_process_state():
-        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    try:
+        with preserved_process_state():
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
     engine.engine_core._finalizer.detach()  # it would destroy the trainer's process groups
     _live += 1
     return engine

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from megatron_rft.config.lora import Lora
 from megatron_rft.conversion import hf_shapes
@@ -59,29 +58,21 @@ STEPPING = Lock()  # only one engine of this process runs a step at a time
 
 
 def builder(
-    source: PreTrainedConfig | str | Path, dtype: torch.dtype, options: EngineOptions
+    config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions
 ) -> Callable[[torch.device | str], Engine]:
-    return partial(VLLMEngine, source, dtype, **vars(options))
+    return partial(VLLMEngine, config, dtype, **vars(options))
 
 
 class VLLMEngine(Engine):
-    """`source`: a configuration (weights must then be loaded before the first `generate`) or a folder with weights.
-
-    `max_model_len`: tokens of the longest prompt and response. `options`: further engine arguments of vLLM.
-    `gpu_share`: the share of the GPU's memory, beside which `reserve` bytes stay free; None: vLLM's default.
-    `keep_caches`: unfinished responses keep their keys and values when new weights come. `sleeps`: `sleep` frees the
-    GPU's memory; vLLM allows that for only one engine of a process. `lora`: streams have the model and its adapters
-    (A, and s B) apart, and after the first one may have the adapters alone.
-
-    With `tensor_parallel_size` n in the options, n consecutive ranks of the trainer's world form one engine. They make
-    all calls together; the first of them passes the requests and gets the answers.
-    """
+    """`options`: further engine arguments of vLLM; with `tensor_parallel_size` n, n ranks form the engine. `sleeps`:
+    vLLM allows that for only one engine of a process. `lora`: streams have the model and its adapters (A, and s B)
+    apart, and after the first one may have the adapters alone. The other arguments are those of `EngineOptions`."""
 
     joins = True
 
     def __init__(
         self,
-        source: PreTrainedConfig | str | Path,
+        config: PreTrainedConfig,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         max_model_len: int | None = None,
@@ -93,10 +84,8 @@ class VLLMEngine(Engine):
         reserve: int = 0,
         lora: Lora | None = None,
     ):
-        given = isinstance(source, PreTrainedConfig)
-        self.config = copy.deepcopy(source) if given else AutoConfig.from_pretrained(source)
+        self.config = copy.deepcopy(config)
         options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
-        self.lora = lora
         self.sleeps = sleeps and torch.device(device).type == "cuda"
         self.reserve = reserve
         self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
@@ -112,18 +101,16 @@ class VLLMEngine(Engine):
         from megatron_rft.inference.vllm import adapters, draft_models, weights
 
         options |= adapters.arguments(lora) if lora else {}
+        self.adapter = adapters.REQUEST if lora else None
         weights.register()
         draft_models.load_from_their_folder()
-        if cpu_patches.faulty():
-            cpu_patches.repair()
+        cpu_patches.repair()
         with tempfile.TemporaryDirectory(prefix="megatron-rft-") as folder:
-            self.llm = _start(self._arguments(folder, max_batch_sequences, options, gpu_share))
+            self.llm = cpu_patches.start(self._arguments(folder, max_batch_sequences, options, gpu_share))
         record_shared_memory(shared_memory(os.getpid()))
         self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         if isinstance(drafter := getattr(self._runner(), "drafter", None), PredictedOutput):
             drafter.runner = self._runner()
-        if not given:
-            self.load_weights(tensors_of(Path(source), set(shapes)), version=0)
 
     def _arguments(self, folder: str, sequences: int, options: dict[str, Any], gpu_share: float | None) -> dict:
         """Return vLLM's engine arguments. The recipe's `options` take precedence over those of this package."""
@@ -173,7 +160,7 @@ class VLLMEngine(Engine):
             raise RunFailed("generation was asked for before any weights were loaded")
         assert self._is_first_rank() or not requests, "a rank that is not its engine's first has requests"
         asked = [replace(request, problem=None) for request in requests]  # a row may be large
-        requests, self.sampling = self._from_first_rank((asked, sampling))
+        requests, self.sampling = self.agree((asked, sampling))
         self.answers: dict[int, list[Response | None]] = {}
         if not self.sampling.continues:  # cached prefixes of an earlier call would change the log-probs' last bits
             self.llm.reset_prefix_cache()
@@ -186,7 +173,7 @@ class VLLMEngine(Engine):
                     self.on_step()
                 for output in self._step():
                     id, sample = map(int, output.request_id.split("/"))
-                    self.answers[id][sample] = self._response(output.outputs[0], self.sampling.truncates)
+                    self.answers[id][sample] = self._response(output.outputs[0])
                     if None not in self.answers[id]:
                         group = Group(id, tuple(self.answers.pop(id)))
                         if self._is_first_rank():
@@ -203,13 +190,9 @@ class VLLMEngine(Engine):
         self.answers |= {request.id: [None] * request.n for request in requests}
         for request in requests:
             for sample in range(request.n):
-                self._add(request, sample, self.sampling)
+                self._add(request, sample)
 
-    def agree(self, flag: bool) -> bool:
-        return self._from_first_rank(flag)
-
-    def _from_first_rank(self, value: Any) -> Any:
-        """Return the value of the engine's first rank, on all of its ranks."""
+    def agree(self, value: Any) -> Any:
         if self.ranks == 1:
             return value
         group, held = self._group(), [value]
@@ -230,29 +213,26 @@ class VLLMEngine(Engine):
         with STEPPING, torch.random.fork_rng(devices=[]), torch.accelerator.device_index(self.device.index):
             return self.llm.step()
 
-    def _add(self, request: Request, sample: int, sampling: Sampling) -> None:
+    def _add(self, request: Request, sample: int) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            **sampling_parameters(request, sample, sampling),
+            **sampling_parameters(request, sample, self.sampling),
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             # Above temperature 0 a draft keeps the distribution, but changes the tokens of a seed.
-            extra_args={"draft": list(request.draft)} if request.draft and not sampling.temperature else None,
+            extra_args={"draft": list(request.draft)} if request.draft and not self.sampling.temperature else None,
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
-        adapter = None
-        if self.lora:
-            from megatron_rft.inference.vllm.adapters import REQUEST as adapter
-        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters, lora_request=adapter)
+        self.llm.add_request(f"{request.id}/{sample}", prompt, parameters, lora_request=self.adapter)
 
-    def _response(self, output: Any, truncates: bool) -> Response:
+    def _response(self, output: Any) -> Response:
         tokens, flat = tuple(output.token_ids), output.logprobs
         logprobs = tuple(flat.logprobs[start] for start in flat.start_indices)  # the sampled token comes first
         assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
         supports = ()
-        if truncates:
+        if self.sampling.truncates:
             spans = zip(flat.start_indices, flat.end_indices, strict=True)
             supports = tuple(kept_tokens(zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True)) for a, b in spans)
         versions = [span.version for span in output.weight_versions or ()]
@@ -276,18 +256,14 @@ class VLLMEngine(Engine):
         from megatron_rft.inference.vllm import weights
 
         self.weight_version = -1
-        stream = iter(stream)
         checked = ((name, tensor.detach()) for name, tensor in self.validator.checked(stream))
-        if self.lora:
+        if self.adapter:
             problem = self._load_beside_adapters(checked)
         else:
-            weights.send(self.llm, checked)
-            problem = self.validator.problem() or weights.problem(self.llm)
-        for _ in stream:
-            pass
+            problem = weights.send(self.llm, checked)
+            problem = self.validator.end() or problem
         if problem:
             raise RunFailed(f"weights of version {version}: {problem}")
-        self.validator.accept()
         self.llm.set_weight_version(str(version))
         if not self.keep_caches:  # vLLM then recomputes the caches of unfinished responses
             self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -301,9 +277,8 @@ class VLLMEngine(Engine):
         adapter_tensors: dict[str, Tensor] = {}
         base, problem = adapters.set_aside(stream, adapter_tensors), None
         if (first := next(base, None)) is not None:
-            weights.send(self.llm, chain([first], base))
-            problem = weights.problem(self.llm)
-        if problem := self.validator.problem() or problem:
+            problem = weights.send(self.llm, chain([first], base))
+        if problem := self.validator.end() or problem:
             return problem
         self.validator.kept = frozenset(self.validator.shapes.keys() - adapter_tensors.keys())
         return self.llm.collective_rpc(adapters.bind, args=(adapter_tensors,))[0]
@@ -338,20 +313,3 @@ class VLLMEngine(Engine):
         cpu_patches.shut_down(self.llm)
         self.llm = None
         self.weight_version = -1
-
-
-def _start(arguments: dict[str, Any]) -> Any:
-    """Start vLLM's engine. Raises ConfigError if vLLM refuses the arguments."""
-    try:
-        return cpu_patches.start(arguments)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"vllm: vLLM does not start with these arguments: {error}") from error
-
-
-def tensors_of(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model folder, without a tied output matrix, which is no parameter."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  a safe_open object is no dict
-                if name in names or name != "lm_head.weight":
-                    yield name, tensors.get_tensor(name)

@@ -76,21 +76,18 @@ class Receiver(WeightTransferEngine[WeightTransferInitInfo, TensorUpdate]):
         pass
 
 
-def register() -> None:
+def register(name: str = HANDOVER, receiver: type[Receiver] = Receiver) -> None:
     """Register the worker's side in vLLM's factory, once per process."""
-    if HANDOVER not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(HANDOVER, Receiver)
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, receiver)
 
 
-def send(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Have the worker of an LLMEngine in this process load all of `tensors`, which have HF names."""
+def send(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Have the worker of an LLMEngine in this process load all of `tensors`, which have HF names. Returns the worker's
+    problem with them, or None."""
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": tensors}})
     engine.collective_rpc("finish_weight_update")
-
-
-def problem(engine: Any) -> str | None:
-    """Return the worker's problem with the last update, or None."""
     return engine.collective_rpc(lambda worker: worker.weight_transfer_engine.problem)[0]
 
 

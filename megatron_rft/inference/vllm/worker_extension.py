@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rft.config.vllm import installed
 from megatron_rft.inference.engine import WeightValidator
@@ -18,7 +17,7 @@ from megatron_rft.inference.transport.shared_memory import local_gpu
 from megatron_rft.inference.vllm import cpu_patches, draft_models
 from megatron_rft.inference.vllm.readback import checksums
 from megatron_rft.inference.vllm.server_checks import MODEL
-from megatron_rft.inference.vllm.weights import Receiver
+from megatron_rft.inference.vllm.weights import Receiver, register
 from megatron_rft.utils.files import record_shared_memory
 from megatron_rft.utils.network_interface import name_for_gloo
 from megatron_rft.utils.position import write_engine_stacks
@@ -73,17 +72,11 @@ class WireReceiver(Receiver):
             failure = f"{type(error).__name__}: {error}"
         for _ in stream:  # the trainer always sends the whole stream
             pass
-        self.problems += [self.validator.problem(), failure]
-
-    def finish_weight_update(self) -> None:
-        super().finish_weight_update()
-        if self.problem is None:
-            self.validator.accept()
+        self.problems += [self.validator.end(), failure]
 
 
 write_engine_stacks()
-if WIRE not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(WIRE, WireReceiver)
+register(WIRE, WireReceiver)
 draft_models.load_from_their_folder()
 
 
@@ -92,8 +85,7 @@ class Extension:
 
     def rft_facts(self) -> dict:
         record_shared_memory(shared_memory(os.getpid()))
-        if cpu_patches.faulty():
-            cpu_patches.repair()
+        cpu_patches.repair()
         config, parallel = self.model_config.hf_config, self.parallel_config
         transfer = self.vllm_config.weight_transfer_config
         facts = {name: getattr(config, name) for name in MODEL} | {"vllm": installed()[1]}
