@@ -59,8 +59,7 @@ class EngineServer:
             raise EngineLost(f"the server does not answer: {error}") from None
 
     def wait(self, limit_s: float) -> None:
-        name = f"the vLLM server of {self.log}"
-        wait_for(self.process, self.ask, limit_s, name, self.log, " before it was ready")
+        wait_for(self.process, self.ask, limit_s, f"the vLLM server of {self.log}", self.log)
 
     def stop(self) -> None:
         if self.process is not None:

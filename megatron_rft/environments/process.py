@@ -38,18 +38,12 @@ class EnvironmentProcess:
         if self.process is not None:
             return self.process
         self.connection, theirs = Pipe()
-        command = [sys.executable, "-m", "megatron_rft.environments.worker", str(theirs.fileno())]
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self.log.open("ab") as log:
+        with theirs:
+            arguments = [str(theirs.fileno()), json.dumps(self.options)]
+            command = [sys.executable, "-m", "megatron_rft.environments.worker", *arguments]
+            environment = os.environ | {"PYTHONHASHSEED": "0"}
             self.process = process = start_helper(
-                [*command, json.dumps(self.options)],
-                reap=True,
-                env=os.environ | {"PYTHONHASHSEED": "0"},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, reap=True, log=self.log, env=environment, pass_fds=(theirs.fileno(),)
             )
         try:
             self.answer(START_TIMEOUT_S)

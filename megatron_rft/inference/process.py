@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from megatron_rft.inference.acceptance import joined
 from megatron_rft.inference.engine import Engine, EngineLost, Group, Request, Sampling
 from megatron_rft.inference.pool import Member
 from megatron_rft.inference.transport.buckets import BUCKET_BYTES, Buckets
-from megatron_rft.inference.transport.shared_memory import HostMemory, local_gpu, shared
+from megatron_rft.inference.transport.shared_memory import host_memory, local_gpu, shared, slots_of
 from megatron_rft.utils.errors import RunFailed
 from megatron_rft.utils.position import here
 from megatron_rft.utils.processes import start_helper
@@ -68,26 +68,18 @@ class EngineProcess(Member):
         """
         self._kill()
         self.weight_version = -1
-        self._memory = HostMemory()
+        self._memory = host_memory()
         self._connection, theirs = Pipe()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log, theirs:
-            inherited = (theirs.fileno(), self._memory.fd)
-            self.process = start_helper(
-                [sys.executable, "-m", "megatron_rft.inference.process_worker", *map(str, inherited)],
-                env=os.environ | self.environment,
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # `_kill` ends the whole group
-            )
+        with theirs:
+            inherited = (theirs.fileno(), self._memory.fileno())
+            command = [sys.executable, "-m", "megatron_rft.inference.process_worker", *map(str, inherited)]
+            environment = os.environ | self.environment
+            self.process = start_helper(command, log=self.log, env=environment, pass_fds=inherited)
         self._groups: dict[int, queue.Queue] = {}  # of each open iterator of `generate`, by its job
         self._replies = queue.Queue()
         self._last_message = self._last_progress = time.monotonic()
         self._done = 0
-        arguments = self._connection, self._groups, self._replies
-        self._reader = threading.Thread(target=self._read, args=arguments, daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
             self._send("build", self.build)
@@ -102,7 +94,7 @@ class EngineProcess(Member):
 
     def _place_buckets(self, gpus: list[str]) -> None:
         """Put the buckets into this rank's GPU memory if the process sees that GPU (`gpus`), else into host memory."""
-        self._buckets, self.transport = Buckets(self._memory.slots), "shared host memory"
+        self._buckets, self.transport = Buckets(slots_of(self._memory.fileno())), "shared host memory"
         if local_gpu() not in gpus:
             return
         try:
@@ -190,11 +182,11 @@ class EngineProcess(Member):
                 raise self._lost()
             return message
 
-    def _read(self, connection: Connection, groups: dict[int, queue.Queue], replies: queue.Queue) -> None:
+    def _read(self) -> None:
         """Sort messages into their queues until the process ends; then append None to all."""
         try:
             while True:
-                name, *rest = connection.recv()
+                name, *rest = self._connection.recv()
                 self._last_message = time.monotonic()
                 if name == "beat":
                     if rest[0] != self._done:
@@ -203,12 +195,12 @@ class EngineProcess(Member):
                     continue
                 self._last_progress = self._last_message
                 if name in ("group", "end"):
-                    if (answers := groups.get(rest[0])) is not None:  # else its iterator was not read to its end
+                    if (answers := self._groups.get(rest[0])) is not None:  # else its iterator was not read to its end
                         answers.put((name, *rest[1:]))
                 else:
-                    replies.put((name, rest[0] if rest else None))
+                    self._replies.put((name, rest[0] if rest else None))
         except (EOFError, OSError):
-            for each in (*groups.values(), replies):
+            for each in (*self._groups.values(), self._replies):
                 each.put(None)
 
     # ---- loss of the process
@@ -232,7 +224,7 @@ class EngineProcess(Member):
         return EngineLost(f"{self.name} {what} for {timeout_s:g} s")
 
     def _kill(self) -> None:
-        """Kill the whole process group, since an engine may have workers."""
+        """Kill the whole session of the process, since an engine may have workers."""
         with self._ending:
             if self.process is None:
                 return

@@ -26,7 +26,7 @@ import torch
 
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.inference.transport.buckets import Buckets, Full
-from megatron_rft.inference.transport.shared_memory import Handle, HostMemory, gpus, opened
+from megatron_rft.inference.transport.shared_memory import Handle, gpus, opened, slots_of
 from megatron_rft.utils.errors import RunFailed, UserError
 from megatron_rft.utils.position import write_engine_stacks
 
@@ -156,7 +156,7 @@ def main(socket: int, buckets: int) -> None:
     write_engine_stacks()
     sys.stdout.reconfigure(line_buffering=True)  # the log must be complete when this process dies
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has ended
-        EngineHost(Connection(socket), Buckets(HostMemory(buckets).slots)).run()
+        EngineHost(Connection(socket), Buckets(slots_of(buckets))).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # does not wait for the heartbeat's thread and for threads of the engine

@@ -33,11 +33,17 @@ FIRST_INTERRUPT = "stopping after this step; Ctrl-C again to kill\n"
 SAME_S = 1.0
 
 
-def start_helper(command: list[str], reap: bool = False, **options: Any) -> subprocess.Popen:
-    """Start a helper process of a run. `options`: those of Popen. `reap`: when it ends, or is told to by `end_reaper`,
-    kill all processes that it has started."""
+def start_helper(command: list[str], reap: bool = False, log: Path | None = None, **options: Any) -> subprocess.Popen:
+    """Start a helper process of a run, in a session of its own. `reap`: when it ends, or is told to by `end_reaper`,
+    kill all processes that it has started. `log`: the file to which its output is appended. `options`: those of
+    Popen."""
     whole = [*(REAPER if reap else ENDING), str(os.getpid()), *command]
-    return _starter(os.getpid()).submit(subprocess.Popen, whole, **options).result()
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            options["stdout"] = options["stderr"] = stack.enter_context(log.open("ab"))
+        return _starter(os.getpid()).submit(subprocess.Popen, whole, **options).result()
 
 
 def end_reaper(process: subprocess.Popen) -> None:

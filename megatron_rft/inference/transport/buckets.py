@@ -18,13 +18,12 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` bytes of a tensor, from its byte `start` on, stored at `offset` in the bucket."""
+    """`length` bytes of a tensor, from its byte `start` on. A bucket has its pieces one after the other."""
 
     name: str
     dtype: str  # torch's name, such as bfloat16: a network sends pieces as JSON
     shape: tuple[int, ...]
     start: int
-    offset: int
     length: int
 
 
@@ -69,14 +68,13 @@ class Buckets:
             slot, used, pieces = 1 - slot, 0, []
 
         for name, tensor in stream:
-            data = as_bytes(tensor)
-            for start, length in cuts(len(data), self.size - used, self.size):
-                if used + length > self.size:
+            data, start, dtype = as_bytes(tensor), 0, str(tensor.dtype).removeprefix("torch.")
+            for part in data.tensor_split(tuple(range(self.size - used, len(data), self.size))):
+                self.slots[slot, used : used + len(part)] = part
+                pieces.append(Piece(name, dtype, tuple(tensor.shape), start, len(part)))
+                start, used = start + len(part), used + len(part)
+                if used == self.size:
                     pass_on()
-                self.slots[slot, used : used + length] = data[start : start + length]
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                pieces.append(Piece(name, dtype, tuple(tensor.shape), start, used, length))
-                used += length
         if pieces:
             pass_on()
         if unread:
@@ -100,14 +98,13 @@ class Buckets:
             content = self.content(bucket).to(device or self.slots.device)
             if total(content) != bucket.total:
                 damaged.append(f"the bucket of weights that begins with {bucket.pieces[0].name} was damaged")
-            ready = []
-            for piece in bucket.pieces:
+            ready, parts = [], content.split([piece.length for piece in bucket.pieces])
+            for piece, part in zip(bucket.pieces, parts, strict=True):
                 if piece.start == 0:
-                    dtype = getattr(torch, piece.dtype)
-                    tensor = torch.empty(piece.shape, dtype=dtype, device=content.device)
-                    whole = as_bytes(tensor)
-                whole[piece.start : piece.start + piece.length] = content[piece.offset : piece.offset + piece.length]
-                if piece.start + piece.length == tensor.nbytes:
+                    tensor = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device=content.device)
+                end = piece.start + piece.length
+                as_bytes(tensor)[piece.start : end] = part
+                if end == tensor.nbytes:
                     ready.append((piece.name, tensor))
             if content.is_cuda:  # wait until the GPU has read the bucket, before another process may overwrite it
                 torch.cuda.synchronize(content.device)
@@ -117,28 +114,12 @@ class Buckets:
             raise RunFailed(damaged[0])
 
 
-def cuts(length: int, free: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split `length` bytes into pieces (start, length) for a bucket with `free` bytes left and further ones of `size`.
-    What fits whole into the next bucket, but not into this one, is not split."""
-    start = 0
-    if length > free and (length <= size or not free):
-        free = size
-    while True:
-        part = min(length - start, free)
-        yield start, part
-        start, free = start + part, size
-        if start >= length:
-            return
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a tensor as [n] uint8; a tensor that is not contiguous is copied first."""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def total(data: Tensor) -> int:
-    """Return a fast checksum of [n] uint8: the sum of its 64-bit words and of the remaining bytes."""
+    """Return a fast checksum of a bucket's bytes [n] uint8: the sum of its 64-bit words and of the remaining bytes."""
     words = len(data) // 8 * 8
-    aligned = data[:words].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:words].clone().view(torch.int64)
-    return (int(aligned.sum()) + int(data[words:].sum())) % 2**64
+    return (int(data[:words].view(torch.int64).sum()) + int(data[words:].sum())) % 2**64

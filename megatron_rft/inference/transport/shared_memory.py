@@ -1,10 +1,9 @@
 """Shares memory for buckets between a trainer and an engine's process: host memory, or memory of the rank's GPU."""
 
-import mmap
 import os
 from dataclasses import dataclass
+from typing import BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
@@ -15,23 +14,18 @@ from megatron_rft.utils.errors import RunFailed
 DEVICE = 6  # position of the device's index in the arguments of torch's `rebuild_cuda_tensor`
 
 
-class HostMemory:
-    """Two buckets in an anonymous file, whose descriptor `fd` a child process inherits. The kernel frees it when both
-    processes have ended."""
+def host_memory(size: int = BUCKET_BYTES) -> BinaryIO:
+    """Return an anonymous file for two buckets, whose descriptor a child process inherits. The kernel frees its memory
+    when the file is closed and no tensor of `slots_of` views it, in both processes."""
+    file = os.fdopen(os.memfd_create("weights"), "r+b")
+    file.truncate(2 * size)
+    return file
 
-    def __init__(self, fd: int | None = None, size: int = BUCKET_BYTES):
-        if fd is None:
-            fd = os.memfd_create("weights")
-            os.ftruncate(fd, 2 * size)
-        self.fd, size = fd, os.fstat(fd).st_size // 2
-        memory = mmap.mmap(fd, 2 * size)
-        self.slots = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(2, size)
 
-    def close(self) -> None:
-        """Close the descriptor. The memory is freed with the last tensor that views it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+def slots_of(descriptor: int) -> Tensor:
+    """Return the two buckets in a file of `host_memory`, [2, size] uint8."""
+    bytes = os.fstat(descriptor).st_size
+    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=bytes, dtype=torch.uint8).view(2, -1)
 
 
 @dataclass(frozen=True)

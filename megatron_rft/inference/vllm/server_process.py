@@ -49,23 +49,12 @@ def spawn(
         room = cache_bytes(AutoConfig.from_pretrained(model), dtype, *needs)
         arguments = {"kv_cache_memory_bytes": room} | arguments
         environment = CPU_ENVIRONMENT | environment
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        python, _, *module = command(str(model), dtype, port, host, arguments)
-        return start_helper(
-            [python, "-c", DEAF, *module],
-            reap=True,
-            env=RUNNER | os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+    python, _, *module = command(str(model), dtype, port, host, arguments)
+    environment = RUNNER | os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | environment
+    return start_helper([python, "-c", DEAF, *module], reap=True, log=log, env=environment)
 
 
-def wait_for(
-    process: subprocess.Popen, ask: Callable[[], None], limit_s: float, name: str, log: Path, when: str = ""
-) -> None:
+def wait_for(process: subprocess.Popen, ask: Callable[[], None], limit_s: float, name: str, log: Path) -> None:
     """Wait until the server answers to `ask`.
 
     Raises:
@@ -75,7 +64,7 @@ def wait_for(
         wait_until_ready(ask, limit_s, process)
     except RunFailed:
         status = process.poll()
-        how = f"was not ready in {limit_s:g} s" if status is None else f"ended with status {status}{when}"
+        how = f"was not ready in {limit_s:g} s" if status is None else f"ended with status {status} before it was ready"
         raise RunFailed(f"{name} {how}; its log ends:\n{last_lines(log)}") from None
 
 

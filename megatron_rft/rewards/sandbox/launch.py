@@ -48,10 +48,8 @@ class Server:
                 command(mode, fd),
                 env=ENVIRONMENT,
                 pass_fds=[fd],
-                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                start_new_session=True,
                 umask=0o022,  # the user nobody reads the container's folders
                 cwd="/",
             )

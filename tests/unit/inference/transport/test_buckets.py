@@ -8,8 +8,8 @@ import torch
 from megatron_rft.inference import process as process_engine
 from megatron_rft.inference.engine import EngineLost
 from megatron_rft.inference.process import EngineProcess
-from megatron_rft.inference.transport.buckets import Buckets, cuts
-from megatron_rft.inference.transport.shared_memory import Handle, HostMemory, opened
+from megatron_rft.inference.transport.buckets import Buckets
+from megatron_rft.inference.transport.shared_memory import Handle, host_memory, opened, slots_of
 from megatron_rft.utils.errors import RunFailed
 
 TENSORS = [
@@ -69,28 +69,30 @@ def test_the_sender_waits_before_it_writes_over_an_unread_bucket():
     assert waits == [*range(2, len(told) + 1), len(told)]  # never more than one is unread when another is filled
 
 
-def test_a_small_tensor_is_not_cut_and_a_large_one_fills_buckets():
-    assert list(cuts(10, 30, 64)) == [(0, 10)]
-    assert list(cuts(40, 30, 64)) == [(0, 40)]
-    assert list(cuts(150, 30, 64)) == [(0, 30), (30, 64), (94, 56)]
-    assert list(cuts(0, 5, 64)) == [(0, 0)]
+def test_all_buckets_but_the_last_are_full_and_an_empty_tensor_is_a_piece():
+    sizes, told = [34, 0, 70, 24, 150], []
+    stream = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+    buckets_of(64).send(stream, told.append, lambda: None)
+    assert [full.length for full in told] == [64, 64, 64, 64, 22]
+    pieces = [[(piece.name, piece.start, piece.length) for piece in full.pieces] for full in told[:3]]
+    assert pieces[0] == [("34", 0, 34), ("0", 0, 0), ("70", 0, 30)]
+    assert pieces[1:] == [[("70", 30, 40), ("24", 0, 24)], [("150", 0, 64)]]
 
 
 def test_memory_of_the_host_is_seen_by_whoever_has_its_descriptor():
-    mine = HostMemory(size=4096)
-    theirs = HostMemory(os.dup(mine.fd))
-    mine.slots[1, 7] = 42
-    assert theirs.slots.shape == (2, 4096) and theirs.slots[1, 7] == 42
-    mine.close()
-    theirs.close()
-    assert theirs.slots[1, 7] == 42  # as long as a tensor looks at it
+    file = host_memory(4096)
+    mine, theirs = slots_of(file.fileno()), slots_of(os.dup(file.fileno()))
+    mine[1, 7] = 42
+    assert theirs.shape == (2, 4096) and theirs[1, 7] == 42
+    file.close()
+    assert theirs[1, 7] == 42  # as long as a tensor looks at it
 
 
 class Process(EngineProcess):
     """Another process that answers as instructed, without a GPU."""
 
     def __init__(self, answer):
-        self._memory, self._on_gpu, self.answer, self.asked = HostMemory(size=4096), torch.zeros(2, 8), answer, []
+        self._memory, self._on_gpu, self.answer, self.asked = host_memory(4096), torch.zeros(2, 8), answer, []
 
     def _send(self, *message):
         self.asked.append(message)
@@ -121,8 +123,8 @@ def test_where_the_buckets_of_an_engine_process_lie(monkeypatch, own, answer, tr
     process._place_buckets(["GPU-0", "GPU-1"])
     assert process.transport == transport
     assert process.asked == ([("open", Handle("GPU-1", ()))] if own == "GPU-1" else [])
-    memory = process._on_gpu if transport == "CUDA IPC" else process._memory.slots
-    assert process._buckets.slots is memory
+    assert (process._buckets.slots is process._on_gpu) == (transport == "CUDA IPC")
+    process._memory.close()
 
 
 def test_memory_of_a_gpu_that_is_not_here():

@@ -102,11 +102,3 @@ def test_nccl_where_every_end_has_a_gpu_of_its_own():
     assert network.transport(["GPU-a", "GPU-b"]) == network.transport(["GPU-a", "GPU-b", "GPU-c"]) == network.GPU
     assert network.transport(["GPU-a", "GPU-a"]) == network.HOST  # a server beside its trainer
     assert network.transport(["GPU-a", None]) == network.transport([None, None]) == network.HOST
-
-
-def test_the_environment_is_put_back(monkeypatch):
-    monkeypatch.setenv("RFT_TEST_ONE", "before")
-    monkeypatch.delenv("RFT_TEST_TWO", raising=False)
-    with network.environment(RFT_TEST_ONE="1", RFT_TEST_TWO="2"):
-        assert network.os.environ["RFT_TEST_ONE"] == "1" and network.os.environ["RFT_TEST_TWO"] == "2"
-    assert network.os.environ["RFT_TEST_ONE"] == "before" and "RFT_TEST_TWO" not in network.os.environ
