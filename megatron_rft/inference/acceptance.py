@@ -1,5 +1,6 @@
 """Metrics of speculative decoding from vLLM's counters: how many draft tokens the model accepted."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 COUNTERS = tuple(f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens"))
@@ -10,14 +11,13 @@ class Acceptance:
     """Measures the increase of the counters between two calls of `since`."""
 
     def __init__(self):
-        self._seen = dict.fromkeys(COUNTERS, 0.0)
+        self._seen: Counter[str] = Counter()
 
     def since(self, counted: Iterable[tuple[str, float]]) -> dict[str, float]:
         """Return the metrics since the last call. `counted`: (name, value) pairs; values of the same name are added."""
-        total = dict.fromkeys(COUNTERS, 0.0)
+        total: Counter[str] = Counter()
         for name, value in counted:
-            if name in total:
-                total[name] += value
+            total[name] += value
         new = [total[name] - self._seen[name] for name in COUNTERS]
         self._seen = total
         return metrics(*new)

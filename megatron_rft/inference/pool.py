@@ -54,7 +54,6 @@ class EnginePool(Engine):
         driver: tuple[int | None, int] = (0, 1),
     ):
         self.members, self.dtype, self.gather, self._driver = members, dtype, gather, driver
-        self.reload = self._no_source
         self.weight_version = -1
         self.lost: dict[int, str] = {}  # index of the member -> the error
         self._generating = threading.Lock()
@@ -78,35 +77,25 @@ class EnginePool(Engine):
         ended: queue.Queue = queue.Queue()
         parts = [requests[i :: len(self.members)] for i in range(len(self.members))]
         assert self.members or not requests, "a rank without an engine has requests"
+
+        def drive(member: int, part: list[Request]) -> None:
+            waiting = {request.id: request for request in part}
+            try:
+                for group in play(self.members[member], part, sampling) if member not in self.lost else ():
+                    del waiting[group.id]
+                    ended.put(group)
+            except EngineLost as error:
+                self.lost[member] = str(error)
+            finally:
+                left.extend(waiting.values() if member in self.lost else ())
+                ended.put(None)
+
         with self._generating, ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="engine") as pool:
-            jobs = [pool.submit(self._drive, i, part, sampling, ended, left, play) for i, part in enumerate(parts)]
+            jobs = [pool.submit(drive, *each) for each in enumerate(parts)]
             for _ in jobs:
-                while (group := ended.get()) is not None:
-                    yield group
+                yield from iter(ended.get, None)
             for job in jobs:
                 job.result()
-
-    def _drive(
-        self,
-        member: int,
-        requests: list[Request],
-        sampling: Sampling,
-        ended: queue.Queue,
-        left: list[Request],
-        play: Play,
-    ) -> None:
-        waiting = {request.id: request for request in requests}
-        try:
-            if member in self.lost:
-                return
-            for group in play(self.members[member], requests, sampling):
-                del waiting[group.id]
-                ended.put(group)
-        except EngineLost as error:
-            self.lost[member] = str(error)
-        finally:
-            left += waiting.values() if member in self.lost else []
-            ended.put(None)
 
     def retry(self, left: list[Request], sampling: Sampling, play: Play = generated) -> Iterator[Group]:
         """Collective. Replace lost engines and generate the requests that `begin` left unfinished."""
@@ -179,6 +168,8 @@ class EnginePool(Engine):
     def recover(self) -> bool:
         if not any(self.gather([bool(self.lost)])):
             return False
+        if self.reload is None:
+            raise RunFailed("an engine was lost, and there are no weights for another")
         with self._generating:  # wait until `begin` has appended all unfinished requests
             news = self.gather(list(self.lost.values()))  # gathered again: more may be lost by now
             self.restarts += len(news)
@@ -193,9 +184,6 @@ class EnginePool(Engine):
     def _stop_if_lost(self, how: str) -> None:
         if news := self.gather(list(self.lost.values())):
             raise RunFailed(f"{news[0]} {how}: the run stops here")
-
-    def _no_source(self) -> None:
-        raise RunFailed("an engine was lost, and there are no weights for another")
 
     def close(self) -> None:
         for member in self.members:

@@ -7,11 +7,9 @@ equal the stream bit for bit in the engine's dtype, except for parameters that i
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_rft.inference.engine import Engine, checksum
@@ -32,40 +30,29 @@ def send(
         RunFailed: the engine's parameters differ from the stream. The message names one.
     """
     start = time.perf_counter()
-    sent = load(stream, engine, version, engine.dtype if verify else None)
     kept = {} if kept is None else kept
-    kept |= sent.checksums
+    sizes = load(stream, engine, version, kept if verify else None)
     if verify and (received := engine.checksums()):
         compare(kept, received, version)
     return {
         "sync/seconds": time.perf_counter() - start,
-        "sync/bytes": float(sent.bytes),
-        "sync/tensors": float(sent.tensors),
+        "sync/bytes": float(sum(sizes)),
+        "sync/tensors": float(len(sizes)),
     }
 
 
-@dataclass
-class Sent:
-    """What a stream had."""
-
-    bytes: int = 0
-    tensors: int = 0
-    checksums: dict[str, int] = field(default_factory=dict)
-
-
 def load(
-    stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, checksum_dtype: torch.dtype | None
-) -> Sent:
-    """Load `stream`, all of it, into `engine`. `checksum_dtype`: the engine's dtype, in which checksums are computed;
-    None: compute none."""
-    stream, sent = iter(stream), Sent()
+    stream: Iterable[tuple[str, Tensor]], engine: Engine, version: int, checksums: dict[str, int] | None = None
+) -> list[int]:
+    """Load `stream`, all of it, into `engine`. Returns the bytes of each tensor. The tensors' checksums in the engine's
+    dtype are added to `checksums`."""
+    stream, sizes = iter(stream), []
 
     def passing() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
-            sent.bytes += tensor.nbytes
-            sent.tensors += 1
-            if checksum_dtype is not None:
-                sent.checksums[name] = checksum(tensor.to(checksum_dtype))
+            sizes.append(tensor.nbytes)
+            if checksums is not None:
+                checksums[name] = checksum(tensor.to(engine.dtype))
             yield name, tensor
 
     try:
@@ -74,7 +61,7 @@ def load(
         left = [name for name, _ in stream]
     if left:
         raise RunFailed(f"weights of version {version}: the engine stopped reading before {left[0]}")
-    return sent
+    return sizes
 
 
 def compare(sent: dict[str, int], received: dict[str, int | None], version: int) -> None:

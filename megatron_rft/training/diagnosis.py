@@ -96,12 +96,12 @@ class Mismatch:
         with ExitStack() as stack:
             engine = builder.build(self.hf_config)
             player = around(engine, builder, self.tokenizer, stack)
-            mine, earlier = self.requests(*engine.driver()), {}
+            mine, earlier, sent = self.requests(*engine.driver()), {}, {}
             if not first_sync:
                 turned = ((name, tensor.roll(1, -1) * 1.05) for name, tensor in actor.stream(dtype=engine.dtype))
-                earlier = load(turned, engine, 1, engine.dtype).checksums
+                load(turned, engine, 1, earlier)
                 list(engine.generate(mine, replace(sampling, max_tokens=1)))  # caches their prompts
-            sent = load(actor.stream(dtype=engine.dtype), engine, 2, engine.dtype).checksums
+            load(actor.stream(dtype=engine.dtype), engine, 2, sent)
             other = torch.bfloat16 if builder.dtype == torch.float32 else torch.float32
             rounded = {name: checksum(tensor.to(other)) for name, tensor in actor.stream(dtype=engine.dtype)}
             wrong = weights_problem(sent, earlier, rounded, engine.checksums())

@@ -285,7 +285,10 @@ class ServerEngine(Member):
             connection.connect()
             if epoch is not None:
                 connection.sock.settimeout(None)
-                self._register(connection, epoch)
+                with self._lock:
+                    if epoch != self._epoch:
+                        raise ConnectionAbortedError("nobody waits for the answer any more")
+                    self._open.add(connection)
             content = None if body is None else json.dumps(body)
             headers = {"Content-Type": "application/json"} | self.authorization
             connection.request(method, parts.path + path, content, headers)
@@ -309,12 +312,6 @@ class ServerEngine(Member):
         for _ in range(DYING_S):
             self._text("GET", "/health")
             time.sleep(1)
-
-    def _register(self, connection: http.client.HTTPConnection, epoch: int) -> None:
-        with self._lock:
-            if epoch != self._epoch:
-                raise ConnectionAbortedError("nobody waits for the answer any more")
-            self._open.add(connection)
 
     def _hang_up(self) -> None:
         """Interrupt all open requests, and those that are about to be sent."""
