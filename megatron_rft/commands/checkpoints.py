@@ -5,7 +5,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-from megatron_rft.utils.checkpoint_files import DAMAGED, PARTIAL, complete, damage, has_digests, size
+from megatron_rft.utils.checkpoint_files import DAMAGED, DIGESTS, PARTIAL, complete, damage
 from megatron_rft.utils.errors import FAILED, FINISHED, DataError
 
 
@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoints = complete(folder)
     problems = {path: damage(path) for path in checkpoints} if args.verify or args.prune else {}
     for path in checkpoints:
-        intact = "intact" if has_digests(path) else "not checked: it has no digests"
+        intact = "intact" if (path / DIGESTS).exists() else "not checked: it has no digests"
         told = {None: "", "": intact}.get(problems.get(path), f"DAMAGED: {problems.get(path)}")
         print(f"{_line(path)}  {told}".rstrip())
     for path in sorted([*folder.glob(f"*{DAMAGED}"), *folder.glob(f"*{PARTIAL}")]):
@@ -42,4 +42,5 @@ def _prune(folder: Path, intact: list[Path], keep: int) -> None:
 
 def _line(path: Path) -> str:
     when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-    return f"{path.name:<20} {size(path) / 2**30:9.3f} GiB  {when}"
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return f"{path.name:<20} {size / 2**30:9.3f} GiB  {when}"

@@ -19,16 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_rft.conversion.mapping import GATE_AND_UP, LAYER, VOCABULARY, Mapping, padded_vocab
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, Location, locations
@@ -44,8 +36,8 @@ class MegatronWriter:
 
     def __init__(self, folder: Path, hf_config: Any, tensor_parallel: int = 1, file_bytes: int = 4 << 30):
         self.folder, self.hf_config, self.tp, self.file_bytes = folder, hf_config, tensor_parallel, file_bytes
-        self.tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self.stored: dict[MetadataIndex, _StorageInfo] = {}
+        self.tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        self.stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self.mapping = Mapping(hf_config)
         self.files = 0  # that are complete
 
@@ -81,11 +73,12 @@ class MegatronWriter:
         key, index = location.key, location.index
         size = torch.Size((*location.outer, *whole.shape))
         if key not in self.tensors:
-            self.tensors[key] = TensorStorageMetadata(TensorProperties(dtype=whole.dtype), size, [])
+            self.tensors[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=whole.dtype), size, [])
         chunks = self.tensors[key].chunks
         for offset, part in self._split(name, whole):
-            chunk = ChunkStorageMetadata(torch.Size((*index, *offset)), torch.Size((*(1 for _ in index), *part.shape)))
-            self._store(MetadataIndex(key, chunk.offsets, len(chunks)), part.reshape(chunk.sizes).clone())
+            shape = torch.Size((*(1 for _ in index), *part.shape))
+            chunk = dcp.ChunkStorageMetadata(torch.Size((*index, *offset)), shape)
+            self._store(dcp.MetadataIndex(key, chunk.offsets, len(chunks)), part.reshape(shape).clone())
             chunks.append(chunk)
 
     def _split(self, name: str, whole: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -106,10 +99,10 @@ class MegatronWriter:
         key = location.key.removesuffix("weight") + "_extra_state"
         number = ".".join(map(str, location.index)) or "0"
         full = f"{key}/shard_{number}_{'.'.join(map(str, location.outer)) or '1'}"
-        self.tensors[full] = BytesStorageMetadata()
-        self._store(MetadataIndex(full), [None])
+        self.tensors[full] = dcp.BytesStorageMetadata()
+        self._store(dcp.MetadataIndex(full), [None])
 
-    def _store(self, index: MetadataIndex, data: Any) -> None:
+    def _store(self, index: dcp.MetadataIndex, data: Any) -> None:
         name = f"__0_{self.files}.distcp"
         with (self.folder / name).open("ab") as file:
             begin = file.tell()
@@ -127,5 +120,5 @@ class MegatronWriter:
         (self.folder / "common.pt").write_bytes(common.getvalue())
         versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
         (self.folder / CONFIG).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
-        metadata = Metadata(self.tensors, {}, self.stored, StorageMeta(), CURRENT_DCP_VERSION)
+        metadata = dcp.Metadata(self.tensors, {}, self.stored, dcp.StorageMeta(), CURRENT_DCP_VERSION)
         (self.folder / METADATA).write_bytes(pickle.dumps(metadata))

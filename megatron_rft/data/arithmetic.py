@@ -49,7 +49,8 @@ def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, 
         level = levels[len(problems) % len(levels)]
         start, steps = _problem(rng, level)
         question = _question(start, steps)
-        if _bucket(question) in SPLITS[split] and question not in problems:
+        bucket = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % 10
+        if bucket in SPLITS[split] and question not in problems:
             done = steps[:-1] if split in ("hinted", "refining") and rng.random() < HASTE else steps
             problems[question] = {"question": question, "answer": _work(start, done, slip, rng), "level": level}
             if split == "hinted" and len(problems) // len(levels) % 2:  # half of each level
@@ -60,10 +61,6 @@ def rows(split: str, size: int | None = None, seed: int = 0, levels: tuple[int, 
                 answer = _work(start, steps, HINTED_SLIP, rng)
                 problems[question] |= {"question": f"{question}\n{work}\nRefine:", "answer": answer}
     return list(problems.values())
-
-
-def _bucket(question: str) -> int:
-    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % 10
 
 
 def _problem(rng: random.Random, level: int) -> tuple[int, list[tuple[str, int]]]:

@@ -3,20 +3,18 @@
 import hashlib
 import random
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any
 
 from megatron_rft.utils.errors import DataError
 
-Item = TypeVar("Item")
 
-
-class Stream(Generic[Item]):
+class Stream:
     """`position` counts the items drawn so far; to resume, set it.
 
     Epochs follow without a gap, so a draw may span two epochs and contain an item twice.
     """
 
-    def __init__(self, items: list[Item], seed: int = 0, shuffle: bool = True):
+    def __init__(self, items: list[Any], seed: int = 0, shuffle: bool = True):
         if not items:
             raise DataError("there is nothing to draw from: the data set has no usable rows")
         self.items, self.seed, self.shuffle = items, seed, shuffle
@@ -30,7 +28,7 @@ class Stream(Generic[Item]):
             content.update(repr(item).encode())
         return content.hexdigest()
 
-    def next(self, count: int) -> list[Item]:
+    def next(self, count: int) -> list[Any]:
         drawn = []
         for place in range(self.position, self.position + count):
             epoch, offset = divmod(place, len(self.items))

@@ -1,3 +1,1 @@
 """Evaluation: graded completions of held-out problems, with results as JSON and as a table."""
-
-from megatron_rft.evaluation.evaluate import EvalResult, evaluate

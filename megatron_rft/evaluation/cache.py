@@ -7,13 +7,14 @@ and its grader has not failed.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rft.utils.files import read_json, read_json_lines, write_atomically
 
+CONDITIONS = "conditions.json"
 Row = dict[str, Any]  # a graded completion, with its `problem`
 
 
@@ -34,16 +35,16 @@ class EvaluationCache:
         known = conditions(self.folder)
         self.completions = self._read() if known.get(self.name) == self.depends_on else {}
         # Rewritten, without an incomplete last line and without completions of another evaluation.
-        lines = map(_line, (each for many in self.completions.values() for each in many))
-        write_atomically(completions_file(self.folder, self.name), "".join(lines))
-        write_atomically(_conditions_file(self.folder), json.dumps(known | {self.name: self.depends_on}, indent=1))
+        kept = (each for many in self.completions.values() for each in many)
+        write_atomically(completions_file(self.folder, self.name), lines(kept))
+        write_atomically(self.folder / CONDITIONS, json.dumps(known | {self.name: self.depends_on}, indent=1))
 
     def add(self, completions: list[Row]) -> None:
         """Store all completions of some problems. They are on disk when this returns."""
         for each in completions:
             self.completions.setdefault(each["problem"], []).append(each)
         with completions_file(self.folder, self.name).open("a", encoding="utf-8") as file:
-            file.write("".join(map(_line, completions)))
+            file.write(lines(completions))
         self.note(len(self.completions))
 
     def _read(self) -> dict[int, list[Row]]:
@@ -59,16 +60,13 @@ class EvaluationCache:
 
 def conditions(folder: Path) -> dict[str, Any]:
     """What the completions in `folder` depend on, by the name of their evaluation."""
-    return read_json(_conditions_file(folder)) or {}
+    return read_json(folder / CONDITIONS) or {}
 
 
 def completions_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.jsonl"
 
 
-def _conditions_file(folder: Path) -> Path:
-    return folder / "conditions.json"
-
-
-def _line(row: Row) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+def lines(rows: Iterable[Row]) -> str:
+    """As JSON lines."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

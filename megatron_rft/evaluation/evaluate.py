@@ -13,15 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rft.evaluation.cache import EvaluationCache, completions_file
-from megatron_rft.evaluation.passk import (
-    breakdown,
-    ks_up_to,
-    mean_majority_at_k,
-    mean_pass_at_k,
-    pass_at_1,
-    with_error,
-)
+from megatron_rft.evaluation import passk
+from megatron_rft.evaluation.cache import EvaluationCache, completions_file, lines
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward, finite, scored
@@ -73,10 +66,6 @@ class EvalResult:
     def summary(self) -> dict[str, Any]:
         """Everything but the completions, ready for JSON."""
         return {name: value for name, value in self.__dict__.items() if name != "completions"}
-
-    def line(self) -> str:
-        """For example: 0.412 ± 0.009 (500 problems)."""
-        return f"{with_error(self.pass_at_1, self.standard_error)} ({self.problems} problems)"
 
 
 @dataclass(frozen=True)
@@ -153,20 +142,20 @@ def summarise(completions: list[Completion], name: str, samples: int, temperatur
         raise DataError(f"evaluation {name!r} has no problems")
     problems = [completions[i : i + samples] for i in range(0, len(completions), samples)]
     correct = [[each.correct for each in problem] for problem in problems]
-    mean, standard_error = pass_at_1(correct)
+    mean, standard_error = passk.pass_at_1(correct)
     answers = [[each.answer for each in problem] for problem in problems]
-    majority_at_k = {k: mean_majority_at_k(answers, correct, k) for k in ks_up_to(samples)}
+    majority_at_k = {k: passk.mean_majority_at_k(answers, correct, k) for k in passk.ks_up_to(samples)}
     return EvalResult(
         name=name,
         problems=len(problems),
         samples=samples,
         pass_at_1=mean,
         standard_error=standard_error,
-        pass_at_k={k: mean_pass_at_k(correct, k) for k in ks_up_to(samples)},
+        pass_at_k={k: passk.mean_pass_at_k(correct, k) for k in passk.ks_up_to(samples)},
         majority=majority_at_k[samples],
         majority_at_k=majority_at_k,
-        by_subject=breakdown([problem[0].subject for problem in problems], correct),
-        by_level=breakdown([problem[0].level for problem in problems], correct),
+        by_subject=passk.breakdown([problem[0].subject for problem in problems], correct),
+        by_level=passk.breakdown([problem[0].level for problem in problems], correct),
         errors=sum(each.reward is None for each in completions),
         truncated=fmean(each.finish_reason == "length" for each in completions),
         mean_tokens=fmean(each.tokens for each in completions),
@@ -205,7 +194,7 @@ def table(results: list[EvalResult]) -> str:
             each.name,
             str(each.problems),
             str(each.samples),
-            with_error(each.pass_at_1, each.standard_error),
+            passk.with_error(each.pass_at_1, each.standard_error),
             *(f"{each.pass_at_k[k]:.3f}" if k in each.pass_at_k else "" for k in ks),
             f"{each.majority:.3f}",
             f"{each.truncated:.1%}",
@@ -222,7 +211,7 @@ def _breakdowns(results: list[EvalResult]) -> Iterator[str]:
     for result in results:
         for what, parts in (("subject", result.by_subject), ("level", result.by_level)):
             rows = [
-                [name, str(part["problems"]), with_error(part["pass_at_1"], part["standard_error"])]
+                [name, str(part["problems"]), passk.with_error(part["pass_at_1"], part["standard_error"])]
                 for name, part in parts.items()
             ]
             if rows:
@@ -230,8 +219,8 @@ def _breakdowns(results: list[EvalResult]) -> Iterator[str]:
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    written = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in written)
 
 
 def write(results: list[EvalResult], folder: str | Path) -> None:
@@ -239,8 +228,7 @@ def write(results: list[EvalResult], folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for result in results:
-        lines = (json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in result.completions)
-        completions_file(folder, result.name).write_text("".join(lines), encoding="utf-8")
+        completions_file(folder, result.name).write_text(lines(map(asdict, result.completions)), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps([_finite(each.summary()) for each in results], indent=2) + "\n")
     (folder / "results.md").write_text(table(results) + "\n", encoding="utf-8")
 

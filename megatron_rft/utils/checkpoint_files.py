@@ -9,7 +9,6 @@ checkpoints/step_000060.damaged/    a checkpoint whose files differed from its d
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_rft.utils.files import digest, read_json, write_atomically
@@ -28,19 +27,10 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if (found := complete(folder)) else None
 
 
-def has_digests(folder: Path) -> bool:
-    return (folder / DIGESTS).exists()
-
-
-def digests(paths: Iterable[Path]) -> dict[str, dict]:
-    return {path.name: digest(path) for path in paths}
-
-
 def write_own_digests(folder: Path, rank: int) -> None:
     """Write the digests of the shards that `rank` has written, for `join_digests`."""
     own = [*folder.glob(f"__{rank}_*.distcp"), *folder.glob(f"optimizer_{rank:05d}.safetensors")]
-    content = digests(sorted(own))
-    write_atomically(folder / f"digests_{rank}.json", json.dumps(content))
+    write_atomically(folder / f"digests_{rank}.json", json.dumps({path.name: digest(path) for path in sorted(own)}))
 
 
 def join_digests(folder: Path) -> None:
@@ -49,7 +39,7 @@ def join_digests(folder: Path) -> None:
     for path in folder.glob("digests_*.json"):
         known |= json.loads(path.read_text())
         path.unlink()
-    known |= digests(path for path in sorted(folder.iterdir()) if path.name not in known)
+    known |= {path.name: digest(path) for path in sorted(folder.iterdir()) if path.name not in known}
     write_atomically(folder / DIGESTS, json.dumps(known, indent=1))
 
 
@@ -58,7 +48,7 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> str:
 
     A checkpoint of an older version has no digests, and counts as intact.
     """
-    if not has_digests(folder):
+    if not (folder / DIGESTS).exists():
         return ""
     if (known := read_json(folder / DIGESTS)) is None:
         return f"{DIGESTS} cannot be read"
@@ -78,8 +68,3 @@ def set_aside(folder: Path) -> None:
     aside = folder.with_name(folder.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
-
-
-def size(folder: Path) -> int:
-    """Return the bytes of all files."""
-    return sum(path.stat().st_size for path in folder.iterdir())
