@@ -225,11 +225,7 @@ def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Li
 
 
 def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Limits, row: Limits) -> Score:
-    if table["kind"] == "call":
-        task = {"name": table["name"], "cases": list(zip(table["inputs"], table["outputs"], strict=True))}
-    else:
-        task = {"code": table["code"], "setup": table.get("setup", ""), "names": table.get("names", [])}
-    tested = run_tests(server, source, task, row)
+    tested = run_tests(server, source, table, row)
     ended = tested.run
     outcomes = [f"{test}\n{detail}".strip() if what == "fail" else "" for what, test, detail in tested.tests]
     if not tested.tests and "assert" in table.get("code", ""):

@@ -67,14 +67,14 @@ def run_script(server: Server, source: str, text: str, limits: Limits) -> Progra
         return _read(ended["script"], out, err, limits)
 
 
-def run_tests(server: Server, source: str, task: dict[str, Any], limits: Limits) -> Tested:
-    """Run a program under the tests that `task` describes (inside/tester.py: main)."""
+def run_tests(server: Server, source: str, table: dict[str, Any], limits: Limits) -> Tested:
+    """Run a program under the tests of a row, of kind "call" or "assert" (code.py)."""
     longest = (1 + MAX_WAIT_FACTOR) * limits.wall_s + 1  # so that the program's limit ends before that of its tests
     ours = Limits(limits.cpu_s, longest, limits.memory_mb, 1, 2 * limits.output_mb)
     with ExitStack() as stack:
         ends = [stack.enter_context(end) for end in socket.socketpair()]
         empty, out, err, payload, tests, report, mute = (
-            stack.enter_context(_file(each)) for each in ("", "", "", source, json.dumps(task), "", "")
+            stack.enter_context(_file(each)) for each in ("", "", "", source, json.dumps(table), "", "")
         )
         _order(server, "module", limits, [empty, out, err, payload, ends[0]])
         _order(server, "tests", ours, [empty, report, mute, tests, ends[1]])

@@ -141,8 +141,8 @@ def test_what_fails_twice_is_an_error(sandbox):
 
 
 def test_a_tester_that_breaks_off_is_our_error(sandbox):
-    task = {"code": "import os\nos._exit(0)", "setup": "", "names": []}
-    (error,) = sandbox.map(lambda server, _: run_tests(server, "def f(): pass", task, LIMITS), [0])
+    tests = {"kind": "assert", "code": "import os\nos._exit(0)"}
+    (error,) = sandbox.map(lambda server, _: run_tests(server, "def f(): pass", tests, LIMITS), [0])
     assert isinstance(error, SandboxError) and "the tests ended with status 0" in str(error)
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import symtable
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 import wire
@@ -309,8 +309,8 @@ def _module(name: str, trees: list[ast.Module]) -> Any:
     return None if called else importlib.import_module(name)
 
 
-def run_cases(name: str, cases: list[list], client: Client, report: Report) -> None:
-    """Run cases: [arguments, expected result] each, from JSON."""
+def run_cases(name: str, cases: Iterable[tuple[list, Any]], client: Client, report: Report) -> None:
+    """Run cases: (arguments, expected result) each, from JSON."""
     for args, expected in cases:
         text = f"{name}({', '.join(_short(arg) for arg in args)})"
         got = settled(client.call(name, tuple(args), {}))
@@ -362,18 +362,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def main(task: dict, channel) -> int:
-    """Run a task: either `code`, `setup` and `names`, or `name` and `cases`. The report goes to standard output."""
+def main(table: dict, channel) -> int:
+    """Run the tests of a row (code.py) of kind "call" or "assert". The report goes to standard output."""
     report = Report(os.fdopen(os.dup(1), "w"))
     sys.set_int_max_str_digits(300_000)  # some tests have such integers; longer ones take seconds to parse
     sys.stdout = sys.stderr = io.StringIO()  # discards what tests print
     client = None
     try:
         client = Client(channel)
-        if "cases" in task:
-            run_cases(task["name"], task["cases"], client, report)
+        if table["kind"] == "call":
+            run_cases(table["name"], zip(table["inputs"], table["outputs"], strict=True), client, report)
         else:
-            run_asserts(task["code"], task["setup"], task["names"], client, report)
+            run_asserts(table["code"], table.get("setup", ""), table.get("names", []), client, report)
     except RemoteError as error:
         report.add("error", detail=getattr(error, "trace", str(error)))
     except wire.Closed:

@@ -105,22 +105,18 @@ def update(old: Any, new: Any) -> Any:
     """Return `old` with the content of `new`, changed in place if its type allows that."""
     if type(old) is not type(new):
         return new
-    if isinstance(old, list):
-        old[:] = [update(*pair) for pair in zip(old, new, strict=False)] + new[len(old) :]
-    elif isinstance(old, tuple):
+    if isinstance(old, tuple):
         return old if old == new else tuple(update(*pair) for pair in zip(old, new, strict=False)) + new[len(old) :]
+    if isinstance(old, list):
+        content = [update(*pair) for pair in zip(old, new, strict=False)] + new[len(old) :]
     elif isinstance(old, dict):
         content = {key: update(old[key], value) if key in old else value for key, value in new.items()}
-        old.clear()
-        old.update(content)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, deque | bytearray):
-        old.clear()
-        old.extend(new)
+    elif isinstance(old, set | deque | bytearray):
+        content = new
     else:
         return new
+    old.clear()
+    (old.update if isinstance(old, dict | set) else old.extend)(content)
     return old
 
 
