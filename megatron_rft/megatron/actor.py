@@ -53,7 +53,7 @@ from megatron_rft.megatron.torch_attention import take_rows
 from megatron_rft.megatron.two_distributions import NAMES as COMPARED
 from megatron_rft.megatron.two_distributions import Second, compare
 from megatron_rft.megatron.vocabulary import logprobs_and_entropy
-from megatron_rft.records import Batch, send
+from megatron_rft.records import Batch, Support, send
 from megatron_rft.utils.position import here
 
 HEADS = COMPARED | {"values", "hidden"}
@@ -103,7 +103,7 @@ class Actor:
         self.device = parallel.device()
         self.optimizer = None
         self.routers = Routers(self.models) if experts(hf_config) else None
-        self.bias_update_rate = getattr(megatron, "moe_router_bias_update_rate", 0.0)
+        self.bias_update_rate = megatron.moe_router_bias_update_rate
         self.chunks = chunks
         if optimizer is not None:
             self.chunks = self._wrap(chunks, megatron, bool(optimizer.get("use_distributed_optimizer")))
@@ -119,7 +119,6 @@ class Actor:
             packed=batching.pack_sequences,
             share_prompts=not batching.why_not_shared(parallel.cp_size(), whole_sequences(hf_config)),
             ends_on_host=not has_transformer_engine(),
-            routers=self.routers is not None,
         )
         seams.now.built(self)
 
@@ -226,8 +225,8 @@ class Actor:
             real = (micro.response_mask > 0).nonzero().flatten()  # a filler has no real tokens
             return values.new_zeros(()), (micro.tokens["number"][real], values[:, send(real, self.device)])
 
-        numbered = _numbered(batch.only(set(), {"route"}))
-        results = self._run(numbered, shares, collect, names, forward_only=True, second=second_states)
+        lean = batch.only(set(), {"route"})
+        results = self._run(lean, shares, collect, names, forward_only=True, second=second_states)
         full = torch.zeros(len(order), len(batch.response_ids), device=self.device)
         if self._reports():
             for number, values in results:
@@ -269,8 +268,8 @@ class Actor:
             return out["hidden"].new_zeros(()), (micro.tokens["number"][real], out["hidden"].cpu()[real])
 
         with self.use_weights(second.weights) if second.weights is not None else nullcontext():
-            numbered = _numbered(batch.only(set(), set()))
-            results = self._run(numbered, cut, collect, frozenset({"hidden"}), forward_only=True)
+            lean = batch.only(set(), set())
+            results = self._run(lean, cut, collect, frozenset({"hidden"}), forward_only=True)
             if not parallel.is_last_stage():
                 return None
             weight = models.output_weight(self.models[-1]).detach()
@@ -293,10 +292,9 @@ class Actor:
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.optimizer.megatron.zero_grad()
         shares = self._plan(batch, self.batching.micro_batch_tokens)
         second_states = self._with_states(second, shares)
-        numbered = batch if second is None else _numbered(batch)
         if self.lora and self.lora.dropout:
             torch.manual_seed(self._seed(batch))
 
@@ -305,7 +303,7 @@ class Actor:
             total = result.mean(counts)
             return total, {"loss": total.detach().clone(), **result.logged(counts)}
 
-        parts = self._run(numbered, shares, differentiate, outputs, forward_only=False, second=second_states)
+        parts = self._run(batch, shares, differentiate, outputs, forward_only=False, second=second_states)
         return self._add_up(parts if self._reports() else [])
 
     def _seed(self, batch: Batch) -> int:
@@ -363,9 +361,10 @@ class Actor:
         second: Second | None = None,
     ) -> list:
         """Run megatron-core's pipeline schedule over this rank's micro-batches of a plan. Returns the results of
-        `finish` on the last stage."""
+        `finish` on the last stage. Micro-batches have the token field `number`: the index in the whole batch."""
         assert names <= HEADS, f"unknown model outputs: {sorted(names - HEADS)}"
-        routes = self.routers.of_shares(batch, shares) if self.routers else {}
+        batch = batch.with_tokens(number=torch.arange(len(batch.response_ids)))
+        routes = self.routers.of_shares(batch, shares) if self.routers else None
         micro_batches = [self._micro_batch(batch, index, routes) for index in shares[parallel.dp_rank()]]
         seams.now.packed(self.config, micro_batches, forward_only)
         if self.routers:
@@ -377,7 +376,7 @@ class Actor:
             if self.routers:
                 self.routers.begin(micro, self.config.sequence_parallel)
             options = {"fp32_output": False} if self.config.bf16 else {}  # hidden states stay in the model's precision
-            hidden = chunk(micro.token_ids, micro.position_ids, None, packed_seq_params=micro.packed, **options)
+            hidden = chunk(micro.token_ids, None, None, packed_seq_params=micro.packed, **options)
             return hidden, partial(last_stage, micro)
 
         def last_stage(micro: MicroBatch, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, Any]:
@@ -388,24 +387,23 @@ class Actor:
         for chunk in self.chunks:
             chunk.train(not forward_only)
         longest = max(m.token_ids.shape[1] for m in micro_batches)
-        iterators = [iter(micro_batches) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(micro_batches),
             seq_length=longest * parallel.cp_size(),
             micro_batch_size=micro_batches[0].token_ids.shape[0],
             forward_only=forward_only,
         )
 
-    def _micro_batch(self, batch: Batch, index: Tensor, routes: dict[int, Tensor]) -> MicroBatch:
+    def _micro_batch(self, batch: Batch, index: Tensor, routes: dict[int, Tensor] | None) -> MicroBatch:
         """The sequences `index`, or if there are none a filler, whose tokens do not count. `routes`: by position in the
-        batch, the experts to replay."""
+        batch, the experts to replay; None: the model has no routers."""
         if len(index):
-            given = [routes.get(position) for position in index.tolist()]
+            given = None if routes is None else [routes.get(position) for position in index.tolist()]
             return pack(batch.select(index), self.layout, self.device, given)
-        micro = pack(filler(batch), self.layout, self.device)
+        micro = pack(filler(batch), self.layout, self.device, None if routes is None else [])
         return micro if micro.uses is None else replace(micro, uses=torch.zeros_like(micro.uses))
 
     def _heads(
@@ -428,13 +426,14 @@ class Actor:
         self, rows: Tensor, micro: MicroBatch, names: frozenset[str], second: Second | None
     ) -> dict[str, Tensor]:
         """[R_local, H] -> [R_local] per name."""
-        weight, targets = models.output_weight(self.models[-1]), micro.targets
+        weight, targets = models.output_weight(self.models[-1]), send(micro.targets, self.device)
+        support = micro.support
         options = {
             "group": parallel.tp_group() if parallel.tp_size() > 1 else None,
             "vocab_size": self.hf_config.vocab_size,
             "temperature": self.temperature,
             "block_bytes": self.batching.logprob_block_mib << 20,
-            "support": micro.support,
+            "support": support and Support(*(send(x, self.device) for x in support)),
         }
         if names <= ALONE:
             values = logprobs_and_entropy(rows, weight, targets, **options, with_entropy="entropy" in names)
@@ -483,8 +482,3 @@ class Actor:
         dist.all_gather_object(gathered, own)
         reported = [g for g in gathered if g]
         return {name: sum(g[name] for g in reported) for name in reported[0]}
-
-
-def _numbered(batch: Batch) -> Batch:
-    """Add the token field `number`: the index of each response token in the whole batch."""
-    return batch.with_tokens(number=torch.arange(len(batch.response_ids)))

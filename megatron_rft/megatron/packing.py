@@ -34,10 +34,10 @@ from megatron_rft.records import Batch, Support, segment_ids, send, take_segment
 @dataclass(frozen=True)
 class PackLayout:
     """Constraints on a micro-batch's lengths: each sequence must be a multiple of 2 cp (zigzag context parallelism),
-    the total a multiple of `total_multiple` per context-parallel rank (sequence parallelism, FP8). `ends_on_host`: the
-    ends of packed sequences stay in host memory, where torch's layers and megatron-core's rotary embedding read them in
-    each layer; Transformer Engine's kernels read them on the device. `routers`: the model has routers, which read the
-    micro-batch's `uses` and `routes`."""
+    the total a multiple of `total_multiple` per context-parallel rank (sequence parallelism, FP8). `share_prompts`
+    needs packed sequences without context parallelism. `ends_on_host`: the ends of packed sequences stay in host
+    memory, where torch's layers and megatron-core's rotary embedding read them in each layer; Transformer Engine's
+    kernels read them on the device."""
 
     cp_size: int = 1
     cp_rank: int = 0
@@ -45,43 +45,38 @@ class PackLayout:
     packed: bool = True
     share_prompts: bool = False
     ends_on_host: bool = False
-    routers: bool = False
-
-    def __post_init__(self):
-        assert not self.share_prompts or (self.packed and self.cp_size == 1), "prompts are shared in packed sequences"
-
-    @property
-    def sequence_multiple(self) -> int:
-        return 2 * self.cp_size if self.cp_size > 1 else 1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The model's inputs. `batch`: with only the response tokens that losses see. `rows` [R_local]: positions in this
-    rank's flattened hidden states; `kept` [R_local]: the response tokens (of the batch's R) that they predict;
-    `targets`: the ids of those. With context parallelism each rank has some of them. `support` is that of the targets.
-    `batch` and `kept` are in host memory, everything else is on the device."""
+    rank's flattened hidden states; `kept` [R_local]: the response tokens (of the batch's R) that they predict. With
+    context parallelism each rank has some of them. `batch` and `kept` are in host memory, everything else is on the
+    device. megatron-core needs no position ids: rotary angles follow from `packed`, or from the columns."""
 
     batch: Batch
     token_ids: Tensor  # [1, T_local] or [b, S_local]
-    position_ids: Tensor  # likewise
     packed: PackedSeqParams | None
     rows: Tensor  # [R_local]
-    targets: Tensor  # [R_local]
     kept: Tensor  # [R_local]
-    support: Support | None = None
-    # [tokens of this rank in the model's order S x b] the sequences that have each token; 0 in padding
+    # of a model with routers: [tokens of this rank in the model's order S x b] the sequences that have each token; 0 in
+    # padding
     uses: Tensor | None = None
     routes: Tensor | None = None  # [tokens likewise, layers, experts per token] int16
 
+    @property
+    def targets(self) -> Tensor:
+        """[R_local] the ids of the predicted tokens"""
+        return self.batch.response_ids[self.kept]
+
+    @property
+    def support(self) -> Support | None:
+        """That of the targets."""
+        return None if self.batch.support_lens is None else self.batch.support_of(self.kept)
+
     def select(self, index: Tensor) -> "MicroBatch":
         """With some of the predicted tokens: `index`, positions in R_local."""
-        place = send(index, self.rows.device)
-        chosen = replace(self, rows=self.rows[place], targets=self.targets[place], kept=self.kept[index])
-        return chosen if self.support is None else chosen.with_support()
-
-    def with_support(self) -> "MicroBatch":
-        return replace(self, support=Support(*(send(x, self.rows.device) for x in self.batch.support_of(self.kept))))
+        return replace(self, rows=self.rows[send(index, self.rows.device)], kept=self.kept[index])
 
 
 @dataclass
@@ -160,12 +155,32 @@ def zigzag(lengths: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat(parts)
 
 
-def pack(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] = ()) -> MicroBatch:
-    """Build the model's inputs for one micro-batch on this rank. `routes`: of each sequence its [fed tokens, layers,
-    experts per token], or None."""
-    micro = (_pack if layout.packed else _pad)(batch, layout, device, routes)
-    micro = _written(micro)
-    return micro if micro.batch.support_lens is None else micro.with_support()
+def pack(
+    batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] | None = None
+) -> MicroBatch:
+    """Build the model's inputs for one micro-batch on this rank. `routes`, if the model has routers: of each sequence
+    its [fed tokens, layers, experts per token], or None."""
+    groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
+    cells, padded = _place(batch, groups, layout)
+    tokens, positions = cells.fill()
+    lines = 1 if layout.packed else len(batch)
+    held = zigzag(padded, layout.cp_size, layout.cp_rank).view(lines, -1)  # [1, T_local] or [b, S_local]
+    order = held.T.flatten()  # in the model's order
+    place = torch.full((cells.total,), -1)
+    place[order] = torch.arange(len(order))
+    rows = place[cells.predicting()]  # [R], -1 where another rank predicts
+    kept = (rows >= 0).nonzero().flatten()
+    ends, ends_on = [0, *padded.cumsum(0).tolist()], torch.device("cpu") if layout.ends_on_host else device
+    if not layout.packed:
+        packed = None
+    elif len(padded) < len(batch):
+        packed = _shared_params(cells, send(positions, device), ends_on)
+    else:
+        packed = _variable_length(ends, ends, ends_on)
+    uses = None if routes is None else send(cells.uses()[order], device)
+    table = cells.routes(routes or ())
+    table = None if table is None else send(table[order], device)
+    return _written(MicroBatch(batch, send(tokens[held], device), packed, send(rows[kept], device), kept, uses, table))
 
 
 def _written(micro: MicroBatch) -> MicroBatch:
@@ -208,13 +223,6 @@ class _Cells:
         positions[response] = _cells(batch.prompt_lens, lens)
         return tokens, positions
 
-    def for_routers(
-        self, routes: Sequence[Tensor | None], held: Tensor, device: torch.device
-    ) -> dict[str, Tensor | None]:
-        """Return the MicroBatch's `uses` and `routes` of the cells `held`."""
-        table = self.routes(routes)
-        return {"uses": send(self.uses()[held], device), "routes": None if table is None else send(table[held], device)}
-
     def uses(self) -> Tensor:
         """Return [total]: the sequences that have each token, more than one in a shared prompt, 0 in padding."""
         uses, prompt_lens = torch.zeros(self.total, dtype=torch.long), self.batch.prompt_lens[self.first]
@@ -255,39 +263,16 @@ def _cells(starts: Tensor, lens: Tensor) -> Tensor:
 
 
 def _padded_lengths(lengths: Tensor, layout: PackLayout) -> Tensor:
-    each = layout.sequence_multiple
-    padded = (lengths + each - 1) // each * each
+    each = 2 * layout.cp_size if layout.cp_size > 1 else 1
     whole = math.lcm(each, layout.cp_size * layout.total_multiple)
+    if not layout.packed:
+        return torch.full_like(lengths, -(-int(lengths.max()) // whole) * whole)
+    padded = (lengths + each - 1) // each * each
     padded[-1] += -int(padded.sum()) % whole
     return padded
 
 
-def _local(rows: Tensor, held: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of global `rows` on this rank, which has the cells `held`, and the indices of those rows."""
-    position = torch.full((total,), -1)
-    position[held] = torch.arange(len(held))
-    local = position[rows]
-    kept = (local >= 0).nonzero().flatten()
-    return local[kept], kept
-
-
-def _pack(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] = ()) -> MicroBatch:
-    groups = batch.prompt_numbers if layout.share_prompts else torch.arange(len(batch))
-    cells, padded = _group_by_group(batch, groups, layout)
-    token_ids, position_ids = cells.fill()
-    held = zigzag(padded, layout.cp_size, layout.cp_rank)
-    rows, kept = _local(cells.predicting(), held, cells.total)
-    inputs = [send(x[held][None], device) for x in (token_ids, position_ids)]
-    beside = [send(x, device) for x in (rows, batch.response_ids[kept])]
-    ends_on = torch.device("cpu") if layout.ends_on_host else device
-    shared = len(padded) < len(batch)
-    ends = [0, *padded.cumsum(0).tolist()]
-    packed = _shared_params(cells, inputs[1][0], ends_on) if shared else _variable_length(ends, ends, ends_on)
-    for_routers = cells.for_routers(routes, held, device) if layout.routers else {}
-    return MicroBatch(batch, *inputs, packed, *beside, kept, **for_routers)
-
-
-def _group_by_group(batch: Batch, groups: Tensor, layout: PackLayout) -> tuple[_Cells, Tensor]:
+def _place(batch: Batch, groups: Tensor, layout: PackLayout) -> tuple[_Cells, Tensor]:
     """Place each group's prompt and, after it, its responses. Returns the cells and the padded lengths of the
     groups."""
     count, lens = int(groups.max()) + 1, fed_lens(batch)
@@ -339,22 +324,3 @@ def _shared_params(cells: _Cells, position_ids: Tensor, ends_on: torch.device) -
         segments=tuple(torch.cat(cuts).unique().tolist()),
         groups=tuple(map(tuple, spans.tolist())),
     )
-
-
-def _pad(batch: Batch, layout: PackLayout, device: torch.device, routes: Sequence[Tensor | None] = ()) -> MicroBatch:
-    whole = math.lcm(layout.sequence_multiple, layout.cp_size * layout.total_multiple)
-    count, longest = len(batch), int((batch.prompt_lens + fed_lens(batch)).max())
-    width = -(-longest // whole) * whole
-    starts = torch.arange(count) * width
-    cells = _Cells(batch, torch.arange(count), starts, starts + batch.prompt_lens, count * width)
-    token_ids, _ = cells.fill()
-    held = zigzag(torch.tensor([width]), layout.cp_size, layout.cp_rank)
-    predicting = cells.predicting()
-    rows = predicting % width * count + predicting // width  # positions in the model's layout [S, b]
-    held_rows = (held[:, None] * count + torch.arange(count)).flatten()
-    rows, kept = _local(rows, held_rows, width * count)
-    inputs = token_ids.view(count, width)[:, held].contiguous(), held.expand(count, -1).contiguous()
-    token_ids, position_ids, rows, targets = (send(x, device) for x in (*inputs, rows, batch.response_ids[kept]))
-    in_row = (torch.arange(count) * width + held[:, None]).flatten()  # the cell of each token in the model's order
-    for_routers = cells.for_routers(routes, in_row, device) if layout.routers else {}
-    return MicroBatch(batch, token_ids, position_ids, None, rows, targets, kept, **for_routers)

@@ -100,7 +100,7 @@ def test_each_token_gets_its_experts(packed):
     """A shared prompt gets those of its first response with routes; padding and sequences without routes get -1."""
     batch = Batch.of([[3, 4, 5], [3, 4, 5], [9]], [[6, 7, 2], [2], [8, 2]])
     given = [torch.from_numpy(routes(tokens, tokens)) for tokens in (5, 3)]
-    layout = PackLayout(packed=packed, share_prompts=packed, total_multiple=4, routers=True)
+    layout = PackLayout(packed=packed, share_prompts=packed, total_multiple=4)
     micro = pack(batch, layout, torch.device("cpu"), [None, given[1], None])
     table = micro.routes if packed else micro.routes.view(8, 3, 2, 2)[:, 1]
     assert torch.equal(table[:3], given[1]) and (table[3:] == -1).all() and len(table) == 8
@@ -111,7 +111,7 @@ def test_each_token_gets_its_experts(packed):
 
 def test_a_token_counts_for_each_response_that_has_it():
     batch = Batch.of([[3, 4, 5], [3, 4, 5], [9]], [[6, 7, 2], [2], [8, 2]])
-    shared = pack(batch, PackLayout(share_prompts=True, total_multiple=4, routers=True), torch.device("cpu"))
+    shared = pack(batch, PackLayout(share_prompts=True, total_multiple=4), torch.device("cpu"), [])
     assert shared.uses.tolist() == [2, 2, 2, 1, 1, 1, 1, 0]
-    padded = pack(batch, PackLayout(packed=False, routers=True), torch.device("cpu"))  # [S, b]
+    padded = pack(batch, PackLayout(packed=False), torch.device("cpu"), [])  # [S, b]
     assert padded.uses.view(5, 3).t().tolist() == [[1] * 5, [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
