@@ -20,7 +20,8 @@ gradient of `hidden` not yet summed) are those of vocabulary.py.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,15 +87,8 @@ def compare(
     return dict(zip(order, values, strict=True))
 
 
-class _Walk(NamedTuple):
-    """Statistics of pi, q and the extrapolation."""
-
-    own: SoftmaxSums
-    other: SoftmaxSums | None
-    extrapolated: SoftmaxSums | None
-
-
-def _walk(own: Blocks, other: Blocks, names: set[str], extrapolation: float) -> _Walk:
+def _walk(own: Blocks, other: Blocks, names: list[str], extrapolation: float) -> tuple[Any, Any, Any]:
+    """Return the `SoftmaxSums` of pi, of q and of the extrapolation; None for those that `names` do not need."""
     reverse, forward, both = "reverse_kl" in names, "forward_kl" in names, "jsd" in names
     of_own = SoftmaxSums(own, dot="entropy" in names, moment=reverse)
     of_other = SoftmaxSums(other, moment=forward) if reverse or forward or both or "other_logprobs" in names else None
@@ -119,7 +113,7 @@ def _walk(own: Blocks, other: Blocks, names: set[str], extrapolation: float) -> 
             of_other.add(other_logits, columns, other_gap)
     if own.group is not None:
         reduce([sums for sums in (of_own, of_other, extrapolated) if sums is not None], own.group)
-    return _Walk(of_own, of_other, extrapolated)
+    return of_own, of_other, extrapolated
 
 
 def _difference(own: SoftmaxSums, other: SoftmaxSums) -> Tensor:
@@ -132,11 +126,13 @@ def _mixture(log_own: Tensor, log_other: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_own + math.log1p(-share), log_other + math.log(share))
 
 
-def _to_mixture(walk: _Walk, own: Blocks, other: Blocks, share: float) -> tuple[Tensor, Tensor]:
+def _to_mixture(
+    own: Blocks, other: Blocks, normalizer: Tensor, other_normalizer: Tensor, share: float
+) -> tuple[Tensor, Tensor]:
     """Return [N] KL(pi || m) and [N] KL(q || m)."""
     sums = own.hidden.new_zeros(2, len(own.hidden), dtype=own.dtype)
     for rows in own:
-        log_own, log_other = own.logprobs(rows, walk.own.normalizer), other.logprobs(rows, walk.other.normalizer)
+        log_own, log_other = own.logprobs(rows, normalizer), other.logprobs(rows, other_normalizer)
         log_mixture = _mixture(log_own, log_other, share)
         for total, log in zip(sums, (log_own, log_other), strict=True):
             total += (log.exp() * (log - log_mixture)).sum(1)
@@ -148,23 +144,23 @@ def _to_mixture(walk: _Walk, own: Blocks, other: Blocks, share: float) -> tuple[
 class _Compare(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, own: Blocks, other: Blocks, names: list[str], extrapolation: float, mixture):
-        walk = _walk(own, other, set(names), extrapolation)
+        pi, q, extrapolated = _walk(own, other, names, extrapolation)
+        normalizer, other_normalizer, to_mixture = pi.normalizer, q.normalizer if q else None, None
         formulas = {
-            "logprobs": lambda: walk.own.logprobs,
-            "entropy": lambda: walk.own.entropy,
-            "other_logprobs": lambda: walk.other.logprobs,
-            "extrapolated_logprobs": lambda: walk.extrapolated.logprobs,
-            "reverse_kl": lambda: walk.own.moment / walk.own.total - _difference(walk.own, walk.other),
-            "forward_kl": lambda: walk.other.moment / walk.other.total - _difference(walk.other, walk.own),
+            "logprobs": lambda: pi.logprobs,
+            "entropy": lambda: pi.entropy,
+            "other_logprobs": lambda: q.logprobs,
+            "extrapolated_logprobs": lambda: extrapolated.logprobs,
+            "reverse_kl": lambda: pi.moment / pi.total - _difference(pi, q),
+            "forward_kl": lambda: q.moment / q.total - _difference(q, pi),
         }
-        to_mixture = None
         if "jsd" in names:
-            to_mixture, of_other = _to_mixture(walk, own, other, mixture)
-            formulas["jsd"] = lambda: (1 - mixture) * to_mixture + mixture * of_other
+            to_mixture, q_to_mixture = _to_mixture(own, other, normalizer, other_normalizer, mixture)
+            formulas["jsd"] = lambda: (1 - mixture) * to_mixture + mixture * q_to_mixture
         values = {name: formulas[name]() for name in names}
-        other_normalizer = walk.other.normalizer if walk.other else None
-        saved = (walk.own.normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"), to_mixture)
-        ctx.save_for_backward(hidden, weight, *saved)
+        ctx.save_for_backward(
+            hidden, weight, normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"), to_mixture
+        )
         ctx.mixture = mixture
         ctx.own, ctx.other, ctx.names = own, other, names
         ctx.mark_non_differentiable(*(values[name] for name in names if name not in WITH_GRADIENT))
@@ -197,10 +193,6 @@ class _Compare(torch.autograd.Function):
             g_jsd = g_jsd * (1 - ctx.mixture)
             constant = constant - g_jsd * to_mixture
 
-        def of_logprobs(rows: slice) -> Tensor:
-            column, inside = own.target_columns(rows)
-            return own.logprobs(rows, normalizer).exp_().scatter_add_(1, column, -inside)
-
         def of_all(rows: slice) -> Tensor:
             block = own.logprobs(rows, normalizer)
             probs, beside = block.exp(), None
@@ -219,6 +211,8 @@ class _Compare(torch.autograd.Function):
             return block.scatter_add_(1, column, inside * g_logprob.unsqueeze(1))
 
         plain = all(g is zero for g in (g_entropy, g_reverse, g_forward, g_jsd))
-        factor, function = (-g_logprob, of_logprobs) if plain else (torch.ones_like(zero), of_all)
+        factor, function = torch.ones_like(zero), of_all
+        if plain:
+            factor, function = -g_logprob, partial(own.probs_minus_target, normalizer)
         found = input_gradients(own, hidden, weight, ctx.needs_input_grad[:2], factor, function)
         return *found, None, None, None, None, None

@@ -18,6 +18,7 @@ included. OUTSIDE is finite, since an infinity times a probability of 0 would be
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,11 @@ class Blocks:
     def logprobs(self, rows: slice, normalizer: Tensor) -> Tensor:
         """Return the same minus `normalizer` [N]."""
         return self.logits(rows).sub_(normalizer.unsqueeze(1))
+
+    def probs_minus_target(self, normalizer: Tensor, rows: slice) -> Tensor:
+        """Return [N, columns] p_j - 1[j = y], which is minus the gradient of a log-prob."""
+        column, inside = self.target_columns(rows)
+        return self.logprobs(rows, normalizer).exp_().scatter_add_(1, column, -inside)
 
     def _truncate(self, logits: Tensor, rows: slice) -> Tensor:
         """Set the logits outside of the support to OUTSIDE, in place."""
@@ -241,10 +247,6 @@ class _LogProbs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
 
-        def of_logprobs(rows: slice) -> Tensor:
-            column, inside = blocks.target_columns(rows)
-            return blocks.logprobs(rows, normalizer).exp_().scatter_add_(1, column, -inside)
-
         def of_both(rows: slice) -> Tensor:
             block = blocks.logprobs(rows, normalizer)
             column, inside = blocks.target_columns(rows)
@@ -255,5 +257,6 @@ class _LogProbs(torch.autograd.Function):
         plain = grad_entropy is None
         factor = -grad_logprobs if plain else -torch.ones_like(normalizer)
         needed = ctx.needs_input_grad[:2]
-        found = input_gradients(blocks, hidden, weight, needed, factor, of_logprobs if plain else of_both)
+        function = partial(blocks.probs_minus_target, normalizer) if plain else of_both
+        found = input_gradients(blocks, hidden, weight, needed, factor, function)
         return *found, None, None
