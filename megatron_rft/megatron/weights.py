@@ -8,7 +8,6 @@ an HF name to its tensor: an `HFFolder`, `random_tensors`, or a dict's `__getite
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -232,32 +231,25 @@ def save_folder(
     Raises:
         RunFailed: the disk is full, on every rank. The new folder is removed; an older one stays.
     """
-    full: list[str] = []
-    writer = FolderWriter(path, save=save) if parallel.rank() == 0 else None
-    for name, tensor in tensors:  # read to the end even if the disk is full, because the stream is collective
-        if writer and not full:
-            with _disk_may_be_full(writer, full):
+    full = [False]
+    if parallel.rank() == 0:
+        writer = FolderWriter(path, save=save)
+        try:
+            for name, tensor in tensors:
                 writer.add(name, tensor)
-    if writer and not full:
-        with _disk_may_be_full(writer, full):
             for name, text in (beside or {}).items():
                 (writer.partial / name).write_text(text)
             writer.finish(hf_config, tokenizer_folder)
-    outcome = [full]
-    dist.broadcast_object_list(outcome, group=parallel.host_group("checkpoint"))  # rank 0 may write for an hour
-    if outcome[0]:
-        raise RunFailed(outcome[0][0])
-
-
-@contextmanager
-def _disk_may_be_full(writer: FolderWriter, errors: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if not disk_is_full(error):
-            raise
-        writer.discard()
-        errors.append(
-            f"the disk is full: the model did not fit into {writer.path}. The checkpoints are unchanged: free some "
-            "space and run the same command again"
+        except (OSError, SafetensorError) as error:
+            if not disk_is_full(error):
+                raise
+            writer.discard()
+            full = [True]
+    for _ in tensors:  # the stream is collective: also rank 0 reads it to the end, if the disk is full
+        pass
+    dist.broadcast_object_list(full, group=parallel.host_group("checkpoint"))  # rank 0 may write for an hour
+    if full[0]:
+        raise RunFailed(
+            f"the disk is full: the model did not fit into {path}. The checkpoints are unchanged: free some space and "
+            "run the same command again"
         )
