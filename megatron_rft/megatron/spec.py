@@ -56,34 +56,33 @@ def block_spec(
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
-    if with_te:
-        for layer in block.layer_specs:
-            if hasattr(layer.submodules.self_attention.submodules, "core_attention"):
-                _with_transformer_engine(layer.submodules.self_attention.submodules, config)
-            if family.local:
-                _make_local(layer.submodules, config, family, window_scale)
-        return block
     for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        if hasattr(attention, "core_attention"):
-            attention.core_attention = own_attention(config)
-        if config.multi_latent_attention:
-            # Not ColumnParallelLinear: megatron-core 0.16.1 gathers its parts, and then does not add up the ranks'
-            # gradients of the rotated keys.
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if config.qk_layernorm and hasattr(attention, name):
-                setattr(attention, name, LatentNorm if config.multi_latent_attention else RMSNorm)
-        if config.add_bias_linear:
-            mlp = layer.submodules.mlp
-            experts = (mlp.submodules.experts, mlp.submodules.shared_experts) if mlp.module is MoELayer else (mlp,)
-            for feed_forward in experts:
-                feed_forward.submodules.linear_fc2 = OwnOutput
+        (_with_transformer_engine if with_te else _with_torch)(layer.submodules, config)
         if family.local:
             _make_local(layer.submodules, config, family, window_scale)
-    block.layer_norm = RMSNorm
+    if not with_te:
+        block.layer_norm = RMSNorm
     return block
+
+
+def _with_torch(layer: Any, config: TransformerConfig) -> None:
+    """Change the submodules of a layer in the spec without Transformer Engine."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    if hasattr(attention, "core_attention"):
+        attention.core_attention = own_attention(config)
+    if config.multi_latent_attention:
+        # Not ColumnParallelLinear: megatron-core 0.16.1 gathers its parts, and then does not add up the ranks'
+        # gradients of the rotated keys.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if config.qk_layernorm and hasattr(attention, name):
+            setattr(attention, name, LatentNorm if config.multi_latent_attention else RMSNorm)
+    if config.add_bias_linear:
+        experts = layer.mlp.submodules
+        mixture = layer.mlp.module is MoELayer
+        for feed_forward in (experts.experts, experts.shared_experts) if mixture else (layer.mlp,):
+            feed_forward.submodules.linear_fc2 = OwnOutput
 
 
 def _put_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None) -> None:
@@ -137,10 +136,13 @@ class OwnOutput(RowParallelLinear):
         return out.clone(), bias
 
 
-def _with_transformer_engine(attention: Any, config: TransformerConfig) -> None:
-    """Change the submodules of a layer's attention in the spec of Transformer Engine."""
+def _with_transformer_engine(layer: Any, config: TransformerConfig) -> None:
+    """The same in the spec of Transformer Engine."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
+    attention = layer.self_attention.submodules
+    if not hasattr(attention, "core_attention"):
+        return
     fused = uses_fused_attention(config)
     attention.core_attention = with_shared_prompts(TEDotProductAttention) if fused else own_attention(config)
     if config.multi_latent_attention:
