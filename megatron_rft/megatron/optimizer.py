@@ -36,8 +36,9 @@ class ActorOptimizer:
     ):
         config = optimizer_config(options, precision)
         self.megatron = get_megatron_optimizer(config, chunks)
+        self.parts = self.megatron.chained_optimizers  # of dense parameters, and of experts
         self.clip_grad = config.clip_grad
-        self.moments = {name: [_Moments() for _ in self._parts] for name in moments}
+        self.moments = {name: [_Moments() for _ in self.parts] for name in moments}
         decay_steps = options.get("lr_decay_steps") or total_steps
         warmup = options.get("lr_warmup_steps") or 0
         self.schedule = OptimizerParamScheduler(
@@ -55,17 +56,13 @@ class ActorOptimizer:
         )
 
     @property
-    def _parts(self) -> list:
-        return getattr(self.megatron, "chained_optimizers", [self.megatron])
-
-    @property
     def every_moments(self) -> tuple[str, ...]:
         """The names of all sets. "own" comes last, so that loading in this order ends with it in use."""
         return (*self.moments, "own")
 
     def fill_in(self) -> None:
         """Create zeros for moments that no step has set yet, because a checkpoint needs all of them."""
-        for part in self._parts:
+        for part in self.parts:
             if part.init_state_fn is not None:  # an optimizer on the host creates its moments in its first step
                 part.init_state_fn(part.optimizer, part.config)
 
@@ -73,12 +70,12 @@ class ActorOptimizer:
     def using(self, name: str) -> Iterator[None]:
         """Use the moments `name` in this context."""
         others = self.moments[name] if name != "own" else []
-        for part, other in zip(self._parts, others, strict=False):
+        for part, other in zip(self.parts, others, strict=False):
             other.exchange(part.optimizer)
         try:
             yield
         finally:
-            for part, other in zip(self._parts, others, strict=False):
+            for part, other in zip(self.parts, others, strict=False):
                 other.exchange(part.optimizer)
 
     @property
@@ -103,7 +100,7 @@ class ActorOptimizer:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("lr_mult", 1.0)
         if self.clip_grad > 0:
-            for part in self._parts:
+            for part in self.parts:
                 if parameters := part.get_parameters():
                     # a precision-aware optimizer reads its gradients from `decoupled_grad`
                     clip_grad_by_total_norm_fp32(
@@ -125,7 +122,7 @@ class ActorOptimizer:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The parameters that the optimizer steps on, and all sets of moments."""
-        for i, part in enumerate(self._parts):
+        for i, part in enumerate(self.parts):
             if part.optimizer is None:  # of a rank without such parameters
                 continue
             states = [part.optimizer.state, *(self.moments[name][i].state for name in self.moments)]
@@ -133,9 +130,6 @@ class ActorOptimizer:
                 yield from group["params"]
             for state in states:
                 yield from (x for of_one in state.values() for x in of_one.values() if isinstance(x, torch.Tensor))
-
-    def zero_grad(self) -> None:
-        self.megatron.zero_grad()
 
 
 def optimizer_config(options: dict[str, Any], precision: str) -> OptimizerConfig:

@@ -52,8 +52,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def parts(optimizer: Any) -> list:
     """Return megatron-core's distributed optimizers. One of a rank without parameters of its kind has no ranges."""
-    found = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in found if hasattr(part, "gbuf_ranges")]
+    return [part for part in optimizer.chained_optimizers if hasattr(part, "gbuf_ranges")]
 
 
 @contextmanager

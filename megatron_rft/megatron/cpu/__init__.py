@@ -6,20 +6,15 @@ layers        norm, and attention over shared prompts
 """
 
 import functools
-import importlib.util
 
 import torch
 
 from megatron_rft.megatron.cpu import optimizer, without_cuda
-from megatron_rft.utils.errors import UserError
 
 
 @functools.cache
 def install() -> None:
     """Prepare megatron-core for this host, once. `megatron_rft.megatron` calls it on import."""
-    if importlib.util.find_spec("psutil") is None:
-        # megatron-core does not require it, but `dist_checkpointing.save` hangs without it
-        raise UserError("megatron-core needs the package psutil, which is not installed: pip install psutil")
     if not torch.cuda.is_available():
         without_cuda.redirect()
         optimizer.install_collectives()

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
 CHUNK = 1 << 20  # elements that are received at a time
 
@@ -35,14 +34,12 @@ def reduce_scatter(
         for each in ordered[2:]:
             total += each
         chunk[rank].copy_(total)
-    if output.data_ptr() != parts[rank].data_ptr():
-        output.copy_(parts[rank])
     return None
 
 
 def all_gather(
     output: Tensor,  # [ranks * n]
-    input: Tensor,  # [n]
+    input: Tensor,  # [n] this rank's part of output
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ):
@@ -52,8 +49,6 @@ def all_gather(
     rank, parts = dist.get_rank(group), output.view(dist.get_world_size(group), -1)
     others = [r for r in range(len(parts)) if r != rank]
     _exchange([input] * len(others), [parts[r] for r in others], others, group)
-    if input.data_ptr() != parts[rank].data_ptr():
-        parts[rank].copy_(input)
     return None
 
 
@@ -75,7 +70,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.update = adamw if adam_w_mode else adam
+        self.decoupled = adam_w_mode
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -86,7 +81,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             beta1, beta2 = group["betas"]
-            self.update(
+            adam(
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
@@ -101,6 +96,7 @@ class FusedAdam(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
+                decoupled_weight_decay=self.decoupled,
             )
 
 
