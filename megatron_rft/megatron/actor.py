@@ -420,7 +420,8 @@ class Actor:
                 hidden = copy_to_tensor_model_parallel_region(hidden)
             rows = take_rows(hidden.reshape(-1, hidden.shape[-1]), micro.rows)
             outputs = {"hidden": rows} if names == {"hidden"} else self._distributions(rows, micro, names, second)
-        return {name: self._gather_context(value, micro) for name, value in outputs.items()}
+        # sorted, because a set of names has another order in each process, and these are collectives
+        return {name: self._gather_context(outputs[name], micro) for name in sorted(outputs)}
 
     def _distributions(
         self, rows: Tensor, micro: MicroBatch, names: frozenset[str], second: Second | None
