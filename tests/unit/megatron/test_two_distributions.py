@@ -1,10 +1,12 @@
 """Two distributions from hidden states against float64 autograd on materialised logits: values, gradients, corners."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_rft.megatron import actor as actors
 from megatron_rft.megatron.two_distributions import NAMES, WITH_GRADIENT, compare
 from megatron_rft.megatron.vocabulary import logprobs_and_entropy
 from megatron_rft.records import Support
@@ -252,3 +254,14 @@ def test_truncated_distributions_are_compared_within_the_support(dtype, bound, b
         assert distance(values[name], expected[name]) < bound, name
     for found, true in zip(gradients, expected_gradients, strict=True):
         assert found.isfinite().all() and distance(found, true) < bound
+
+
+def test_ranks_gather_outputs_in_one_order(monkeypatch):
+    """A set of names has another order in each process, and context-parallel ranks gather the outputs one by one."""
+    monkeypatch.setattr(actors, "copy_to_tensor_model_parallel_region", lambda hidden: hidden)
+    outputs = {"reverse_kl": torch.zeros(2), "logprobs": torch.zeros(2)}
+    actor = SimpleNamespace(value_head=False, config=SimpleNamespace(sequence_parallel=False))
+    actor._distributions, actor._gather_context = (lambda *_: outputs), (lambda value, _: value)
+    micro = SimpleNamespace(rows=torch.tensor([0, 1]))
+    found = actors.Actor._heads(actor, torch.zeros(1, 2, 3), micro, frozenset(outputs), None)
+    assert list(found) == ["logprobs", "reverse_kl"]
