@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rft.megatron.seams import named
-from megatron_rft.megatron.vocabulary import Blocks, SoftmaxSums, input_gradients, reduce
+from megatron_rft.megatron.vocabulary import Blocks, Differentiable, SoftmaxSums, reduce
 from megatron_rft.records import Batch
 
 
@@ -82,12 +82,28 @@ def compare(
     assert names <= NAMES, f"unknown: {sorted(names - NAMES)}"
     assert len(weight) == len(other_weight) and len(hidden) == len(other_hidden) and extrapolation >= 0
     own, other = Blocks(hidden, weight, targets, **options), Blocks(other_hidden, other_weight, targets, **options)
-    order = sorted(names)
-    values = _Compare.apply(hidden, weight, own, other, order, extrapolation, mixture)
-    return dict(zip(order, values, strict=True))
+    pi, q, extrapolated = _walk(own, other, names, extrapolation)
+    normalizers, to_mixture = (pi.normalizer, q.normalizer if q else None), None
+    formulas = {
+        "logprobs": lambda: pi.logprobs,
+        "entropy": lambda: pi.entropy,
+        "other_logprobs": lambda: q.logprobs,
+        "extrapolated_logprobs": lambda: extrapolated.logprobs,
+        "reverse_kl": lambda: pi.moment / pi.total - _difference(pi, q),
+        "forward_kl": lambda: q.moment / q.total - _difference(q, pi),
+    }
+    if "jsd" in names:
+        to_mixture, q_to_mixture = _to_mixture(own, other, normalizers, mixture)
+        formulas["jsd"] = lambda: (1 - mixture) * to_mixture + mixture * q_to_mixture
+    values = {name: formulas[name]() for name in sorted(names)}
+    order = sorted(names & WITH_GRADIENT)
+    known = {"entropy": values.get("entropy"), "reverse_kl": values.get("reverse_kl"), "to_mixture": to_mixture}
+    gradient = partial(_logits_gradient, own, other, normalizers, mixture, known, order)
+    differentiable = Differentiable.apply(hidden, weight, own, gradient, *(values[name] for name in order))
+    return values | dict(zip(order, differentiable, strict=True))
 
 
-def _walk(own: Blocks, other: Blocks, names: list[str], extrapolation: float) -> tuple[Any, Any, Any]:
+def _walk(own: Blocks, other: Blocks, names: frozenset[str], extrapolation: float) -> tuple[Any, Any, Any]:
     """Return the `SoftmaxSums` of pi, of q and of the extrapolation; None for those that `names` do not need."""
     reverse, forward, both = "reverse_kl" in names, "forward_kl" in names, "jsd" in names
     of_own = SoftmaxSums(own, dot="entropy" in names, moment=reverse)
@@ -127,12 +143,12 @@ def _mixture(log_own: Tensor, log_other: Tensor, share: float) -> Tensor:
 
 
 def _to_mixture(
-    own: Blocks, other: Blocks, normalizer: Tensor, other_normalizer: Tensor, share: float
+    own: Blocks, other: Blocks, normalizers: tuple[Tensor, Tensor | None], share: float
 ) -> tuple[Tensor, Tensor]:
     """Return [N] KL(pi || m) and [N] KL(q || m)."""
     sums = own.hidden.new_zeros(2, len(own.hidden), dtype=own.dtype)
     for rows in own:
-        log_own, log_other = own.logprobs(rows, normalizer), other.logprobs(rows, other_normalizer)
+        log_own, log_other = own.logprobs(rows, normalizers[0]), other.logprobs(rows, normalizers[1])
         log_mixture = _mixture(log_own, log_other, share)
         for total, log in zip(sums, (log_own, log_other), strict=True):
             total += (log.exp() * (log - log_mixture)).sum(1)
@@ -141,78 +157,54 @@ def _to_mixture(
     return sums[0], sums[1]
 
 
-class _Compare(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, own: Blocks, other: Blocks, names: list[str], extrapolation: float, mixture):
-        pi, q, extrapolated = _walk(own, other, names, extrapolation)
-        normalizer, other_normalizer, to_mixture = pi.normalizer, q.normalizer if q else None, None
-        formulas = {
-            "logprobs": lambda: pi.logprobs,
-            "entropy": lambda: pi.entropy,
-            "other_logprobs": lambda: q.logprobs,
-            "extrapolated_logprobs": lambda: extrapolated.logprobs,
-            "reverse_kl": lambda: pi.moment / pi.total - _difference(pi, q),
-            "forward_kl": lambda: q.moment / q.total - _difference(q, pi),
-        }
-        if "jsd" in names:
-            to_mixture, q_to_mixture = _to_mixture(own, other, normalizer, other_normalizer, mixture)
-            formulas["jsd"] = lambda: (1 - mixture) * to_mixture + mixture * q_to_mixture
-        values = {name: formulas[name]() for name in names}
-        ctx.save_for_backward(
-            hidden, weight, normalizer, other_normalizer, values.get("entropy"), values.get("reverse_kl"), to_mixture
-        )
-        ctx.mixture = mixture
-        ctx.own, ctx.other, ctx.names = own, other, names
-        ctx.mark_non_differentiable(*(values[name] for name in names if name not in WITH_GRADIENT))
-        ctx.set_materialize_grads(False)
-        return tuple(values[name] for name in names)
+def _logits_gradient(
+    own: Blocks,
+    other: Blocks,
+    normalizers: tuple[Tensor, Tensor | None],
+    mixture: float,
+    known: dict[str, Tensor | None],  # values of the forward pass, if it has computed them
+    names: list[str],
+    *gradients: Tensor | None,
+) -> tuple[Tensor, Callable[[slice], Tensor]]:
+    """`Differentiable`'s. With g the gradient that reaches each output, and R = KL(pi || q),
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        """With g the gradient that reaches each output, and R = KL(pi || q),
+        d z_j = g_logprob (1[j = y] - pi_j) - g_entropy pi_j (log pi_j + entropy)
+                + g_reverse pi_j (log pi_j - log q_j - R) + g_forward (pi_j - q_j)
+                + g_jsd (1 - b) pi_j (log pi_j - log m_j - KL(pi || m))
 
-            d z_j = g_logprob (1[j = y] - pi_j) - g_entropy pi_j (log pi_j + entropy)
-                    + g_reverse pi_j (log pi_j - log q_j - R) + g_forward (pi_j - q_j)
-                    + g_jsd (1 - b) pi_j (log pi_j - log m_j - KL(pi || m))
+    which is pi_j (constant + a log pi_j - g_reverse log q_j) - g_forward q_j + g_logprob 1[j = y]. Where only
+    log-probs have a gradient, it is -g_logprob times pi_j - 1[j = y].
+    """
+    normalizer, other_normalizer = normalizers
+    given, zero = dict(zip(names, gradients, strict=True)), torch.zeros_like(normalizer)
+    g_logprob, g_entropy, g_reverse, g_forward, g_jsd = (
+        zero if given.get(name) is None else given[name]
+        for name in ("logprobs", "entropy", "reverse_kl", "forward_kl", "jsd")
+    )
+    if all(g is zero for g in (g_entropy, g_reverse, g_forward, g_jsd)):
+        return -g_logprob, partial(own.probs_minus_target, normalizer)
+    constant = g_forward - g_logprob
+    constant = constant - g_entropy * known["entropy"] if g_entropy is not zero else constant
+    constant = constant - g_reverse * known["reverse_kl"] if g_reverse is not zero else constant
+    if g_jsd is not zero:
+        g_jsd = g_jsd * (1 - mixture)
+        constant = constant - g_jsd * known["to_mixture"]
 
-        which is pi_j (constant + a log pi_j - g_reverse log q_j) - g_forward q_j + g_logprob 1[j = y]. Where only
-        log-probs have a gradient, it is -g_logprob times pi_j - 1[j = y].
-        """
-        hidden, weight, normalizer, other_normalizer, entropy, reverse_kl, to_mixture = ctx.saved_tensors
-        own, other, given = ctx.own, ctx.other, dict(zip(ctx.names, gradients, strict=True))
-        zero = torch.zeros_like(normalizer)
-        g_logprob, g_entropy, g_reverse, g_forward, g_jsd = (
-            zero if given.get(name) is None else given[name]
-            for name in ("logprobs", "entropy", "reverse_kl", "forward_kl", "jsd")
-        )
-        constant = g_forward - g_logprob
-        constant = constant - g_entropy * entropy if g_entropy is not zero else constant
-        constant = constant - g_reverse * reverse_kl if g_reverse is not zero else constant
-
+    def of_all(rows: slice) -> Tensor:
+        block = own.logprobs(rows, normalizer)
+        probs, beside = block.exp(), None
+        if any(g is not zero for g in (g_reverse, g_forward, g_jsd)):
+            other_block = other.logprobs(rows, other_normalizer)
         if g_jsd is not zero:
-            g_jsd = g_jsd * (1 - ctx.mixture)
-            constant = constant - g_jsd * to_mixture
+            beside = (block - _mixture(block, other_block, mixture)).mul_(g_jsd.unsqueeze(1))
+        block.mul_((g_reverse - g_entropy).unsqueeze(1)).add_(constant.unsqueeze(1))
+        block = block if beside is None else block.add_(beside)
+        if g_reverse is not zero or g_forward is not zero:
+            block.addcmul_(other_block, g_reverse.unsqueeze(1), value=-1).mul_(probs)
+            block.addcmul_(other_block.exp_(), g_forward.unsqueeze(1), value=-1)
+        else:
+            block.mul_(probs)
+        column, inside = own.target_columns(rows)
+        return block.scatter_add_(1, column, inside * g_logprob.unsqueeze(1))
 
-        def of_all(rows: slice) -> Tensor:
-            block = own.logprobs(rows, normalizer)
-            probs, beside = block.exp(), None
-            if any(g is not zero for g in (g_reverse, g_forward, g_jsd)):
-                other_block = other.logprobs(rows, other_normalizer)
-            if g_jsd is not zero:
-                beside = (block - _mixture(block, other_block, ctx.mixture)).mul_(g_jsd.unsqueeze(1))
-            block.mul_((g_reverse - g_entropy).unsqueeze(1)).add_(constant.unsqueeze(1))
-            block = block if beside is None else block.add_(beside)
-            if g_reverse is not zero or g_forward is not zero:
-                block.addcmul_(other_block, g_reverse.unsqueeze(1), value=-1).mul_(probs)
-                block.addcmul_(other_block.exp_(), g_forward.unsqueeze(1), value=-1)
-            else:
-                block.mul_(probs)
-            column, inside = own.target_columns(rows)
-            return block.scatter_add_(1, column, inside * g_logprob.unsqueeze(1))
-
-        plain = all(g is zero for g in (g_entropy, g_reverse, g_forward, g_jsd))
-        factor, function = torch.ones_like(zero), of_all
-        if plain:
-            factor, function = -g_logprob, partial(own.probs_minus_target, normalizer)
-        found = input_gradients(own, hidden, weight, ctx.needs_input_grad[:2], factor, function)
-        return *found, None, None, None, None, None
+    return torch.ones_like(zero), of_all

@@ -181,30 +181,38 @@ def reduce(many: list[SoftmaxSums], group: dist.ProcessGroup) -> None:
         setattr(sums, name, value)
 
 
-def input_gradients(
-    blocks: Blocks,
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V/tp, H]
-    needed: tuple[bool, bool],
-    factor: Tensor,  # [N]
-    logit_gradient: Callable[[slice], Tensor],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden and weight. `logit_gradient` returns [N, columns] of the logits' gradient for a
-    block, without `factor`, one per token, which is cheaper to apply to the [N, H] tensors of the products.
+class Differentiable(torch.autograd.Function):
+    """[N] values that were computed from `blocks`, as functions of hidden [N, H] and weight [V/tp, H].
+
+    `logits_gradient` takes the gradients of the values (None: there is none) and returns a factor [N] per token and a
+    function that returns [N, columns] of the logits' gradient for a block, without the factor, which is cheaper to
+    apply to the [N, H] tensors of the products.
     """
-    factor = factor.unsqueeze(1) * blocks.scale
-    scaled = (hidden * factor).to(hidden.dtype)
-    grad_hidden = torch.zeros_like(hidden, dtype=blocks.dtype) if needed[0] else None
-    grad_weight = torch.zeros_like(weight) if needed[1] else None
-    for rows in blocks:
-        block = logit_gradient(rows).to(hidden.dtype)
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, blocks: Blocks, logits_gradient: Callable, *values: Tensor | None):
+        ctx.save_for_backward(hidden, weight)
+        ctx.blocks, ctx.logits_gradient = blocks, logits_gradient
+        ctx.set_materialize_grads(False)
+        return values
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hidden, weight = ctx.saved_tensors
+        factor, block_gradient = ctx.logits_gradient(*gradients)
+        factor = factor.unsqueeze(1) * ctx.blocks.scale
+        scaled = (hidden * factor).to(hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden, dtype=ctx.blocks.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for rows in ctx.blocks:
+            block = block_gradient(rows).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden += block @ weight[rows]
+            if grad_weight is not None:
+                torch.mm(block.t(), scaled, out=grad_weight[rows])
         if grad_hidden is not None:
-            grad_hidden += block @ weight[rows]
-        if grad_weight is not None:
-            torch.mm(block.t(), scaled, out=grad_weight[rows])
-    if grad_hidden is not None:
-        grad_hidden = grad_hidden.mul_(factor).to(hidden.dtype)
-    return grad_hidden, grad_weight
+            grad_hidden = grad_hidden.mul_(factor).to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, *(None for _ in gradients)
 
 
 def logprobs_and_entropy(
@@ -219,44 +227,27 @@ def logprobs_and_entropy(
 
     The backward pass of the entropy costs time only if a gradient reaches it: detach an entropy that is only logged.
     """
-    return _LogProbs.apply(hidden, weight, Blocks(hidden, weight, targets, **options), with_entropy)
+    blocks = Blocks(hidden, weight, targets, **options)
+    sums = SoftmaxSums(blocks, dot=with_entropy)
+    for rows in blocks:
+        sums.add(blocks.logits(rows), blocks.target_columns(rows))
+    if blocks.group is not None:
+        reduce([sums], blocks.group)
+    normalizer, entropy = sums.normalizer, sums.entropy if with_entropy else None
 
-
-class _LogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, blocks: Blocks, with_entropy: bool):
-        sums = SoftmaxSums(blocks, dot=with_entropy)
-        for rows in blocks:
-            sums.add(blocks.logits(rows), blocks.target_columns(rows))
-        if blocks.group is not None:
-            reduce([sums], blocks.group)
-        entropy = sums.entropy if with_entropy else None
-        ctx.save_for_backward(hidden, weight, sums.normalizer, entropy)
-        ctx.blocks = blocks
-        ctx.set_materialize_grads(False)
-        return sums.logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        """d logprob / d z_j = 1[j = y] - p_j;   d entropy / d z_j = -p_j (log p_j + entropy).
-
-        Without an entropy gradient the block is p - onehot, and -grad_logprob is a factor per token.
-        """
-        hidden, weight, normalizer, entropy = ctx.saved_tensors
-        blocks = ctx.blocks
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(normalizer)
+    def logits_gradient(grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, Callable]:
+        """d logprob / d z_j = 1[j = y] - p_j;   d entropy / d z_j = -p_j (log p_j + entropy)."""
+        if grad_entropy is None:
+            return -grad_logprobs, partial(blocks.probs_minus_target, normalizer)
+        grads = torch.zeros_like(normalizer) if grad_logprobs is None else grad_logprobs
 
         def of_both(rows: slice) -> Tensor:
             block = blocks.logprobs(rows, normalizer)
             column, inside = blocks.target_columns(rows)
             probs = block.exp()
-            block.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_logprobs.unsqueeze(1))
-            return block.mul_(probs).scatter_add_(1, column, -inside * grad_logprobs.unsqueeze(1))
+            block.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grads.unsqueeze(1))
+            return block.mul_(probs).scatter_add_(1, column, -inside * grads.unsqueeze(1))
 
-        plain = grad_entropy is None
-        factor = -grad_logprobs if plain else -torch.ones_like(normalizer)
-        needed = ctx.needs_input_grad[:2]
-        function = partial(blocks.probs_minus_target, normalizer) if plain else of_both
-        found = input_gradients(blocks, hidden, weight, needed, factor, function)
-        return *found, None, None
+        return -torch.ones_like(normalizer), of_both
+
+    return Differentiable.apply(hidden, weight, blocks, logits_gradient, sums.logprobs, entropy)
