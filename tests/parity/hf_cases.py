@@ -82,6 +82,7 @@ def section(tp=1, pp=1, vpp=None, cp=1, ep=1, etp=None, sp=False, **extra):
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
+        moe_router_bias_update_rate=0.0,
         fp8="hybrid",
         fp8_recipe="delayed",
         attention_backend="auto",
