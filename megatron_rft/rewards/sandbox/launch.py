@@ -42,19 +42,16 @@ class Server:
     def __init__(self, mode: str):
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = os.memfd_create("errors")
-        fd = theirs.fileno()
-        try:
+        with theirs:
             self.process = start_helper(
-                command(mode, fd),
+                command(mode, theirs.fileno()),
                 env=ENVIRONMENT,
-                pass_fds=[fd],
+                pass_fds=[theirs.fileno()],
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 umask=0o022,  # the user nobody reads the container's folders
                 cwd="/",
             )
-        finally:
-            theirs.close()
         if self.receive(START_TIMEOUT_S) != b"ready":
             lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
             self.close()

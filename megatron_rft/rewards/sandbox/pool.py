@@ -4,6 +4,7 @@ import platform
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Any
 
@@ -35,11 +36,8 @@ def _check_mode(mode: str) -> None:
     """Start a server and run one program. Raises SandboxError or OSError if the mode does not work here."""
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         raise SandboxError(f"{mode}: needs Linux on x86_64 or aarch64")
-    server = Server(mode)
-    try:
+    with closing(Server(mode)) as server:
         run_script(server, "print(1)", "", Limits())
-    finally:
-        server.close()
 
 
 class Sandbox:
