@@ -13,14 +13,14 @@ import time
 from statistics import median
 
 from megatron_rft.commands import main
-from megatron_rft.training.monitor import Alarms, Stragglers
+from megatron_rft.training.monitor import Alarm, Stragglers
 from megatron_rft.utils.position import Here
 from tests.integration import jumping
 
 SKIPPED = 4  # steps at first, which are slower
 UPDATES = ("enter", "move", "next_micro_batch", "collective", "wait")
 on = {name: getattr(Here, name) for name in UPDATES}
-parts = {Stragglers: ("take", lambda *_: ({}, "")), Alarms: ("check", lambda *_: [])}
+parts = {Stragglers: ("take", lambda *_: ({}, "")), Alarm: ("check", lambda *_: "")}
 kept = {owner: getattr(owner, name) for owner, (name, _) in parts.items()}
 begin_step, ends = Here.begin_step, []
 

@@ -81,13 +81,9 @@ class EngineBuilder:
     def build(self, hf_config: Any) -> Engine:
         """The policy's engine of this rank: in this process, in other processes, or on servers."""
         choose_for(self.rollout, ModelShape(hf_config.to_dict()))  # again: now the model is here
-        if self.rollout.placement == "server":  # a server has its own vLLM
-            return self._pool(hf_config, None)
-        alone = self.rollout.placement == "process" and self.alone()
-        build_on = self.local(hf_config, gpu_share=None if alone else self.gpu_share)
-        if self.rollout.placement == "process":
-            return self._pool(hf_config, build_on)
-        engine = build_on(parallel.device())
+        if self.rollout.placement != "colocated":
+            return self._pool(hf_config)
+        engine = self.local(hf_config, gpu_share=self.gpu_share)(parallel.device())
         parallel.barrier("start")
         return engine
 
@@ -174,8 +170,8 @@ class EngineBuilder:
         nodes = max(1, dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return engine_processes(self.rollout, self.vllm, dist.get_world_size(), len(spare) * nodes)
 
-    def _pool(self, hf_config: Any, build_on: Callable[[torch.device], Engine] | None) -> EnginePool:
-        """The engines outside this process that this rank drives. `build_on` builds an engine in its process."""
+    def _pool(self, hf_config: Any) -> EnginePool:
+        """The engines outside this process that this rank drives."""
         spare, rank, world = spare_gpus(), dist.get_rank(), dist.get_world_size()
         count = self._count(spare)
         mine, driver, drivers = shares(count, rank, world)
@@ -188,7 +184,7 @@ class EngineBuilder:
                     continue
                 environment = self._environment(neighbours.index(index), spare)
                 if self.rollout.placement == "process":
-                    members.append(self._process(build_on, index, environment))
+                    members.append(self._process(hf_config, index, environment))
                 else:
                     members.append(self._local_server(hf_config, index, environment))
         except BaseException:
@@ -200,7 +196,8 @@ class EngineBuilder:
             pool.news += [f"{member.name} gets its weights by {member.transport}" for member in members]
         return pool
 
-    def _process(self, build_on: Callable, index: int, environment: dict[str, str]) -> EngineProcess:
+    def _process(self, hf_config: Any, index: int, environment: dict[str, str]) -> EngineProcess:
+        build_on = self.local(hf_config, gpu_share=None if self.alone() else self.gpu_share)
         return EngineProcess(
             partial(build_on, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
             f"engine process {index}",

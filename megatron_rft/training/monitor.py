@@ -38,13 +38,13 @@ CAUSES_OF_MISMATCH = (
 
 @dataclass
 class Alarm:
-    """`condition(steps, first)` gets the last STEPS steps that have the metric `needs`, and its mean over the first. An
-    alarm is told when its condition becomes true, and again only after the condition was false. A resumed run begins
-    its windows again.
+    """`condition(metrics, first)` must hold in the last STEPS steps that have the metric `needs`; `first` is its mean
+    over the first of them. An alarm is told when this becomes true, and again only after it was false. A resumed run
+    begins its windows again.
     """
 
     needs: str
-    condition: Callable[[list[Metrics], float], bool]
+    condition: Callable[[Metrics, float], bool]
     sentence: str
     page: str
     first: list[float] = field(default_factory=list)
@@ -52,72 +52,61 @@ class Alarm:
     holds: bool = False
 
     def check(self, metrics: Metrics, step: int) -> str:
-        """Return a sentence if the condition becomes true in this step."""
+        """Return a sentence if the alarm is to be told in this step."""
         if self.needs not in metrics:
             return ""
         if len(self.first) < FIRST:
             self.first.append(metrics[self.needs])
         self.last.append(metrics)
         before, mean = self.holds, sum(self.first) / len(self.first)
-        self.holds = len(self.last) == STEPS and self.condition(list(self.last), mean)
+        self.holds = len(self.last) == STEPS and all(self.condition(each, mean) for each in self.last)
         if before or not self.holds:
             return ""
         return f"step {step}: for {STEPS} steps {self.sentence}. See {self.page}"
 
 
-def _all(name: str, condition: Callable[[float], bool]) -> Callable[[list[Metrics], float], bool]:
-    return lambda steps, _: all(condition(step[name]) for step in steps)
-
-
-def _groups_agree(steps: list[Metrics], _: float) -> bool:
-    names = ("reward/all_right_groups", "reward/all_wrong_groups")
-    return all(sum(step.get(name, 0.0) for name in names) >= 1 - 1e-9 for step in steps)
-
-
 ALARMS = (
     Alarm(
         "policy/entropy",
-        lambda steps, first: all(step["policy/entropy"] < 0.1 * first for step in steps),
+        lambda step, first: step["policy/entropy"] < 0.1 * first,
         "the entropy has collapsed: below a tenth of what it was at first (policy/entropy)",
         f"{PAGE}, The reward does not rise",
     ),
     Alarm(
         "response/length_mean",
-        lambda steps, first: all(
-            step["response/length_mean"] > 2 * first and step.get("response/finished", 0.0) < 0.5 for step in steps
-        ),
+        lambda step, first: step["response/length_mean"] > 2 * first and step.get("response/finished", 0.0) < 0.5,
         "the responses explode: more than twice as long as at first, and most do not end (response/length_mean, "
         "response/finished)",
         f"{PAGE}, The reward does not rise",
     ),
     Alarm(
         "reward/group_std",  # absent where a group is one response, which always agrees with itself
-        _groups_agree,
+        lambda step, _: step.get("reward/all_right_groups", 0.0) + step.get("reward/all_wrong_groups", 0.0) >= 1 - 1e-9,
         "in every group all responses have the same verdict, so that none has an advantage (reward/all_right_groups, "
         "reward/all_wrong_groups)",
         f"{PAGE}, The reward does not rise",
     ),
     Alarm(
         "policy/kl",
-        _all("policy/kl", lambda kl: kl > 1.0),
+        lambda step, _: step["policy/kl"] > 1.0,
         "the policy is far from the reference: more than 1 nat per token (policy/kl)",
         f"{PAGE}, It learns, then collapses",
     ),
     Alarm(
         "pipo/suppressed",
-        _all("pipo/suppressed", lambda suppressed: suppressed == 1),
+        lambda step, _: step["pipo/suppressed"] == 1,
         "PIPO has suppressed every step, that is, the reward has stayed below its anchor (pipo/suppressed, pipo/xi)",
         "docs/pipo_from_paper_to_recipe.md",
     ),
     Alarm(
         "constraint/improved",
-        _all("constraint/improved", lambda improved: improved == 0),
+        lambda step, _: step["constraint/improved"] == 0,
         "the refiner has improved no response (constraint/improved)",
         "docs/dynamic.md",
     ),
     Alarm(
         "dynamics/future_weight_saturated",
-        _all("dynamics/future_weight_saturated", lambda share: share > 0.95),
+        lambda step, _: step["dynamics/future_weight_saturated"] > 0.95,
         "FPA's weights are nearly all within 0.01 of 0 or 1 (dynamics/future_weight_saturated)",
         "docs/offline.md",
     ),
@@ -215,7 +204,7 @@ class Monitor:
         means = {name: sum(values) / len(values) for name, values in self.values.items()}
         self.values.clear()
         metrics = metrics | ranks | means | {"faults/skipped_steps": self.guard.total} | phases.take()
-        metrics |= self.throughput.take(metrics) | (load_metrics(loads) if loads else {})
+        metrics |= self.throughput.take(metrics) | load_metrics(loads)
         mismatch = check_mismatch(metrics, self.faults, step) if self.compares_logprobs else None
         alarms = [alarm.check(metrics, step) for alarm in self.alarms]
         dead = self.dead_experts.check(loads, step) if self.alarms and loads else ""
