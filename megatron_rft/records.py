@@ -260,11 +260,10 @@ class Batch:
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """Flat tensors, for a safetensors file; `from_state_dict` is the inverse."""
         own = {name: getattr(self, name) for name in OWN if getattr(self, name) is not None}
-        named = {f"tokens.{k}": v for k, v in self.tokens.items()} | {
-            f"sequences.{k}": v for k, v in self.sequences.items()
-        }
-        scalars = {f"scalars.{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()}
-        return {prefix + k: v.contiguous() for k, v in (own | named | scalars).items()}
+        scalars = {k: torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()}
+        parts = {"tokens": self.tokens, "sequences": self.sequences, "scalars": scalars}
+        named = {f"{part}.{k}": v for part, values in parts.items() for k, v in values.items()}
+        return {prefix + k: v.contiguous() for k, v in (own | named).items()}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Tensor], prefix: str = "") -> "Batch":

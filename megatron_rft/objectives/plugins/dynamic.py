@@ -29,8 +29,10 @@ from megatron_rft.objectives.base import (
     State,
     Sum,
     Update,
+    sequence_means,
+    sequence_sums,
 )
-from megatron_rft.records import OPTIONAL, Batch, concatenate, like, segment_ids, send
+from megatron_rft.records import OPTIONAL, Batch, concatenate, segment_ids, send
 
 
 def constrained_lens(batch: Batch) -> Tensor:
@@ -90,13 +92,8 @@ def sampled_only(batch: Batch) -> tuple[Batch, Tensor]:
 
 def pair_terms(logprobs: Tensor, batch: Batch, how: str) -> Tensor:
     """[B] D of each pair of a joined batch, for `how` mean divided by its number of terms; 0 for sampled sequences."""
-    mask = like(batch.tokens["refined_mask"], logprobs)
-    ids = send(batch.sequence_ids, logprobs.device)
-    total = logprobs.new_zeros(len(batch)).index_add(0, ids, -logprobs * mask)
-    if how == "sum":
-        return total
-    assert how == "mean", how
-    return total / mask.new_zeros(len(batch)).index_add(0, ids, mask).clamp(min=1)
+    refined = batch.with_tokens(response_mask=batch.tokens["refined_mask"])
+    return {"sum": sequence_sums, "mean": sequence_means}[how](-logprobs, refined)
 
 
 def part_of(loss: LossFunction, part: str) -> LossFunction:
