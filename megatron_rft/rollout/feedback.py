@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rft.config.algorithms.online import SDPO
-from megatron_rft.records import Prompt, Score
+from megatron_rft.records import Prompt
 from megatron_rft.rollout.sampler import ScoredResponse
 
 
@@ -28,13 +28,10 @@ class Feedback:
 
     def __call__(self, group: list[ScoredResponse]) -> list[ScoredResponse]:
         """The responses with their contexts. What an environment said comes before the verifier's reason."""
-        texts = [each.text for each in group]
-        reasons = ["\n".join(filter(None, (*each.response.said, each.score.reason))) for each in group]
-        scores = [replace(each.score, reason=reason) for each, reason in zip(group, reasons, strict=True)]
-        parts = [self._parts(each.prompt, i, texts, scores) for i, each in enumerate(group)]
-        return [replace(each, context=self._context(each.prompt, own)) for each, own in zip(group, parts, strict=True)]
+        return [replace(each, context=self._context(index, group)) for index, each in enumerate(group)]
 
-    def _context(self, prompt: Prompt, parts: list[str]) -> tuple[int, ...]:
+    def _context(self, index: int, group: list[ScoredResponse]) -> tuple[int, ...]:
+        prompt, parts = group[index].prompt, self._parts(index, group)
         if not parts:
             return ()
         feedback = self.cut("\n\n".join(parts))
@@ -46,16 +43,18 @@ class Feedback:
         ids, limit = self.tokenizer.encode(text, add_special_tokens=False), self.options.max_feedback_tokens
         return text if len(ids) <= limit else self.tokenizer.decode(ids[:limit])
 
-    def _parts(self, prompt: Prompt, index: int, texts: list[str], scores: list[Score]) -> list[str]:
+    def _parts(self, index: int, group: list[ScoredResponse]) -> list[str]:
         """Return the parts of the feedback on response `index`. Its sibling is the next correct one in sample order."""
-        right = [i for i, score in enumerate(scores) if score.error is None and score.right]
+        own, options = group[index], self.options
+        right = [i for i, each in enumerate(group) if each.score.error is None and each.score.right]
         others = sorted((i for i in right if i != index), key=lambda i: (i < index, i))
-        options, solution = self.options, prompt.fields.get(self.options.solution_field)
+        reason = "\n".join(filter(None, (*own.response.said, own.score.reason)))
+        solution = own.prompt.fields.get(options.solution_field)
         parts = []
         if "sibling" in options.feedback and others:
-            parts.append(options.solution_template.format(texts[others[0]].strip()))
+            parts.append(options.solution_template.format(group[others[0]].text.strip()))
         elif "solution" in options.feedback and index not in right and solution:
             parts.append(options.solution_template.format(str(solution).strip()))
-        if "error" in options.feedback and index not in right and scores[index].reason:
-            parts.append(options.error_template.format(scores[index].reason.strip()))
+        if "error" in options.feedback and index not in right and reason:
+            parts.append(options.error_template.format(reason.strip()))
         return parts

@@ -55,9 +55,6 @@ def _options(cls: type[PolicyObjective], algorithm: OwnAlgorithm) -> Section:
             raise ConfigError(f"algorithm.{name} does nothing: {cls.__name__} has no field {name}")
     given: dict[str, Any] = {name: getattr(algorithm, name) for name in OF_ONLINE if name in known}
     given |= algorithm.extra
-    for name in given.keys() - known:
-        hint = did_you_mean(name, known) or f" There are: {', '.join(sorted(known)) or 'none'}."
-        raise ConfigError(f"algorithm.{name}: {cls.__name__} has no such field.{hint}")
     try:
         return section(**given)
     except ValidationError as error:

@@ -68,7 +68,7 @@ def test_its_report(recipe, folder, capsys):
 def test_errors_in_user_code_are_reported_before_anything_starts(recipe, folder, tmp_path):
     shutil.copy(recipe, tmp_path / "recipe.yaml")
     for override, problem in (
-        ("algorithm.negatve=1.0", "algorithm.negatve: Gentle has no such field. Did you mean 'negative'?"),
+        ("algorithm.negatve=1.0", "algorithm.negatve: there is no such option. Did you mean 'negative'?"),
         (f"algorithm.objective={folder}/gentle.py:Gentel", "has no Gentel. Did you mean 'Gentle'?"),
         (f"reward.function={folder}/closer.py:close", "there is no file"),
     ):

@@ -60,8 +60,8 @@ class Offline(Objective):
         return Loss(self.terms(outputs, batch), dynamics(outputs, batch))
 
     def prepare(self, batch: Batch, state: State) -> Prepared:
-        own = {"counts": counts, "second": self.second, "parts": PARTS}
-        return Prepared([Update("policy", batch, self.loss, self.outputs, **own)], state)
+        update = Update("policy", batch, self.loss, self.outputs, counts=counts, second=self.second, parts=PARTS)
+        return Prepared([update], state)
 
 
 def counts(batch: Batch) -> dict[str, float]:

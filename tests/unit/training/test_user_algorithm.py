@@ -96,11 +96,11 @@ def test_inside_pipo(made):
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("Bonus", {"bonsu": 1.0}, "algorithm.bonsu: Bonus has no such field. Did you mean 'bonus'?"),
+        ("Bonus", {"bonsu": 1.0}, "algorithm.bonsu: there is no such option. Did you mean 'bonus'?"),
         ("Bonus", {"bonus": "much"}, "algorithm.bonus: 'much' is not a number"),
         ("Bonus", {"share": 2.0}, "algorithm.share: 2.0 is not at most 1"),
         ("Bonus", {"shape": "step"}, "algorithm.shape: 'step' is not one of flat, steep"),
-        ("Bonus", {"max_response_tokens": 3}, "algorithm.max_response_tokens: Bonus has no such field"),
+        ("Bonus", {"max_response_tokens": 3}, "algorithm.max_response_tokens: there is no such option. There are: "),
         ("Small", {}, "algorithm.scale: is required"),
         ("Small", {"scale": 1.0, "epochs": 2}, "algorithm.epochs does nothing: Small has no field epochs"),
         ("Small", {"scale": 1.0, "mini_batch_prompts": 2}, "algorithm.mini_batch_prompts does nothing"),
