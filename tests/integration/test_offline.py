@@ -18,9 +18,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_rft.data.trajectories import read, sha256
+from megatron_rft.data.trajectories import read
 from megatron_rft.tracking.metrics import NOTES_FILE
-from megatron_rft.utils.files import read_json_lines
+from megatron_rft.utils.files import digest, read_json_lines
 from tests.fork_server import ENVIRONMENT
 from tests.integration import test_agents
 from tests.integration.test_distil import write_teacher
@@ -224,7 +224,7 @@ def write_one_sided(store: Path, out: Path) -> None:
         table = pq.read_table(out / "shards" / name)
         right = pa.array([1] * len(table), pa.int8())
         pq.write_table(table.set_column(table.schema.get_field_index("reward"), "reward", right), out / "shards" / name)
-        index["shards"][name] = sha256((out / "shards" / name).read_bytes())
+        index["shards"][name] = digest(out / "shards" / name)["sha256"]
     (out / "index.json").write_text(json.dumps(index))
 
 
