@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rft.utils.errors import DataError
@@ -92,7 +91,7 @@ class HiddenCache:
                 raise DataError(f"algorithm.reference_cache: {path} is missing or torn: remove {folder} to remake it")
         self.dtype = getattr(torch, self.index["dtype"])
         self.starts = torch.tensor([shard["start"] for shard in self.index["shards"].values()])
-        self.shards = [_tensor(folder / name, "hidden") for name in self.index["shards"]]  # mapped, not read
+        self.shards = [load_file(folder / name)["hidden"] for name in self.index["shards"]]  # mapped, not read
 
     def _files(self) -> dict[str, dict[str, Any]]:
         return self.index["shards"] | {OUTPUT: self.index["output"]}
@@ -115,9 +114,4 @@ class HiddenCache:
 
     def output_weight(self) -> Tensor:
         """[V, H]"""
-        return _tensor(self.folder / OUTPUT, "weight")
-
-
-def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(name)
+        return load_file(self.folder / OUTPUT)["weight"]

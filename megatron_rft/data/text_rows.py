@@ -10,8 +10,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from io import StringIO
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,18 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 def json_lines(file: Path) -> Iterator[tuple[str, Row]]:
     """(place, row) of each line that is not blank."""
-    return _rows_of(_lines(file), file)
+    for number, line in enumerate(_lines(file), start=1):
+        line = line.rstrip(" \t\r\n")
+        if not line:
+            continue
+        place = f"{file}:{number}"
+        row, end = _decoded(line, _skip(line, 0), file, place, number)
+        if end < len(line):
+            raise _not_json(json.JSONDecodeError("Extra data", line, _skip(line, end)), file, number)
+        if not isinstance(row, dict):
+            what = f"{type(row).__name__}: {line[:60]}"
+            raise DataError(f"{place}: a row is an object with named fields, not {what}")
+        yield place, row
 
 
 def csv_file(file: Path) -> Iterator[tuple[str, Row]]:
@@ -68,22 +78,7 @@ def json_file(file: Path) -> Iterator[tuple[str, Row]]:
     elif start < len(text) and _skip(text, _decoded(text, start, file, f"{file}:1")[1]) == len(text):
         raise _no_rows(file)  # one value is the whole file
     else:
-        yield from _rows_of(StringIO(text), file)
-
-
-def _rows_of(lines: Iterable[str], file: Path) -> Iterator[tuple[str, Row]]:
-    for number, line in enumerate(lines, start=1):
-        line = line.rstrip(" \t\r\n")
-        if not line:
-            continue
-        place = f"{file}:{number}"
-        row, end = _decoded(line, _skip(line, 0), file, place, number)
-        if _skip(line, end) < len(line):
-            raise _not_json(json.JSONDecodeError("Extra data", line, _skip(line, end)), file, number)
-        if not isinstance(row, dict):
-            what = f"{type(row).__name__}: {line[:60]}"
-            raise DataError(f"{place}: a row is an object with named fields, not {what}")
-        yield place, row
+        yield from json_lines(file)
 
 
 def _listed(text: str, at: int, file: Path) -> Iterator[tuple[str, Row]]:
