@@ -32,8 +32,6 @@ class Writer:
 
     def __init__(self, folder: Path):
         self.folder, self.shards, self.tokens = folder, {}, 0
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(f"algorithm.reference_cache: {folder} holds something else: choose another folder")
         self.partial = folder.with_name(f"{folder.name}.{os.uname().nodename}.{os.getpid()}.partial")
         for old in folder.parent.glob(f"{folder.name}.*.partial"):
             if old == self.partial or time.time() - old.stat().st_mtime > ABANDONED:

@@ -5,8 +5,6 @@ import random
 from functools import lru_cache
 from typing import Any
 
-from megatron_rft.utils.errors import DataError
-
 
 class Stream:
     """`position` counts the items drawn so far; to resume, set it.
@@ -15,8 +13,6 @@ class Stream:
     """
 
     def __init__(self, items: list[Any], seed: int = 0, shuffle: bool = True):
-        if not items:
-            raise DataError("there is nothing to draw from: the data set has no usable rows")
         self.items, self.seed, self.shuffle = items, seed, shuffle
         self.position = 0
         self._order = lru_cache(maxsize=1)(self._order_of)

@@ -172,7 +172,9 @@ def read(folder: str | Path, with_fields: bool = False) -> Stored:
         DataError: it is incomplete, a shard is corrupt or changed, a reward is not +1 or -1, or a response is empty.
     """
     folder = Path(folder).expanduser()
-    index = _read_index(folder)
+    index = read_json(folder / INDEX)
+    if not isinstance(index, dict) or not {"facts", "summary", "train", "held_out", "shards"} <= index.keys():
+        raise DataError(f"{folder / INDEX} is missing or torn, or no index of a trajectory store")
     for name, expected in index["shards"].items():
         path = folder / "shards" / name
         if not path.is_file():
@@ -200,17 +202,6 @@ def read(folder: str | Path, with_fields: bool = False) -> Stored:
         raise DataError(f"{folder}: no problem has a right and a wrong response: there is nothing to learn from")
     held_out = [prompts[problem] for problem in index["held_out"]]
     return Stored(concatenate(batches), held_out, index, digest(folder / INDEX)["sha256"], fields)
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
-    if not path.is_file():
-        half = " It is half-written: run `megatron-rft generate` again, and it goes on" if folder.is_dir() else ""
-        raise DataError(f"{folder} is no trajectory store: it has no {INDEX}.{half}")
-    index = read_json(path)
-    if not isinstance(index, dict) or not {"facts", "summary", "train", "held_out", "shards"} <= index.keys():
-        raise DataError(f"{path} is torn, or no index of a trajectory store")
-    return index
 
 
 def _mask(row: dict[str, Any]) -> torch.Tensor:

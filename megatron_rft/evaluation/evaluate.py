@@ -18,7 +18,6 @@ from megatron_rft.evaluation.cache import EvaluationCache, completions_file, lin
 from megatron_rft.inference.engine import Engine, Request, Sampling, request_seed
 from megatron_rft.records import Prompt, Response, Score
 from megatron_rft.rewards.base import Reward, finite, scored
-from megatron_rft.utils.errors import DataError
 from megatron_rft.utils.files import read_json, read_json_lines
 
 
@@ -138,8 +137,6 @@ def evaluate(
 
 def summarise(completions: list[Completion], name: str, samples: int, temperature: float, seed: int) -> EvalResult:
     """The result of completions that are sorted by problem and sample, `samples` of each problem."""
-    if not completions:
-        raise DataError(f"evaluation {name!r} has no problems")
     problems = [completions[i : i + samples] for i in range(0, len(completions), samples)]
     correct = [[each.correct for each in problem] for problem in problems]
     mean, standard_error = passk.pass_at_1(correct)

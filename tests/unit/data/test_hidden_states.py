@@ -65,8 +65,8 @@ def test_two_runs_make_one_cache(tmp_path):
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    with pytest.raises(DataError, match="holds something else"):
-        Writer(tmp_path)
+    with pytest.raises(OSError, match="not empty"):
+        Writer(tmp_path).finish(torch.zeros(2, 3), FACTS)
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
 
 

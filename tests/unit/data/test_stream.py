@@ -1,9 +1,7 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rft.data.stream import Stream
-from megatron_rft.utils.errors import DataError
 
 
 def test_epochs_are_permutations_and_differ():
@@ -23,8 +21,3 @@ def test_resuming_anywhere_gives_the_same_order(size, draws, cut):
             fresh = Stream(items, seed=3)
             fresh.position, parts = parts.position, fresh
         assert whole.next(count) == parts.next(count)
-
-
-def test_nothing_to_draw_from():
-    with pytest.raises(DataError, match="no usable rows"):
-        Stream([])

@@ -100,10 +100,8 @@ def test_the_store_does_not_depend_on_the_order_of_work(tmp_path):
 
 def test_a_store_of_half_its_shards_is_none(tmp_path):
     assert write(tmp_path, order=(0, 2)) is None and store.missing(tmp_path, 3) == [1]
-    with pytest.raises(DataError, match="half-written"):
+    with pytest.raises(DataError, match="index.json is missing or torn"):
         store.read(tmp_path)
-    with pytest.raises(DataError, match="is no trajectory store"):
-        store.read(tmp_path / "nowhere")
 
 
 def test_missing_and_torn_shards(tmp_path):
