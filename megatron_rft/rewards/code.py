@@ -225,20 +225,19 @@ def _grade_script(server: Server, source: str, table: dict[str, Any], limits: Li
 
 
 def _grade_module(server: Server, source: str, table: dict[str, Any], limits: Limits, row: Limits) -> Score:
-    tested = run_tests(server, source, table, row)
-    ended = tested.run
-    outcomes = [f"{test}\n{detail}".strip() if what == "fail" else "" for what, test, detail in tested.tests]
-    if not tested.tests and "assert" in table.get("code", ""):
+    ended, tests = run_tests(server, source, table, row)
+    outcomes = [f"{test}\n{detail}".strip() if what == "fail" else "" for what, test, detail in tests]
+    if not tests and "assert" in table.get("code", ""):
         return _share_passed(["no assert of the tests ran"])
-    what, _, detail = tested.tests[-1] if tested.tests else ("broken", "", "there is no test among the tests")
+    what, _, detail = tests[-1] if tests else ("broken", "", "there is no test among the tests")
     if what == "broken":
         return Score(0.0, error=f"the row's tests: {detail}")
     if what == "error":
         return _tier("runtime error", detail, outcomes[:-1])
+    if what == "late":
+        return _tier("time-out", f"its results take more than {row.cpu_s:g} s to judge", outcomes[:-1])
     if what != "gone":
         return _share_passed(outcomes)
-    if tested.judge_late:
-        return _tier("time-out", f"its results take more than {row.cpu_s:g} s to judge", outcomes[:-1])
     if ended.timeout and ended.status not in CALL_LATE:
         return _tier("time-out", f"not all tests ended {row}", outcomes[:-1])
     if ended.timeout or ended.status:

@@ -46,16 +46,7 @@ class ProgramResult:
     timeout: bool
     output: str
     errors: str  # the end of its standard error
-    cpu_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Tested:
-    """A module's run, and (outcome, test, detail) of each finished test. Outcomes: pass, fail, error, gone."""
-
-    run: ProgramResult
-    tests: list[tuple[str, str, str]]
-    judge_late: bool = False  # judging the results exceeded the time limit
+    cpu_s: float
 
 
 def run_script(server: Server, source: str, text: str, limits: Limits) -> ProgramResult:
@@ -67,25 +58,31 @@ def run_script(server: Server, source: str, text: str, limits: Limits) -> Progra
         return _read(ended["script"], out, err, limits)
 
 
-def run_tests(server: Server, source: str, table: dict[str, Any], limits: Limits) -> Tested:
-    """Run a program under the tests of a row, of kind "call" or "assert" (code.py)."""
+def run_tests(
+    server: Server, source: str, table: dict[str, Any], limits: Limits
+) -> tuple[ProgramResult, list[tuple[str, str, str]]]:
+    """Run a program under the tests of a row, of kind "call" or "assert" (code.py). Returns its run, and (outcome,
+    test, detail) of each finished test: pass, fail, and at the end also error, broken, gone, or late if judging the
+    results exceeded the time limit."""
     longest = (1 + MAX_WAIT_FACTOR) * limits.wall_s + 1  # so that the program's limit ends before that of its tests
     ours = Limits(limits.cpu_s, longest, limits.memory_mb, 1, 2 * limits.output_mb)
     with ExitStack() as stack:
         ends = [stack.enter_context(end) for end in socket.socketpair()]
-        empty, out, err, payload, tests, report, mute = (
+        empty, out, err, payload, asked, report, mute = (
             stack.enter_context(_file(each)) for each in ("", "", "", source, json.dumps(table), "", "")
         )
         _order(server, "module", limits, [empty, out, err, payload, ends[0]])
-        _order(server, "tests", ours, [empty, report, mute, tests, ends[1]])
+        _order(server, "tests", ours, [empty, report, mute, asked, ends[1]])
         for end in ends:
             end.close()  # so that each side sees when the other one ends
         ended = _collect(server, {"module", "tests"}, ours.wall_s)
         judged = _read(ended["tests"], report, mute, ours)
         ran = _read(ended["module"], out, err, limits)
         late = ran.timeout or ran.status in CALL_LATE
-        ran = replace(ran, timeout=late)
-        return Tested(ran, _outcomes(judged), judged.timeout and not late)
+        tests = _outcomes(judged)
+        if judged.timeout and not late and tests[-1:] == [("gone", "", "")]:
+            tests[-1] = ("late", "", "")
+        return replace(ran, timeout=late), tests
 
 
 def _file(text: str) -> BinaryIO:

@@ -35,12 +35,11 @@ def bfcl(prompt: Prompt, text: str) -> Score:
         return _verdict(f"no function fits, {made[0].name} is called" if made else None)
     if len(made) != len(wanted):
         return _verdict(f"{len(made)} calls, expected {len(wanted)}")
-    left = list(made)
     for possible in wanted:
-        problems = [_mismatch(possible, call, functions) for call in left]
+        problems = [_mismatch(possible, call, functions) for call in made]
         if None not in problems:
             return _verdict(problems[0])
-        left.pop(problems.index(None))
+        made.pop(problems.index(None))
     return _verdict(None)
 
 
