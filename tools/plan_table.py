@@ -69,7 +69,7 @@ def rehearsed(worker: Worker, path: Path, layers: int) -> dict[str, float]:
 def planned(recipe: Recipe, s: ModelShape, layout: Layout, tokens: int) -> float:
     """Return the plan's bytes of an update of the first stage. `tokens`: of the largest micro-batch of a rank."""
     batching = recipe.batching.model_copy(update={"micro_batch_tokens": tokens * layout.cp})
-    keys = SharedGroup.of(recipe.trainer, batching, recipe.data, recipe.rollout, layout.cp, 0.5).keys
+    keys = SharedGroup.of(recipe.model_copy(update={"batching": batching}), s, layout, 0.5).keys
     state, activations = update_memory(recipe, batching, keys, s, layout, 0)
     return state.total + activations
 

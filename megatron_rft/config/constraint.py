@@ -8,7 +8,6 @@ Without the section an algorithm has the KL of its defaults. With kind dynamic i
 algorithm.kl_coefficient is given.
 """
 
-import string
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.engines import ENGINES
-from megatron_rft.config.messages import at
+from megatron_rft.config.messages import at, check_braces
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
 from megatron_rft.utils.errors import did_you_mean
 
@@ -131,14 +130,7 @@ def read_template(name: str) -> str:
     except (OSError, UnicodeDecodeError):
         hint = did_you_mean(name, names) or f" There are: {', '.join(names)}."
         raise at("template", f"{name!r} is neither a template's name nor a text file.{hint}") from None
-    try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
-    except ValueError as error:
-        raise at("template", f"{name}: {error}; literal braces are written {{{{ and }}}}") from None
-    if missing := {"question", "response"} - fields:
-        raise at("template", f"{name} lacks {' and '.join(f'{{{each}}}' for each in sorted(missing))}")
-    if unknown := fields - {"question", "response", "reward"}:
-        raise at("template", f"{name} has {{{min(unknown)}}}; there are {{question}}, {{response}} and {{reward}}")
+    check_braces("template", text, {"question", "response"}, {"reward"}, name)
     return text
 
 

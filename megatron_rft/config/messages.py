@@ -1,6 +1,8 @@
 """Error messages for a wrong recipe: the dotted option, the value and the fix."""
 
+import string
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -43,6 +45,21 @@ def shown(value) -> str:
 
 def many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def check_braces(
+    option: str, text: str, wanted: AbstractSet[str], optional: AbstractSet[str] = frozenset(), name: str = ""
+) -> None:
+    """Refuse a format string that lacks a `wanted` field or has one that is not `optional` either. `name`: of its
+    file."""
+    name = name or shown(text)
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    except ValueError as error:
+        raise at(option, f"{name}: {error}; literal braces are written {{{{ and }}}}") from None
+    if fields - optional != wanted:
+        must, may = (" and ".join(f"{{{field}}}" for field in sorted(some)) for some in (wanted, optional))
+        raise at(option, f"{name} must have {must}{may and f', may have {may}'}, and nothing else in braces")
 
 
 def explain(

@@ -19,12 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_rft.config.messages import at, explain, shown
 from megatron_rft.utils.errors import ConfigError, did_you_mean
 
-SECTIONS = {
-    "megatron": {
-        "TransformerConfig": ("transformer/transformer_config.py", "model_parallel_config.py"),
-        "DistributedDataParallelConfig": ("distributed/distributed_data_parallel_config.py",),
-    },
-    "optimizer": {"OptimizerConfig": ("optimizer/optimizer_config.py",)},
+SOURCES = {  # by section
+    "megatron": (
+        "transformer/transformer_config.py",
+        "model_parallel_config.py",
+        "distributed/distributed_data_parallel_config.py",
+    ),
+    "optimizer": ("optimizer/optimizer_config.py",),
 }
 CLASSES = {"TransformerConfig", "ModelParallelConfig", "DistributedDataParallelConfig", "OptimizerConfig"}
 
@@ -49,13 +50,13 @@ def megatron_core() -> Path:
 
 
 @cache
-def fields(class_name: str) -> dict[str, ast.expr]:
-    """Name -> annotation of each field of one of megatron-core's configuration classes, inherited ones included."""
-    sources = next(classes[class_name] for classes in SECTIONS.values() if class_name in classes)
-    return {name: kind for source in sources for name, kind in class_fields(megatron_core() / source, CLASSES).items()}
+def fields(section: str) -> Fields:
+    """Name -> annotation of each field of the section's configuration classes of megatron-core."""
+    found = (class_fields(megatron_core() / source, CLASSES) for source in SOURCES[section])
+    return {name: kind for of_class in found for name, kind in of_class.items()}
 
 
-def class_fields(source: Path, names: Container[str]) -> dict[str, ast.expr]:
+def class_fields(source: Path, names: Container[str]) -> Fields:
     """Name -> annotation of the public fields of the classes `names` in a Python file, which is not imported."""
     return {
         item.target.id: item.annotation
@@ -109,5 +110,4 @@ def check(section: str, given: dict[str, Any], typed: Iterable[str], known: Fiel
 def check_megatron_core(section: str, given: dict[str, Any], typed: Iterable[str]) -> None:
     """The same for the section megatron or optimizer."""
     if given:  # importing this package builds default sections, which must work without megatron-core
-        known = {name: kind for class_name in SECTIONS[section] for name, kind in fields(class_name).items()}
-        check(section, given, typed, known, "the installed megatron-core", Foreign)
+        check(section, given, typed, fields(section), "the installed megatron-core", Foreign)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_serializer
 
-from megatron_rft.config.messages import at
+from megatron_rft.config.messages import at, check_braces
 from megatron_rft.config.one_of import OneOf
 from megatron_rft.config.sections import Count, Positive, Section
 
@@ -125,12 +125,7 @@ class JudgeOptions(RewardOptions, kind="model"):
     """Responses that are scored together."""
 
     def _check(self):
-        try:
-            shows = self.template.format(prompt="\0", response="\1")
-        except (KeyError, IndexError, ValueError) as error:
-            raise at("template", f"{error!r}: it is a format string over {{prompt}} and {{response}}") from None
-        if "\1" not in shows:
-            raise at("template", "has no {response}")
+        check_braces("template", self.template, {"response"}, {"prompt"})
 
 
 class ServerOptions(RewardOptions, kind="server"):

@@ -30,7 +30,6 @@ MAX_TOP_K = 64  # bounds the tokens of truncated sampling that travel with each 
 
 ARITHMETIC_SPLITS = ("train", "demonstrations", "hinted", "refining", "validation", "test")
 CHAT_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
-FOREIGN = {".tsv", ".txt", ".gz", ".zip", ".xz", ".zst", ".pkl", ".pickle", ".xlsx", ".yaml", ".yml"}
 
 
 class SectionType(type(BaseModel)):
@@ -273,12 +272,6 @@ class Source(Section):
         if self.path in datasets.DATASETS:
             raise at("path", f"the Hugging Face hub does not have {self.path} in this form: give the path of its files")
         suffix = PurePath(self.path).suffix
-        if suffix in FOREIGN:
-            raise at(
-                "path",
-                f"{self.path!r} is neither a {', '.join(datasets.SUFFIXES)} file, a folder of them, nor "
-                "'arithmetic' or 'hub:organisation/name'",
-            )
         generated = self.path == datasets.ARITHMETIC
         why = f"for a file: name the file of that part instead of {self.path}"
         self.unused(suffix in datasets.SUFFIXES, why, "split")

@@ -15,7 +15,7 @@ SHAPES = {  # of Hugging Face's tensors in a layer, in the words of `sizes`
     "self_attn.o_proj.weight": "hidden attended",
     "self_attn.q_proj.weight": "q hidden",
     "self_attn.k_proj.weight": "k hidden",
-    "self_attn.v_proj.weight": "v hidden",
+    "self_attn.v_proj.weight": "k hidden",
     "self_attn.q_proj.bias": "q_bias",
     "self_attn.k_proj.bias": "k_bias",
     "self_attn.v_proj.bias": "k_bias",
@@ -118,9 +118,8 @@ def first(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def experts(config: Any) -> int:
-    if not family_of(config).experts:
-        return 0
-    return first(config, "num_experts", "n_routed_experts", "num_local_experts", default=0)
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return first(config, *names, default=0) if family_of(config).experts else 0
 
 
 def kv_heads(config: Any) -> int:
@@ -134,10 +133,6 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def value_dim(config: Any) -> int:
-    return config.v_head_dim if getattr(config, "kv_lora_rank", None) else head_dim(config)
-
-
 def is_mixture(config: Any, layer: int) -> bool:
     """Return whether layer `layer`, counted from 0, has experts."""
     if not experts(config) or layer < (first(config, "first_k_dense_replace") or 0):
@@ -148,35 +143,27 @@ def is_mixture(config: Any, layer: int) -> bool:
     return layer not in (first(config, "mlp_only_layers") or ()) and (layer + 1) % sparse == 0
 
 
-def sizes(config: Any, layer: int) -> dict[str, int | None]:
-    """The numbers behind the words of `SHAPES` in a layer; None where the layer has no tensor of that size."""
-    c, family, mixture = config, family_of(config), is_mixture(config, layer)
-    heads, groups, head = c.num_attention_heads, kv_heads(c), head_dim(c)
-    bias = family.has(QKV_BIAS) and first(c, "attention_bias", default=True)
-    norm = family.qk_norm and first(c, "use_qk_norm", default=True)
-    normed = (heads, groups) if family.whole_qk_norm else (1, 1)
-    found = {
-        "hidden": c.hidden_size,
-        "heads": heads,
-        "q": heads * head * (2 if family.gated else 1),
-        "k": groups * head,
-        "v": groups * head,
-        "attended": heads * value_dim(c),
-        "q_bias": heads * head if bias else None,
-        "k_bias": groups * head if bias else None,
-        "normed_q": normed[0] * head if norm else None,
-        "normed_k": normed[1] * head if norm else None,
-        "ffn": None if mixture else dense_ffn(c),
-    }
+def sizes(config: Any, layer: int) -> dict[str, int]:
+    """The numbers behind the words of `SHAPES` in a layer, without those of tensors that it lacks."""
+    own = _delta_sizes(config) if is_delta(config, layer) else _attention_sizes(config)
+    own |= _mixture_sizes(config) if is_mixture(config, layer) else {"ffn": dense_ffn(config)}
+    return {"hidden": config.hidden_size} | own
+
+
+def _attention_sizes(c: Any) -> dict[str, int]:
+    family, heads, groups, head = family_of(c), c.num_attention_heads, kv_heads(c), head_dim(c)
+    q, k = heads * head, groups * head
+    found = {"heads": heads, "q": q * (2 if family.gated else 1), "k": k, "attended": q}
+    if family.has(QKV_BIAS) and first(c, "attention_bias", default=True):
+        found |= {"q_bias": q, "k_bias": k}
+    if family.qk_norm and first(c, "use_qk_norm", default=True):
+        found |= {"normed_q": q, "normed_k": k} if family.whole_qk_norm else {"normed_q": head, "normed_k": head}
     if family.latent:
-        latent, up = first(c, "q_lora_rank"), heads * head
-        found |= {"q": None if latent else up, "q_latent": latent, "q_up": up if latent else None}
         found |= {"kv_down": c.kv_lora_rank + c.qk_rope_head_dim, "kv_latent": c.kv_lora_rank}
-        found |= {"kv_up": heads * (c.qk_nope_head_dim + c.v_head_dim)}
-    if is_delta(c, layer):
-        found |= dict.fromkeys(("q", "k", "v", "attended", "normed_q", "normed_k"))
-        found |= _delta_sizes(c)
-    return found | _mixture_sizes(c, mixture)
+        found |= {"kv_up": heads * (c.qk_nope_head_dim + c.v_head_dim), "attended": heads * c.v_head_dim}
+        if latent := first(c, "q_lora_rank"):
+            found |= {"q_latent": latent, "q_up": found.pop("q")}
+    return found
 
 
 def is_delta(config: Any, layer: int) -> bool:
@@ -197,7 +184,7 @@ def delta_rows(config: Any) -> tuple[int, list[int]]:
     return config.linear_num_key_heads, [key, key, each * value, each * value, each, each]
 
 
-def _delta_sizes(c: Any) -> dict[str, int | None]:
+def _delta_sizes(c: Any) -> dict[str, int]:
     heads, rows = delta_rows(c)
     return {
         "value_heads": c.linear_num_value_heads,
@@ -211,19 +198,11 @@ def _delta_sizes(c: Any) -> dict[str, int | None]:
     }
 
 
-def _mixture_sizes(c: Any, mixture: bool) -> dict[str, int | None]:
-    if not mixture:
-        return dict.fromkeys(("experts", "expert_ffn", "gate_up", "shared_ffn", "shared_gate"))
-    shared = first(c, "shared_expert_intermediate_size", default=0)
-    shared = shared or (first(c, "n_shared_experts") or 0) * expert_ffn(c)
+def _mixture_sizes(c: Any) -> dict[str, int]:
     own = expert_ffn(c)
-    return {
-        "experts": experts(c),
-        "expert_ffn": own,
-        "gate_up": 2 * own,
-        "shared_ffn": shared or None,
-        "shared_gate": 1,
-    }
+    shared = first(c, "shared_expert_intermediate_size", default=0) or (first(c, "n_shared_experts") or 0) * own
+    found = {"experts": experts(c), "expert_ffn": own, "gate_up": 2 * own, "shared_gate": 1}
+    return found | ({"shared_ffn": shared} if shared else {})
 
 
 def expert_ffn(config: Any) -> int:

@@ -121,7 +121,7 @@ def _architecture(c: Any) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": known["q_bias"] is not None,
+        "add_qkv_bias": "q_bias" in known,
         # norms over all heads and norms after attention come from `block_spec`
         "qk_layernorm": family.latent or (family.has(QK_NORM) and first(c, "use_qk_norm", default=True)),
         "hidden_dropout": 0.0,
@@ -156,7 +156,7 @@ def _experts(c: Any) -> dict[str, Any]:
         "moe_grouped_gemm": has_transformer_engine(),
     }
     if 1 in mixture:
-        options["moe_shared_expert_intermediate_size"] = sizes(c, mixture.index(1))["shared_ffn"]
+        options["moe_shared_expert_intermediate_size"] = sizes(c, mixture.index(1)).get("shared_ffn")
     if not family_of(c).has(EXPERT_BIAS):
         # softmax of the chosen = renormalised softmax of all
         return options | {"moe_router_pre_softmax": not first(c, "norm_topk_prob", default=True)}

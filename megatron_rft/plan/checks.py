@@ -4,7 +4,7 @@ It runs before torch is imported, so that a wrong recipe fails in a second, befo
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,9 +32,7 @@ NO_STORE = "where there are no trajectories yet: `megatron-rft generate` makes t
 @dataclass(frozen=True)
 class Plan:
     layout: Layout
-    steps_per_batch: int  # optimizer steps of the schedule per sampled batch (RL), or 1
-    optimizer_steps: int | None  # of the whole run; None where `run.epochs` decides, once the data is read
-    lines: list[str] = field(default_factory=list)
+    lines: list[str]
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -55,8 +53,6 @@ def check(
     shape, model_line = check_model(recipe)
     layout = check_layout(recipe.megatron, world_size, shape)
     data_lines = check_files(recipe)
-    if recipe.lora and shape:
-        lora.check(recipe.lora, shape)
     longest = check_lengths(recipe, shape)
     teachers = []
     for path in recipe.teaching.teachers.values() if recipe.teaching else ():
@@ -64,11 +60,7 @@ def check(
     planned = None if starts else recipe.vllm
     engine = choose_for(recipe.rollout, shape, bool(gpu_gib), planned)
     on_gpu = bool(gpu_gib) or device.has_cuda_device()
-    adapters, dtype = [], recipe.rollout.dtype or recipe.model.precision
-    if recipe.lora and shape:
-        lora.check_sync(recipe.lora, engine.name, recipe.rollout, recipe.vllm, shape, on_gpu and dtype == "fp32")
-        sync = [lora.sync_line(recipe.lora, dtype, shape)] if recipe.trainer == "rl" else []
-        adapters = [lora.line(recipe.lora, shape), *sync]
+    adapters = lora.check(recipe, shape, engine.name, on_gpu) if recipe.lora and shape else []
     check_vllm(engine.name, recipe.vllm, recipe.rollout, recipe.longest_generation, shape, recipe.model.precision)
     routes.check_balancing(recipe.megatron, recipe.lora, shape)
     experts = routes.check(recipe.rollout, recipe.megatron, shape, engine.name) if recipe.trainer == "rl" else []
@@ -76,14 +68,17 @@ def check(
     if recipe.trainer == "generate":
         memory_line = "memory: not computed, each worker has its engine on a device of its own"
         store = _generation(recipe.generation, recipe.rollout, recipe.run)
-        return Plan(layout, 1, None, [model_line, *data_lines, *store, f"engine: {engine}", memory_line])
-    batch_lines, steps_per_batch = _rl_batch(recipe) if recipe.trainer == "rl" else _given_batch(recipe)
-    batches, alone = recipe.run.steps, recipe.critic.warmup_steps if recipe.critic else 0
-    optimizer_steps = batches and (batches - alone) * steps_per_batch
-    check_schedule("optimizer", recipe.optimizer.lr_warmup_steps, recipe.optimizer, optimizer_steps)
-    if recipe.critic:
-        total = batches and batches * steps_per_batch
-        check_schedule("critic", recipe.critic.lr_warmup_steps, recipe.optimizer, total)
+        return Plan(layout, [model_line, *data_lines, *store, f"engine: {engine}", memory_line])
+    # optimizer steps of the run; None where `run.epochs` decides, once the data is read
+    if recipe.trainer == "rl":
+        batch_lines, steps_per_batch = _rl_batch(recipe)
+        steps = of_policy = recipe.run.steps * steps_per_batch
+        if recipe.critic:
+            of_policy -= recipe.critic.warmup_steps * steps_per_batch
+            check_schedule("critic", recipe.critic.lr_warmup_steps, recipe.optimizer, steps)
+    else:
+        batch_lines, of_policy = _given_batch(recipe), recipe.run.steps
+    check_schedule("optimizer", recipe.optimizer.lr_warmup_steps, recipe.optimizer, of_policy)
     budget, shares = recipe.batching.micro_batch_tokens, recipe.trainer == "rl"
     whole, prompt = shape.whole_sequences if shape else "", recipe.data.max_prompt_tokens
     lines = [
@@ -102,12 +97,12 @@ def check(
             [plan_line(recipe.megatron, recipe.optimizer.use_distributed_optimizer, bool(shape and shape.experts))]
             * on_gpu
         ),
-        _schedule_line(recipe.optimizer, recipe.run, optimizer_steps),
+        _schedule_line(recipe.optimizer, recipe.run, of_policy),
         f"reward: {' + '.join(dict.fromkeys(each.kind for each in recipe.reward.everything()))}",
         *([environment_line(recipe.environment, recipe.rollout.max_response_tokens)] if recipe.environment else []),
         *_memory_lines(recipe, shape, layout, gpu_gib, ranks_per_node or world_size, must_fit),
     ]
-    return Plan(layout, steps_per_batch, optimizer_steps, lines)
+    return Plan(layout, lines)
 
 
 def _shared_prompts_line(batching: Batching, rollout: Rollout, prompt: int, layout: Layout, model: str) -> str:
@@ -298,6 +293,7 @@ def check_lengths(recipe: Recipe, shape: ModelShape | None) -> int:
 
 
 def _rl_batch(recipe: Recipe) -> tuple[list[str], int]:
+    """Return the plan's lines, and the optimizer steps of a sampled batch."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
     prompts, group = rollout.prompts_per_step, rollout.group_size
     mini = algorithm.mini_batch_prompts or prompts
@@ -342,7 +338,7 @@ def _constraint_line(constraint: Constraint, algorithm: Algorithm) -> str:
     return f"constraint: a frozen refiner corrects {which} that can score higher; {what}"
 
 
-def _given_batch(recipe: Recipe) -> tuple[list[str], int]:
+def _given_batch(recipe: Recipe) -> list[str]:
     algorithm = recipe.algorithm
     pairs = f" = {algorithm.batch_sequences // 2} pairs" if algorithm.pairs else ""
     lines = [f"global batch: {algorithm.batch_sequences} sequences{pairs}, one optimizer step"]
@@ -350,7 +346,7 @@ def _given_batch(recipe: Recipe) -> tuple[list[str], int]:
         every, patience = recipe.evaluation.every, recipe.evaluation.patience
         stop = f", until {patience} in a row find nothing better" if patience else ""
         lines.append(f"validation: the held-out problems, every {every} steps{stop}" if every else "validation: none")
-    return lines, 1
+    return lines
 
 
 def environment_line(environment: AnyEnvironment, longest: int) -> str:

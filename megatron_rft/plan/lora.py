@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
-from megatron_rft.config import Rollout
 from megatron_rft.config.lora import Lora
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.sections import Rollout
 from megatron_rft.config.vllm import Vllm
 from megatron_rft.families.shapes import Part, partition_dim
 from megatron_rft.plan.layout import Layout
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.plan.parameters import Parameter, stage_layers
+from megatron_rft.plan.parameters import Parameter, stage_layers, total
 from megatron_rft.utils.errors import ConfigError
 
 LAYERS = {  # by target: the weights that get adapters, by megatron-core's names in a layer
@@ -17,8 +18,28 @@ LAYERS = {  # by target: the weights that get adapters, by megatron-core's names
 }
 
 
-def check(options: Lora, s: ModelShape) -> None:
-    """Raise ConfigError if the model cannot have these adapters."""
+def check(recipe: Recipe, s: ModelShape, engine: str, on_gpu: bool) -> list[str]:
+    """Return the plan's lines about the adapters.
+
+    Raises:
+        ConfigError: the model cannot have them, or the engine cannot get them apart from the model.
+    """
+    options, dtype = recipe.lora, recipe.rollout.dtype or recipe.model.precision
+    assert options is not None
+    _check_model(options, s)
+    if options.sync == "adapters":
+        _check_sync(engine, recipe.rollout, recipe.vllm, s, on_gpu and dtype == "fp32")
+    number = count(options, s)
+    size = f"{number / 1e6:.2f} M" if number >= 1e5 else str(number)
+    scale = "alpha / sqrt(rank)" if options.use_rslora else "alpha / rank"
+    line = (
+        f"lora: adapters of rank {options.rank} on {' and '.join(options.targets)}, times {scale} = {options.scale:g}: "
+        f"{size} parameters are trained, {number / s.whole():.2%} of the model"
+    )
+    return [line, _sync_line(options.sync, number, dtype, s)] if recipe.trainer == "rl" else [line]
+
+
+def _check_model(options: Lora, s: ModelShape) -> None:
     if any(s.mixture) and "mlp" in options.targets:
         raise ConfigError(
             "lora.targets: adapters of experts are not supported, because megatron-core multiplies all experts of a "
@@ -48,7 +69,9 @@ def adapted(layer: tuple[Part, ...], options: Lora) -> Iterator[Part]:
     return (part for part in layer if part.name in names)
 
 
-def adapter_chunks(s: ModelShape, options: Lora, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
+def adapter_chunks(
+    s: ModelShape, options: Lora, layout: Layout, stage: int, value_head: bool = False
+) -> list[list[Parameter]]:
     """Return the trained parameters of a rank of a pipeline stage, as `parameters.stage_chunks` does for all."""
     stages = stage_layers(s, layout, stage)
     chunks = [[each for parts in layers for each in _layer(parts, options, layout.tp)] for _, layers in stages]
@@ -67,11 +90,8 @@ def _layer(parts: tuple[Part, ...], options: Lora, tp: int) -> Iterator[Paramete
             yield Parameter(size // tp if cut else size)
 
 
-def check_sync(options: Lora, engine: str, rollout: Rollout, vllm: Vllm, s: ModelShape, fp32_on_gpu: bool) -> None:
-    """Raise ConfigError if the engine cannot get adapters apart from the model."""
+def _check_sync(engine: str, rollout: Rollout, vllm: Vllm, s: ModelShape, fp32_on_gpu: bool) -> None:
     where = "lora.sync: adapters"
-    if options.sync == "merged":
-        return
     if (placement := rollout.placement) != "process":
         why = "a colocated engine may drop its weights while the trainer works" if placement == "colocated" else ""
         raise ConfigError(f"{where} needs rollout.placement process; {why or 'servers take merged weights alone'}")
@@ -86,11 +106,12 @@ def check_sync(options: Lora, engine: str, rollout: Rollout, vllm: Vllm, s: Mode
         raise ConfigError(f"{where} needs rollout.dtype bf16 on a GPU: vLLM's LoRA kernels do not compute in fp32")
 
 
-def sync_line(options: Lora, dtype: str, s: ModelShape) -> str:
-    """Which way the weights go to the engine, and why. `dtype`: the engine's, as in a recipe."""
+def _sync_line(sync: str, number: int, dtype: str, s: ModelShape) -> str:
+    """Which way the weights go to the engine, and why. `number`: of the adapters' parameters. `dtype`: the engine's, as
+    in a recipe."""
     size = 4 if dtype == "fp32" else 2
-    merged, alone = (f"{size * n / 1e6:,.1f} MB" for n in (s.whole(), count(options, s)))
-    if options.sync == "adapters":
+    merged, alone = (f"{size * n / 1e6:,.1f} MB" for n in (s.whole(), number))
+    if sync == "adapters":
         return (
             f"sync: the adapters alone, {alone} a time instead of {merged}; vLLM keeps the model and adds B A x, "
             "rounding nothing of a small change away"
@@ -104,15 +125,4 @@ def sync_line(options: Lora, dtype: str, s: ModelShape) -> str:
 
 def count(options: Lora, s: ModelShape) -> int:
     """The parameters of all adapters."""
-    chunks = adapter_chunks(s, options, Layout(1, 1, 1, 1, 1, 1), 0, value_head=False)
-    return sum(each.count for chunk in chunks for each in chunk)
-
-
-def line(options: Lora, s: ModelShape) -> str:
-    number = count(options, s)
-    size = f"{number / 1e6:.2f} M" if number >= 1e5 else str(number)
-    scale = "alpha / sqrt(rank)" if options.use_rslora else "alpha / rank"
-    return (
-        f"lora: adapters of rank {options.rank} on {' and '.join(options.targets)}, times {scale} = {options.scale:g}: "
-        f"{size} parameters are trained, {number / s.whole():.2%} of the model"
-    )
+    return total(adapter_chunks(s, options, Layout(1, 1, 1, 1, 1, 1), 0))

@@ -23,7 +23,7 @@ from megatron_rft.plan.engines import engine_processes, gpu_share
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.lora import adapter_chunks
 from megatron_rft.plan.model_shape import ModelShape
-from megatron_rft.plan.parameters import buckets, owned, stage_chunks
+from megatron_rft.plan.parameters import buckets, owned, stage_chunks, total
 from megatron_rft.plan.shared_prompts import SharedGroup
 from megatron_rft.plan.teacher import weights as teacher_weights
 from megatron_rft.plan.vllm import choose, room_for_cache
@@ -56,22 +56,22 @@ def state_of(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, value_he
     element, extra = BYTES[recipe.model.precision], recipe.megatron.extra
     frozen = 0
     if recipe.lora and not (value_head and recipe.critic.path is None):  # otherwise a critic has the policy's
-        frozen = sum(each.count for chunk in stage_chunks(s, layout, stage, value_head) for each in chunk) * element
+        frozen = total(stage_chunks(s, layout, stage, value_head)) * element
         frozen -= s.hidden * element * (value_head and stage == layout.pp - 1)
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own" and not value_head
     given = recipe.optimizer.extra
     moments, main = numbers(given, "exp_avg", "exp_avg_sq"), numbers(given, "main_params")
     per_parameter = moments * (2 if own_moments else 1) + (main if element == 2 else 0)
     gradient = 4 if extra.get("grad_reduce_in_fp32", True) else element
-    total = State(frozen, 0, 0)
+    state = State(frozen, 0, 0)
     # the default on GPUs overlaps, and its buckets add a few kilobytes of padding
     for count, ranks, buffer, _ in buffers(recipe.lora, extra, s, layout, stage, value_head, overlap=False):
         if recipe.optimizer.use_distributed_optimizer:
             length = sum(length for length, _ in buffer)
-            total += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
+            state += State(length * element, length * gradient, owned(buffer, ranks) * per_parameter)
         else:
-            total += State(count * element, count * gradient, count * per_parameter)
-    return total
+            state += State(count * element, count * gradient, count * per_parameter)
+    return state
 
 
 def numbers(optimizer: dict[str, Any], *names: str) -> int:
@@ -243,10 +243,7 @@ def update_memory(
 
 
 def memory_of(recipe: Recipe, s: ModelShape, layout: Layout, device: float | None = None) -> MemoryPlan:
-    group = SharedGroup.of(
-        recipe.trainer, recipe.batching, recipe.data, recipe.rollout, layout.cp, why_not=s.whole_sequences
-    )
-    batching = recipe.batching
+    group, batching = SharedGroup.of(recipe, s, layout), recipe.batching
     if recipe.trainer == "rl":
         each = recipe.rollout.prompts_per_step * recipe.rollout.group_size * (1 + recipe.refines)
         batching = group.fill(batching, math.ceil(each / layout.dp))
@@ -259,16 +256,14 @@ def memory_of(recipe: Recipe, s: ModelShape, layout: Layout, device: float | Non
     engine = per_engine * len(engines.lengths) - awake
     measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
     copies = recipe.algorithm.uses_reference or measured
-    teacher = recipe.algorithm.teacher_average is not None
-    weights = state_of(recipe, s, layout, stage).weights if recipe.critic else state.weights
-    trained = weights
+    element = BYTES[recipe.model.precision]
+    weights = trained = state_of(recipe, s, layout, stage).weights  # without the critic's
     if recipe.lora:
-        chunks = adapter_chunks(s, recipe.lora, layout, stage, value_head=False)
-        trained = sum(each.count for chunk in chunks for each in chunk) * BYTES[recipe.model.precision]
+        trained = total(adapter_chunks(s, recipe.lora, layout, stage)) * element
     host = (weights if recipe.model.reference else trained) * copies
-    host += trained * 4 // BYTES[recipe.model.precision] * teacher
+    host += trained * 4 // element * (recipe.algorithm.teacher_average is not None)
     teachers = recipe.teaching.teachers.values() if recipe.teaching else ()
-    distilled = [teacher_weights(path, layout, BYTES[recipe.model.precision]) for path in teachers]
+    distilled = [teacher_weights(path, layout, element) for path in teachers]
     host += sum(distilled)
     offloads = recipe.rollout.offload_trainer
     host += state.optimizer * offloads
@@ -395,19 +390,14 @@ def knobs(recipe: Recipe, s: ModelShape, layout: Layout, device: float) -> Itera
         changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
         return memory_of(recipe.model_copy(update=changed), s, layout, device).largest
 
-    for name, cut, note in (
-        ("tensor", replace(layout, tp=layout.tp * 2, etp=layout.etp * 2), " megatron.sequence_parallel=true"),
-        ("pipeline", replace(layout, pp=layout.pp * 2), ""),
-        ("expert", replace(layout, ep=layout.ep * 2), ""),
-        ("context", replace(layout, cp=layout.cp * 2), ""),
-    ):
+    cut = replace(layout, tp=layout.tp * 2, etp=layout.etp * 2)
+    if not list(problems(cut, s)):
+        options = f"megatron.tensor_model_parallel_size={cut.tp} megatron.sequence_parallel=true"
+        yield options, largest(cut, megatron={"sequence_parallel": True})
+    for option, size in {"pipeline_model": "pp", "expert_model": "ep", "context": "cp"}.items():
+        cut = replace(layout, **{size: 2 * getattr(layout, size)})
         if not list(problems(cut, s)):
-            size = {"tensor": cut.tp, "pipeline": cut.pp, "expert": cut.ep, "context": cut.cp}[name]
-            sections = {"megatron": {"sequence_parallel": True}} if note else {}
-            yield (
-                f"megatron.{name}_model_parallel_size={size}{note}".replace("context_model", "context"),
-                largest(cut, **sections),
-            )
+            yield f"megatron.{option}_parallel_size={getattr(cut, size)}", largest(cut)
     if not recipe.optimizer.use_distributed_optimizer:
         yield "optimizer.use_distributed_optimizer=true", largest(optimizer={"use_distributed_optimizer": True})
     if recipe.optimizer.use_distributed_optimizer:

@@ -34,12 +34,16 @@ def stage_layers(s: ModelShape, layout: Layout, stage: int) -> list[tuple[int, t
     return [(begin, s.parts[begin : begin + size]) for begin in begins]
 
 
-def stage_chunks(s: ModelShape, layout: Layout, stage: int, value_head: bool) -> list[list[Parameter]]:
+def stage_chunks(s: ModelShape, layout: Layout, stage: int, value_head: bool = False) -> list[list[Parameter]]:
     """Return the parameters of a rank of a pipeline stage: by virtual stage, in the model's order."""
     return [
         list(_chunk(s, layout, layers, begin == 0, begin + len(layers) == s.layers, value_head))
         for begin, layers in stage_layers(s, layout, stage)
     ]
+
+
+def total(chunks: list[list[Parameter]]) -> int:
+    return sum(each.count for chunk in chunks for each in chunk)
 
 
 def _chunk(

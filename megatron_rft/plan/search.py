@@ -22,7 +22,6 @@ class Candidate:
     layout: Layout
     memory: int
     seconds: Bounds
-    own: bool  # whether the recipe asks for this layout
 
 
 class Search:
@@ -41,7 +40,7 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """Return the layouts that fit and the recipe's own, the fastest first."""
         found = [self._candidate(layout) for layout in self._layouts()]
-        fitting = [each for each in found if each.memory <= self.bytes or each.own]
+        fitting = [each for each in found if each.memory <= self.bytes or each.layout == self.own]
         return sorted(fitting, key=lambda each: each.seconds.most)
 
     def _layouts(self) -> list[Layout]:
@@ -57,11 +56,11 @@ class Search:
         return list(layouts)
 
     def _candidate(self, layout: Layout) -> Candidate:
-        own = layout == self.own
-        sequence = self.recipe.megatron.sequence_parallel if own else layout.tp > 1
+        sequence = self.recipe.megatron.sequence_parallel if layout == self.own else layout.tp > 1
         section = self.recipe.megatron.model_copy(update={"sequence_parallel": sequence})
         recipe = self.recipe.model_copy(update={"megatron": section})
         m = memory.memory_of(recipe, self.s, layout, self.bytes)
+        group = SharedGroup.of(recipe, self.s, layout, self.fraction)
         twice = 2 if recipe.model.precision == "fp8" else 1
         machine = Machine(
             replace(self.chip, flops=twice * self.chip.flops),
@@ -71,27 +70,21 @@ class Search:
             sequence,
             section.recompute_granularity,
             memory.BYTES[recipe.model.precision],
-            keys=self._group(layout).keys,
+            keys=group.keys,
         )
-        return Candidate(layout, m.largest, self._step(machine, m.state), own)
+        return Candidate(layout, m.largest, self._step(machine, group, m.state))
 
-    def _group(self, layout: Layout) -> SharedGroup:
-        r = self.recipe
-        return SharedGroup.of(
-            r.trainer, r.batching, r.data, r.rollout, layout.cp, self.fraction, self.s.whole_sequences
-        )
-
-    def _step(self, machine: Machine, state: memory.State) -> Bounds:
+    def _step(self, machine: Machine, group: SharedGroup, state: memory.State) -> Bounds:
         """Return the time of a step's log-probs and updates, without generation and grading."""
         r, batching = self.recipe, self.recipe.batching
-        group = self._group(machine.layout)
         length = min(group.length, batching.micro_batch_tokens)
         online = r.trainer == "rl"
-        sequences = r.rollout.prompts_per_step * r.rollout.group_size if online else r.algorithm.batch_sequences
-        updates = 1
+        updates, epochs = 1, 1
         if online:
-            updates = r.rollout.prompts_per_step // (r.algorithm.mini_batch_prompts or r.rollout.prompts_per_step)
-        epochs = r.algorithm.epochs if online else 1
+            prompts, epochs = r.rollout.prompts_per_step, r.algorithm.epochs
+            sequences, updates = prompts * r.rollout.group_size, r.algorithm.mini_batches(prompts)
+        else:
+            sequences = r.algorithm.batch_sequences
         tokens = sequences / group.count * group.tokens
         train = machine.passes(tokens / updates, batching.micro_batch_tokens, length, True) + machine.update(state)
         total = train * (updates * epochs)
@@ -135,12 +128,12 @@ class Search:
 
     def table(self) -> list[str]:
         candidates = self.candidates()
-        shown = candidates[:SHOWN] + [candidate for candidate in candidates[SHOWN:] if candidate.own]
+        shown = candidates[:SHOWN] + [each for each in candidates[SHOWN:] if each.layout == self.own]
         what = f"seconds of a step on {self.chip.name} without generation, from all links behind kernels to no overlap"
         told = [f"layouts that fit, by {what}:"]
         for candidate in shown:
             over = "" if candidate.memory <= self.bytes else ", which does not fit"
-            mark = f"  <- the recipe's{over}" if candidate.own else ""
+            mark = f"  <- the recipe's{over}" if candidate.layout == self.own else ""
             span = f"{candidate.seconds.least:8.2f} to {candidate.seconds.most:8.2f} s"
             told.append(f"  {span}  {memory.gib(candidate.memory):>10}  {candidate.layout}{mark}")
         if len(candidates) > len(shown):

@@ -3,7 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rft.config.sections import Batching, Data, Rollout
+from megatron_rft.config.recipe import Recipe
+from megatron_rft.config.sections import Batching
+from megatron_rft.plan.layout import Layout
+from megatron_rft.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -15,23 +18,15 @@ class SharedGroup:
     count: int
 
     @classmethod
-    def of(
-        cls,
-        trainer: str,
-        batching: Batching,
-        data: Data,
-        rollout: Rollout,
-        cp: int,
-        fraction: float = 1,
-        why_not: str = "",
-    ) -> "SharedGroup":
+    def of(cls, recipe: Recipe, s: ModelShape, layout: Layout, fraction: float = 1) -> "SharedGroup":
         """Return as many of a group's responses as fit into a micro-batch behind one prompt. An offline problem has at
-        least two. `why_not`: the model's reason why they do not share it. `fraction`: mean length of prompts and
-        responses, as a share of the longest."""
-        prompt, response = data.max_prompt_tokens * fraction, rollout.max_response_tokens * fraction
-        group = {"rl": rollout.group_size, "offline": 2}.get(trainer, 1)
-        room = int((batching.micro_batch_tokens - prompt) / response)
-        return cls(prompt, response, 1 if batching.why_not_shared(cp, why_not) else max(1, min(group, room)))
+        least two. `fraction`: mean length of prompts and responses, as a share of the longest."""
+        prompt = recipe.data.max_prompt_tokens * fraction
+        response = recipe.rollout.max_response_tokens * fraction
+        group = {"rl": recipe.rollout.group_size, "offline": 2}.get(recipe.trainer, 1)
+        room = int((recipe.batching.micro_batch_tokens - prompt) / response)
+        alone = recipe.batching.why_not_shared(layout.cp, s.whole_sequences)
+        return cls(prompt, response, 1 if alone else max(1, min(group, room)))
 
     def fill(self, batching: Batching, sequences: int) -> Batching:
         """Return `batching` with micro-batches no larger than the `sequences` of a rank."""

@@ -3,7 +3,7 @@
 from megatron_rft.config.sections import Megatron
 from megatron_rft.plan.layout import Layout, problems
 from megatron_rft.plan.model_shape import ModelShape, find_model, read_shape
-from megatron_rft.plan.parameters import stage_chunks
+from megatron_rft.plan.parameters import stage_chunks, total
 from megatron_rft.utils.errors import ConfigError, DataError
 
 
@@ -38,6 +38,5 @@ def weights(teacher: str, layout: Layout, element: int) -> int:
     folder = find_model(teacher, "teacher")
     if folder is None:
         return 0
-    sizes = read_shape(folder)
-    stages = (stage_chunks(sizes, layout, stage, value_head=False) for stage in range(layout.pp))
-    return max(sum(each.count for chunk in chunks for each in chunk) for chunks in stages) * element
+    shape = read_shape(folder)
+    return max(total(stage_chunks(shape, layout, stage)) for stage in range(layout.pp)) * element

@@ -152,13 +152,13 @@ class Step:
 
     def _online(self) -> Any:
         from megatron_rft.rehearsal import batches
-        from megatron_rft.training.online import build_models, build_objective, mini_batches
+        from megatron_rft.training.online import build_models, build_objective
 
         recipe = self.recipe
         objective = build_objective(recipe)
         models = self._built(lambda: build_models(recipe, self.hf_config, objective, self._teachers()))
         whole = recipe.rollout.prompts_per_step * recipe.rollout.group_size
-        each = whole // mini_batches(recipe.rollout, recipe.algorithm)
+        each = whole // recipe.algorithm.mini_batches(recipe.rollout.prompts_per_step)
         batch = self._batch(recipe.rollout.group_size, each)
         ratio = whole / len(batch)
         if recipe.algorithm.uses_feedback:

@@ -98,7 +98,7 @@ def train(recipe: Recipe) -> int:
 
 def build_objective(recipe: Recipe) -> Objective:
     """The algorithm of a recipe, wrapped in its plug-ins."""
-    in_step = mini_batches(recipe.rollout, recipe.algorithm)
+    in_step = recipe.algorithm.mini_batches(recipe.rollout.prompts_per_step)
     setting = Setting(in_step, recipe.rollout.max_response_tokens, recipe.critic)
     if recipe.algorithm.of_user:
         objective = user_algorithm.build_objective(recipe.algorithm, setting, recipe.model.reference is not None)
@@ -113,14 +113,10 @@ def build_objective(recipe: Recipe) -> Objective:
     return objective
 
 
-def mini_batches(rollout: Rollout, algorithm: Algorithm) -> int:
-    return rollout.prompts_per_step // (algorithm.mini_batch_prompts or rollout.prompts_per_step)
-
-
 def build_models(recipe: Recipe, hf_config: Any, objective: Objective, of_row: dict[int, str]) -> Models:
     """The actor and the other networks that the objective needs. `of_row`: teachers' names, of several."""
     # A learning rate schedule spans all optimizer steps of the run.
-    optimizer_steps = mini_batches(recipe.rollout, recipe.algorithm) * recipe.algorithm.epochs
+    optimizer_steps = recipe.algorithm.mini_batches(recipe.rollout.prompts_per_step) * recipe.algorithm.epochs
     critic_only = recipe.critic.warmup_steps if recipe.critic else 0
     own_moments = recipe.pipo is not None and recipe.pipo.optimizer_state == "own"
     moments = ("verification",) if own_moments else ()

@@ -311,7 +311,7 @@ def check_plan(stage, recipe, model_folder, gpus, *overrides, within=0.1):
     found, peak = stage["found"], stage["found"]["peaks"]["training"]
     tokens = found["largest"]["training"] * layout.cp
     batching = options.batching.model_copy(update={"micro_batch_tokens": tokens})
-    keys = SharedGroup.of(options.trainer, options.batching, options.data, options.rollout, layout.cp, 0.5).keys
+    keys = SharedGroup.of(options, s, layout, 0.5).keys
     state, estimate = update_memory(options, batching, keys, s, layout, number)
     assert peak["parts"]["weights"] == pytest.approx(state.weights, rel=0.01)
     assert found["uploads"]["loading"][1] == pytest.approx(state.weights, rel=0.01)  # each weight once

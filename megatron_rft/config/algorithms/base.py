@@ -61,6 +61,10 @@ class Online(Algorithm):
     """The log-probs in the ratio's denominator. recompute: the trainer's, from a pass before the step; a batch with one
     optimizer step needs no such pass. rollout: the engine's, from sampling."""
 
+    def mini_batches(self, prompts: int) -> int:
+        """The optimizer steps of a pass over a sampled batch of so many `prompts`."""
+        return prompts // (self.mini_batch_prompts or prompts)
+
     @property
     def corrects_sampling(self) -> bool:
         """Whether the loss corrects for responses that a policy other than the trained one sampled."""

@@ -1,6 +1,5 @@
 """The sections of the online algorithms, and their table. `objectives/` has their mathematics. No torch."""
 
-import string
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -15,7 +14,7 @@ from megatron_rft.config.algorithms.base import (
     Online,
     PolicyGradient,
 )
-from megatron_rft.config.messages import at
+from megatron_rft.config.messages import at, check_braces
 from megatron_rft.config.plugins import Teaching
 from megatron_rft.config.sections import Count, Natural, NonNegative, Positive, Section, Share, ShareOrAll
 from megatron_rft.utils.errors import ConfigError
@@ -198,19 +197,9 @@ class SDPO(Aggregating, name="sdpo"):
         self.unused("solution" not in given, why, "solution_field")
         self.unused(not given & {"solution", "sibling"}, why, "solution_template")
         self.unused("error" not in given, why, "error_template")
-        self._check_template("teacher_template", "feedback", "prompt")
-        self._check_template("solution_template", "")
-        self._check_template("error_template", "")
-
-    def _check_template(self, option: str, *wanted: str):
-        value = getattr(self, option)
-        try:
-            fields = {name for _, name, _, _ in string.Formatter().parse(value) if name is not None}
-        except ValueError as error:
-            raise at(option, f"{value!r} is no format string: {error}") from None
-        if fields != set(wanted):
-            braces = " and ".join(f"{{{name}}}" for name in wanted)
-            raise at(option, f"{value!r} must have {braces}, and nothing else in braces")
+        check_braces("teacher_template", self.teacher_template, {"feedback", "prompt"})
+        check_braces("solution_template", self.solution_template, {""})
+        check_braces("error_template", self.error_template, {""})
 
 
 class Distillation(Teaching, Online, name="distil"):

@@ -122,6 +122,7 @@ def test_field_names_that_no_data_set_would_use(recipe):
         ("data.train=mth", "no such file or folder, mth. Did you mean 'math'"),
         ("data.train=org/name", "no such file or folder, org/name. On the Hugging Face hub. Write hub:org/name"),
         ("data.train={folder}/model", "model has no .parquet, .jsonl, .json, .arrow, .csv file"),
+        ("data.train={folder}/rl.tsv", "rl.tsv is not a .parquet, .jsonl, .json, .arrow, .csv file"),
         ("data.train={folder}/rl.md", "rl.md is not a .parquet, .jsonl, .json, .arrow, .csv file"),
         ("data.train=apps", "data.train: apps is graded by reward.kind=code, not math"),
     ],
@@ -129,5 +130,6 @@ def test_field_names_that_no_data_set_would_use(recipe):
 def test_what_is_not_there(recipe, tmp_path, override, message):
     (tmp_path / "model" / "config.json").rename(tmp_path / "config.json")
     (tmp_path / "rl.md").touch()
+    (tmp_path / "rl.tsv").touch()
     with pytest.raises(UserError, match=message):
         check(load(recipe, [override.format(folder=tmp_path), f"model.path={tmp_path}"]))

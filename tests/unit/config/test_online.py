@@ -177,8 +177,8 @@ def test_a_dynamic_constraint_beside_a_kl(recipe):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("{question} alone", "lacks {response}"),
-        ("{question} {response} {answer}", "has {answer}; there are"),
+        ("{question} alone", "must have {question} and {response}, may have {reward}, and nothing else"),
+        ("{question} {response} {answer}", "must have {question} and {response}, may have {reward}, and nothing else"),
         ("{question} {response} {", "literal braces are written"),
         (None, "is neither a template's name nor a text file"),
     ],

@@ -1,5 +1,7 @@
 """What shared prompts save by the plan's arithmetic: tokens, activations and seconds."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_rft.config.sections import Batching, Data, Megatron, Rollout
@@ -17,7 +19,9 @@ ROLLOUT = Rollout(group_size=8, prompts_per_step=16, max_response_tokens=128)
 
 
 def group(cp=1, data=DATA, rollout=ROLLOUT, fraction=1, **batching):
-    return SharedGroup.of("rl", Batching(**{"micro_batch_tokens": 16_384} | batching), data, rollout, cp, fraction)
+    batching = Batching(**{"micro_batch_tokens": 16_384} | batching)
+    recipe = SimpleNamespace(trainer="rl", batching=batching, data=data, rollout=rollout)
+    return SharedGroup.of(recipe, S, Layout(cp, 1, 1, cp, 1, 1), fraction)
 
 
 def test_a_group_by_hand():
