@@ -95,7 +95,7 @@ class Rehearsal:
         self.folder = self._model_folder()
         self.layout = check(self.recipe, args.gpus, args.gpus_per_node).layout
         self.sizes = model_shape.read_shape(self.folder)
-        self.planned = memory.memory_of(self.recipe, self.sizes, self.layout, self.device.memory)
+        self.planned = memory.MemoryPlan(self.recipe, self.sizes, self.layout, self.device.memory)
         # engines on the same device, by the plan's arithmetic
         self.engine_bytes = self.planned.phases["training"] - self.planned.state.total - self.planned.activations
 
@@ -172,7 +172,7 @@ class Rehearsal:
         stage, phase, total, parts = report.peak(stages)
         room = f"{report.gib(self.device.usable)} GiB ({self.device.name}, less {report.gib(RESERVED)})"
         needed = total + self.engine_bytes
-        memory.check_fits(self.recipe, self.sizes, self.layout, self.device.memory / GIB, phases=("generation",))
+        memory.check_fits(self.planned, phases=("generation",))
         if needed <= self.device.usable:
             left = report.gib(self.device.usable - needed)
             return f"fits {room}: {left} GiB are left at the peak, {stage.name} in {phase}"
@@ -185,7 +185,6 @@ class Rehearsal:
 
     def _helps(self) -> str:
         planned = self.planned.largest
-        knobs = memory.knobs(self.recipe, self.sizes, self.layout, self.device.memory)
-        best = sorted((size, name) for name, size in knobs if size < planned)[:3]
+        best = sorted((size, name) for name, size in memory.knobs(self.planned) if size < planned)[:3]
         named = [f"{name} ({report.gib(planned - size)} GiB less)" for size, name in best]
         return "; ".join(named) or "more ranks, or a smaller model"

@@ -15,9 +15,8 @@ from pydantic import Field
 
 from megatron_rft.config.algorithms import SECTIONS
 from megatron_rft.config.engines import ENGINES
-from megatron_rft.config.messages import at, check_braces
+from megatron_rft.config.messages import at, check_braces, hint
 from megatron_rft.config.sections import Count, Natural, NonNegative, Section
-from megatron_rft.utils.errors import did_you_mean
 
 TEMPLATES = Path(__file__).parents[1] / "rollout" / "templates"
 TEMPLATE_OF = {"math": "mathematics", "code": "code", "model": "dialogue", "server": "dialogue"}  # by reward.kind
@@ -128,8 +127,7 @@ def read_template(name: str) -> str:
     try:
         text = path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError):
-        hint = did_you_mean(name, names) or f" There are: {', '.join(names)}."
-        raise at("template", f"{name!r} is neither a template's name nor a text file.{hint}") from None
+        raise at("template", f"{name!r} is neither a template's name nor a text file.{hint(name, names)}") from None
     check_braces("template", text, {"question", "response"}, {"reward"}, name)
     return text
 

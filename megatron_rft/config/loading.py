@@ -123,7 +123,6 @@ def _read(path: Path) -> dict:
 
 def _files(path: Path, above: list[Path]) -> Layers:
     """The layers of `path` and its bases, the strongest last."""
-    path = Path(path)
     if path.resolve() in (other.resolve() for other in above):
         raise ConfigError(f"recipes inherit from each other in a circle: {' -> '.join(map(str, [*above, path]))}")
     content = _read(path)

@@ -43,6 +43,12 @@ def shown(value) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def hint(name: str, known: Iterable[str]) -> str:
+    """The known name that a wrong one may mean, else all of them; a sentence that begins with a space."""
+    known = list(known)
+    return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."
+
+
 def many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
@@ -71,9 +77,8 @@ def explain(
     if kind == "at":
         return (*place, *context["key"].split(".")), context["problem"]
     if kind == "extra_forbidden":
-        hint = f" Did you mean {' or '.join(elsewhere)}?" if elsewhere else did_you_mean(place[-1], known)
-        hint = hint or f" There are: {', '.join(sorted(known))}."
-        return place, f"there is no such option.{hint}"
+        meant = f" Did you mean {' or '.join(elsewhere)}?" if elsewhere else hint(place[-1], sorted(known))
+        return place, f"there is no such option.{meant}"
     if kind == "missing":
         return place, "is required"
     if kind == "string_type" and isinstance(value, dict | list):
@@ -95,5 +100,5 @@ def explain(
 
 
 def not_among(value, choices: Iterable[str]) -> str:
-    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-    return f"{shown(value)} is not one of {', '.join(choices)}.{hint}".removesuffix("." if not hint else "")
+    meant = did_you_mean(value, choices) if isinstance(value, str) else ""
+    return f"{shown(value)} is not one of {', '.join(choices)}.{meant}".removesuffix("." if not meant else "")

@@ -15,8 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from megatron_rft.config import datasets, passthrough
 from megatron_rft.config.engines import ENGINES
-from megatron_rft.config.messages import at
-from megatron_rft.utils.errors import did_you_mean
+from megatron_rft.config.messages import at, hint
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -215,8 +214,8 @@ class Batching(Section):
 
 def _check_template(template: str | None) -> None:
     if template is not None and "{" not in template and template not in datasets.TEMPLATES:
-        hint = did_you_mean(template, datasets.TEMPLATES) or f" There are: {', '.join(datasets.TEMPLATES)}."
-        raise at("prompt_template", f"{template!r} has no {{field}} and is not a template's name.{hint}")
+        meant = hint(template, datasets.TEMPLATES)
+        raise at("prompt_template", f"{template!r} has no {{field}} and is not a template's name.{meant}")
 
 
 class Source(Section):
@@ -282,8 +281,7 @@ class Source(Section):
 
     def _check_adapter(self, adapter: str):
         if adapter not in datasets.DATASETS:
-            hint = did_you_mean(adapter, datasets.DATASETS) or f" There are: {', '.join(datasets.DATASETS)}."
-            raise at("adapter", f"there is no adapter {adapter!r}.{hint}")
+            raise at("adapter", f"there is no adapter {adapter!r}.{hint(adapter, datasets.DATASETS)}")
         if self.path == datasets.ARITHMETIC:
             raise at("adapter", "does nothing for arithmetic")
         self.unused(True, f"with an adapter: {adapter} knows its fields", "prompt_field", "answer_field")

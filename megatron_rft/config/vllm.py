@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_rft.config import passthrough
-from megatron_rft.config.messages import at, shown
+from megatron_rft.config.messages import at, hint, shown
 from megatron_rft.config.sections import Count, Section
 from megatron_rft.utils import device
-from megatron_rft.utils.errors import did_you_mean
 
 SUPPORTED = "0.32"  # the minor version whose interfaces this package uses
 INSTALL = "`. tools/setup_env.sh gpu` for an NVIDIA GPU, `. tools/setup_env.sh cpu,vllm` for the CPU"
@@ -72,8 +71,7 @@ def check_speculation(given: dict[str, Any]) -> None:
     """Check vllm.speculative_config. Raises a pydantic error at the wrong key."""
     method, model, tokens = (given.get(key) for key in ("method", "model", "num_speculative_tokens"))
     if method not in METHODS:
-        hint = did_you_mean(str(method), METHODS) or f" There are: {', '.join(METHODS)}."
-        raise at("speculative_config.method", f"{shown(method)} is no method.{hint}")
+        raise at("speculative_config.method", f"{shown(method)} is no method.{hint(str(method), METHODS)}")
     if not isinstance(tokens, int) or tokens < 1:
         raise at("speculative_config.num_speculative_tokens", f"{shown(tokens)} is no count of tokens, 1 or more")
     if method in WITH_A_MODEL and not model:

@@ -17,6 +17,7 @@ READ_BY = {  # options, and the families whose own code reads them
 }
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # types that change the frequencies and the scores' scale
 
 
@@ -35,8 +36,9 @@ def rope(config: Any, kind: str = "full_attention") -> dict[str, Any]:
 def why_unsupported(config: Any) -> str:
     """The fields that cannot be represented; empty if there are none."""
     c, family = config, family_of(config)
-    refused = []
-    for name, value in ({"hidden_act": "silu", "swiglu_alpha": 1.702} | (GEMMA if family.gemma else {})).items():
+    refused, computed = [], {"hidden_act": "silu", "swiglu_alpha": 1.702}
+    computed |= (GEMMA if family.gemma else {}) | (ROUTER if experts(c) else {})
+    for name, value in computed.items():
         if (getattr(c, name, value) or None) != (value or None):
             refused.append(f"{name} {getattr(c, name)!r} (only {value!r})")
     refused += _unread(c) + _windows(c)
@@ -124,10 +126,6 @@ def _router(c: Any) -> list[str]:
     refused = []
     if family_of(c).has(EXPERT_BIAS) and not first(c, "norm_topk_prob", default=True):
         refused.append("norm_topk_prob: false with a sigmoid router")
-    if (method := getattr(c, "topk_method", "noaux_tc")) != "noaux_tc":
-        refused.append(f"topk_method {method!r} (only 'noaux_tc')")
-    if (score := getattr(c, "scoring_func", "sigmoid")) != "sigmoid":
-        refused.append(f"scoring_func {score!r} (only 'sigmoid')")
     if (first(c, "n_group") or 1) > 1 and c.num_experts_per_tok != 2 * c.topk_group:
         refused.append(f"num_experts_per_tok {c.num_experts_per_tok} with topk_group {c.topk_group} (only its double)")
     return refused

@@ -126,14 +126,14 @@ def _memory_lines(
         return [f"memory: unknown before the model's config.json is here: hf download {recipe.model.path} config.json"]
     if UNEVEN & set(recipe.megatron.extra):
         return ["memory: not computed for pipeline stages of unequal size"]
-    lines = memory.lines(recipe, shape, layout, gpu_gib)
+    plan = memory.MemoryPlan(recipe, shape, layout, gpu_gib and gpu_gib * memory.GIB)
+    lines = memory.lines(plan)
     if not gpu_gib and device.torch_is_cpu_build():
-        own = memory.OwnEngines(recipe, shape)
         apart = recipe.rollout.placement != "colocated" and not recipe.rollout.servers
         engines = engine_processes(recipe.rollout, recipe.vllm, layout.world) if apart else 0
         writers = min(ranks, layout.tp * layout.pp)
-        lines += host.lines(memory.memory_of(recipe, shape, layout), own.by_vllm, ranks, writers, engines, own.weights)
-    return lines + ([memory.check_fits(recipe, shape, layout, gpu_gib)] if gpu_gib and must_fit else [])
+        lines += host.lines(plan, ranks, writers, engines)
+    return lines + ([memory.check_fits(plan)] if gpu_gib and must_fit else [])
 
 
 def check_installed(recipe: Recipe) -> None:

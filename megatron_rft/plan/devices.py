@@ -7,7 +7,8 @@ as in DGX H100, and 200 Gbit/s beside an A100.
 
 from dataclasses import dataclass, replace
 
-from megatron_rft.utils.errors import UserError, did_you_mean
+from megatron_rft.config.messages import hint
+from megatron_rft.utils.errors import UserError
 
 GIB = 1 << 30
 NODE = 8  # GPUs
@@ -49,8 +50,7 @@ class Efficiency:
             except ValueError:
                 raise UserError(f"--efficiency: {part!r} is not NAME=NUMBER, such as compute=0.5") from None
             if name not in cls.__dataclass_fields__:
-                known = ", ".join(cls.__dataclass_fields__)
-                raise UserError(f"--efficiency: there is no {name!r}. Known are {known}")
+                raise UserError(f"--efficiency: there is no {name!r}.{hint(name, cls.__dataclass_fields__)}")
             if given[name] <= 0 or (name in ("compute", "memory", "link") and given[name] > 1):
                 raise UserError(f"--efficiency: {name}={value} is not above 0 and, as a share, at most 1")
         return replace(cls(), **given)
@@ -68,6 +68,5 @@ DEVICES = {
 
 def device(name: str) -> Device:
     if name.lower() not in DEVICES:
-        hint = did_you_mean(name.lower(), DEVICES)
-        raise UserError(f"--device: there is no device {name!r}.{hint} Known are {', '.join(DEVICES)}")
+        raise UserError(f"--device: there is no device {name!r}.{hint(name.lower(), DEVICES)}")
     return DEVICES[name.lower()]

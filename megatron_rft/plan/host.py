@@ -11,27 +11,27 @@ from megatron_rft.utils.device import machine_bytes
 LIBRARIES = {False: 0.5, True: 0.7}  # GiB of a process with a tiny model, without and with vLLM: Python, torch, ...
 
 
-def resident(m: MemoryPlan, vllm: bool) -> int:
+def resident(m: MemoryPlan) -> int:
     """Return the approximate peak bytes of a rank's process, without checkpoints."""
-    phase = m.activations + m.engine if vllm else max(m.activations, m.engine + m.cache)
-    return _always(m, vllm) + phase
+    return _always(m) + (m.activations + m.engine if m.engines.by_vllm else max(m.activations, m.engine + m.cache))
 
 
-def at_checkpoint(m: MemoryPlan, vllm: bool) -> int:
+def at_checkpoint(m: MemoryPlan) -> int:
     """Return the approximate bytes of the first data-parallel rank's process while it makes a checkpoint."""
-    return _always(m, vllm) + m.engine * vllm + m.checkpoint
+    return _always(m) + m.engine * m.engines.by_vllm + m.checkpoint
 
 
-def _always(m: MemoryPlan, vllm: bool) -> int:
-    return round(LIBRARIES[vllm] * GIB) + m.state.total + m.awake + m.links + m.host
+def _always(m: MemoryPlan) -> int:
+    return round(LIBRARIES[m.engines.by_vllm] * GIB) + m.state.total + m.awake + m.links + m.host
 
 
-def lines(m: MemoryPlan, vllm: bool, ranks: int, writers: int, engines: int, weights: int) -> list[str]:
+def lines(m: MemoryPlan, ranks: int, writers: int, engines: int) -> list[str]:
     """`ranks`: on this machine. `writers`: number of first data-parallel ranks among them. `engines`: processes outside
-    of the ranks, each with so many bytes of `weights`."""
-    per_rank, here = resident(m, vllm), machine_bytes()
-    more = max(0, at_checkpoint(m, vllm) - per_rank)
-    total = ranks * per_rank + writers * more + engines * (weights + round(LIBRARIES[vllm] * GIB))
+    of the ranks."""
+    per_rank, here = resident(m), machine_bytes()
+    more = max(0, at_checkpoint(m) - per_rank)
+    each = m.engines.weights + round(LIBRARIES[m.engines.by_vllm] * GIB)
+    total = ranks * per_rank + writers * more + engines * each
     report = [f"memory without a GPU: about {gib(per_rank)} a rank, {gib(total)} on this machine"]
     if more:
         report[0] += f"; {gib(per_rank + more)} on {many(writers, 'rank')} during a checkpoint"

@@ -105,54 +105,6 @@ def buffers(
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes on the rank of the fullest pipeline stage.
-
-    `engine`: the policy's, which sleeps during training: a copy of the whole model (for vLLM on a device of known
-    size, its share). `awake`: the same for the refiner's, which never sleeps. `cache`: keys and values of the hf
-    engine that has the most. `links`: buffers for engines outside the rank. `host`: weights in host memory (a
-    reference, a teacher), and the optimizer's state if it waits there while engines generate (`offloads`).
-    `checkpoint`: additional host memory of the first data-parallel rank while it makes a checkpoint. `at_once`: the
-    trainer works while responses are generated and refined. `reserve`: device memory that is left free while vLLM is
-    awake (rollout.reserve_gib). `distilled`: the weights of a distillation's largest teacher, which are on the device
-    while it computes, before the update.
-    """
-
-    stage: int
-    state: State
-    activations: int
-    engine: int
-    awake: int
-    cache: int
-    links: int
-    host: int
-    checkpoint: int = 0
-    at_once: bool = False
-    offloads: bool = False
-    reserve: int = 0
-    distilled: int = 0
-
-    @property
-    def phases(self) -> dict[str, int]:
-        always = self.state.total + self.awake + self.links
-        found = {"training": always + max(self.activations, self.distilled) + self.cache * self.at_once}
-        awake = always - self.offloaded + self.engine + self.cache + self.reserve
-        return found | ({"generation": awake} if self.generates else {})
-
-    @property
-    def generates(self) -> bool:
-        return bool(self.engine or self.awake)
-
-    @property
-    def offloaded(self) -> int:
-        return self.state.gradients + self.state.optimizer if self.offloads else 0
-
-    @property
-    def largest(self) -> int:
-        return max(self.phases.values())
-
-
-@dataclass(frozen=True)
 class OwnEngines:
     """The engines that each rank has on its own device. `device`: the bytes of a GPU, if known."""
 
@@ -242,38 +194,6 @@ def update_memory(
     return state, activations(element, recipe.megatron, batching, second, keys, s, layout, stage)
 
 
-def memory_of(recipe: Recipe, s: ModelShape, layout: Layout, device: float | None = None) -> MemoryPlan:
-    group, batching = SharedGroup.of(recipe, s, layout), recipe.batching
-    if recipe.trainer == "rl":
-        each = recipe.rollout.prompts_per_step * recipe.rollout.group_size * (1 + recipe.refines)
-        batching = group.fill(batching, math.ceil(each / layout.dp))
-    per_stage = [update_memory(recipe, batching, group.keys, s, layout, stage) for stage in range(layout.pp)]
-    stage = max(range(layout.pp), key=lambda i: (per_stage[i][0].total + per_stage[i][1], i))
-    state, kept = per_stage[stage]
-    engines = OwnEngines(recipe, s, device)
-    per_engine, cache = engines.memory(layout)
-    awake = per_engine * recipe.refines
-    engine = per_engine * len(engines.lengths) - awake
-    measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
-    copies = recipe.algorithm.uses_reference or measured
-    element = BYTES[recipe.model.precision]
-    weights = trained = state_of(recipe, s, layout, stage).weights  # without the critic's
-    if recipe.lora:
-        trained = total(adapter_chunks(s, recipe.lora, layout, stage)) * element
-    host = (weights if recipe.model.reference else trained) * copies
-    host += trained * 4 // element * (recipe.algorithm.teacher_average is not None)
-    teachers = recipe.teaching.teachers.values() if recipe.teaching else ()
-    distilled = [teacher_weights(path, layout, element) for path in teachers]
-    host += sum(distilled)
-    offloads = recipe.rollout.offload_trainer
-    host += state.optimizer * offloads
-    outside = links(recipe.rollout, recipe.vllm, layout, device)
-    held, at_once = gathered(recipe, s, layout, stage, overlap=bool(device)), recipe.trains_while_sampling
-    reserve = round(recipe.rollout.reserve_gib * GIB) if device and engines.by_vllm else 0
-    beside = {"offloads": offloads, "reserve": reserve, "distilled": max(distilled, default=0)}
-    return MemoryPlan(stage, state, kept, engine, awake, cache, outside, host, held, at_once, **beside)
-
-
 def gathers(checkpoint: Checkpoint, s: ModelShape) -> bool:
     """Whether a checkpoint gathers the distributed optimizer's state."""
     return (MOMENTS + MAIN) * s.whole() <= checkpoint.gather_gib * GIB
@@ -301,8 +221,74 @@ def gathered(recipe: Recipe, s: ModelShape, layout: Layout, stage: int, overlap:
     return weights + (held if alone else held + max(held, round((MOMENTS + MAIN) * largest)))
 
 
-def lines(recipe: Recipe, s: ModelShape, layout: Layout, device_gib: float | None = None) -> list[str]:
-    m = memory_of(recipe, s, layout, device_gib and device_gib * GIB)
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
+class MemoryPlan:
+    """Bytes on the rank of the fullest pipeline stage. `device`: the bytes of a GPU, if known."""
+
+    def __init__(self, recipe: Recipe, s: ModelShape, layout: Layout, device: float | None = None):
+        self.recipe, self.s, self.layout, self.device = recipe, s, layout, device
+        self.stage, self.state, self.activations = self._fullest_stage()
+        self.engines = OwnEngines(recipe, s, device)
+        each, self.cache = self.engines.memory(layout)  # the cache: of the hf engine that has the most
+        # A copy of the whole model for each engine or, for vLLM on a device of known size, its share. The refiner's
+        # never sleeps, the policy's sleeps during training.
+        self.awake = each * recipe.refines
+        self.engine = each * len(self.engines.lengths) - self.awake
+        self.links = links(recipe.rollout, recipe.vllm, layout, device)  # buffers for engines outside the rank
+        self.reserve = round(recipe.rollout.reserve_gib * GIB) if device and self.engines.by_vllm else 0
+        self.offloads = recipe.rollout.offload_trainer
+        teachers = recipe.teaching.teachers.values() if recipe.teaching else ()
+        distilled = [teacher_weights(path, layout, BYTES[recipe.model.precision]) for path in teachers]
+        self.distilled = max(distilled, default=0)  # on the device while this teacher computes, before the update
+        # weights in host memory, and the optimizer's state if it waits there while engines generate
+        self.host = sum(distilled) + self._references() + self.state.optimizer * self.offloads
+        self.checkpoint = gathered(recipe, s, layout, self.stage, overlap=bool(device))
+
+    def _fullest_stage(self) -> tuple[int, State, int]:
+        """Return (number, state, activations)."""
+        recipe, s, layout = self.recipe, self.s, self.layout
+        group, batching = SharedGroup.of(recipe, s, layout), recipe.batching
+        if recipe.trainer == "rl":
+            each = recipe.rollout.prompts_per_step * recipe.rollout.group_size * (1 + recipe.refines)
+            batching = group.fill(batching, math.ceil(each / layout.dp))
+        per_stage = [update_memory(recipe, batching, group.keys, s, layout, stage) for stage in range(layout.pp)]
+        stage = max(range(layout.pp), key=lambda i: (per_stage[i][0].total + per_stage[i][1], i))
+        return stage, *per_stage[stage]
+
+    def _references(self) -> int:
+        """Return the bytes of the weights of a reference and of a moving average of the policy."""
+        recipe, element = self.recipe, BYTES[self.recipe.model.precision]
+        weights = trained = state_of(recipe, self.s, self.layout, self.stage).weights  # without the critic's
+        if recipe.lora:
+            trained = total(adapter_chunks(self.s, recipe.lora, self.layout, self.stage)) * element
+        measured = recipe.refines or bool(recipe.constraint and recipe.constraint.kl_every)
+        reference = (weights if recipe.model.reference else trained) * (recipe.algorithm.uses_reference or measured)
+        return reference + trained * 4 // element * (recipe.algorithm.teacher_average is not None)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        always = self.state.total + self.awake + self.links
+        at_once = self.recipe.trains_while_sampling  # works while responses are generated and refined
+        found = {"training": always + max(self.activations, self.distilled) + self.cache * at_once}
+        if self.generates:
+            offloaded = (self.state.gradients + self.state.optimizer) * self.offloads
+            found["generation"] = always - offloaded + self.engine + self.cache + self.reserve
+        return found
+
+    @property
+    def generates(self) -> bool:
+        return bool(self.engine or self.awake)
+
+    @property
+    def largest(self) -> int:
+        return max(self.phases.values())
+
+
+def lines(m: MemoryPlan) -> list[str]:
+    recipe, layout, engines = m.recipe, m.layout, m.engines
     where = f", of stage {m.stage + 1} of {layout.pp}" if layout.pp > 1 else ""
     critic = " (policy and critic)" if recipe.critic else ""
     parts = {
@@ -318,8 +304,7 @@ def lines(recipe: Recipe, s: ModelShape, layout: Layout, device_gib: float | Non
     }
     report = [f"memory of a rank{where}: " + ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)]
     report.append("memory by phase: " + ", ".join(f"{name} {gib(size)}" for name, size in m.phases.items()))
-    engines = OwnEngines(recipe, s, device_gib)
-    if engines.by_vllm and not device_gib:
+    if engines.by_vllm and not m.device:
         report.append("memory of vLLM's cache: not counted; how much it takes depends on the GPU, see --gpu-gib")
     if recipe.trainer == "rl" and (models := recipe.reward.judges()):
         report.append(f"memory of the reward's {', '.join(models)}, once on every rank's device: not counted")
@@ -331,7 +316,9 @@ def lines(recipe: Recipe, s: ModelShape, layout: Layout, device_gib: float | Non
     if m.checkpoint:
         ranks = f"{many(layout.tp * layout.pp, 'rank')} of the run"
         where = (
-            f"{ranks}, none on the others" if gathers(recipe.checkpoint, s) else "each rank, which writes its own part"
+            f"{ranks}, none on the others"
+            if gathers(recipe.checkpoint, m.s)
+            else "each rank, which writes its own part"
         )
         report.append(f"memory of the host for a checkpoint: {gib(m.checkpoint)} on {where}")
     if m.host:
@@ -340,55 +327,43 @@ def lines(recipe: Recipe, s: ModelShape, layout: Layout, device_gib: float | Non
     return report
 
 
-def gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
-
-
-def check_fits(
-    recipe: Recipe,
-    s: ModelShape,
-    layout: Layout,
-    device_gib: float,
-    phases: tuple[str, ...] = ("training", "generation"),
-) -> str:
-    """Return a line about the free memory in the fullest of the `phases`.
+def check_fits(m: MemoryPlan, phases: tuple[str, ...] = ("training", "generation")) -> str:
+    """Return a line about the free memory in the fullest of the `phases` of a known device.
 
     Raises:
         ConfigError: it does not fit; the message says by how much, and which options would help.
     """
-    m = memory_of(recipe, s, layout, device_gib * GIB)
+    device, engines = m.device, m.engines
+    assert device is not None
     found = {phase: size for phase, size in m.phases.items() if phase in phases}
     phase, needed = max(found.items(), key=lambda each: each[1], default=("generation", 0))
-    if needed <= device_gib * GIB:
-        engines = OwnEngines(recipe, s, device_gib * GIB)
-        if engines.by_vllm and not recipe.vllm.arguments().get("kv_cache_memory_bytes"):
+    if needed <= device:
+        if engines.by_vllm and not m.recipe.vllm.arguments().get("kv_cache_memory_bytes"):
             sequence = engines.token * max(engines.lengths) / engines.workers
             # refuses a share that is too small
-            room_for_cache(engines.share, device_gib * GIB, engines.weights / engines.workers, sequence)
-        return (
-            f"fits {device_gib:g} GiB: {gib(round(device_gib * GIB) - needed)} are left in the fullest phase, {phase}"
-        )
-    helps = sorted(knobs(recipe, s, layout, device_gib * GIB), key=lambda each: each[1])
+            room_for_cache(engines.share, device, engines.weights / engines.workers, sequence)
+        left = gib(round(device) - needed)
+        return f"fits {device / GIB:g} GiB: {left} are left in the fullest phase, {phase}"
     named = [
-        f"\n  {name}: {gib(size)}" + (", which fits" if size <= device_gib * GIB else "")
-        for name, size in helps
+        f"\n  {name}: {gib(size)}" + (", which fits" if size <= device else "")
+        for name, size in sorted(knobs(m), key=lambda each: each[1])
         if size < needed
     ]
     raise ConfigError(
-        f"{phase} needs {gib(needed)} on a rank, and there are {device_gib:g} GiB. What would help, each by itself:"
+        f"{phase} needs {gib(needed)} on a rank, and there are {device / GIB:g} GiB. What would help, each by itself:"
         + ("".join(named) or " nothing that is known here; more ranks, or a smaller model")
-        + "".join(f"\n{line}" for line in lines(recipe, s, layout, device_gib))
+        + "".join(f"\n{line}" for line in lines(m))
     )
 
 
-def knobs(recipe: Recipe, s: ModelShape, layout: Layout, device: float) -> Iterator[tuple[str, int]]:
+def knobs(m: MemoryPlan) -> Iterator[tuple[str, int]]:
     """Yield (option to set, resulting peak bytes) for options that the model and the number of ranks allow."""
-    m, batching, rollout = recipe.megatron, recipe.batching, recipe.rollout
-    engines = OwnEngines(recipe, s, device)
+    recipe, layout, s, engines = m.recipe, m.layout, m.s, m.engines
+    batching, rollout = recipe.batching, recipe.rollout
 
     def largest(layout: Layout = layout, **sections: dict[str, Any]) -> int:
         changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
-        return memory_of(recipe.model_copy(update=changed), s, layout, device).largest
+        return MemoryPlan(recipe.model_copy(update=changed), s, layout, m.device).largest
 
     cut = replace(layout, tp=layout.tp * 2, etp=layout.etp * 2)
     if not list(problems(cut, s)):
@@ -407,7 +382,7 @@ def knobs(recipe: Recipe, s: ModelShape, layout: Layout, device: float) -> Itera
     if engines.by_vllm:
         half = engines.share / 2
         yield f"vllm.gpu_memory_utilization={half:g}", largest(vllm={"gpu_memory_utilization": half})
-    if m.recompute_granularity != "full":
+    if recipe.megatron.recompute_granularity != "full":
         options = (
             "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1"
         )

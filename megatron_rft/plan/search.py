@@ -59,7 +59,7 @@ class Search:
         sequence = self.recipe.megatron.sequence_parallel if layout == self.own else layout.tp > 1
         section = self.recipe.megatron.model_copy(update={"sequence_parallel": sequence})
         recipe = self.recipe.model_copy(update={"megatron": section})
-        m = memory.memory_of(recipe, self.s, layout, self.bytes)
+        m = memory.MemoryPlan(recipe, self.s, layout, self.bytes)
         group = SharedGroup.of(recipe, self.s, layout, self.fraction)
         twice = 2 if recipe.model.precision == "fp8" else 1
         machine = Machine(

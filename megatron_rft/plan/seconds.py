@@ -58,7 +58,6 @@ class Machine:
     recompute: str | None
     element: int = 2
     fused: bool = False
-    node: int = NODE
     keys: float | None = None  # of shared prompts (shared_prompts.Group)
 
     @property
@@ -75,8 +74,8 @@ class Machine:
         """Return the seconds of an all-gather or reduce-scatter of `size` bytes in total over ranks `stride` apart."""
         if ranks == 1:
             return 0.0
-        inside = ranks * stride <= self.node
-        together = max(1, min(ranks, self.node // stride))
+        inside = ranks * stride <= NODE
+        together = max(1, min(ranks, NODE // stride))
         rate = self.chip.nvlink if inside else min(self.chip.nvlink, self.chip.network * together)
         return size * (ranks - 1) / ranks / rate / self.efficiency.link + self.efficiency.latency
 
@@ -90,7 +89,7 @@ class Machine:
         total = mean * (layers / len(self.s.mixture)) + self._head(tokens, backward)
         if self.layout.pp > 1:
             size = tokens * self.s.hidden * self.element / self.sequence
-            rate = self.chip.nvlink if self.layout.world <= self.node else self.chip.network
+            rate = self.chip.nvlink if self.layout.world <= NODE else self.chip.network
             across = size / rate / self.efficiency.link + self.efficiency.latency
             total += Bounds(0, across * (2 if backward else 1))
         return total
@@ -123,7 +122,7 @@ class Machine:
         if not mixture:
             return tensor + context
         copies = hidden / self.sequence * s.experts_per_token
-        near = min(layout.ep, max(1, self.node // layout.etp))  # ranks of a node among those that share the experts
+        near = min(layout.ep, max(1, NODE // layout.etp))  # ranks of a node among those that share the experts
         slow = (near - 1) / self.chip.nvlink + (layout.ep - near) / self.chip.network
         exchange = 2 * (copies * slow / layout.ep / self.efficiency.link + self.efficiency.latency)
         exchange *= layout.ep > 1

@@ -1,37 +1,40 @@
 """The memory of a run without a GPU, by hand, and the warning where the machine has less."""
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rft.plan import host
-from megatron_rft.plan.memory import GIB, MemoryPlan, State, gib
+from megatron_rft.plan.memory import GIB, State, gib
 
-MEMORY = MemoryPlan(
-    0, State(2 * GIB, GIB, GIB), activations=4 * GIB, engine=3 * GIB, awake=0, cache=2 * GIB, links=0, host=GIB
-)
+
+def memory(vllm: bool, checkpoint: int = 0) -> SimpleNamespace:
+    """What host.py reads of a MemoryPlan."""
+    sizes = dict(activations=4 * GIB, engine=3 * GIB, awake=0, cache=2 * GIB, links=0, host=GIB, checkpoint=checkpoint)
+    engines = SimpleNamespace(by_vllm=vllm, weights=GIB)
+    return SimpleNamespace(state=State(2 * GIB, GIB, GIB), engines=engines, **sizes)
 
 
 @pytest.mark.parametrize("vllm, phase", [(False, 5), (True, 4 + 3)])
 def test_a_rank_by_hand(vllm, phase):
-    assert host.resident(MEMORY, vllm) / GIB == pytest.approx(host.LIBRARIES[vllm] + 4 + 1 + phase)
+    assert host.resident(memory(vllm)) / GIB == pytest.approx(host.LIBRARIES[vllm] + 4 + 1 + phase)
 
 
 def test_a_warning_where_it_is_more_than_the_machine_has(monkeypatch):
-    each = host.resident(MEMORY, False)
+    each = host.resident(memory(False))
     monkeypatch.setattr(host, "machine_bytes", lambda: 2 * each)
-    assert len(host.lines(MEMORY, False, 2, 1, 0, 0)) == 1
+    assert len(host.lines(memory(False), 2, 1, 0)) == 1
     for ranks, engines in ((3, 0), (2, 1)):
-        told = host.lines(MEMORY, False, ranks, 1, engines, GIB)
+        told = host.lines(memory(False), ranks, 1, engines)
         assert "may kill a rank" in told[1] and gib(2 * each) in told[1]
     assert gib(2 * each + round((1 + host.LIBRARIES[False]) * GIB)) in told[0]
 
 
 def test_a_checkpoint_counts_for_the_ranks_that_gather_it(monkeypatch):
-    memory = replace(MEMORY, checkpoint=9 * GIB)  # in the place of 4 GiB of activations, beside the engine of vLLM
-    each = host.resident(memory, vllm=True)
-    assert host.at_checkpoint(memory, vllm=True) == each + 5 * GIB
+    m = memory(True, checkpoint=9 * GIB)  # in the place of 4 GiB of activations, beside the engine of vLLM
+    each = host.resident(m)
+    assert host.at_checkpoint(m) == each + 5 * GIB
     monkeypatch.setattr(host, "machine_bytes", lambda: 4 * each + 9 * GIB)
-    assert len(host.lines(memory, True, 4, 1, 0, 0)) == 1
-    told = host.lines(memory, True, 4, 2, 0, 0)
+    assert len(host.lines(m, 4, 1, 0)) == 1
+    told = host.lines(m, 4, 2, 0)
     assert gib(4 * each + 10 * GIB) in told[0] and "on 2 ranks during a checkpoint" in told[0] and len(told) == 2

@@ -14,7 +14,7 @@ from tests import families
 from tests.shapes import json_of
 from tests.unit.plan.test_memory import CONFIG, path, sizes  # noqa: F401
 
-LATENT = families.FAMILIES["deepseek_v3"].to_dict() | {"first_k_dense_replace": 9}
+LATENT = families.FAMILIES["deepseek_v3"].to_dict() | {"first_k_dense_replace": 9, "max_position_embeddings": 4096}
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 2}
 
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_rft.commands import main
 from megatron_rft.config import load, vllm
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import lines, memory_of, state_of
+from megatron_rft.plan.memory import MemoryPlan, lines, state_of
 from megatron_rft.plan.model_shape import read_shape
 from megatron_rft.plan.parameters import buckets, owned
 from megatron_rft.plan.vllm import room_for_cache
@@ -69,7 +69,7 @@ def test_pipeline_stages_share_the_layers(path):
 
 
 def test_the_engine_holds_a_whole_copy(path):
-    m = memory_of(load(path), sizes(path), Layout(2, 2, 1, 1, 1, 2))
+    m = MemoryPlan(load(path), sizes(path), Layout(2, 2, 1, 1, 1, 2))
     assert m.engine == 2 * WHOLE and m.phases["generation"] == m.state.total + m.engine + m.cache
     tokens = 128 * (512 + 512)  # of 256 responses half on each rank
     assert m.cache == tokens * 2 * 4 * 2 * 2
@@ -86,18 +86,18 @@ REFINER = [
 def test_a_refiner_is_a_second_engine_and_a_reference(path):
     layout = Layout(2, 2, 1, 1, 1, 2)
     recipe = load(path, REFINER)
-    m, s = memory_of(recipe, sizes(path), layout), sizes(path)
+    m, s = MemoryPlan(recipe, sizes(path), layout), sizes(path)
     assert (
         m.engine == m.awake == 2 * WHOLE and m.host == m.state.weights
     )  # in bf16; the reference, as large as the policy
     assert m.cache == 128 * recipe.longest_refinement * 2 * 4 * 2 * 2
     assert recipe.longest_refinement > 512 + 64 + 64
     outside = load(path, [*REFINER, "rollout.placement=process"])
-    away = memory_of(outside, s, layout)
+    away = MemoryPlan(outside, s, layout)
     assert away.awake == 2 * WHOLE and away.engine == 0  # the policy's is outside, the refiner's here
-    closed = memory_of(load(path, [*REFINER, "rollout.placement=process", "pipo.window=8"]), s, layout)
+    closed = MemoryPlan(load(path, [*REFINER, "rollout.placement=process", "pipo.window=8"]), s, layout)
     assert closed.phases["training"] - away.phases["training"] == away.cache > 0  # verified while others are refined
-    assert memory_of(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
+    assert MemoryPlan(load(path, ["rollout.placement=server", "rollout.servers=[http://n:1]"]), s, layout).engine == 0
 
 
 def test_what_engines_outside_take_of_a_ranks_device(path):
@@ -106,7 +106,7 @@ def test_what_engines_outside_take_of_a_ranks_device(path):
     s, layout, device = sizes(path), Layout(2, 1, 1, 1, 1, 1), float(80 << 30)
 
     def of(*options, device=device):
-        return memory_of(load(path, list(options)), s, layout, device)
+        return MemoryPlan(load(path, list(options)), s, layout, device)
 
     process, server = "rollout.placement=process", "rollout.placement=server"
     buckets = 2 * BUCKET_BYTES
@@ -116,30 +116,32 @@ def test_what_engines_outside_take_of_a_ranks_device(path):
     assert of(server, "rollout.servers=[http://a:1, http://b:1, http://c:1, http://d:1]").links == 2 * buckets
     outside = of(process)
     assert outside.phases == {"training": outside.state.total + outside.activations + outside.links}
-    told = "\n".join(lines(load(path, [process]), s, layout, 80))
+    told = "\n".join(lines(MemoryPlan(load(path, [process]), s, layout, device)))
     assert "links to engines outside 0.62 GiB" in told and "MiB of weights each and a cache: not counted" in told
 
 
 def test_fp8_weights_are_half_of_the_layers_matrices(path, monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     fp8 = ["vllm.quantization=fp8", "algorithm.importance=truncated"]
-    engines = [memory_of(load(path, each), sizes(path), Layout(1, 1, 1, 1, 1, 1)).engine for each in ([], fp8)]
+    engines = [MemoryPlan(load(path, each), sizes(path), Layout(1, 1, 1, 1, 1, 1)).engine for each in ([], fp8)]
     matrices = 2 * (3 * 64 + 3 * 128)  # of two layers: q, k and v together, o; the feed-forward's three
     assert engines == [2 * WHOLE, 2 * WHOLE - matrices]
 
 
 def test_a_reward_model_is_named_as_not_counted(path):
     recipe = load(path, ["reward.kind=model", "reward.model=org/judge"])
-    assert "memory of the reward's org/judge" in "\n".join(lines(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1)))
+    assert "memory of the reward's org/judge" in "\n".join(
+        lines(MemoryPlan(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1)))
+    )
 
 
 def test_vllm_keeps_its_share_of_a_device(path, monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)
-    assert memory_of(load(path), s, layout, device).engine == device / 2
-    both = memory_of(load(path, REFINER), s, layout, device)
+    assert MemoryPlan(load(path), s, layout, device).engine == device / 2
+    both = MemoryPlan(load(path, REFINER), s, layout, device)
     assert both.engine == both.awake == device / 4
-    assert "memory of vLLM's cache: not counted" in "\n".join(lines(load(path), s, layout))
+    assert "memory of vLLM's cache: not counted" in "\n".join(lines(MemoryPlan(load(path), s, layout)))
 
 
 def test_plan_says_what_fits_and_what_would_help(path, capsys):
@@ -165,11 +167,11 @@ def test_an_invalid_memory_size_is_refused(path, size, capsys):
 def test_the_policys_engine_sleeps_while_the_trainer_works_and_the_refiners_does_not(path, monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     s, layout, device = sizes(path), Layout(1, 1, 1, 1, 1, 1), float(1 << 30)
-    m = memory_of(load(path), s, layout, device)
+    m = MemoryPlan(load(path), s, layout, device)
     reserve = 5 << 30
     assert m.phases == {"training": m.state.total + m.activations, "generation": m.state.total + m.engine + reserve}
-    assert memory_of(load(path, ["rollout.reserve_gib=3"]), s, layout, device).reserve == 3 << 30
-    m = memory_of(load(path, REFINER), s, layout, device)
+    assert MemoryPlan(load(path, ["rollout.reserve_gib=3"]), s, layout, device).reserve == 3 << 30
+    m = MemoryPlan(load(path, REFINER), s, layout, device)
     always = m.state.total + m.awake
     assert m.phases == {"training": always + m.activations, "generation": always + m.engine + reserve}
 
@@ -185,7 +187,7 @@ def test_a_precision_aware_optimizer_stores_fewer_bytes(path):
 def test_an_engine_takes_less_beside_a_critic(path, monkeypatch):
     monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.32.0"))
     recipe = load(path, ["algorithm.name=ppo", "critic.lr=1e-5"])
-    assert memory_of(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1), 100.0 * (1 << 30)).engine == 33 * (1 << 30)
+    assert MemoryPlan(recipe, sizes(path), Layout(1, 1, 1, 1, 1, 1), 100.0 * (1 << 30)).engine == 33 * (1 << 30)
 
 
 def test_a_checkpoint_is_gathered_on_the_host_of_one_rank(path):
@@ -193,12 +195,12 @@ def test_a_checkpoint_is_gathered_on_the_host_of_one_rank(path):
     layout = Layout(2, 1, 1, 1, 1, 1)
     recipe = load(path, ["optimizer.use_distributed_optimizer=true", "checkpoint.every=0"])
     bucket = state_of(recipe, sizes(path), layout, 0).gradients // 4  # with padding
-    planned = memory_of(recipe, sizes(path), layout).checkpoint
+    planned = MemoryPlan(recipe, sizes(path), layout).checkpoint
     weights = 2 * WHOLE // 2  # of which each rank copies its share
     assert planned == 12 * WHOLE + weights + (12 + 12 // 2) * bucket
     both = load(path, ["optimizer.use_distributed_optimizer=true", "pipo.optimizer_state=own"])
-    assert memory_of(both, sizes(path), layout).checkpoint == 2 * 12 * WHOLE + weights + (12 + 12 // 2) * bucket
-    told = "\n".join(lines(recipe, sizes(path), layout))
+    assert MemoryPlan(both, sizes(path), layout).checkpoint == 2 * 12 * WHOLE + weights + (12 + 12 // 2) * bucket
+    told = "\n".join(lines(MemoryPlan(recipe, sizes(path), layout)))
     assert f"memory of the host for a checkpoint: {planned / 2**20:.2f} MiB on 1 rank of the run" in told
 
 

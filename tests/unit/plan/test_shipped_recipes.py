@@ -56,7 +56,7 @@ def test_it_fits_the_node_of_its_script(path, models):
         return
     folder = models / recipe.model.path
     layout = check_layout(recipe.megatron, GPUS * nodes_of(path), model_shape.read_shape(folder))
-    found = memory.memory_of(recipe, model_shape.read_shape(folder), layout, GIB * memory.GIB)
+    found = memory.MemoryPlan(recipe, model_shape.read_shape(folder), layout, GIB * memory.GIB)
     used = found.phases | ({"generation": found.phases["generation"] - found.reserve} if found.generates else {})
     spare = {phase: round(1 - size / (GIB * memory.GIB), 3) for phase, size in used.items()}
     assert all(share >= 0.1 for share in spare.values()), spare  # vLLM's reserve is such a share
@@ -67,7 +67,9 @@ def test_adapters_fit_one_gpu_and_one_node(models, size, gpus):
     recipe = load(ROOT / f"examples/lora/qwen3_{size}.yaml")
     folder = models / recipe.model.path
     layout = check_layout(recipe.megatron, gpus, model_shape.read_shape(folder))
-    assert f"fits {GIB} GiB" in memory.check_fits(recipe, model_shape.read_shape(folder), layout, GIB)
+    assert f"fits {GIB} GiB" in memory.check_fits(
+        memory.MemoryPlan(recipe, model_shape.read_shape(folder), layout, GIB * memory.GIB)
+    )
 
 
 def test_32b_fits_two_nodes_because_the_trainer_makes_room(models):
@@ -76,7 +78,7 @@ def test_32b_fits_two_nodes_because_the_trainer_makes_room(models):
     for overrides, fits in (([], True), (["rollout.offload_trainer=false"], False)):
         recipe, folder = load(path, overrides), models / "Qwen/Qwen3-32B"
         layout = check_layout(recipe.megatron, 16, model_shape.read_shape(folder))
-        found = memory.memory_of(recipe, model_shape.read_shape(folder), layout, GIB * memory.GIB)
+        found = memory.MemoryPlan(recipe, model_shape.read_shape(folder), layout, GIB * memory.GIB)
         assert (found.phases["generation"] < GIB * memory.GIB) == fits
         assert (found.host >= found.state.optimizer) == fits  # the reference's weights wait there as well
 
@@ -120,4 +122,4 @@ def test_llama_70b_fits_64_gpus(models, tmp_path):
     config = MODELS["meta-llama/Llama-3.2-3B-Instruct"] | json_of(80, 8192, 64, 8, 28_672, 128_256, 128)
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     layout = check_layout(recipe.megatron, 64, model_shape.read_shape(folder))
-    assert memory.memory_of(recipe, model_shape.read_shape(folder), layout, GIB * memory.GIB).largest < 75 * memory.GIB
+    assert memory.MemoryPlan(recipe, model_shape.read_shape(folder), layout, GIB * memory.GIB).largest < 75 * memory.GIB

@@ -9,7 +9,7 @@ from megatron_rft.config import load
 from megatron_rft.config.sections import Megatron
 from megatron_rft.plan import teacher
 from megatron_rft.plan.layout import Layout
-from megatron_rft.plan.memory import memory_of
+from megatron_rft.plan.memory import MemoryPlan
 from megatron_rft.utils.errors import ConfigError
 from tests.unit.plan.test_memory import CONFIG, WHOLE, path, sizes  # noqa: F401
 
@@ -29,7 +29,7 @@ def write(path, change):  # noqa: F811
 
 def test_its_weights_wait_in_host_memory(path, options):  # noqa: F811
     layout = Layout(1, 1, 1, 1, 1, 1)
-    memory = memory_of(load(path, [*options, "model.precision=bf16"]), sizes(path), layout)
+    memory = MemoryPlan(load(path, [*options, "model.precision=bf16"]), sizes(path), layout)
     assert memory.host == memory.distilled == 2 * WHOLE
 
 
@@ -38,7 +38,7 @@ def test_several_wait_together_and_compute_one_at_a_time(path, options, capsys):
     (path.parent / "other/config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 32}))
     both = f"algorithm.teacher={{a: {path.parent}/teacher, b: {path.parent}/other}}"
     options = [*options, both, "data.teacher_field=kind", "model.precision=bf16"]
-    memory = memory_of(load(path, options), sizes(path), Layout(1, 1, 1, 1, 1, 1))
+    memory = MemoryPlan(load(path, options), sizes(path), Layout(1, 1, 1, 1, 1, 1))
     larger = WHOLE + 2 * 3 * 8 * 16  # two layers' three matrices
     assert memory.host == 2 * (WHOLE + larger) and memory.distilled == 2 * larger
     assert main.main(["plan", str(path), *options]) == 0
