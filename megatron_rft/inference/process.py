@@ -100,7 +100,7 @@ class EngineProcess(Member):
         try:
             if self._on_gpu is None:  # reused for the next process: CUDA never frees memory that a lost one had opened
                 self._on_gpu = torch.empty(2, BUCKET_BYTES, dtype=torch.uint8, device="cuda")
-            self._send("open", shared(self._on_gpu))
+            self._send("open", *shared(self._on_gpu))
             self._reply()
         except EngineLost:
             raise

@@ -26,7 +26,7 @@ import torch
 
 from megatron_rft.inference.engine import Engine, Request, Sampling
 from megatron_rft.inference.transport.buckets import Buckets, Full
-from megatron_rft.inference.transport.shared_memory import Handle, gpus, opened, slots_of
+from megatron_rft.inference.transport.shared_memory import gpus, opened, slots_of
 from megatron_rft.utils.errors import RunFailed, UserError
 from megatron_rft.utils.position import write_engine_stacks
 
@@ -74,9 +74,9 @@ class EngineHost:
         self.engine.on_step = self._on_step
         self._send("done", (self.engine.dtype, gpus(), self.engine.joins))
 
-    def _open(self, handle: Handle) -> None:
+    def _open(self, gpu: str, arguments: list) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.buckets = Buckets(opened(handle))
+        self.buckets = Buckets(opened(gpu, arguments))
         self._send("done", None)
 
     def _generate(self, job: int, requests: list[Request], sampling: Sampling) -> None:

@@ -1,7 +1,6 @@
 """Shares memory for buckets between a trainer and an engine's process: host memory, or memory of the rank's GPU."""
 
 import os
-from dataclasses import dataclass
 from typing import BinaryIO
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megatron_rft.inference.transport.buckets import BUCKET_BYTES
-from megatron_rft.utils.errors import RunFailed
 
 DEVICE = 6  # position of the device's index in the arguments of torch's `rebuild_cuda_tensor`
 
@@ -28,26 +26,15 @@ def slots_of(descriptor: int) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=bytes, dtype=torch.uint8).view(2, -1)
 
 
-@dataclass(frozen=True)
-class Handle:
-    """A handle to GPU memory for another process of this machine (CUDA IPC)."""
-
-    gpu: str
-    arguments: tuple  # of torch's `rebuild_cuda_tensor`
+def shared(slots: Tensor) -> tuple[str, list]:
+    """Return GPU memory as another process of this machine may open it once (CUDA IPC): the GPU, and the arguments of
+    torch's `rebuild_cuda_tensor`. `slots` must live as long as that process."""
+    return gpu_name(slots.device.index), list(reduce_tensor(slots)[1])
 
 
-def shared(slots: Tensor) -> Handle:
-    """Return a handle, which one process may open once. `slots` must live as long as that process."""
-    return Handle(gpu_name(slots.device.index), reduce_tensor(slots)[1])
-
-
-def opened(handle: Handle) -> Tensor:
+def opened(gpu: str, arguments: list) -> Tensor:
     """Open the other process's memory. The same GPU may have another index in this process."""
-    names = gpus()
-    if handle.gpu not in names:
-        raise RunFailed(f"GPU {handle.gpu} is not visible here")
-    arguments = list(handle.arguments)
-    arguments[DEVICE] = names.index(handle.gpu)
+    arguments[DEVICE] = gpus().index(gpu)
     return rebuild_cuda_tensor(*arguments)
 
 

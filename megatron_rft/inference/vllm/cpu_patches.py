@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,13 +85,12 @@ def repair_sampling() -> None:
     kernels._expand_kernel_impl = expand
 
 
+@cache
 def repair_expert_parallelism() -> None:
     """Fix the experts' kernel, which takes an expert's global number for its number in this worker."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     original = CPUUnquantizedExperts.apply
-    if original.__module__ == __name__:
-        return
     names = inspect.signature(original)
 
     def apply(*arguments: Any, **named: Any) -> None:
@@ -113,14 +113,13 @@ def repair_dispatcher() -> None:
     dispatcher.vars = lambda value: found if hasattr(found := vars(value), "get") else {}
 
 
+@cache
 def repair_shared_memory_name() -> None:
     """Add the run's port to the name of the shared memory of an engine's ranks: vLLM uses one name for all runs on a
     machine."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name
-    if original.__module__ == __name__:
-        return
 
     def make_group_name(communicator: Any) -> str:
         return f"{original(communicator)}-{os.environ.get('MASTER_PORT', '')}"

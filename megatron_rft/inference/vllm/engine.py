@@ -4,7 +4,6 @@ The engine starts without weights and receives them from the trainer's stream. E
 with a seed that depends on (request seed, sample); vLLM's prefix cache computes a shared prompt once.
 """
 
-import copy
 import math
 import os
 import tempfile
@@ -84,19 +83,17 @@ class VLLMEngine(Engine):
         reserve: int = 0,
         lora: Lora | None = None,
     ):
-        self.config = copy.deepcopy(config)
+        self.config = config
         options = (options or {}) | ({"enable_prefix_caching": False} if keep_caches else {})
-        self.sleeps = sleeps and torch.device(device).type == "cuda"
-        self.reserve = reserve
+        self.sleeps, self.reserve = sleeps and torch.device(device).type == "cuda", reserve
         self.keep_caches, self.ranks = keep_caches, options.get("tensor_parallel_size", 1)
         self.max_model_len = options.get("max_model_len") or max_model_len or self.config.max_position_embeddings
         self.dtype, self.device, self.weight_version = dtype, torch.device(device), -1
         self.asleep: set[str] = set()  # of PARTS
         self.versions: set[str] = set()  # weight versions that unfinished responses may have been generated with
         self.acceptance, self.counting = Acceptance(), "speculative_config" in options
-        shapes = hf_shapes(self.config)
-        added = adapter_shapes(self.config, lora) if lora else {}
-        self.validator = WeightValidator(shapes | added, self.config.model_type)
+        shapes = hf_shapes(config) | (adapter_shapes(config, lora) if lora else {})
+        self.validator = WeightValidator(shapes, config.model_type)
         cpu_patches.prepare()
         from megatron_rft.inference.vllm import adapters, draft_models, weights
 

@@ -10,35 +10,27 @@ OF_LARGEST for a scale that was rounded up to a power of two. A layer's largest 
 one bound covers scales per tensor, per channel and per block.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_rft.inference.engine import checksum
+from megatron_rft.inference.vllm.readback import layer_hf_names, read_layer, rounds
 
 RELATIVE, OF_LARGEST, SMALLEST = 1 / 14, 2**-17, 2**-27  # the last: for vLLM's smallest scale
 ROWS = 1024  # compared at a time
-
-Read = Callable[[str, nn.Module], Iterable[tuple[str, Tensor]]]  # (path, layer) -> (HF name, tensor) in the engine
-
-
-def rounds(layer: nn.Module) -> bool:
-    """Return whether the layer's matrix is quantised."""
-    return isinstance(layer, LinearBase) and not isinstance(layer.quant_method, UnquantizedLinearMethod)
 
 
 class Comparison:
     """Compares the weights of an update with the engine's. `read_back`: HF name -> checksums of the rounded weights."""
 
-    def __init__(self, model: nn.Module, names: Callable[[str, nn.Module], list[str]], read: Read):
-        """`names(path, layer)`: names of the HF tensors that form the layer."""
-        self.read, self.problem = read, None
+    def __init__(self, model: nn.Module):
+        self.model, self.problem = model, None
         self.read_back: dict[str, set[int]] = {}
         self.waiting: dict[str, dict[str, Tensor]] = {}  # layer -> the received tensors, until it is complete
         self.layers = {path: layer for path, layer in model.named_modules() if rounds(layer)}
-        self.owner = {name: path for path, layer in self.layers.items() for name in names(path, layer)}
+        self.owner = {name: path for path, layer in self.layers.items() for name in layer_hf_names(model, path, layer)}
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass `tensors` on to the model's loading. Keeps those of incomplete layers, as vLLM does."""
@@ -61,7 +53,7 @@ class Comparison:
 
     def _compare(self, path: str, sent: dict[str, Tensor]) -> None:
         largest = max(tensor.abs().max().item() for tensor in sent.values())
-        for name, rounded in self.read(path, self.layers[path]):
+        for name, rounded in read_layer(self.model, path, self.layers[path]):
             self.read_back.setdefault(name, set()).add(checksum(rounded))
             problem = beyond(sent[name], rounded, largest) if name in sent else "never came"
             if problem and not self.problem:

@@ -15,11 +15,16 @@ from vllm.distributed import get_tp_group
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megatron_rft.inference.engine import checksum
-from megatron_rft.inference.vllm.fp8 import rounds
 from megatron_rft.utils.errors import RunFailed
 
 COLUMNS = 256  # columns of a packed matrix that are read at a time
@@ -102,6 +107,11 @@ def shards(model: nn.Module, path: str, layer: nn.Module) -> Iterator[Shard]:
         else:
             whole = not isinstance(layer, ColumnParallelLinear)
             yield Shard(names, values, copies=get_tp_group().world_size if whole else 1)
+
+
+def rounds(layer: nn.Module) -> bool:
+    """Return whether the layer's matrix is quantised."""
+    return isinstance(layer, LinearBase) and not isinstance(layer.quant_method, UnquantizedLinearMethod)
 
 
 def parameters(layer: nn.Module) -> list[str]:

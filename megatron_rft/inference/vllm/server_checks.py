@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from megatron_rft.config.vllm import EXACT_CACHES, FP8, SUPPORTED
+from megatron_rft.config.vllm import FP8, SUPPORTED
 
 MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 STARTED_WITH = {  # fact -> required value
@@ -53,8 +53,3 @@ def problems(
             f"was started with --quantization {facts['quantization']}, whose weights cannot be verified after a sync: "
             f"use {', '.join(FP8)}"
         )
-
-
-def rounds(facts: dict[str, Any]) -> bool:
-    """Return whether the server rounds weights or caches."""
-    return facts["quantization"] is not None or facts["kv_cache_dtype"] not in EXACT_CACHES

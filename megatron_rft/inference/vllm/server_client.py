@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatron_rft.config.vllm import EXACT_CACHES
 from megatron_rft.inference.acceptance import Acceptance
 from megatron_rft.inference.engine import EngineLost, Group, Request, Sampling
 from megatron_rft.inference.pool import Member
@@ -107,7 +108,7 @@ class ServerEngine(Member):
         problems = server_checks.problems(facts, self.config, self.dtype, self.longest, self.keep_caches, how)
         if problem := next(problems, None) or self._without_token_ids():
             raise ConfigError(f"{where} {problem}")
-        self.rounds = server_checks.rounds(facts)
+        self.rounds = facts["quantization"] is not None or facts["kv_cache_dtype"] not in EXACT_CACHES
         self.workers = int(facts["workers"])
         self.sequences = int(facts["sequences"]) * int(facts["replicas"])  # more requests wait in this process
         self.transport = network.transport([local_gpu(), *(worker["gpu"] for worker in workers)])

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_rft.inference.vllm import cpu_patches
 from megatron_rft.inference.vllm.fp8 import Comparison
-from megatron_rft.inference.vllm.readback import layer_hf_names, read_layer, tied
+from megatron_rft.inference.vllm.readback import tied
 
 HANDOVER = "handover"
 
@@ -38,17 +38,13 @@ class Receiver(WeightTransferEngine[WeightTransferInitInfo, TensorUpdate]):
 
     init_info_cls, update_info_cls = WeightTransferInitInfo, TensorUpdate
     supports_draft_weight_update = False
-    problems: list[str | None] = []  # of the last update
+    problem: str | None = None  # the first one of the last update
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
 
-    @property
-    def problem(self) -> str | None:
-        return next(filter(None, self.problems), None)
-
     def start_weight_update(self) -> None:
-        self.problems = []
+        self.problem = None
         if cpu_patches.faulty():
             cpu_patches.before_reload(self.model)
         for parameter in self.model.parameters():  # reloading asks for names, which MiniMax-M2's norms have none of
@@ -60,13 +56,13 @@ class Receiver(WeightTransferEngine[WeightTransferInitInfo, TensorUpdate]):
         self.load(update_info.tensors)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.comparison = Comparison(self.model, partial(layer_hf_names, self.model), partial(read_layer, self.model))
+        self.comparison = Comparison(self.model)
         self.model.load_weights(self.comparison.watch(tensors))
 
     def finish_weight_update(self) -> None:
-        if names := list(unwritten(self.model)):
-            self.problems.append(f"the engine's {names[0]} was not wholly written ({len(names)} of its layers)")
-        self.problems.append(self.comparison.end())
+        if (names := list(unwritten(self.model))) and not self.problem:
+            self.problem = f"the engine's {names[0]} was not wholly written ({len(names)} of its layers)"
+        self.problem = self.problem or self.comparison.end()
         self.model.read_back = self.comparison.read_back
         finalize_layerwise_reload(self.model, self.model_config)
         if cpu_patches.faulty():

@@ -9,7 +9,7 @@ from megatron_rft.inference import process as process_engine
 from megatron_rft.inference.engine import EngineLost
 from megatron_rft.inference.process import EngineProcess
 from megatron_rft.inference.transport.buckets import Buckets
-from megatron_rft.inference.transport.shared_memory import Handle, host_memory, opened, slots_of
+from megatron_rft.inference.transport.shared_memory import host_memory, slots_of
 from megatron_rft.utils.errors import RunFailed
 
 TENSORS = [
@@ -114,7 +114,7 @@ class Process(EngineProcess):
 )
 def test_where_the_buckets_of_an_engine_process_lie(monkeypatch, own, answer, transport):
     monkeypatch.setattr(process_engine, "local_gpu", lambda: own)
-    monkeypatch.setattr(process_engine, "shared", lambda slots: Handle("GPU-1", ()))
+    monkeypatch.setattr(process_engine, "shared", lambda slots: ("GPU-1", []))
     process = Process(answer)
     if transport is None:
         with pytest.raises(EngineLost):
@@ -122,11 +122,6 @@ def test_where_the_buckets_of_an_engine_process_lie(monkeypatch, own, answer, tr
         return
     process._place_buckets(["GPU-0", "GPU-1"])
     assert process.transport == transport
-    assert process.asked == ([("open", Handle("GPU-1", ()))] if own == "GPU-1" else [])
+    assert process.asked == ([("open", "GPU-1", [])] if own == "GPU-1" else [])
     assert (process._buckets.slots is process._on_gpu) == (transport == "CUDA IPC")
     process._memory.close()
-
-
-def test_memory_of_a_gpu_that_is_not_here():
-    with pytest.raises(RunFailed, match="GPU GPU-7 is not visible here"):
-        opened(Handle("GPU-7", ()))
