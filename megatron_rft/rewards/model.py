@@ -84,9 +84,10 @@ class ServerReward(Reward):
     def _ask(self, prompts: list[str], responses: list[str]) -> list[Score]:
         """Send a batch. A failing server is asked again with doubling pauses; then all responses get an error."""
         body = json.dumps({"prompts": prompts, "responses": responses}).encode()
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         for attempt in range(ATTEMPTS):
             try:
+                # Made anew for each try: sending a request through a proxy changes it.
+                request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
                 with self.opener.open(request, timeout=self.timeout_s) as answer:
                     rewards = json.load(answer)["rewards"]
                 if len(rewards) != len(responses):
