@@ -57,11 +57,6 @@ def improvement(mu: float, window: Tensor, bound: float) -> float:
     return max(-bound, min(bound, (mu - mean) / std))
 
 
-def rectified(xi: float, rectification: float) -> float:
-    """phi of Definition 4.1."""
-    return xi if xi >= 0 else rectification * xi
-
-
 def verified_batch(batch: Batch, kept: list[Batch]) -> Batch | None:
     """The stored batch whose update made the oldest weights that sampled `batch`, or None."""
     seen = batch.scalars.get("oldest_version", math.inf)  # without it the batch is on-policy
@@ -72,10 +67,6 @@ def _kept(state: State) -> list[Batch]:
     """The stored batches, the newest last."""
     count = len({name.split(".")[1] for name in state if name.startswith("previous.")})
     return [Batch.from_state_dict(state, f"previous.{i}.") for i in range(count)]
-
-
-def _part(state: State, prefix: str) -> State:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 class PIPO(Plugin):
@@ -110,7 +101,8 @@ class PIPO(Plugin):
         updates = [] if update is None else [update]
         # Without a verification step, the base computes exactly what it computes without this plug-in.
         hidden = self.only_ours and not updates
-        base = self.base.prepare(batch.without_tokens("old_logprobs") if hidden else batch, _part(state, "base."))
+        of_base = {k.removeprefix("base."): v for k, v in state.items() if k.startswith("base.")}
+        base = self.base.prepare(batch.without_tokens("old_logprobs") if hidden else batch, of_base)
         base_state = {f"base.{k}": v for k, v in base.state.items()}
         if all(update.model != "actor" for update in base.updates):
             return Prepared(base.updates, state | base_state, base.metrics | {"pipo/mu": mu})
@@ -127,7 +119,7 @@ class PIPO(Plugin):
         if len(state["mu"]) < self.options.window:
             return None, {"pipo/mu": mu}
         xi, (mean, std) = improvement(mu, state["mu"], self.options.xi_max), anchor(state["mu"])
-        phi = rectified(xi, self.options.rectification)
+        phi = xi if xi >= 0 else self.options.rectification * xi
         update = None if previous is None else self._verification(previous, phi)
         metrics = {
             "pipo/mu": mu,

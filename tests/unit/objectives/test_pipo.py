@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rft.objectives.base import Prepared, State, Update, counts
 from megatron_rft.objectives.grpo import GRPO
-from megatron_rft.objectives.plugins.pipo import improvement, rectified
+from megatron_rft.objectives.plugins.pipo import improvement
 from megatron_rft.objectives.ppo import PPO
 from megatron_rft.objectives.sdpo import SDPO
 from megatron_rft.records import Batch
@@ -75,10 +75,6 @@ def test_feedback_is_finite_bounded_and_has_the_sign_of_the_change(values, mu):
     assert -10 <= xi <= 10
     if abs(mu - sum(values) / len(values)) > 1e-9 and max(values) - min(values) > 1e-9:
         assert (xi > 0) == (mu > sum(values) / len(values))
-
-
-def test_rectification():
-    assert (rectified(2.0, 0.1), rectified(0.0, 0.1), rectified(-2.0, 0.1)) == (2.0, 0.0, -0.2)
 
 
 def sampled(make_batch, mu: float, seed: int = 0, rewards: tuple = (1.0, 0.0, 1.0, 0.0)) -> Batch:
