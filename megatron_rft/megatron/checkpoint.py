@@ -149,22 +149,19 @@ class Checkpointer:
         try:
             yield
         except (Exception, CheckpointException) as error:
-            full, lost = disk_is_full(error), folder_is_lost(error, self.folder)
-            if not full and not lost:
+            name = self.writing.name.removesuffix(self.partial)
+            if disk_is_full(error):
+                why = f"the disk is full: {name} did not fit into"
+                fix = "Free some space (checkpoint.keep says how many checkpoints stay)"
+            elif lost := folder_is_lost(error, self.folder):
+                why, fix = f"{lost}: {name} could not be written into", "Make it exist and writable (is it mounted?)"
+            else:
                 raise
-            raise self._given_up(full, lost) from error
-
-    def _given_up(self, full: bool, lost: str) -> RunFailed:
-        shutil.rmtree(self.writing, ignore_errors=True)
-        self.failed = True
-        newest = latest(self.folder)
-        left = f"{newest.name} stays the newest" if newest else "no checkpoint is there now"
-        name = self.writing.name.removesuffix(self.partial)
-        why, fix = f"{lost}: {name} could not be written into", "Make it exist and writable (is it mounted?)"
-        if full:
-            why = f"the disk is full: {name} did not fit into"
-            fix = "Free some space (checkpoint.keep says how many checkpoints stay)"
-        return RunFailed(f"{why} {self.folder}; {left}. {fix} and run the same command again")
+            shutil.rmtree(self.writing, ignore_errors=True)
+            self.failed = True
+            newest = latest(self.folder)
+            left = f"{newest.name} stays the newest" if newest else "no checkpoint is there now"
+            raise RunFailed(f"{why} {self.folder}; {left}. {fix} and run the same command again") from error
 
     def close(self) -> None:
         if self.failed:
@@ -223,14 +220,12 @@ class Checkpointer:
                 state = {k.removeprefix(f"{name}."): v for k, v in loaded[f"{name}.{index}"].items()}
                 chunk.load_state_dict(state, strict=actor.lora is None)
             for moments in actor.optimizer.every_moments:
-                optimizer, state = actor.optimizer.megatron, loaded[f"{name}.optimizer.{moments}"]
-                with actor.optimizer.using(moments):
-                    if shards is None:
-                        optimizer.load_state_dict(state)
-                        continue
-                    with optimizer_shards.nothing_gathered(optimizer):
-                        optimizer.load_state_dict(state)
-                    shards.load(f"{name}.{moments}", optimizer, self._chunks(name, actor)[1])
+                optimizer = actor.optimizer.megatron
+                apart = optimizer_shards.nothing_gathered(optimizer) if shards else nullcontext()
+                with actor.optimizer.using(moments), apart:
+                    optimizer.load_state_dict(loaded[f"{name}.optimizer.{moments}"])
+                    if shards:
+                        shards.load(f"{name}.{moments}", optimizer, self._chunks(name, actor)[1])
             actor.optimizer.schedule.load_state_dict(loaded[f"{name}.schedule"])
 
     def _chunks(self, name: str, actor: Actor) -> tuple[dict[str, Any], dict[str, Any]]:
