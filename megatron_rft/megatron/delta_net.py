@@ -25,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_rft.megatron.torch_attention import RMSNorm, buckets
@@ -129,8 +129,7 @@ class DeltaNet(MegatronModule):
 
     def packed(self, mixed: Tensor, beta: Tensor, decay: Tensor, packed) -> Tensor:
         """[T, .] of concatenated sequences -> [T, heads, value], in buckets of similar length."""
-        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        cells, place = buckets(tuple(ends.tolist()), mixed.device)
+        cells, place = buckets(tuple(packed.cu_seqlens_q.tolist()), mixed.device)
         outs = []
         for index in cells:
             rows = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (mixed, beta, decay))
@@ -150,10 +149,8 @@ class DeltaNet(MegatronModule):
         return delta_rule(q, k, v, g, beta.sigmoid())
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """The default, but these parameters are split over tensor-parallel ranks."""
         own = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        entries = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
-        for name in ("in_proj", "out_norm", "out_proj"):
-            child, inner = getattr(self, name), f"{prefix}{name}."
-            entries |= sharded_state_dict_default(child, inner, sharded_offsets, metadata, tp_group=self.tp_group)
-        return entries
+        split = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | split
