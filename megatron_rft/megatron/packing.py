@@ -202,31 +202,27 @@ class _Cells:
     batch: Batch
     groups: Tensor  # [B] sequences with the same number share their prompt
     prompts: Tensor  # [N] first cell of each group's prompt
+    prompt_lens: Tensor  # [N]
     responses: Tensor  # [B] first cell of each response's fed tokens
     total: int
-
-    @property
-    def first(self) -> Tensor:
-        """[N]: the first sequence of each group."""
-        index = torch.arange(len(self.batch))
-        return torch.full_like(self.prompts, len(index)).scatter_reduce(0, self.groups, index, "amin")
 
     def fill(self) -> tuple[Tensor, Tensor]:
         """Return [total] token ids and [total] position ids, 0 in padding."""
         batch, lens = self.batch, fed_lens(self.batch)
         tokens, positions = (torch.zeros(self.total, dtype=torch.long) for _ in range(2))
-        prompt_lens = batch.prompt_lens[self.first]
-        prompt, response = _cells(self.prompts, prompt_lens), _cells(self.responses, lens)
-        tokens[prompt] = take_segments(batch.prompt_ids, batch.prompt_lens, self.first)
+        prompt, response = _cells(self.prompts, self.prompt_lens), _cells(self.responses, lens)
+        index = torch.arange(len(batch))
+        first = torch.full_like(self.prompts, len(batch)).scatter_reduce(0, self.groups, index, "amin")  # of each group
+        tokens[prompt] = take_segments(batch.prompt_ids, batch.prompt_lens, first)
         tokens[response] = batch.response_ids[_cells(batch.response_lens.cumsum(0) - batch.response_lens, lens)]
-        positions[prompt] = _offsets(prompt_lens)
+        positions[prompt] = _offsets(self.prompt_lens)
         positions[response] = _cells(batch.prompt_lens, lens)
         return tokens, positions
 
     def uses(self) -> Tensor:
         """Return [total]: the sequences that have each token, more than one in a shared prompt, 0 in padding."""
-        uses, prompt_lens = torch.zeros(self.total, dtype=torch.long), self.batch.prompt_lens[self.first]
-        uses[_cells(self.prompts, prompt_lens)] = self.groups.bincount().repeat_interleave(prompt_lens)
+        uses = torch.zeros(self.total, dtype=torch.long)
+        uses[_cells(self.prompts, self.prompt_lens)] = self.groups.bincount().repeat_interleave(self.prompt_lens)
         uses[_cells(self.responses, fed_lens(self.batch))] = 1
         return uses
 
@@ -285,7 +281,7 @@ def _place(batch: Batch, groups: Tensor, layout: PackLayout) -> tuple[_Cells, Te
     earlier = (lengths - prompt_lens).cumsum(0) - (lengths - prompt_lens)
     responses = torch.empty_like(lens)
     responses[order] = before + (starts + prompt_lens - earlier)[groups[order]]
-    return _Cells(batch, groups, starts, responses, int(padded.sum())), padded
+    return _Cells(batch, groups, starts, prompt_lens, responses, int(padded.sum())), padded
 
 
 def _variable_length(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> PackedSeqParams:
@@ -306,7 +302,7 @@ def _shared_params(cells: _Cells, position_ids: Tensor, ends_on: torch.device) -
     """`position_ids` [T] are on the device; `ends_on` is where the ends of sequences go."""
     batch, groups = cells.batch, cells.groups
     shared = groups.bincount() > 1
-    ends_of_prompts = cells.prompts + batch.prompt_lens[cells.first]
+    ends_of_prompts = cells.prompts + cells.prompt_lens
     ends = torch.cat([cells.prompts[1:], torch.tensor([cells.total])])
     cuts = [cells.prompts, cells.responses[shared[groups]], torch.tensor([cells.total])]
     spans = torch.stack([cells.prompts, ends_of_prompts, ends], 1)[shared & (ends_of_prompts < ends)]
