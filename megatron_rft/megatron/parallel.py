@@ -42,6 +42,8 @@ OPERATIONS = {
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all",
     "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
 }
 
 
@@ -55,36 +57,26 @@ def count_collectives() -> None:
     """
     for method, operation in OPERATIONS.items():
         setattr(dist.ProcessGroup, method, _counted(getattr(dist.ProcessGroup, method), operation))
-    for method in ("send", "recv"):
-        setattr(dist.ProcessGroup, method, _counted_message(getattr(dist.ProcessGroup, method), method))
     dist.Work.wait = _waiting(dist.Work.wait)
 
 
 def _counted(method: Callable, operation: str) -> Callable:
     @functools.wraps(method)
     def call(group, *args, **kwargs):
-        key = group.group_name
+        key, ends = group.group_name, ()
+        if operation in ("send", "recv"):  # of tensors, the other rank, and a tag
+            ends = (group.rank(), args[1]) if operation == "send" else (args[1], group.rank())
+            key = f"{key}:{ends[0]}>{ends[1]}"
         if not here.knows(key) and (ranks := _ranks(group)):
             label = (group.group_desc or "").removesuffix("_GROUP").lower().replace("undefined", "")
-            here.add_group(key, f"{key} {label}".strip(), shortened(ranks))
+            name = f"{key} {label}".strip()
+            if ends:
+                ranks = [ranks[end] for end in ends]
+                name = f"{group.group_name} from {ranks[0]} to {ranks[1]}"
+            here.add_group(key, name, shortened(ranks))
         if here.knows(key):
             here.collective(key, operation)
         return method(group, *args, **kwargs)
-
-    return call
-
-
-def _counted_message(method: Callable, name: str) -> Callable:
-    @functools.wraps(method)
-    def call(group, tensors, peer, tag):
-        ends = (peer, group.rank()) if name == "recv" else (group.rank(), peer)
-        key = f"{group.group_name}:{ends[0]}>{ends[1]}"
-        if not here.knows(key) and (ranks := _ranks(group)):
-            sender, receiver = (ranks[end] for end in ends)
-            here.add_group(key, f"{group.group_name} from {sender} to {receiver}", f"{sender},{receiver}")
-        if here.knows(key):
-            here.collective(key, name)
-        return method(group, tensors, peer, tag)
 
     return call
 
