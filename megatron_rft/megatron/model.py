@@ -261,9 +261,8 @@ def token_multiple(config: TransformerConfig) -> int:
 def build(hf_config: Any, megatron: Any, precision: str, *, value_head: bool = False) -> list[GPTModel]:
     """Build this rank's model chunks, one per virtual pipeline stage, not wrapped and without weights."""
     config = transformer_config(hf_config, megatron, precision)
-    stages = range(megatron.virtual_pipeline_model_parallel_size or 1)
-    virtual = megatron.virtual_pipeline_model_parallel_size is not None
-    return [_chunk(hf_config, config, stage if virtual else None, value_head) for stage in stages]
+    stages = megatron.virtual_pipeline_model_parallel_size
+    return [_chunk(hf_config, config, stage, value_head) for stage in (range(stages) if stages else (None,))]
 
 
 def _chunk(hf_config: Any, config: TransformerConfig, vp_stage: int | None, value_head: bool) -> GPTModel:

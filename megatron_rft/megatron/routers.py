@@ -65,7 +65,7 @@ class Routers:
         self.choices = [RouterChoice(router) for router in self.routers]
         for router, choice in zip(self.routers, self.choices, strict=True):
             router.router_replay = choice
-        self.store, self.active = None, True
+        self.store = None
         self.total = 0  # loads since the last `take`, [layers of this rank, experts]
 
     def replay(self, store: Any) -> None:
@@ -79,11 +79,11 @@ class Routers:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """In this context no routes are replayed."""
-        before, self.active = self.active, False
+        before, self.store = self.store, None
         try:
             yield
         finally:
-            self.active = before
+            self.store = before
 
     def start(self, forward_only: bool) -> None:
         """Drop what an interrupted pass has left and, before a gradient is computed, the loads of the last one."""
@@ -125,7 +125,7 @@ class Routers:
         """Return the routes of this rank's sequences, by position in the batch: [fed tokens, layers of this rank,
         experts per token]. `shares`: [data-parallel rank][micro-batch] -> positions. Each rank that has routes sends
         the layers that the others compute. Collective."""
-        if not self.active or self.store is None or "route" not in batch.sequences:
+        if self.store is None or "route" not in batch.sequences:
             return {}
         keys, tokens = batch.sequences["route"].tolist(), (batch.prompt_lens + fed_lens(batch)).tolist()
         owners, rank = self._owners(batch, keys), dist.get_rank()

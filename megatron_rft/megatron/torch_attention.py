@@ -260,8 +260,7 @@ class TorchAttention(MegatronModule):
         if isinstance(packed_seq_params, SharedPrompts):
             return self.attend_shared(query, key, value, packed_seq_params)
         if packed_seq_params is not None:
-            ends = packed_seq_params.cu_seqlens_q_padded
-            ends = tuple((packed_seq_params.cu_seqlens_q if ends is None else ends).tolist())
+            ends = tuple(packed_seq_params.cu_seqlens_q.tolist())
             if self.cp_group.size() == 1:
                 return self.attend_packed(query, key, value, ends)
             return self.attend_over_context(*(x[:, None] for x in (query, key, value)), ends)[:, 0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.moe import moe_utils, router
+from megatron.core.transformer.moe import router
 from torch import Tensor
 
 from megatron_rft.megatron import parallel, seams
@@ -154,4 +154,3 @@ def _balanced_routing(mode: FakeDevice) -> None:
     # megatron-core makes the router's weight on the host, and `.data =` of a host tensor to a device's fails on shapes
     router.torch = types.ModuleType("torch")
     router.torch.__dict__.update(vars(torch), empty=empty)
-    vars(moe_utils).setdefault("te_general_gemm", None)  # megatron-core 0.16.1 without TE: else a NameError, GPU or not
