@@ -253,7 +253,7 @@ def second(update: Update, batch: Batch, frozen: list[torch.Tensor], teacher: Te
     if update.second is None:
         return None
     if update.second.weights == "distil":
-        return teacher.second(batch, update.second.mixture)
+        return teacher.second(batch, update.second)
     return Second(
         batch.in_context() if update.second.in_context else batch,
         None if update.second.weights == "actor" else frozen,
