@@ -60,7 +60,7 @@ def rehearsed(worker: Worker, path: Path, layers: int) -> dict[str, float]:
         words = ["rehearse", str(path), f"model.path={folder}", "--gpus", str(GPUS * nodes_of(path))]
         stages = load(path).megatron.pipeline_model_parallel_size
         rehearsal = Rehearsal(parse([*words, "--micro-batches", str(stages), "--training-only"]))
-        (stage,) = rehearsal.of_stages([0], worker)
+        stage = rehearsal.stage(0, worker)
     peaks = {phase: stage.found["peaks"][phase]["total"] for phase in UPDATES if phase in stage.found["peaks"]}
     largest = max(stage.found["largest"][phase] for phase in peaks)
     return peaks | {PLAN: planned(rehearsal.recipe, rehearsal.sizes, rehearsal.layout, largest)}

@@ -27,7 +27,7 @@ KEYS = ("kl", "max", "share")
 
 def run(recipe: Recipe, args: argparse.Namespace) -> int:
     """Returns the exit status: FAILED if there is a bug."""
-    world, node = launcher.check_environment(args.nproc)
+    world, per_node, node = launcher.check_environment(args.nproc)
     if recipe.trainer != "rl":
         raise ConfigError(f"trainer: {recipe.trainer} compares no engine with the trainer: diagnose takes trainer rl")
     if recipe.rollout.servers:
@@ -42,7 +42,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         return work(str(folder), lambda: measure(args))
     check_user_code(recipe)
     fetch_models(recipe.model, None)
-    print(check(recipe, world, launcher.ranks_per_node(world, node), starts=True), flush=True)
+    print(check(recipe, world, per_node, starts=True), flush=True)
     make_folder(str(folder))
     command = [sys.executable, "-m", "megatron_rft", "diagnose", args.recipe, *args.overrides[:-1]]
     command += ["--prompts", str(args.prompts), *(["--run", str(args.run)] if args.run else [])]

@@ -85,13 +85,6 @@ def devices() -> tuple[str, bool]:
     return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}", True
 
 
-def sandbox() -> str:
-    """Return the container for the programs that reward.kind=code runs."""
-    from megatron_rft.rewards.code import container
-
-    return container()
-
-
 def cuda_problem() -> str | None:
     """Return why torch has no GPU, or None if it has one."""
     import torch
@@ -167,7 +160,10 @@ def nemo_run_problem(root: Path = ROOT) -> str | None:
 
 
 def checks(cuda: bool) -> dict[str, str]:
-    """Return for each optional package whether it is usable, or the problem and the fix."""
+    """Return for each optional package whether it is usable, or the problem and the fix; and the container of
+    programs that reward.kind=code runs."""
+    from megatron_rft.rewards.code import container
+
     usable = "usable"
     return {
         "CUDA": cuda_problem() or usable,
@@ -179,7 +175,7 @@ def checks(cuda: bool) -> dict[str, str]:
         "TensorBoard": tracker_problem("tensorboard") or usable,
         **({"cuDNN": cudnn()} if cuda else {}),
         "apex": apex(),
-        "sandbox": sandbox(),
+        "sandbox": container(),
     }
 
 

@@ -28,17 +28,13 @@ def run(_given: object, args: argparse.Namespace) -> int:
     guard.library()  # reports a missing library before any process starts
     print(rehearsal, flush=True)
     with Worker() as worker:
-        stages = rehearsal.of_stages(distinct_stages(rehearsal.layout.pp), worker)
+        last = rehearsal.layout.pp - 1
+        stages = [rehearsal.stage(n, worker) for n in sorted({0, min(1, last), last})]  # other middle ones equal the 1
     print("\n".join([*report.lines(stages, rehearsal.engine_bytes), *rehearsal.generation_lines()]))
     if args.json:
         args.json.write_text(json.dumps([asdict(stage) for stage in stages]))
     print(rehearsal.check_fits(stages))
     return FINISHED
-
-
-def distinct_stages(count: int) -> list[int]:
-    """The first pipeline stage, one in the middle and the last; the other middle stages equal the one."""
-    return sorted({0, min(1, count - 1), count - 1})
 
 
 class Worker:
@@ -64,15 +60,13 @@ class Worker:
         """
         self.errors.seek(0)
         self.errors.truncate()
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "counts.json")
-            with suppress(BrokenPipeError):  # it has ended: its stdout has, too
-                print(json.dumps(question | {"out": str(out)}), file=self.process.stdin, flush=True)
-            if not any(line.strip() == str(out) for line in self.process.stdout) or not out.is_file():
-                self.errors.seek(0)  # the processes share one position
-                reason = self.errors.read().strip()[-3000:]
-                raise RunFailed(f"rank {question['rank']} of {question['world']} failed in its rehearsal:\n{reason}")
-            counts = json.loads(out.read_text())
+        with suppress(BrokenPipeError):  # it has ended: its stdout has, too
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+        if not (line := self.process.stdout.readline().strip()):
+            self.errors.seek(0)  # the processes share one position
+            reason = self.errors.read().strip()[-3000:]
+            raise RunFailed(f"rank {question['rank']} of {question['world']} failed in its rehearsal:\n{reason}")
+        counts = json.loads(line)
         if "error" in counts:
             raise UserError(counts["error"])
         return counts
@@ -113,11 +107,9 @@ class Rehearsal:
             )
         return folder
 
-    def of_stages(self, numbers: list[int], worker: "Worker") -> list[Stage]:
-        """Rehearse the first rank of each given pipeline stage."""
-        return [self._stage(number, number * (self.layout.world // self.layout.pp), worker) for number in numbers]
-
-    def _stage(self, number: int, rank: int, worker: "Worker") -> Stage:
+    def stage(self, number: int, worker: Worker) -> Stage:
+        """Rehearse the first rank of a pipeline stage."""
+        rank = number * (self.layout.world // self.layout.pp)
         found = worker.rehearse(self._question(rank, self._micro_batches(number)))
         stage = Stage(number, self.layout.pp, self.layout.vpp or 1, rank, found)
         took = f"{found['seconds']:.0f} s, {found['rss'] / GIB:.1f} GiB of this machine's memory"

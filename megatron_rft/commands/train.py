@@ -19,7 +19,6 @@ from megatron_rft.config.rewards import OwnOptions
 from megatron_rft.environments.worker import maker
 from megatron_rft.launching import ranks as launcher
 from megatron_rft.launching.job import Job
-from megatron_rft.launching.slurm import Node
 from megatron_rft.plan import check, check_store_is_there, check_writable, make_folder
 from megatron_rft.plan.search import Search
 from megatron_rft.utils import run_lock
@@ -34,21 +33,22 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
     command = "generate" if recipe.trainer == "generate" else "train"
     if args.command not in (command, "plan"):
         raise UserError(f"{args.recipe} is a recipe of trainer {recipe.trainer}: run it with `megatron-rft {command}`")
-    world_size, node = launcher.check_environment(args.nproc)
-    ranks = world_size, launcher.ranks_per_node(world_size, node)
+    world_size, per_node, node = launcher.check_environment(args.nproc)
     searching = getattr(args, "search", False)  # if so, the recipe's own layout need not fit
     starts = args.command != "plan"
-    plan = check(recipe, *ranks, gpu_gib=getattr(args, "gpu_gib", None), must_fit=not searching, starts=starts)
+    gpu_gib = getattr(args, "gpu_gib", None)
+    plan = check(recipe, world_size, per_node, gpu_gib=gpu_gib, must_fit=not searching, starts=starts)
     is_rank = "RANK" in os.environ
     started_elsewhere = is_rank and launcher.PARENT not in os.environ
+    leads = os.environ["RANK"] == "0" if started_elsewhere else not is_rank and node.index == 0
     if started_elsewhere and recipe.faults.hang_s is not None:
         raise ConfigError("faults.hang_s: RANK is set, so no launcher of ours watches the ranks: leave it out")
     check_user_code(recipe)
     if not args.dry_run and not is_rank:
         check_store_is_there(recipe)  # before a model is downloaded
         if fetch_models(recipe.model, recipe.critic):
-            plan = check(recipe, *ranks, starts=True)  # again, with the model's configuration
-    if started_elsewhere and os.environ["RANK"] == "0" or not is_rank and node.index == 0:
+            plan = check(recipe, world_size, per_node, starts=True)  # again, with the model's configuration
+    if leads:
         print(plan, flush=True)
     if searching:
         print("\n".join(Search(recipe, plan.layout, args.gpu_gib, args.device).table()), flush=True)
@@ -57,7 +57,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         return FINISHED
     os.umask(os.umask(0o077) | HIDDEN[recipe.run.access])  # the user's own may hide more
     make_folder(recipe.run.output_dir)
-    with lock(Path(recipe.run.output_dir), node, is_rank, started_elsewhere):
+    with lock(Path(recipe.run.output_dir), leads, is_rank):
         watched = args.nproc or args.job or recipe.faults.hang_s is not None  # by a launcher, also if there is one rank
         if (world_size > 1 or watched) and not is_rank:
             command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
@@ -75,9 +75,9 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         return work(recipe.run.output_dir, start)
 
 
-def lock(folder: Path, node: Node, is_rank: bool, started_elsewhere: bool) -> contextlib.AbstractContextManager:
-    """The lock of the run's folder, which one process of the run holds."""
-    if os.environ.get("RANK") == "0" if started_elsewhere else not is_rank and node.index == 0:
+def lock(folder: Path, leads: bool, is_rank: bool) -> contextlib.AbstractContextManager:
+    """The lock of the run's folder, which the process of the run that `leads` holds."""
+    if leads:
         return run_lock.held(folder)
     if not is_rank:
         run_lock.refuse_others(folder, same_job=True)

@@ -87,21 +87,20 @@ class Pauses:
 class Watch:
     """Watches the ranks of this node. `look` is called often and does its work once a second."""
 
-    def __init__(self, folder: Path, node: Node, faults: Faults, clock: Callable[[], float] = time.monotonic):
-        self.folder, self.node, self.pauses, self.clock = folder, node, Pauses(faults), clock
-        self.host = host_name()
-        self.temporary: Path | None = None  # the folder of the ranks' pipes for NCCL's flight recorder
+    def __init__(
+        self, folder: Path, temporary: Path, node: Node, faults: Faults, clock: Callable[[], float] = time.monotonic
+    ):
+        """`temporary`: the folder of the ranks' pipes for NCCL's flight recorder."""
+        self.folder, self.temporary, self.node, self.pauses = folder, temporary, node, Pauses(faults)
+        self.clock, self.host = clock, host_name()
         self._since: dict[int, float] = {}  # rank -> when it was last seen to move
         self._positions: dict[int, Position] = {}
         self._looked = self._written = -1e9
         self._still = False  # whether all ranks of this node stand still
         self.hung: Diagnosis | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """Remove what an earlier start has left, so that no other node takes it for this one's."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in [self._node_file(self.node.index), *stack_folder(self.folder).glob("*")]:
+        folder.mkdir(parents=True, exist_ok=True)
+        # What an earlier start has left: other nodes would take it for this one's.
+        for path in [self._node_file(node.index), *stack_folder(folder).glob("*")]:
             path.unlink(missing_ok=True)
 
     def look(self, numbers: list[int]) -> Diagnosis | None:
@@ -182,7 +181,7 @@ class Watch:
                     asked.append(folder / (f"rank_{rank}.stack" if pid == position.pid else f"engine_{pid}.stack"))
         asked = [path for path in asked if path.exists()]
         for rank in self._positions:
-            if self.temporary and ask(flight_pipe(self.temporary, rank)):
+            if ask(flight_pipe(self.temporary, rank)):
                 asked.append(folder / f"flight_{rank}")
         wait_until_written(asked)
 

@@ -110,14 +110,13 @@ def launch(
     if nproc > (cores := len(os.sched_getaffinity(0))):
         print(f"warning: {nproc} ranks share {cores} processor cores: --nproc {cores} is faster", file=sys.stderr)
     ranks: list[Rank] = []
-    watch = Watch(ranks_folder(output_dir), node, faults or Faults())
     with _forward_signals(ranks) as forwarded, reserved_port() as free, temporary_folder() as temporary:
+        watch = Watch(ranks_folder(output_dir), temporary, node, faults or Faults())
         try:
             if job is not None:
                 job.begin()
             environment = _environment(nproc, node, node.port or free.getsockname()[1], temporary)
             environment |= flight_recorder(watch.folder, temporary)
-            watch.temporary = temporary
             for local in range(nproc):
                 number = node.index * nproc + local
                 for file in (ranks_folder(output_dir) / f"rank_{number}.json", position_file(watch.folder, number)):
@@ -280,8 +279,9 @@ def _conclude(ranks: list[Rank], stopped: list[int], output_dir: str, elsewhere:
     return USER_ERROR if wrong else FAILED
 
 
-def check_environment(nproc: int | None) -> tuple[int, Node]:
-    """Return the number of ranks of the run, and this node among those whose launchers start `nproc` ranks each.
+def check_environment(nproc: int | None) -> tuple[int, int, Node]:
+    """Return the numbers of ranks of the run and on this node, and this node among those whose launchers start `nproc`
+    ranks each.
 
     The ranks may exist already: started by another launcher, or as the tasks of a Slurm step (if nproc is not given).
     """
@@ -293,15 +293,8 @@ def check_environment(nproc: int | None) -> tuple[int, Node]:
     if "RANK" not in os.environ:
         node, nproc = slurm.this_node(), nproc or 1
         slurm.check_ranks_per_node(nproc)
-        return nproc * node.count, node
+        return nproc * node.count, nproc, node
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if nproc not in (None, world) and PARENT not in os.environ:
         raise ConfigError(f"--nproc {nproc}: a launcher has started {world} ranks already: leave it out")
-    return world, Node()
-
-
-def ranks_per_node(world_size: int, node: Node) -> int:
-    """Return the number of ranks on this node. A launcher that does not set LOCAL_WORLD_SIZE runs on one node."""
-    if "RANK" in os.environ:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return world_size // node.count
+    return world, int(os.environ.get("LOCAL_WORLD_SIZE", world)), Node()  # a launcher without it runs on one node

@@ -29,29 +29,32 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def this_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """Return this node of the step. MASTER_ADDR and MASTER_PORT take precedence over the host names that Slurm
-    gives."""
+    """Return this node of the step."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1")) if in_step(environment) else 1
     if nodes == 1:
         return Node()
-    address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
-    return Node(
-        int(environment["SLURM_NODEID"]), nodes, address, int(environment.get("MASTER_PORT") or port(environment))
-    )
+    return Node(int(environment["SLURM_NODEID"]), nodes, *main_rank(environment))
 
 
 def rank_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that torch.distributed reads if the step's tasks are the ranks; otherwise nothing."""
     if not in_step(environment) or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return {}
+    address, main_port = main_rank(environment)
     return {
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(tasks_of(int(environment["SLURM_NODEID"]), environment["SLURM_STEP_TASKS_PER_NODE"])),
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(port(environment)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(main_port),
     }
+
+
+def main_rank(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the address and the port of rank 0: those that the user has set, else from what Slurm says."""
+    address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
+    return address, int(environment.get("MASTER_PORT") or port(environment))
 
 
 def clear_hook_variables(environment: MutableMapping[str, str] = os.environ) -> None:

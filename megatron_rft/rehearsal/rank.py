@@ -3,7 +3,7 @@
 python -m megatron_rft.rehearsal.rank
 
 Each line of stdin is a `RankQuestion` as JSON. The process imports the packages once and forks for each question. The
-fork writes the counts into the question's file `out`; then the process prints that name.
+fork writes the counts as a line of JSON to stdout; the line is empty if it fails. What libraries print goes to stderr.
 """
 
 import importlib
@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 from megatron_rft.config import load
@@ -44,54 +43,53 @@ class RankQuestion:
     training_only: bool = False  # loading and the updates
     rank: int = 0
     micro_batches: int = 2
-    out: str = ""
 
 
 def main() -> None:
     prepared = None
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
     for line in sys.stdin:
         question = RankQuestion(**json.loads(line))
-        prepared = prepared or PreparedProcess(question)
+        prepared = prepared or prepare(question)
         child = os.fork()
         if child == 0:
-            found = prepared.answer(question)
-            Path(question.out).write_text(json.dumps(found))
-            sys.exit()
-        os.waitpid(child, 0)
-        print(question.out, flush=True)
+            print(json.dumps(answer(question, *prepared)), file=answers)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            print(file=answers)
 
 
-class PreparedProcess:
-    """The state of a process that pretends to have the question's GPUs and has imported everything."""
+def prepare(question: RankQuestion) -> tuple[Ledger, Any]:
+    """Let this process pretend to have the question's GPUs, and import everything, once for all ranks. Returns the
+    ledger and the device mode."""
+    ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
+    guard.load()
+    from megatron_rft.rehearsal import cuda
+    from megatron_rft.rehearsal.device import FakeDevice
 
-    def __init__(self, question: RankQuestion):
-        self.ledger = Ledger(device(question.device), Efficiency(**question.efficiency), question.node)
-        guard.load()
-        from megatron_rft.rehearsal import cuda
-        from megatron_rft.rehearsal.device import FakeDevice
+    mode = FakeDevice(ledger)  # before the patches: it imports torch's compiler, which lists functions
+    cuda.install(ledger)
+    for module in ("rehearsal.patches", "training.online"):
+        importlib.import_module(f"megatron_rft.{module}")
+    return ledger, mode
 
-        self.mode = FakeDevice(self.ledger)  # before the patches: it imports torch's compiler, which lists functions
-        cuda.install(self.ledger)
-        from megatron_rft.rehearsal import patches
 
-        self.install = patches.install
-        importlib.import_module("megatron_rft.training.online")  # once for all ranks
+def answer(question: RankQuestion, ledger: Ledger, mode: Any) -> dict[str, Any]:
+    """Return the counts of a rank, or its error. Call it once in a process: it patches torch for good."""
+    from megatron_rft.rehearsal import patches
 
-    def answer(self, question: RankQuestion) -> dict[str, Any]:
-        """Return the counts of a rank (see `answer`), or its error. Call it once in a process: it patches torch for
-        good."""
-        assert device(question.device) == self.ledger.device, question.device
-        began = time.time()
-        try:
-            step = Step(question, self.ledger, self.mode)
-            step.join()
-            self.install(self.ledger, self.mode, question.training_only)
-            with self.mode:
-                times = step.run()
-        except UserError as error:
-            return {"error": str(error)}
-        found = answer(self.ledger, times)
-        return found | {"seconds": time.time() - began, "rss": resource.getrusage(0).ru_maxrss << 10}
+    assert device(question.device) == ledger.device, question.device
+    began = time.time()
+    try:
+        step = Step(question, ledger, mode)
+        step.join()
+        patches.install(ledger, mode, question.training_only)
+        with mode:
+            times = step.run()
+    except UserError as error:
+        return {"error": str(error)}
+    return counts(ledger, times) | {"seconds": time.time() - began, "rss": resource.getrusage(0).ru_maxrss << 10}
 
 
 class Step:
@@ -311,8 +309,7 @@ def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:
     return {update.name: update for update in prepared.updates}
 
 
-def answer(ledger: Ledger, times: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """Return the counts as JSON."""
+def counts(ledger: Ledger, times: dict[str, tuple[float, float]]) -> dict[str, Any]:
     return {
         "device": asdict(ledger.device),
         "times": times,

@@ -113,20 +113,16 @@ def check_shards(models: dict[str, Actor]) -> None:
 
 
 def check_written_once(shards: list[tuple[int, ShardedTensor]]) -> None:
-    """megatron-core's check of one tensor: `shards` has (rank, shard) of this stage.
+    """megatron-core's check of one tensor: `shards` has (rank, shard) of this stage. The layers, which are the first
+    axis of a layer's tensors, are numbered within it.
 
     Raises:
         CheckpointingException: no rank writes a shard, or several ranks do.
     """
-    _validate_sharding_for_key(_of_this_stage(shards))
-
-
-def _of_this_stage(shards: list[tuple[int, ShardedTensor]]) -> list[tuple[int, ShardedTensor]]:
-    """Number the layers, which are the first axis of a layer's tensors, within this stage."""
-    if not shards[0][1].prepend_axis_num:
-        return shards
-    layers = sorted({shard.global_offset[0] for _, shard in shards})
-    return [(rank, _at_layer(shard, layers.index(shard.global_offset[0]), len(layers))) for rank, shard in shards]
+    if shards[0][1].prepend_axis_num:
+        layers = sorted({shard.global_offset[0] for _, shard in shards})
+        shards = [(rank, _at_layer(shard, layers.index(shard.global_offset[0]), len(layers))) for rank, shard in shards]
+    _validate_sharding_for_key(shards)
 
 
 def _at_layer(shard: ShardedTensor, number: int, layers: int) -> ShardedTensor:

@@ -16,4 +16,4 @@ def write(folders: list[Path], out: Path) -> list[Path]:
     """
     runs, notices = read_all(folders)
     groups = grouped(runs)
-    return page.write(groups, notices, out) + pictures.write(groups, out)
+    return [page.write(groups, notices, out), *pictures.write(groups, out)]

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,23 +137,15 @@ def differing(groups: list[RunGroup]) -> list[tuple[str, list[Any]]]:
 
 
 def names(groups: list[list[RecordedRun]]) -> list[str]:
-    """Return names that differ between groups: the methods, the runs' names, their folders, or the paths of these."""
-    for name in (_method, _run_name, _folder_name, _path(groups)):
+    """Return names that differ between groups: the methods, the runs' names, their folders, or the parts of the first
+    folders' paths that the others do not share."""
+    for name in (_method, _run_name, _folder_name):
         named = [name(group) for group in groups]
         if (len(groups) > 1 or name is not _method) and len(set(named)) == len(named) and all(named):
             return named
-    named = [_folder_name(group) or _method(group) for group in groups]
-    seen: Counter[str] = Counter()
-    for i, name in enumerate(named):
-        seen[name] += 1
-        named[i] = f"{name} ({seen[name]})" if named.count(name) > 1 or seen[name] > 1 else name
-    return named
-
-
-def _path(groups: list[list[RecordedRun]]) -> Callable[[list[RecordedRun]], str]:
-    """Return a function that names a group by the part of its first folder's path that the others do not share."""
-    shared = os.path.commonpath([group[0].folder.resolve().parent for group in groups])
-    return lambda group: os.path.relpath(group[0].folder.resolve(), shared)
+    folders = [group[0].folder.resolve() for group in groups]
+    shared = os.path.commonpath([folder.parent for folder in folders])
+    return [os.path.relpath(folder, shared) for folder in folders]
 
 
 def _method(group: list[RecordedRun]) -> str:

@@ -26,14 +26,14 @@ content="default-src 'none'; script-src 'unsafe-inline'"><title>megatron-rft</ti
 MOST_LINES = 24  # recorded steps with samples on the page, over all runs
 
 
-def write(groups: list[RunGroup], notices: list[str], out: Path) -> list[Path]:
+def write(groups: list[RunGroup], notices: list[str], out: Path) -> Path:
     path = Path(out) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(html(groups, notices), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {path} cannot be written: {error.strerror}") from None
-    return [path]
+    return path
 
 
 def html(groups: list[RunGroup], notices: list[str]) -> str:
@@ -109,7 +109,7 @@ def samples(groups: list[RunGroup]) -> list[dict[str, Any]]:
     return [
         {
             "run": group.name + (f", seed {run.seed}" if len(group.runs) > 1 else ""),
-            "steps": [{"step": line["step"], "samples": line["samples"]} for line in evenly(run.samples, per_run)],
+            "steps": evenly(run.samples, per_run),
         }
         for group, run in runs
     ]

@@ -6,7 +6,6 @@ every few seconds whether a run has written something, and loads itself again.
 
 import hmac
 import secrets
-from collections.abc import Callable
 from functools import partial
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,32 +30,31 @@ setInterval(async () => {
 """
 
 
-class LiveReport:
-    """What is served, read anew for each request."""
+def version(folders: list[Path]) -> str:
+    """Changes when a run has written something that the page shows."""
+    files = [folder / name for folder in folders for name in (METRICS_FILE, NOTES_FILE)]
+    return " ".join(str(path.stat().st_size if path.is_file() else 0) for path in files)
 
-    def __init__(self, folders: list[Path]):
-        self.folders = folders
 
-    def version(self) -> str:
-        """Changes when a run has written something that the page shows."""
-        files = [folder / name for folder in self.folders for name in (METRICS_FILE, NOTES_FILE)]
-        return " ".join(str(path.stat().st_size if path.is_file() else 0) for path in files)
+def html(folders: list[Path]) -> str:
+    """The page, from files that are read anew for each request."""
+    before = version(folders)  # what is written while the runs are read makes the page load itself again
+    try:
+        told = [line for folder in folders for line in status.lines(folder)]
+        runs, notices = read_all(folders)
+        text = page.html(grouped(runs), ["\n".join(told), *notices])
+    except UserError as error:  # no step has finished yet
+        text = page.EMPTY.format(escape(str(error)))
+    text = text.replace("default-src 'none'", "default-src 'none'; connect-src 'self'", 1)
+    return text.replace("</body>", f"<script>{FOLLOW % (before, EVERY_MS)}</script></body>", 1)
 
-    def html(self) -> str:
-        version = self.version()  # before the runs are read: what is written meanwhile makes the page load itself again
-        try:
-            told = [line for folder in self.folders for line in status.lines(folder)]
-            runs, notices = read_all(self.folders)
-            text = page.html(grouped(runs), ["\n".join(told), *notices])
-        except UserError as error:  # no step has finished yet
-            text = page.EMPTY.format(escape(str(error)))
-        text = text.replace("default-src 'none'", "default-src 'none'; connect-src 'self'", 1)
-        return text.replace("</body>", f"<script>{FOLLOW % (version, EVERY_MS)}</script></body>", 1)
+
+PAGES = {"/": ("text/html; charset=utf-8", html), "/version": ("text/plain", version)}
 
 
 class Handler(BaseHTTPRequestHandler):
-    def __init__(self, report: LiveReport, token: str, *arguments, **named):
-        self.report, self.token = report, token
+    def __init__(self, folders: list[Path], token: str, *arguments, **named):
+        self.folders, self.token = folders, token
         super().__init__(*arguments, **named)
 
     def do_GET(self) -> None:
@@ -65,14 +63,10 @@ class Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "").rpartition(":")[0]
         if host not in (ADDRESS, "localhost") or not hmac.compare_digest(given.encode(), self.token.encode()):
             return self._answer(403, "text/plain", "the address and the token of the URL that was printed, please\n")
-        pages: dict[str, tuple[str, Callable[[], str]]] = {
-            "/": ("text/html; charset=utf-8", self.report.html),
-            "/version": ("text/plain", self.report.version),
-        }
-        if place.path not in pages:
+        if place.path not in PAGES:
             return self._answer(404, "text/plain", "there is only the report\n")
-        kind, make = pages[place.path]
-        self._answer(200, kind, make())
+        kind, make = PAGES[place.path]
+        self._answer(200, kind, make(self.folders))
 
     def _answer(self, status: int, kind: str, text: str) -> None:
         content = text.encode()
@@ -96,7 +90,7 @@ def start(folders: list[Path], port: int = 0) -> tuple[ThreadingHTTPServer, str]
     """
     token = secrets.token_urlsafe(24)
     try:
-        server = ThreadingHTTPServer((ADDRESS, port), partial(Handler, LiveReport(folders), token))
+        server = ThreadingHTTPServer((ADDRESS, port), partial(Handler, folders, token))
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from None
     server.daemon_threads = True

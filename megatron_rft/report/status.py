@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rft.report.runs import METRICS_FILE, RECIPE, RecordedRun, read
 from megatron_rft.tracking.metrics import NOTES_FILE
-from megatron_rft.tracking.progress import accuracy, clock_time, phase_seconds, shown, slow_rank
+from megatron_rft.tracking.progress import PACE_STEPS, accuracy, clock_time, phase_seconds, shown, slow_rank
 from megatron_rft.utils import run_lock
 from megatron_rft.utils.checkpoint_files import complete
 from megatron_rft.utils.errors import UserError
@@ -15,7 +15,6 @@ from megatron_rft.utils.files import read_json_lines
 from megatron_rft.utils.position import read_nodes
 
 FRESH_S = 30.0  # a node whose launcher has not written for longer does not run, or its clock is off
-PACE_STEPS = 20
 NOTES_SHOWN = 8
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rft.config.sections import Tracking
+from megatron_rft.tracking.loggers import PrometheusLogger, TensorBoardLogger, WandbLogger
 from megatron_rft.tracking.metrics import (
     EXPERTS_FILE,
     METRICS_FILE,
@@ -115,16 +116,10 @@ def optional_loggers(
 ) -> list[Logger]:
     loggers: list[Logger] = []
     if config.wandb is not None:
-        from megatron_rft.tracking.loggers import WandbLogger
-
         given = {key: value for key, value in config.wandb.model_dump().items() if value is not None}
         loggers.append(WandbLogger(output_dir, {"name": name} | given, resolved))
     if config.tensorboard:
-        from megatron_rft.tracking.loggers import TensorBoardLogger
-
         loggers.append(TensorBoardLogger(output_dir, resume_step))
     if config.prometheus is not None:
-        from megatron_rft.tracking.loggers import PrometheusLogger
-
         loggers.append(PrometheusLogger(Path(config.prometheus), name))
     return loggers

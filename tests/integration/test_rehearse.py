@@ -394,5 +394,4 @@ def one_stage(worker, folder, recipe, model, gpus, options, number):
     """The stage as in --json. `folder` gets the model's config.json."""
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     words = ["rehearse", str(EXAMPLES / recipe), f"model.path={folder}", *options, "--gpus", str(gpus)]
-    (stage,) = Rehearsal(parse(words)).of_stages([number], worker)
-    return asdict(stage)
+    return asdict(Rehearsal(parse(words)).stage(number, worker))

@@ -44,7 +44,7 @@ class Ranks:
 
     def __init__(self, folder, index, count):
         self.now, self.here, self.index = 0.0, Here(), index
-        self.watch = Watch(folder, Node(index, count), Faults(hang_s=30.0), clock=lambda: self.now)
+        self.watch = Watch(folder, folder.parent, Node(index, count), Faults(hang_s=30.0), clock=lambda: self.now)
         self.here.open(position_file(folder, index))
         self.here.begin_step(1), self.here.enter("training")
 
@@ -84,7 +84,6 @@ def test_nccl_is_asked_for_its_last_collectives(tmp_path, monkeypatch):
     """As torch does it: a rank makes a pipe, and writes its file when somebody writes to the pipe."""
     monkeypatch.setattr("megatron_rft.launching.hangs.catches", lambda pid, number: False)
     ranks = Ranks(tmp_path / "launch", 0, 1)
-    ranks.watch.temporary = tmp_path
     environment = flight_recorder(ranks.watch.folder, tmp_path)
     pipe = flight_pipe(tmp_path, 0)
     assert environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe" == str(pipe)

@@ -77,14 +77,14 @@ def test_tasks_of_a_node():
 
 class TestEnvironment:
     def test_launchers_of_several_nodes(self, in_step):
-        assert launcher.check_environment(4) == (8, slurm.this_node(STEP))
+        assert launcher.check_environment(4) == (8, 4, slurm.this_node(STEP))
 
     def test_launchers_in_containers_whose_hook_calls_every_task_a_rank(self, in_step, monkeypatch):
         """enroot's 50-slurm-pytorch.sh sets a rank for every task; torchrun's ranks, which have other numbers, are
         kept."""
         for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
-        assert launcher.check_environment(4) == (8, slurm.this_node(STEP))
+        assert launcher.check_environment(4) == (8, 4, slurm.this_node(STEP))
         assert "RANK" not in os.environ
         for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
@@ -92,15 +92,16 @@ class TestEnvironment:
             launcher.check_environment(4)
 
     def test_tasks_that_are_the_ranks(self, in_step):
-        assert launcher.check_environment(None) == (2, Node())
+        assert launcher.check_environment(None) == (2, 1, Node())
         assert os.environ["RANK"] == "1" and os.environ["MASTER_ADDR"] == "gpu07"
         assert os.environ["LOCAL_WORLD_SIZE"] == "1"
 
     @pytest.mark.parametrize("nproc, tasks, ranks", [(4, "1(x2)", 4), (None, "1(x2)", 1), (None, "2,3", 3)])
     def test_ranks_of_this_node(self, in_step, monkeypatch, nproc, tasks, ranks):
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-        assert launcher.ranks_per_node(*launcher.check_environment(nproc)) == ranks
+        assert launcher.check_environment(nproc)[1] == ranks
 
     def test_a_launcher_that_does_not_say_has_one_node(self, in_step, monkeypatch):
         monkeypatch.setenv("RANK", "0")
-        assert launcher.ranks_per_node(8, Node()) == 8
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        assert launcher.check_environment(None) == (8, 8, Node())

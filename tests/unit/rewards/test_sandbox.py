@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rft.commands import doctor
 from megatron_rft.config.rewards import CodeOptions
+from megatron_rft.rewards.code import container
 from megatron_rft.rewards.registry import build
 from megatron_rft.rewards.sandbox import launch, pool, runner
 from megatron_rft.rewards.sandbox.launch import SandboxError
@@ -155,7 +155,7 @@ def test_without_a_container_a_flag_is_needed(monkeypatch, capfd):
     with pytest.raises(ConfigError, match="reward.without_container=true") as error:
         build(options(without_container=False))
     assert "bubblewrap: " in str(error.value) and "namespaces: " in str(error.value)
-    assert "reward.kind=code is refused" in doctor.sandbox()
+    assert "reward.kind=code is refused" in container()
     reward = build(options(without_container=True))
     try:
         assert reward.sandbox.mode == "none"
@@ -193,7 +193,7 @@ def test_bubblewrap_is_called_where_it_was_found(monkeypatch, tmp_path):
 
 
 def test_the_doctor_says_what_holds():
-    assert "no network" in doctor.sandbox() or "refused" in doctor.sandbox()
+    assert "no network" in container() or "refused" in container()
 
 
 @pytest.mark.parametrize(
