@@ -59,8 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         status, message = outcome
         print(f"error: {message}", file=sys.stderr)
         if status == USER_ERROR and (job := getattr(args, "job", None)):  # the job's other nodes wait for this status
-            node = slurm.this_node()
-            Job(job, Path(), node.index, node.count).conclude(USER_ERROR)
+            Job(job, Path(), slurm.this_node()).conclude(USER_ERROR)
         return status
 
 

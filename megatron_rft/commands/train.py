@@ -62,7 +62,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> int:
         if (world_size > 1 or watched) and not is_rank:
             command = [sys.executable, "-m", "megatron_rft", args.command, args.recipe, *args.overrides]
             output_dir = recipe.run.output_dir
-            job = args.job and Job(args.job, Path(output_dir), node.index, node.count)
+            job = args.job and Job(args.job, Path(output_dir), node)
             return launcher.launch(command, args.nproc or 1, output_dir, node, job, recipe.faults)
         if recipe.trainer == "generate":
             launcher.use_one_gpu()

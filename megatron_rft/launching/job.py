@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rft.launching.slurm import Node
 from megatron_rft.utils.errors import FAILED, FINISHED, STOPPED, USER_ERROR, RunFailed
 from megatron_rft.utils.files import read_json, write_atomically
 
@@ -30,8 +31,7 @@ class Job:
 
     folder: Path
     output_dir: Path
-    node: int = 0
-    nodes: int = 1
+    node: Node = Node()
 
     @property
     def start(self) -> Path:
@@ -41,7 +41,7 @@ class Job:
         """Record the checkpoints that exist before this start. Raises RunFailed if the last starts saved nothing
         new."""
         self.start.mkdir(parents=True, exist_ok=True)
-        if self.node:
+        if self.node.index:
             return
         _write(self.start / "before.json", self._saved())
         if self._starts_without_progress() > RETRIES + 1:
@@ -60,19 +60,18 @@ class Job:
 
     def failed_elsewhere(self) -> str | None:
         """Return a message about another node whose ranks have failed, or None."""
-        failed = [
-            node for node, status in self._statuses().items() if node != self.node and status not in (FINISHED, STOPPED)
-        ]
+        others = {node: status for node, status in self._statuses().items() if node != self.node.index}
+        failed = [node for node, status in others.items() if status not in (FINISHED, STOPPED)]
         return f"node {failed[0]} of this job failed" if failed else None
 
     def conclude(self, status: int) -> tuple[int, str]:
         """Return the exit status of the whole job and a message. Waits for the other nodes, because Slurm ends the
         whole step soon after the first status that is not 0."""
-        _write(self.start / f"node_{self.node}.json", {"status": status})
+        _write(self.start / f"node_{self.node.index}.json", {"status": status})
         if status == FINISHED:
             return FINISHED, ""
         deadline = time.monotonic() + STATUS_TIMEOUT_S
-        while len(self._statuses()) < self.nodes and time.monotonic() < deadline:
+        while len(self._statuses()) < self.node.count and time.monotonic() < deadline:
             time.sleep(0.2)
         if USER_ERROR in self._statuses().values():
             return USER_ERROR, ""

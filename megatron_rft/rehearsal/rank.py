@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -188,44 +189,37 @@ class Step:
             networks = build.Networks(self.hf_config, *sections, recipe.run.seed)
             actor = networks.actor(1000, recipe.rollout.temperature)
             shared = actor, recipe.megatron, recipe.model.precision
-            return Models(actor, given=recipe.teaching and Teachers(recipe.teaching, self._teachers(), *shared))
+            given = recipe.teaching and Teachers(recipe.teaching, self._teachers(), *shared)
+            return Models(actor, objective.needs, given=given)
 
         models = self._built(new)
         offline, count = recipe.trainer == "offline", recipe.algorithm.batch_sequences
         batch, second = self._batch(2 if offline else 1, count), models.second
         if offline:
-            batch, second = self._with_reference(models, objective, batch)
+            batch = self._with_reference(models, objective, batch)
+            if getattr(recipe.algorithm, "reference", None) == "cached_hidden":
+                second = partial(self._cached, models.actor)
         for update in objective.prepare(batch, objective.init()).updates:
             self._update(models, update, 1, second, count)
         return models
 
-    def _with_reference(self, models: Any, objective: Any, batch: Any) -> tuple[Any, Callable]:
-        """Return pairs of a right and a wrong response with log-probs, and the source of their second distribution."""
+    def _with_reference(self, models: Any, objective: Any, batch: Any) -> Any:
+        """Return pairs of a right and a wrong response with log-probs of the models, which get a reference."""
         import torch
-
-        from megatron_rft.megatron.two_distributions import Second
-        from megatron_rft.training.models import LOGPROBS
 
         number, options = torch.arange(len(batch)), self.recipe.algorithm
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
         batch = batch.with_sequences(rewards=rewards, unit=number // 2 if options.pairs else number)
-        actor, reference = models.actor, models.actor.snapshot()
-        with actor.use_weights(reference):
-            batch = batch.with_tokens(ref_logprobs=actor.outputs(batch, LOGPROBS)["logprobs"])
-        batch = objective.annotate(batch)
-        if "old_logprobs" in objective.needs:
-            batch = batch.with_tokens(old_logprobs=actor.outputs(batch, LOGPROBS)["logprobs"])
+        models.reference = models.actor.snapshot()
+        batch = batch.with_tokens(ref_logprobs=models.reference_logprobs(batch))
+        return models.outputs(objective.annotate(batch))
 
-        def second(update: Any, mini_batch: Any) -> Any:
-            if update.second is None or models.given:
-                return models.second(update, mini_batch)
-            extrapolation = update.second.extrapolation
-            if getattr(options, "reference", None) != "cached_hidden":
-                return Second(mini_batch, reference, extrapolation)
-            output = self._output_matrix(actor)
-            return Second(mini_batch, extrapolation=extrapolation, rows=self._cached_rows, output_weight=output)
+    def _cached(self, actor: Any, batch: Any, other: Any) -> Any:
+        """Return the reference's distribution from cached hidden states."""
+        from megatron_rft.megatron.two_distributions import Second
 
-        return batch, second
+        output = self._output_matrix(actor)
+        return Second(batch, extrapolation=other.extrapolation, rows=self._cached_rows, output_weight=output)
 
     # ---- parts
 

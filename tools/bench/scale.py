@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from megatron_rft.launching.job import Job
+from megatron_rft.launching.slurm import Node
 from megatron_rft.megatron import balance, optimizer_shards
 from megatron_rft.records import Batch, Prompt, Response, Score
 from megatron_rft.rollout.sampler import ScoredResponse, packed, to_batch
@@ -73,7 +74,7 @@ def read_plan(sent: bytes) -> list[list[torch.Tensor]]:
 
 
 def look(folder: Path, nodes: int) -> None:
-    Job(folder, folder, 0, nodes).failed_elsewhere()
+    Job(folder, folder, Node(0, nodes)).failed_elsewhere()
 
 
 def index(ranks: int) -> list:

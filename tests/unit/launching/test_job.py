@@ -18,7 +18,7 @@ def start(tmp_path, monkeypatch):
 
     def begin(number: int, nodes: int = 1) -> Job:
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
-        job = Job(tmp_path / "job", tmp_path / "run", 0, nodes)
+        job = Job(tmp_path / "job", tmp_path / "run", Node(0, nodes))
         job.begin()
         return job
 
@@ -68,7 +68,7 @@ def test_mistakes_and_the_end_are_final(start):
 def test_a_mistake_on_another_node_is_the_jobs(start, monkeypatch):
     monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 300)
     job = start(0, nodes=2)
-    other = Job(job.folder, job.output_dir, 1, 2)
+    other = Job(job.folder, job.output_dir, Node(1, 2))
     assert job.failed_elsewhere() is None
     thread = threading.Thread(target=other.conclude, args=(USER_ERROR,))
     thread.start()
