@@ -13,7 +13,7 @@ from megatron_rft.config.lora import Lora
 from megatron_rft.config.sections import Megatron
 from megatron_rft.conversion import HFFolder, Mapping, gguf, load_config, lora
 from megatron_rft.conversion import convert as conversion
-from megatron_rft.conversion.convert import Format, SourceCheckpoint
+from megatron_rft.conversion.convert import SourceCheckpoint
 from megatron_rft.conversion.folder import model_fingerprint
 from megatron_rft.conversion.lora import Merged
 from megatron_rft.conversion.torch_dist import CONFIG, METADATA, AdapterCheckpoint
@@ -24,8 +24,6 @@ from megatron_rft.training import adapters, build
 from megatron_rft.training.run_folder import RECIPE_FILE
 from megatron_rft.utils.checkpoint_files import complete, damage
 from megatron_rft.utils.errors import FINISHED, ConfigError, DataError, RunFailed
-
-OTHER: dict[Format, Format] = {"hf": "megatron", "megatron": "hf"}
 
 
 def find_source(path: str, like: str | None = None, option: str = "the checkpoint to convert") -> SourceCheckpoint:
@@ -113,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         return run_gguf(args)
     source = find_source(args.source, args.like)
     models.check_architecture(source.hf_config)
-    to = args.to or OTHER[source.format]
+    to = args.to or ("megatron" if source.format == "hf" else "hf")
     if args.tensor_parallel and to == "hf":
         raise ConfigError("--tensor-parallel does nothing for a Hugging Face folder: leave it out")
     print(f"{source.path} ({source.format}) -> {args.out} ({to})", flush=True)

@@ -98,17 +98,13 @@ def _kind(state: RankState) -> tuple:
 
 def _disagreement(states: list[RankState], disagreeing: list[RankState]) -> Diagnosis:
     """Name both ranks, or both halves, of a disagreement: nothing tells which one is wrong."""
-    others = [state for state in states if state not in disagreeing and state.rank in members_of(disagreeing)]
+    theirs = {rank for s in disagreeing if s.last in s.groups for rank in members(s.groups[s.last][0])}
+    others = [state for state in states if state not in disagreeing and state.rank in theirs]
     if not others:
         told = "; ".join(f"rank {s.rank} on node {s.host} in {s.collective} ({_place(s)})" for s in disagreeing)
         return Diagnosis(tuple(disagreeing), f"these ranks wait for each other in different collectives: {told}")
     told = "; ".join(f"rank {s.rank} in {s.collective}" for s in (disagreeing[0], others[0]))
     return _named(disagreeing, f"is in another collective than its group: {told}")
-
-
-def members_of(states: list[RankState]) -> set[int]:
-    """Return all ranks of the groups that `states` are in."""
-    return {rank for s in states if s.last in s.groups for rank in members(s.groups[s.last][0])}
 
 
 def _place(state: RankState) -> str:

@@ -107,7 +107,7 @@ class Watch:
         """`numbers`: the ranks of this node. Returns the diagnosis once the whole run hangs."""
         now = self.clock()
         if now - self._looked < LOOK_S:
-            return None
+            return self.hung
         self._looked = now
         for rank in numbers:
             self._see(rank, now)
@@ -115,9 +115,8 @@ class Watch:
         if self._still or now - self._written > WRITE_S:
             self._written = now
             self._write()
-        if not self._still or not self._others_hang():
-            return None
-        self.hung = self._explain()
+        if self._still and self._others_hang():
+            self.hung = self._explain()
         return self.hung
 
     def _see(self, rank: int, now: float) -> None:

@@ -21,11 +21,6 @@ class Shape:
     responses: tuple[int, ...]
     sharing: int = 1
 
-    @property
-    def tokens(self) -> int:
-        """The computed tokens; a shared prompt counts once."""
-        return -(-len(self.responses) // self.sharing) * self.prompt + sum(self.responses)
-
 
 def micro_batch(prompt: int, longest: int, fraction: float, budget: int, group: int = 1) -> Shape:
     """Return as many sequences as fit into `budget` tokens. Responses have `fraction` of `longest` on average; their

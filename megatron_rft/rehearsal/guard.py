@@ -53,13 +53,10 @@ def compiler() -> str:
     return program
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_rft"
-
-
 def library(folder: Path | None = None) -> Path:
-    """Return the path of the compiled guard, and build it if it is missing."""
-    root, folder = torch_folder(), folder or cache_folder()
+    """Return the path of the compiled guard, and build it if it is missing. `folder`: None for the user's cache."""
+    root = torch_folder()
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_rft"
     facts = SOURCE.read_bytes() + str(root).encode() + (root / "version.py").read_bytes()
     path = folder / f"guard_{hashlib.sha256(facts).hexdigest()[:16]}.so"
     if not path.is_file():

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_rft.config import load
@@ -144,7 +145,7 @@ class Step:
             deque(models.actor.stream(dtype=dtype), maxlen=0)
         distributed = self.recipe.optimizer.use_distributed_optimizer
         one_file = gathers(self.recipe.checkpoint, read_shape(find_model(self.recipe.model.path)))
-        saving.rehearse(self.ledger, self.mode, models.trained, models.averages, distributed, one_file)
+        saving.rehearse(self.ledger, self.mode, models, distributed, one_file)
         return self.times
 
     # ---- trainers
@@ -171,7 +172,7 @@ class Step:
             if self.question.training_only and update.name not in UPDATES:
                 continue  # PIPO's verification needs the memory of the policy's update
             passes = update.epochs * update.mini_batches
-            self._update(models, update, passes, models.second, whole / passes * update.epochs)
+            self._update(models, update, passes, whole / passes * update.epochs)
         with self.ledger.during("end of the step"):
             models.end_of_step()
         return models
@@ -194,13 +195,12 @@ class Step:
 
         models = self._built(new)
         offline, count = recipe.trainer == "offline", recipe.algorithm.batch_sequences
-        batch, second = self._batch(2 if offline else 1, count), models.second
+        batch = self._batch(2 if offline else 1, count)
         if offline:
             batch = self._with_reference(models, objective, batch)
-            if getattr(recipe.algorithm, "reference", None) == "cached_hidden":
-                second = partial(self._cached, models.actor)
         for update in objective.prepare(batch, objective.init()).updates:
-            self._update(models, update, 1, second, count)
+            self._update(models, update, 1, count)
+        models.reference = None  # host memory after the updates is counted without it
         return models
 
     def _with_reference(self, models: Any, objective: Any, batch: Any) -> Any:
@@ -211,14 +211,20 @@ class Step:
         rewards = torch.where(number % 2 == 0, 1.0, -1.0)
         batch = batch.with_sequences(rewards=rewards, unit=number // 2 if options.pairs else number)
         models.reference = models.actor.snapshot()
+        if getattr(options, "reference", None) == "cached_hidden":
+            models.given = SimpleNamespace(second=partial(self._cached, models.actor))
         batch = batch.with_tokens(ref_logprobs=models.reference_logprobs(batch))
         return models.outputs(objective.annotate(batch))
 
     def _cached(self, actor: Any, batch: Any, other: Any) -> Any:
         """Return the reference's distribution from cached hidden states."""
+        from megatron_rft.megatron import model, parallel
         from megatron_rft.megatron.two_distributions import Second
 
-        output = self._output_matrix(actor)
+        output = None
+        if parallel.is_last_stage():
+            with self.ledger.holding("other weights"):
+                output = model.output_weight(actor.models[-1]).detach().clone()
         return Second(batch, extrapolation=other.extrapolation, rows=self._cached_rows, output_weight=output)
 
     # ---- parts
@@ -265,13 +271,13 @@ class Step:
         count = question.micro_batches * parallel.dp_size() * len(shape.responses)
         return batch_of(shape, max(min(group, 2), min(count, most)), group)
 
-    def _update(self, models: Any, update: Any, passes: float, second: Callable, sequences: float) -> None:
+    def _update(self, models: Any, update: Any, passes: float, sequences: float) -> None:
         """Make one optimizer step. The run makes `passes` of them, each on `sequences`."""
         phase = UPDATES.get(update.name, update.name)
         update = replace(update, mini_batches=1, epochs=1)
         mini_batch = next(update.steps())
         with self.ledger.during(phase):
-            models.step(update, *update.computed(mini_batch), second(update, mini_batch))
+            models.step(update, *update.computed(mini_batch), models.second(update, mini_batch))
         self.times[phase] = (passes, max(1.0, sequences / len(mini_batch)))
         if update.second is not None:
             self.times["second distribution"] = self.times[phase]
@@ -282,14 +288,6 @@ class Step:
         dtype = torch.float32 if self.recipe.model.precision == "fp32" else torch.bfloat16
         with self.mode.fake:
             return torch.empty(len(numbers), self.hf_config.hidden_size, dtype=dtype)
-
-    def _output_matrix(self, actor: Any) -> Any:
-        from megatron_rft.megatron import model, parallel
-
-        if not parallel.is_last_stage():
-            return None
-        with self.ledger.holding("other weights"):
-            return model.output_weight(actor.models[-1]).detach().clone()
 
 
 def updates_of(objective: Any, batch: Any, steps_before: int) -> dict[str, Any]:

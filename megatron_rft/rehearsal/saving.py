@@ -27,20 +27,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_rft.megatron import checkpoint as checkpoints
 from megatron_rft.megatron import parallel, weights
 from megatron_rft.megatron.actor import Actor
-from megatron_rft.megatron.ema import MovingAverage
 from megatron_rft.megatron.lora import sharded_state
 from megatron_rft.rehearsal.device import FakeDevice
 from megatron_rft.rehearsal.ledger import Ledger
+from megatron_rft.training.models import Models
 
 
-def rehearse(
-    ledger: Ledger,
-    mode: FakeDevice,
-    models: dict[str, Actor],
-    averages: dict[str, MovingAverage],
-    distributed: bool,
-    gathers: bool,
-) -> None:
+def rehearse(ledger: Ledger, mode: FakeDevice, models: Models, distributed: bool, gathers: bool) -> None:
     """Rehearse a checkpoint and an export. `distributed`: the run has the distributed optimizer, whose state the first
     data-parallel rank gathers if the run `gathers`.
 
@@ -50,11 +43,11 @@ def rehearse(
     _install(distributed)
     with tempfile.TemporaryDirectory() as folder, mode.shapes_on_the_host():
         with ledger.during("checkpoint"), ledger.holding("checkpoint"):
-            _save(checkpoints.Checkpointer(Path(folder), models, averages=averages, gathers=gathers))
-            check_shards(models)
+            _save(checkpoints.Checkpointer(Path(folder), models.trained, averages=models.averages, gathers=gathers))
+            check_shards(models.trained)
         if parallel.rank() == 0:  # the other ranks send their weights, as they do to an engine
             with ledger.during("export"), ledger.holding("buckets"):
-                actor = models["actor"]
+                actor = models.actor
                 weights.save_folder(actor.stream(), Path(folder, "export"), actor.hf_config, save=_touch)
 
 

@@ -88,7 +88,8 @@ def pace(group: RunGroup) -> list[Headline]:
     done = [run.steps for run in group.runs]
     planned = {run.options.get("run.steps") for run in group.runs} - {None}
     of = f"of {max(planned)}" if planned and max(planned) != min(done) else ""
-    numbers = [Headline("steps", _range(done), of)]
+    least, most = min(done), max(done)
+    numbers = [Headline("steps", str(most) if least == most else f"{least} to {most}", of)]
     seconds = [sum(run.of("seconds/step")[1]) for run in group.runs]
     if any(seconds):
         each = [value for run in group.runs for value in run.of("seconds/step")[1][1:]] or [0.0]
@@ -110,10 +111,6 @@ def straggler(group: RunGroup) -> Headline | None:
     if count < SLOW_STEPS:
         return None
     return Headline("slowest rank", str(rank), f"slow in {count} of {len(steps)} steps")
-
-
-def _range(values: list[int]) -> str:
-    return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def clock(seconds: float) -> str:

@@ -29,10 +29,6 @@ class RunGroup:
     name: str
     runs: list[RecordedRun]
 
-    @property
-    def kind(self) -> str:
-        return str(self.runs[0].recipe.get("trainer", "run"))
-
     @cached_property
     def width(self) -> int:
         return max(math.ceil(max(run.steps for run in self.runs) / MOST_POINTS), 1)

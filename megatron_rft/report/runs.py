@@ -100,11 +100,8 @@ def read(folder: Path) -> RecordedRun:
     except yaml.YAMLError as error:
         raise UserError(f"{folder / RECIPE} is not valid YAML: {error}") from None
     recipe = recipe if isinstance(recipe, dict) else {}
-    return RecordedRun(folder, recipe, read_metrics(folder / METRICS_FILE), samples_of(folder), alarms_of(folder))
-
-
-def alarms_of(folder: Path) -> list[str]:
-    return [line["note"] for line in read_json_lines(folder / NOTES_FILE) if line.get("alarm")]
+    alarms = [line["note"] for line in read_json_lines(folder / NOTES_FILE) if line.get("alarm")]
+    return RecordedRun(folder, recipe, read_metrics(folder / METRICS_FILE), samples_of(folder), alarms)
 
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:
