@@ -18,7 +18,6 @@ from megatron_rft.config.environment import AnyEnvironment
 from megatron_rft.config.lora import Lora
 from megatron_rft.config.trainers import CORRECT, ROUNDED
 from megatron_rft.config.vllm import Vllm
-from megatron_rft.conversion import hf_shapes
 from megatron_rft.inference.engine import Engine, EngineOptions
 from megatron_rft.inference.pool import EnginePool, shares
 from megatron_rft.inference.process import EngineProcess
@@ -227,7 +226,6 @@ class EngineBuilder:
     def _server_options(self, hf_config: Any) -> dict[str, Any]:
         return {
             "config": hf_config,
-            "shapes": hf_shapes(hf_config),
             "dtype": self.dtype,
             "start_timeout_s": self.faults.engine_start_s,
             "silence_timeout_s": self.faults.engine_silence_s,

@@ -85,8 +85,7 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(unusable() is not None, reason=str(unusable()))
 def test_a_server(tmp_path):
-    shapes = {name: tensor.shape for name, tensor in weights(0).items()}
-    server = LocalServer(CONFIG, shapes, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
+    server = LocalServer(CONFIG, torch.float32, tmp_path / "server.log", {"OMP_NUM_THREADS": "1"}, SMALL)
     pool = EnginePool([server], torch.float32)
     pool.reload = lambda: weight_sync.send(weights(2).items(), pool, 2, verify=True)
     try:
@@ -108,21 +107,20 @@ def test_a_server(tmp_path):
             ServerEngine(
                 server.url,
                 Qwen3Config(**SHAPE, vocab_size=65),
-                shapes,
                 torch.float32,
                 authorization=server.authorization,
             )
         with pytest.raises(ConfigError, match="computes in torch.float32, and rollout.dtype says torch.bfloat16"):
-            ServerEngine(server.url, CONFIG, shapes, torch.bfloat16, authorization=server.authorization)
+            ServerEngine(server.url, CONFIG, torch.bfloat16, authorization=server.authorization)
         with pytest.raises(
             ConfigError, match="room for 2048 tokens of prompt and response, and this recipe has up to 2049"
         ):
-            ServerEngine(server.url, CONFIG, shapes, torch.float32, longest=2049, authorization=server.authorization)
+            ServerEngine(server.url, CONFIG, torch.float32, longest=2049, authorization=server.authorization)
 
         with pytest.raises(
             ConfigError, match="cannot take weights from a trainer .*401 this server answers only to its"
         ):
-            ServerEngine(server.url, CONFIG, shapes, torch.float32, authorization={"Authorization": "Bearer guess"})
+            ServerEngine(server.url, CONFIG, torch.float32, authorization={"Authorization": "Bearer guess"})
         stranger = copy(server)
         stranger.authorization = {}
         for path in ("/update_weights", "/collective_rpc", "/inference/v1/generate", "/v1/completions", "/pause"):
@@ -176,7 +174,7 @@ def test_nobody_there():
             ConfigError, match=r"no vLLM server answers at http://127.0.0.1:\d+ \(.*refused.*\n.*api_server --model"
         ),
     ):
-        ServerEngine(f"http://127.0.0.1:{nobody.getsockname()[1]}", CONFIG, {}, torch.float32)
+        ServerEngine(f"http://127.0.0.1:{nobody.getsockname()[1]}", CONFIG, torch.float32)
 
 
 @pytest.mark.slow

@@ -107,9 +107,8 @@ def build(placement, hf_config, folder):
     if placement == "process":
         engine = partial(VLLMEngine, hf_config, max_batch_sequences=PROMPTS)
         return EnginePool([EngineProcess(engine, "the engine", folder / "log", environment=ALONE)], torch.float32)
-    shapes = {name: torch.Size(shape) for name, shape in hf_shapes(hf_config).items()}
     room = {"max_model_len": SHAPE["max_position_embeddings"], "max_num_seqs": PROMPTS}
-    return EnginePool([LocalServer(hf_config, shapes, torch.float32, folder / "log", ALONE, room)], torch.float32)
+    return EnginePool([LocalServer(hf_config, torch.float32, folder / "log", ALONE, room)], torch.float32)
 
 
 def case(placement, family, tied, root):

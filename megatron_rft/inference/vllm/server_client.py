@@ -49,8 +49,8 @@ PING_S = 2.0  # interval of health checks while waiting for responses
 
 
 class ServerEngine(Member):
-    """`shapes`: HF name -> shape of every parameter. `longest`: tokens of a prompt and response that must fit.
-    `keep_caches`: unfinished responses keep their keys and values when new weights come."""
+    """`longest`: tokens of a prompt and response that must fit. `keep_caches`: unfinished responses keep
+    their keys and values when new weights come."""
 
     joins = True
 
@@ -58,7 +58,6 @@ class ServerEngine(Member):
         self,
         url: str,
         config: PreTrainedConfig,
-        shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         start_timeout_s: float = 600.0,
         silence_timeout_s: float = 300.0,
@@ -67,8 +66,8 @@ class ServerEngine(Member):
         authorization: dict[str, str] | None = None,
     ):
         """`authorization`: the header with the server's token; None: that of this process's environment."""
-        self.keep_caches = keep_caches
-        self.url, self.config, self.shapes, self.dtype, self.longest = url.rstrip("/"), config, shapes, dtype, longest
+        self.url, self.config, self.dtype = url.rstrip("/"), config, dtype
+        self.longest, self.keep_caches = longest, keep_caches
         self.start_timeout_s, self.silence_timeout_s = start_timeout_s, silence_timeout_s
         self.authorization = token_check.header() if authorization is None else authorization
         self.workers = 0  # of the server; 0 until it has answered
@@ -133,9 +132,8 @@ class ServerEngine(Member):
         if not host.startswith("127."):  # the URL may name this machine
             name_for_gloo(urlsplit(self.url).hostname)
         store = network.rendezvous(host, size, limit_s)
-        shapes = {name: list(shape) for name, shape in self.shapes.items()}
-        address = {"host": host, "port": store.port, "size": size, "shapes": shapes, "timeout_s": limit_s}
-        address["transport"], address["secret"] = self.transport, secrets.token_hex(16)
+        address = {"host": host, "port": store.port, "size": size, "timeout_s": limit_s}
+        address |= {"transport": self.transport, "secret": secrets.token_hex(16)}
         device = torch.device("cuda", torch.cuda.current_device()) if self.transport == network.GPU else None
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(self._call, "POST", "/init_weight_transfer_engine", {"init_info": address})

@@ -74,7 +74,6 @@ class LocalServer(ServerEngine):
     def __init__(
         self,
         config: PreTrainedConfig,
-        shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         log: Path,
         environment: dict[str, str],
@@ -90,7 +89,7 @@ class LocalServer(ServerEngine):
         self.arguments = arguments
         self.process: subprocess.Popen | None = None
         header = token_check.header(self.environment)
-        super().__init__("http://127.0.0.1", config, shapes, dtype, authorization=header, **options)
+        super().__init__("http://127.0.0.1", config, dtype, authorization=header, **options)
 
     def start(self) -> None:
         self._kill()

@@ -7,10 +7,10 @@ registers the receiving side in vLLM's weight-transfer factory, under the name W
 import os
 from dataclasses import dataclass
 
-import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from megatron_rft.config.vllm import installed
+from megatron_rft.families.shapes import hf_shapes
 from megatron_rft.inference.engine import WeightValidator
 from megatron_rft.inference.transport import network
 from megatron_rft.inference.transport.shared_memory import local_gpu
@@ -31,7 +31,6 @@ class Address(WeightTransferInitInfo):
     host: str
     port: int
     size: int
-    shapes: dict[str, list[int]]  # HF name -> shape of every parameter
     timeout_s: float
     transport: str
     secret: str
@@ -44,8 +43,8 @@ class WireReceiver(Receiver):
     def init_transfer_engine(self, init_info: Address) -> None:
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        shapes = {name: torch.Size(shape) for name, shape in init_info.shapes.items()}
-        self.validator = WeightValidator(shapes, self.model_config.hf_config.model_type)
+        config = self.model_config.hf_config
+        self.validator = WeightValidator(hf_shapes(config), config.model_type)
         self.shutdown()  # closes the link to an earlier trainer
         device = self.device if init_info.transport == network.GPU else None
         size, limit_s = init_info.size, init_info.timeout_s

@@ -108,18 +108,18 @@ def answering(
 )
 def test_refused_before_training(facts, words):
     with answering(facts) as (url, _), pytest.raises(ConfigError, match=words):
-        ServerEngine(url, CONFIG, {}, torch.float32, longest=200)
+        ServerEngine(url, CONFIG, torch.float32, longest=200)
 
 
 def test_a_server_without_the_end_point_of_token_ids():
     words = r"(?s)takes no token ids .*refuses /inference/v1/generate: 404.*\n.*--enable-scale-out"
     with answering(FACTS, lacks="/inference/v1/generate") as (url, _), pytest.raises(ConfigError, match=words):
-        ServerEngine(url, CONFIG, {}, torch.float32)
+        ServerEngine(url, CONFIG, torch.float32)
 
 
 def test_kept_caches_are_not_for_later_responses():
     with answering(FACTS) as (url, _), pytest.raises(ConfigError, match="start it with --no-enable-prefix-caching"):
-        ServerEngine(url, CONFIG, {}, torch.float32, keep_caches=True)
+        ServerEngine(url, CONFIG, torch.float32, keep_caches=True)
 
 
 def test_draft_tokens_are_counted(monkeypatch):
@@ -131,7 +131,7 @@ def test_draft_tokens_are_counted(monkeypatch):
         for name, value in (("drafts", 4.0), ("draft_tokens", 12.0), ("accepted_tokens", 6.0), ("x_per_pos", 9.0))
     )
     with answering(FACTS, metrics="# HELP\n" + counted) as (url, _):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine = ServerEngine(url, CONFIG, torch.float32)
         assert engine.statistics() == {
             "speculation/passes": 8,
             "speculation/proposed": 24,
@@ -146,7 +146,7 @@ def test_nothing_is_generated_while_weights_arrive(monkeypatch):
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     monkeypatch.setattr(network, "send", lambda group, stream: list(stream))
     with answering(FACTS) as (url, asked):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine = ServerEngine(url, CONFIG, torch.float32)
         asked.clear()
         engine.load_weights(iter([]), version=1)
     assert asked[0] == "/pause?mode=keep" and asked[-1] == "/resume"
@@ -165,7 +165,7 @@ def test_weights_may_take_longer_than_the_limit_of_silence(monkeypatch):
 
     monkeypatch.setattr(network, "send", send)
     with answering(FACTS, sent=sent) as (url, _):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32, silence_timeout_s=1.0)
+        engine = ServerEngine(url, CONFIG, torch.float32, silence_timeout_s=1.0)
         engine.load_weights(iter([]), version=1)
         assert engine.weight_version == 1
 
@@ -180,7 +180,7 @@ def test_a_server_that_never_says_that_it_has_the_weights(monkeypatch, fails):
 
     monkeypatch.setattr(network, "send", send)
     with answering(FACTS, hangs=("/update_weights",)) as (url, _):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine = ServerEngine(url, CONFIG, torch.float32)
         engine.silence_timeout_s = 1.0
         with pytest.raises(RunFailed, match="own error" if fails else "does not answer: timed out"):
             engine.load_weights(iter([]), version=1)
@@ -194,7 +194,7 @@ def test_an_engine_that_dies_while_it_gets_weights(monkeypatch, dies):
     monkeypatch.setattr(network, "send", lambda group, stream: list(stream))
     monkeypatch.setattr(server_client.time, "sleep", lambda seconds: None)
     with answering(FACTS, dies=dies) as (url, _):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine = ServerEngine(url, CONFIG, torch.float32)
         with pytest.raises(EngineLost, match="is broken: 503"):
             engine.load_weights(iter([]), version=1)
 
@@ -204,7 +204,7 @@ def test_an_engine_that_hangs_behind_a_healthy_server(monkeypatch):
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     monkeypatch.setattr(server_client, "PING_S", 0.1)
     with answering(FACTS, hangs=("/inference/v1/generate", "/is_paused")) as (url, asked):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine = ServerEngine(url, CONFIG, torch.float32)
         engine.silence_timeout_s = 1.0
         with pytest.raises(EngineLost, match="does not answer: timed out"):
             list(engine.generate([Request(0, (3, 4), 2, seed=1)], Sampling(4)))
@@ -215,7 +215,7 @@ def test_a_request_that_comes_after_the_end_is_not_waited_for(monkeypatch):
     """A thread that sends a request after the others were cancelled would wait forever."""
     monkeypatch.setattr(ServerEngine, "_connect", lambda self: None)
     with answering(FACTS, hangs=("/inference/v1/generate",)) as (url, asked):
-        engine = ServerEngine(url, CONFIG, {}, torch.float32)
+        engine = ServerEngine(url, CONFIG, torch.float32)
         ended, epoch = queue.Queue(), engine._epoch
         arguments = Request(0, (3, 4), 1, seed=1), 0, Sampling(4), ended
         waiting = threading.Thread(target=engine._ask, args=(*arguments, epoch))
