@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rft.megatron.seams import named
@@ -36,6 +37,7 @@ class ActorOptimizer:
         config = optimizer_config(options, precision)
         self.megatron = get_megatron_optimizer(config, chunks)
         self.parts = self.megatron.chained_optimizers  # of dense parameters, and of experts
+        self.clip_grad = config.clip_grad
         self.moments = {name: [_Moments() for _ in self.parts] for name in moments}
         decay_steps = options.get("lr_decay_steps") or total_steps
         warmup = options.get("lr_warmup_steps") or 0
@@ -87,16 +89,28 @@ class ActorOptimizer:
         Returns (applied, gradient norm before clipping). A gradient with a NaN or an infinity is not applied: weights,
         moments and schedule stay unchanged.
         """
-        norm = self.grad_norm()
-        if not math.isfinite(norm):
+        optimizer = self.megatron
+        overflow = optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if overflow or not math.isfinite(norm):
             return False, norm
         if learning_rate is None:
             self.schedule.step(1)
         else:
-            for group in self.megatron.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("lr_mult", 1.0)
+        if self.clip_grad > 0:
+            for part in self.parts:
+                if parameters := part.get_parameters():
+                    # a precision-aware optimizer reads its gradients from `decoupled_grad`
+                    clip_grad_by_total_norm_fp32(
+                        parameters,
+                        max_norm=self.clip_grad,
+                        total_norm=norm,
+                        use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                    )
         with self.using(moments):
-            self.megatron.step()  # clips by the norm, which it computes again
+            optimizer.step_with_ready_grads()
         if learning_rate is not None:
             self.schedule.step(0)  # restore the schedule's rate, for the log and the next step
         return True, norm
