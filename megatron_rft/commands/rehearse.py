@@ -145,7 +145,8 @@ class Rehearsal:
         if recipe.trainer != "rl":
             return []
         rollout, workers = recipe.rollout, recipe.vllm.tensor_parallel_size
-        count, element = engines_of_step(rollout, recipe.vllm, self.layout.world), memory.BYTES[recipe.model.precision]
+        count = engines_of_step(rollout, recipe.vllm, self.layout.world)
+        element = memory.BYTES[rollout.dtype or recipe.model.precision]
         engine = EngineEstimate(self.device, self.efficiency, self.sizes, workers, rollout.max_batch_sequences, element)
         longest = rollout.max_response_tokens
         prompts, mean = -(-rollout.prompts_per_step // count), self.args.fraction * longest
