@@ -31,7 +31,7 @@ def report(tmp_path_factory):
         write_run(folder / f"{kind}-seed{seed}", seed, kind == "pipo") for kind in ("pipo", "grpo") for seed in (0, 1)
     ]
     found, notices = read_all(runs)
-    return page.write(grouped(found), notices, folder)[0]
+    return page.write(grouped(found), notices, folder)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_conversation_can_be_folded(browser, tmp_path):
     values, turns = {"rollout_logprobs": [-3.0] * 4}, [(0, 1, 0.0), (2, 4, 0.5)]
     sample = Sample("Guess.", ["3", "<", "1", "!"], 1.5, values, turns=turns)
     StepFile(run / "samples.jsonl").write(9, {"samples": [shortened(sample)]})
-    browser.open(page.write(grouped(read_all([run])[0]), [], tmp_path)[0])
+    browser.open(page.write(grouped(read_all([run])[0]), [], tmp_path))
     assert texts(browser, ".sample summary") == ["turn 1", "environment", "turn 2, reward 0.500"]
     assert texts(browser, ".sample .turn span") == ["3", "1", "!"] and texts(browser, ".sample .said span") == ["<"]
     colours = browser.ask("[...document.querySelectorAll('.response span')].map((s) => s.style.background)")
