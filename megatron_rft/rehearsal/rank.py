@@ -200,7 +200,8 @@ class Step:
             batch = self._with_reference(models, objective, batch)
         for update in objective.prepare(batch, objective.init()).updates:
             self._update(models, update, 1, count)
-        models.reference = None  # host memory after the updates is counted without it
+        if models.given or not recipe.algorithm.compares_distributions:
+            models.reference = None  # a run keeps only one that its updates compare with
         return models
 
     def _with_reference(self, models: Any, objective: Any, batch: Any) -> Any:
