@@ -62,7 +62,7 @@ def measured(actor):
     own = {w.untyped_storage().data_ptr() for w in weights}
     gradients = [b.grad_data for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     state = []
-    for part in actor.optimizer._parts:
+    for part in actor.optimizer.parts:
         state += [t for each in part.optimizer.state.values() for t in each.values() if torch.is_tensor(t) and t.dim()]
         mains = [p for group in part.optimizer.param_groups for p in group["params"]]
         state += [p for p in mains if p.untyped_storage().data_ptr() not in own]
