@@ -4,8 +4,8 @@
     -0.6                      it raises, exits with an error, is killed, or exceeds its time or memory, in any test
     -0.3 + 1.3 * p / (p + f)  p tests passed, f failed
 
-A time-out counts as a runtime error, as in those data sets. The tests of a row are a table (or
-its JSON) in the field `tests`, else the reference answer itself. Its `kind` is one of
+A time-out counts as a runtime error, as in those data sets. The tests of a row are a table (or its JSON) in the field
+`tests`, else the reference answer itself. Its `kind` is one of
 
     stdin    inputs, outputs: texts; the program reads standard input and writes standard output
     call     name, inputs (lists of arguments), outputs: the values of a function, or of a method of `class Solution`

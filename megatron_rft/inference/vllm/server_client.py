@@ -49,8 +49,8 @@ PING_S = 2.0  # interval of health checks while waiting for responses
 
 
 class ServerEngine(Member):
-    """`longest`: tokens of a prompt and response that must fit. `keep_caches`: unfinished responses keep
-    their keys and values when new weights come."""
+    """`longest`: tokens of a prompt and response that must fit. `keep_caches`: unfinished responses keep their keys and
+    values when new weights come."""
 
     joins = True
 
