@@ -1,7 +1,8 @@
 """A problem, a response to it, and its score: what the processes of environments and graders share. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, count, islice
 from typing import Any
 
 
@@ -35,11 +36,21 @@ class Response:
     # [fed tokens, layers with experts, experts per token], if Sampling.routes asks for them: the experts that the
     # engine used, for the prompt and all response tokens but the last. Behind the gathering of all ranks a key.
     routes: Any = None
+    # An episode that is not one sequence of tokens, as that of a program that compacts its history or asks a sub-agent:
+    # its other segments, each with own prompt, tokens, turns and routes. The own fields are of the one with the last
+    # turn. One episode is one response with one reward, and each sampled token is in one turn of one segment.
+    segments: "tuple[Response, ...]" = ()
+    # When each own turn was sampled: its number among the turns of all segments. (): turns come in the order of the
+    # segments, the own ones last.
+    order: tuple[int, ...] = ()
+    # After `joined`: the segment of each token; -s for the prompt of segment s > 0. Empty: all are of segment 0.
+    segment_of: Sequence[int] = ()
 
     @property
     def length(self) -> int:
         """The number of tokens that the policy wrote."""
-        return sum(end - first for first, end, _ in self.turns) if self.turns else len(self.token_ids)
+        own = sum(end - first for first, end, _ in self.turns) if self.turns else len(self.token_ids)
+        return own + sum(segment.length for segment in self.segments)
 
     @property
     def last_turn(self) -> tuple[int, ...]:
@@ -48,10 +59,70 @@ class Response:
 
     def total(self, score: "Score") -> "Score":
         """The score with the rewards of the turns added. Whether it is correct stays the score's verdict."""
-        rewards = [reward for *_, reward in self.turns if reward]
+        rewards = [reward for each in (*self.segments, self) for *_, reward in each.turns if reward]
         if not rewards or score.error is not None:
             return score
         return replace(score, reward=score.reward + sum(rewards), correct=score.right)
+
+    def joined(self) -> "Response":
+        """The episode as one sequence: its turns in the order in which they were sampled, each behind the tokens that
+        its segment has before it, which in later segments begin with the prompt. Segments have numbers in the order of
+        their first turns; `prompt_ids` are those of segment 0. An episode without segments is returned as it is."""
+        if not self.segments:
+            return self
+        parts = [part._opened(number) for number, part in enumerate(_by_first_turn((*self.segments, self)))]
+        pieces = sorted(piece for number, part in enumerate(parts) for piece in part._pieces(number))
+        assert len({when for when, *_ in pieces}) == len(pieces), "two turns have one number"
+        assert not self.order or self.order[-1] == pieces[-1][0], "another segment has the last turn"
+        starts = accumulate((end - before for _, _, before, _, end, _ in pieces), initial=0)
+
+        def chained(name: str) -> tuple:
+            return tuple(chain.from_iterable(getattr(parts[n], name)[before:end] for _, n, before, _, end, _ in pieces))
+
+        return replace(
+            self,
+            **{name: chained(name) for name in ("token_ids", "logprobs", "supports", "segment_of")},
+            turns=tuple(
+                (start + first - before, start + end - before, reward)
+                for start, (*_, before, first, end, reward) in zip(starts, pieces, strict=False)
+            ),
+            prompt_ids=parts[0].prompt_ids,
+            weight_version=min(part.weight_version for part in parts),
+            routes=None if any(part.routes is None for part in parts) else tuple(part.routes for part in parts),
+            segments=(),
+            order=(),
+        )
+
+    def _opened(self, number: int) -> "Response":
+        """Segment `number` up to its last turn, with its prompt as its first tokens unless it is segment 0."""
+        assert self.prompt_ids is not None, "a segment without a prompt"
+        prompt, end = self.prompt_ids if number else (), self.turns[-1][1]
+        shift = len(prompt)
+        return replace(
+            self,
+            token_ids=(*prompt, *self.token_ids[:end]),
+            logprobs=(*[0.0] * shift, *self.logprobs[:end]),
+            supports=self.supports and (*[()] * shift, *self.supports[:end]),
+            segment_of=(*[-number] * shift, *[number] * end),
+            turns=tuple((first + shift, last + shift, reward) for first, last, reward in self.turns),
+            routes=None if self.routes is None else self.routes[: len(self.prompt_ids) + end - 1],
+        )
+
+    def _pieces(self, number: int) -> Iterator[tuple[int, int, int, int, int, float]]:
+        """(when it was sampled, segment, end of the turn before it, first, end, reward) of each turn."""
+        before = 0
+        for when, turn in zip(self.order, self.turns, strict=True):
+            yield when, number, before, *turn
+            before = turn[1]
+
+
+def _by_first_turn(segments: tuple[Response, ...]) -> list[Response]:
+    """The segments of an episode with their turns and the order of these written out."""
+    later, full = count(), []
+    for each in segments:
+        turns = each.turns or ((0, len(each.token_ids), 0.0),)
+        full.append(replace(each, turns=turns, order=each.order or tuple(islice(later, len(turns)))))
+    return sorted(full, key=lambda each: each.order[0])
 
 
 @dataclass(frozen=True)

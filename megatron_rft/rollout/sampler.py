@@ -310,6 +310,7 @@ def to_batch(rollouts: list[ScoredResponse]) -> Batch:
     """Build a batch of the rollouts that have a reward, in their order. A group's number is its prompt index."""
     rollouts = [rollout for rollout in rollouts if rollout.score.error is None]
     responses = [rollout.response for rollout in rollouts]
+    assert not any(response.segments for response in responses), "batches do not have segments yet"
     logprobs = flat([response.logprobs for response in responses], torch.float32)
     prompts = {rollout.prompt_index: np.asarray(rollout.prompt.token_ids) for rollout in rollouts}
     batch = Batch.of(
